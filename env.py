@@ -1,0 +1,1 @@
+ffpa/ffpa_attn/env.py

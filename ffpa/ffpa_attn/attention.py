@@ -1,0 +1,201 @@
+"""The functions users call: ffpa, ffpa_varlen, merge and explain. They read Python arguments; the operators do the rest."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from . import checks, env, ops
+from .choice import Choice, choose
+from .spec import LevelType, MMAAccType
+
+
+def _rule(causal, align, scale, window, softcap) -> dict:
+    causal, align = checks.causal_and_align(causal, align)
+    left, right = checks.window(window)
+    options = {"causal": causal, "align": align, "window_left": left, "window_right": right}
+    return options | {"scale": checks.scale(scale), "softcap": checks.softcap(softcap)}
+
+
+def _how(num_stages, level, acc, return_lse) -> dict:
+    return {
+        "return_lse": checks.flag("return_lse", return_lse),
+        "level": checks.level(level),
+        "acc": checks.acc(acc),
+        "num_stages": checks.num_stages(num_stages),
+    }
+
+
+def ffpa(
+    q,
+    k,
+    v,
+    o=None,
+    num_stages=None,
+    level=None,
+    acc="f32",
+    *,
+    causal=False,
+    align="bottom_right",
+    scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    mask=None,
+    layout="BHND",
+    return_lse=False,
+    out=None,
+):
+    """Exact attention softmax(scale * q k^T) v for head dims of any multiple of 8.
+
+    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] (or [B, N, H, D] with layout="BNHD"), float16 or bfloat16,
+    unit stride on the last dim; Hq a multiple of Hkv. Returns [B, Hq, Nq, Dv] (in the layout given), and with
+    return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
+
+    causal      row r sees keys up to its diagonal: key r + Nk - Nq (align="bottom_right") or key r ("top_left");
+                causal="top_left" is short for both.
+    window      (left, right) keys around the diagonal, -1 = unbounded.
+    softcap     scores become softcap * tanh(score / softcap); 0.0 = off.
+    mask        bool (True = take part) or additive, broadcastable to [B, Hq, Nq, Nk].
+    scale       default D ** -0.5.
+    level       None picks the fastest kernel; 1, 2 or 3 forces the split-D mma kernels at that level.
+    acc         "f32", "f16" or "mixed" (QK^T in f32, PV in f16): what tensor cores accumulate in.
+    num_stages  1..4 pipeline stages of those kernels; None = automatic.
+    out         where to write the result (`o` is the first release's name); no gradients then.
+
+    A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic.
+    """
+    checks.only_tensors(q=q, k=k, v=v)
+    if mask is not None:
+        checks.only_tensors(mask=mask)
+    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
+    options["layout"] = checks.layout(layout)
+    if o is None and out is None:
+        out, lse = torch.ops.ffpa_attn.forward(q, k, v, mask, **options)
+    else:
+        out = checks.one_output(o, out)
+        checks.no_grad_with_out(out, q, k, v, mask)
+        lse = torch.ops.ffpa_attn.forward_out(q, k, v, out, mask, **options)
+    return (out, lse) if return_lse else out
+
+
+def ffpa_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    o=None,
+    num_stages=None,
+    level=None,
+    acc="f32",
+    *,
+    causal=False,
+    align="bottom_right",
+    scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    return_lse=False,
+    out=None,
+):
+    """ffpa for packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], LSE [Hq, Tq].
+
+    Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1] (int32, B + 1 entries, on the tensors' device). The
+    offsets of GPU tensors are never read on the host: a length counts as clamped to [0, max_seqlen], no address leaves
+    the tensors, and rows of no sequence give 0 and LSE -inf. FFPA_CHECK=1 checks them and waits for the GPU.
+    """
+    checks.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    offsets = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        checks.max_seqlen("max_seqlen_q", max_seqlen_q),
+        checks.max_seqlen("max_seqlen_k", max_seqlen_k),
+    )
+    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
+    if o is None and out is None:
+        out, lse = torch.ops.ffpa_attn.varlen_forward(q, k, v, *offsets, **options)
+    else:
+        out = checks.one_output(o, out)
+        checks.no_grad_with_out(out, q, k, v)
+        lse = torch.ops.ffpa_attn.varlen_forward_out(q, k, v, out, *offsets, **options)
+    return (out, lse) if return_lse else out
+
+
+def merge(o1, lse1, o2, lse2, *, layout="BHND"):
+    """Attention over two disjoint sets of keys from the attention over each: (o, lse). Differentiable.
+
+    o [B, H, N, D] (or [B, N, H, D] with layout="BNHD") with lse [B, H, N]; or packed o [T, H, D] with lse [H, T].
+    """
+    checks.only_tensors(o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    layout = checks.layout(layout)
+    rows_first = o1.dim() == 3 or layout == "BNHD"  # o has rows before heads, lse has not
+    checks.merge_shapes(o1, lse1, o2, lse2, rows_first)
+    top = torch.maximum(lse1, lse2)
+    top = torch.where(top == -torch.inf, 0.0, top)  # both empty
+    weights = [(lse - top).exp() for lse in (lse1, lse2)]
+    total = weights[0] + weights[1]
+    empty = total == 0
+    shares = [torch.where(empty, 0.0, w / torch.where(empty, 1.0, total))[..., None] for w in weights]
+    if rows_first:
+        shares = [share.transpose(-3, -2) for share in shares]
+    # A part without keys must not pass on what its o holds.
+    parts = [torch.where(share == 0, 0.0, share * o.float()) for share, o in zip(shares, (o1, o2), strict=True)]
+    lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1.0, total).log())
+    return (parts[0] + parts[1]).to(torch.promote_types(o1.dtype, o2.dtype)), lse
+
+
+def explain(
+    q,
+    k,
+    v,
+    o=None,
+    num_stages=None,
+    level=None,
+    acc="f32",
+    *,
+    causal=False,
+    align="bottom_right",
+    scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    mask=None,
+    layout="BHND",
+    return_lse=False,
+    out=None,
+    arch=None,
+    direction="forward",
+) -> Choice:
+    """Which kernel ffpa would run for these arguments, and why: nothing runs, and no GPU is needed.
+
+    arch ("sm_80", "sm_90", …) asks as if the tensors were on such a GPU; the tensors may then be on the CPU or meta.
+    direction="backward" asks for the gradients. Prints as a few lines; .kernel, .why and .rejected hold the parts.
+    """
+    checks.only_tensors(q=q, k=k, v=v)
+    checks.one_output(o, out)
+    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
+    form = ops._Dense(checks.layout(layout), mask)
+    form.check(q, k, v)
+    arch = checks.arch(arch, q)
+    if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
+        options["return_lse"] = return_lse or needs_grad
+    problem = ops.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
+    return choose(problem, env.run_flags())
+
+
+# The first release's names.
+L1, L2, L3 = LevelType
+FP32, FP16, MIXED = MMAAccType
+faster_prefill_attn_func = ffpa
+ffpa_acc_f32_L1 = partial(ffpa, level=L1, acc=FP32)
+ffpa_acc_f16_L1 = partial(ffpa, level=L1, acc=FP16)
+
+
+def ffpa_mma_acc_f32_L1(q, k, v, o, num_stages=None):
+    return ffpa(q, k, v, o, num_stages=num_stages, level=L1, acc=FP32)
+
+
+def ffpa_mma_acc_f16_L1(q, k, v, o, num_stages=None):
+    return ffpa(q, k, v, o, num_stages=num_stages, level=L1, acc=FP16)

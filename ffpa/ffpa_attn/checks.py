@@ -1,0 +1,370 @@
+"""Every check of what a caller passes. A message names the argument, what it was, what is allowed and the way out."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import torch
+
+from .spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
+
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
+
+
+# ---- Python values ----
+
+
+def _described(value) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def level(value) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, LevelType):
+        return value.value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value in LEVELS:
+            return value
+        raise ValueError(f"`level` is {value}; allowed: {LEVELS}, LevelType.L1..L3, or None to choose automatically")
+    raise TypeError(f"`level` is {_described(value)}; pass 1, 2, 3, LevelType.L1..L3, or None to choose automatically")
+
+
+def acc(value) -> str:
+    if isinstance(value, MMAAccType):
+        return value.value
+    if isinstance(value, str):
+        if value in ACCS:
+            return value
+        raise ValueError(f"`acc` is {value!r}; allowed: {ACCS} or MMAAccType.FP32, FP16, MIXED")
+    raise TypeError(f"`acc` is {_described(value)}; pass one of {ACCS} or MMAAccType.FP32, FP16, MIXED")
+
+
+def num_stages(value) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`num_stages` is {_described(value)}; pass an int in {STAGES}, or None to choose automatically")
+    if value not in STAGES:
+        raise ValueError(f"`num_stages` is {value}; allowed: {STAGES}, or None to choose automatically")
+    return value
+
+
+def _choice(name: str, value, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str):
+        if value in allowed:
+            return value
+        raise ValueError(f"`{name}` is {value!r}; allowed: {allowed}")
+    raise TypeError(f"`{name}` is {_described(value)}; pass one of {allowed}")
+
+
+def layout(value) -> str:
+    return _choice("layout", value, LAYOUTS)
+
+
+def causal_and_align(causal, align) -> tuple[bool, str]:
+    """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
+    align = _choice("align", align, ALIGNS)
+    if isinstance(causal, bool):
+        return causal, align
+    if isinstance(causal, str) and causal in ALIGNS:
+        return True, causal
+    if isinstance(causal, str):
+        raise ValueError(f"`causal` is {causal!r}; allowed: True, False, or an alignment of {ALIGNS}")
+    raise TypeError(f"`causal` is {_described(causal)}; pass True, False, or an alignment of {ALIGNS}")
+
+
+def _real(name: str, value, hint: str) -> float:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` is {value}; it must be finite, {hint}")
+    return float(value)
+
+
+def scale(value) -> float | None:
+    return None if value is None else _real("scale", value, "or None for D ** -0.5")
+
+
+def softcap(value) -> float:
+    value = _real("softcap", value, "0.0 for none")
+    if value < 0:
+        raise ValueError(f"`softcap` is {value}; it must be >= 0 (0.0 for none)")
+    return value
+
+
+def window(value) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"`window` is {_described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded")
+    if len(value) != 2:
+        raise ValueError(f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded")
+    for side in value:
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
+        if side < -1:
+            raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
+    return value[0], value[1]
+
+
+def flag(name: str, value) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"`{name}` is {_described(value)}; pass True or False")
+
+
+def max_seqlen(name: str, value) -> int:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
+    if value < 0:
+        raise ValueError(f"`{name}` is {value}; it must be >= 0")
+    return value
+
+
+def only_tensors(**named) -> None:
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor")
+
+
+def one_output(o, out):
+    """`o` is the first release's name of `out`."""
+    if o is not None and out is not None:
+        raise ValueError("`o` and `out` are both given; they name the same output: pass one")
+    out = o if out is None else out
+    if out is not None:
+        only_tensors(out=out)
+    return out
+
+
+def no_grad_with_out(out, *inputs) -> None:
+    if not torch.is_grad_enabled():
+        return
+    if out.requires_grad:
+        raise ValueError("`out` requires grad; pass a plain buffer (out.detach()), or leave `out` away")
+    if any(x is not None and x.requires_grad for x in inputs):
+        raise ValueError(
+            "`out` is given but an input requires grad; results written to `out` cannot be differentiated: "
+            "leave `out` away, or call under torch.no_grad()"
+        )
+
+
+# ---- tensors: what shapes, types and devices tell, in fake tensors too ----
+
+
+def _shape(x) -> str:
+    return str(tuple(x.shape))
+
+
+def _same_dtype_and_device(q, others) -> None:
+    if q.dtype not in DTYPES:
+        way_out = "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
+        raise TypeError(f"`q` has dtype {q.dtype}; allowed: torch.float16, torch.bfloat16; {way_out}")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
+    for name, x in others:
+        if x.dtype != q.dtype:
+            raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})")
+        if x.device != q.device:
+            raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+
+
+def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None:
+    if d_q != d_k:
+        raise ValueError(f"`k` has head dim {d_k} but `q` has {d_q}; q and k must share their last dim")
+    for name, d in (("q", d_q), ("v", d_v)):
+        if d <= 0 or d % HEAD_DIM_STEP:
+            raise ValueError(
+                f"`{name}` has head dim {d}; allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} up; "
+                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and keep `scale` of the true dim"
+            )
+    if heads_k != heads_v:
+        raise ValueError(f"`v` has {heads_v} heads but `k` has {heads_k}; k and v must have the same number of heads")
+    if heads_q == 0 or heads_k == 0:
+        raise ValueError(f"`{'q' if heads_q == 0 else 'k'}` has no heads; at least one is needed")
+    if heads_q % heads_k:
+        raise ValueError(f"`q` has {heads_q} heads but `k` has {heads_k}; the first must be a multiple of the second")
+
+
+def _rank(name: str, x, rank: int, means: str) -> None:
+    if x.dim() != rank:
+        hint = "; add the missing dim with x.unsqueeze(...)" if x.dim() < rank else ""
+        raise ValueError(f"`{name}` has {x.dim()} dims, shape {_shape(x)}; it must have {rank}: {means}{hint}")
+
+
+def dense(q, k, v, mask, layout: str) -> None:
+    means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _rank(name, x, 4, means)
+    _same_dtype_and_device(q, (("k", k), ("v", v)))
+    n, h = (2, 1) if layout == "BHND" else (1, 2)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; use {name}.expand(...) to share one")
+    if k.shape[n] != v.shape[n]:
+        raise ValueError(f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})")
+    _same_head_dims_and_groups(q.shape[3], k.shape[3], v.shape[3], q.shape[h], k.shape[h], v.shape[h])
+    if mask is not None:
+        _mask(mask, q.device, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
+
+
+def _mask(mask, device, full) -> None:
+    if mask.dtype not in _KINDS:
+        raise TypeError(
+            f"`mask` has dtype {mask.dtype}; allowed: torch.bool (True = take part) or additive float16, bfloat16, float32"
+        )
+    if mask.device != device:
+        raise ValueError(f"`mask` is on {mask.device} but `q` is on {device}; move it: mask.to(q.device)")
+    fits = mask.dim() <= 4 and all(m == 1 or m == f for m, f in zip(reversed(mask.shape), reversed(full), strict=False))
+    if not fits:
+        raise ValueError(f"`mask` has shape {_shape(mask)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
+
+
+def mask_kind(mask) -> str | None:
+    return None if mask is None else _KINDS[mask.dtype]
+
+
+def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _rank(name, x, 3, "[T, H, D], the sequences one after the other")
+    _same_dtype_and_device(q, (("k", k), ("v", v)))
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
+    _same_head_dims_and_groups(q.shape[2], k.shape[2], v.shape[2], q.shape[1], k.shape[1], v.shape[1])
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu.dtype != torch.int32:
+            raise TypeError(f"`{name}` has dtype {cu.dtype}; it must be torch.int32: {name}.to(torch.int32)")
+        _rank(name, cu, 1, "[B + 1], offsets of the sequences")
+        if cu.shape[0] < 1:
+            raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets, the first of them 0")
+        if cu.device != q.device:
+            raise ValueError(f"`{name}` is on {cu.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise ValueError(
+            f"`cu_seqlens_k` has {cu_seqlens_k.shape[0]} entries but `cu_seqlens_q` has {cu_seqlens_q.shape[0]}; "
+            "both must hold B + 1 offsets"
+        )
+
+
+def output(name: str, x, shape, q) -> None:
+    if x.dtype != q.dtype:
+        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"`{name}` has shape {_shape(x)}; it must be {tuple(shape)}")
+
+
+def saved_lse(name: str, x, shape, q) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"`{name}` has shape {_shape(x)}; it must be {tuple(shape)}")
+
+
+# ---- tensors: what only real memory tells ----
+
+
+def rows_problem(x) -> str | None:
+    """Why the kernels could not read the rows of x as they lie, or None."""
+    if x.numel() == 0:
+        return None
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return f"has stride {x.stride(-1)} in its last dim; it must be 1"
+    step = ROW_ALIGNMENT // x.element_size()
+    if any(size > 1 and stride % step for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
+        return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {ROW_ALIGNMENT} bytes)"
+    if x.data_ptr() % ROW_ALIGNMENT:
+        return f"starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes"
+    return None
+
+
+def rows(**named) -> None:
+    for name, x in named.items():
+        problem = rows_problem(x)
+        if problem:
+            raise ValueError(f"`{name}` {problem}; make a copy with {name}.contiguous() or {name}.clone()")
+
+
+def contiguous_offsets(**named) -> None:
+    for name, cu in named.items():
+        if not cu.is_contiguous():
+            raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
+
+
+def _memory(x) -> tuple[int, int, bool]:
+    """The addresses that x may touch, [first, past the last), and whether it touches all of them."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
+
+
+def _surely_overlap(a, b) -> bool:
+    """False for views that interleave, such as the slots of one packed qkv tensor."""
+    (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
+    return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
+
+
+def writable(out, **inputs) -> None:
+    if out.numel() == 0:
+        return
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()")
+    for name, x in inputs.items():
+        if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
+            raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
+
+
+def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> None:
+    """Reads the offsets (a GPU tensor: waits for the GPU)."""
+    values = cu.tolist()
+    if values[0] < 0 or values[-1] > total:
+        raise ValueError(f"`{name}` spans {values[0]}..{values[-1]}; the tensor has rows 0..{total}")
+    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"`{name}` falls from {values[i]} to {values[i + 1]} at entry {i + 1}; offsets must not decrease")
+        if length > longest:
+            raise ValueError(f"`{max_name}` is {longest} but sequence {i} has {length} rows; pass at least the longest length")
+
+
+# ---- the other functions ----
+
+
+def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
+    return _choice(name, value, allowed)
+
+
+def arch(value, q) -> str | None:
+    """ "sm_90" as given, or None to ask for the device of q."""
+    if value is None:
+        if q.device.type == "meta":
+            raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"`arch` is {_described(value)}; pass a string such as 'sm_90'")
+    number = value.removeprefix("sm_").rstrip("a")
+    if not (value.startswith("sm_") and number.isdigit() and int(number) >= 80):
+        raise ValueError(f"`arch` is {value!r}; allowed: 'sm_80' and newer, such as 'sm_89' or 'sm_90'")
+    return f"sm_{number}"
+
+
+def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:
+    if o1.dim() not in (3, 4):
+        raise ValueError(f"`o1` has shape {_shape(o1)}; it must be [B, H, N, D], or packed [T, H, D]")
+    heads_by_rows = o1.transpose(-3, -2).shape[:-1] if rows_first else o1.shape[:-1]
+    for name, x, shape in (("o2", o2, o1.shape), ("lse1", lse1, heads_by_rows), ("lse2", lse2, heads_by_rows)):
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(f"`{name}` has shape {_shape(x)}; with `o1` of shape {_shape(o1)} it must be {tuple(shape)}")
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.dtype != torch.float32:
+            raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
+    for name, x in (("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        if x.device != o1.device:
+            raise ValueError(f"`{name}` is on {x.device} but `o1` is on {o1.device}; they must agree")

@@ -1,0 +1,412 @@
+"""The operators torch.ops.ffpa_attn.*: schemas, fakes, autograd, autocast, and the way from a call to its backend.
+
+The schemas are a contract (tests/test_ops.py freezes them): ring attention and selective checkpointing use them by
+name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
+code holds nothing but the operator.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import _C
+from torch.nn.attention import SDPBackend
+
+from . import checks, env, reference
+from .choice import Choice, choose
+from .spec import Problem, Visibility
+
+_RULE = (
+    "*, float? scale=None, bool causal=False, str align='bottom_right', int window_left=-1, int window_right=-1, "
+    "float softcap=0.0"
+)
+_HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=None"
+_OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_QKV = "Tensor q, Tensor k, Tensor v"
+_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
+
+SCHEMAS = (
+    f"forward({_QKV}, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> (Tensor out, Tensor lse)",
+    f"forward_out({_QKV}, Tensor(a!) out, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> Tensor lse",
+    f"varlen_forward({_QKV}, {_OFFSETS}, {_RULE}, {_HOW}) -> (Tensor out, Tensor lse)",
+    f"varlen_forward_out({_QKV}, Tensor(a!) out, {_OFFSETS}, {_RULE}, {_HOW}) -> Tensor lse",
+    f"backward({_SAVED}, Tensor? mask=None, {_RULE}, str layout='BHND', bool mask_grad=False, bool fp32_grads=False)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"varlen_backward({_SAVED}, {_OFFSETS}, {_RULE}, bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+_lib = torch.library.Library("ffpa_attn", "DEF")
+for _schema in SCHEMAS:
+    # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
+    _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+_ops = torch.ops.ffpa_attn
+
+
+# ---- from a call to a choice ----
+
+_MOST_CHOICES = 4096
+_choices: dict[tuple, Choice] = {}
+_warned: set[str] = set()
+
+
+def _seen(x) -> tuple | None:
+    """All that a check or a choice may depend on, in one hashable value."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+
+
+def _arch(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _decide(key: tuple, problem: Problem, flags: env.Flags) -> Choice:
+    choice = choose(problem, flags)
+    if choice.fallback and flags["FFPA_STRICT"]:
+        raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
+    if choice.fallback and choice.fallback not in _warned:
+        _warned.add(choice.fallback)
+        warnings.warn(f"ffpa_attn: {problem}: {choice.fallback} (this is said once)", stacklevel=2)
+    if flags["FFPA_LOG"]:
+        print(f"ffpa_attn: {choice}", file=sys.stderr)
+    if len(_choices) >= _MOST_CHOICES:
+        _choices.clear()
+    _choices[key] = choice
+    return choice
+
+
+# ---- the two forms of a call: dense tensors, packed sequences ----
+
+
+class _Dense:
+    """[B, H, N, D] or [B, N, H, D], with a mask or none."""
+
+    def __init__(self, layout: str, mask: torch.Tensor | None):
+        self.layout, self.mask = layout, mask
+
+    def key(self) -> tuple:
+        return (self.layout, _seen(self.mask))
+
+    def check(self, q, k, v) -> None:
+        checks.dense(q, k, v, self.mask, self.layout)
+
+    def check_values(self, q, k, flags) -> None:
+        pass
+
+    def sizes(self, q, k) -> tuple[int, int, int, int, int]:
+        """batch, heads_q, heads_kv, n_q, n_k"""
+        n, h = (2, 1) if self.layout == "BHND" else (1, 2)
+        return q.shape[0], q.shape[h], k.shape[h], q.shape[n], k.shape[n]
+
+    def lse_shape(self, q) -> tuple:
+        n, h = (2, 1) if self.layout == "BHND" else (1, 2)
+        return (q.shape[0], q.shape[h], q.shape[n])
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, N, D] as a view."""
+        return x if self.layout == "BHND" else x.transpose(1, 2)
+
+    def sequences(self, q, k):
+        return reference.dense_sequences(q, k, reference.align_mask(self.mask))
+
+
+class _Packed:
+    """[T, H, D] with offsets [B + 1] of the sequences."""
+
+    mask = None
+
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int):
+        self.offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+    def key(self) -> tuple:
+        cu_q, cu_k, max_q, max_k = self.offsets
+        return (_seen(cu_q), _seen(cu_k), max_q, max_k)
+
+    def check(self, q, k, v) -> None:
+        cu_q, cu_k, max_q, max_k = self.offsets
+        checks.packed(q, k, v, cu_q, cu_k)
+        checks.contiguous_offsets(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        checks.max_seqlen("max_seqlen_q", max_q)
+        checks.max_seqlen("max_seqlen_k", max_k)
+
+    def check_values(self, q, k, flags) -> None:
+        """At every call where it costs no wait for a GPU; there only under FFPA_CHECK=1."""
+        cu_q, cu_k, max_q, max_k = self.offsets
+        if cu_q.device.type == "cpu" or flags["FFPA_CHECK"]:
+            checks.offsets_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
+            checks.offsets_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
+
+    def sizes(self, q, k) -> tuple[int, int, int, int, int]:
+        cu_q, _, max_q, max_k = self.offsets
+        return cu_q.shape[0] - 1, q.shape[1], k.shape[1], max_q, max_k
+
+    def lse_shape(self, q) -> tuple:
+        return (q.shape[1], q.shape[0])
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """[H, T, D] as a view."""
+        return x.transpose(0, 1)
+
+    def sequences(self, q, k):
+        return reference.packed_sequences(q, k, *self.offsets)
+
+
+def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
+    """The problem of a call with checked arguments; device and arch as asked for, else those of the tensors."""
+    get = options.get
+    see = Visibility.of(
+        get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)
+    )
+    return Problem(
+        direction, device or q.device.type, arch or _arch(q.device), checks.DTYPES[q.dtype], *form.sizes(q, k),
+        q.shape[-1], v.shape[-1], isinstance(form, _Packed), see, get("softcap", 0.0), checks.mask_kind(form.mask),
+        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
+    )  # fmt: skip
+
+
+def _rule(q, options, problem: Problem) -> reference.Rule:
+    scale = options.get("scale")
+    return reference.Rule(q.shape[-1] ** -0.5 if scale is None else scale, problem.softcap, problem.visibility)
+
+
+def _workspace_cap(flags) -> int:
+    return flags["FFPA_WORKSPACE_MB"] << 20
+
+
+# ---- forward ----
+
+
+def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
+    flags = env.run_flags()
+    key = (_seen(q), _seen(k), _seen(v), _seen(out), *form.key(), flags, *options.items())
+    choice = _choices.get(key)
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    if choice is None:
+        form.check(q, k, v)
+        checks.rows(q=q, k=k, v=v)
+        if out is not None:
+            checks.output("out", out, out_shape, q)
+            checks.rows(out=out)
+            checks.writable(out, q=q, k=k, v=v, mask=form.mask)
+        choice = _decide(key, describe(form, "forward", q, k, v, options), flags)
+    form.check_values(q, k, flags)
+
+    if out is None:
+        out = q.new_empty(out_shape)
+    lse = q.new_empty(form.lse_shape(q) if choice.problem.needs_lse else (0,), dtype=torch.float32)
+    _FORWARD[choice.backend](form, q, k, v, out, lse, _rule(q, options, choice.problem), _workspace_cap(flags))
+    return out, lse
+
+
+def _reference_forward(form, q, k, v, out, lse, rule, cap) -> None:
+    out.zero_()
+    lse.fill_(-float("inf"))
+    q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
+    reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, form.sequences(q, k), rule, cap)
+
+
+def _sdpa_forward(form, q, k, v, out, lse, rule, cap) -> None:
+    heads_first = [form.heads_first(x) for x in (q, k, v)]
+    causal = rule.visibility.right == 0
+    # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
+    if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
+        return _reference_forward(form, q, k, v, out, lse, rule, cap)
+    form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=rule.scale))
+
+
+_FORWARD = {"reference": _reference_forward, "sdpa": _sdpa_forward}
+
+
+# ---- backward ----
+
+
+def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
+    flags = env.run_flags()
+    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), *form.key(), flags, *options.items())
+    choice = _choices.get(key)
+    if choice is None:
+        form.check(q, k, v)
+        for name, x in (("out", out), ("grad_out", grad_out)):
+            checks.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
+        for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+            if x is not None:
+                checks.saved_lse(name, x, form.lse_shape(q), q)
+        checks.rows(q=q, k=k, v=v, out=out)
+        choice = _decide(key, describe(form, "backward", q, k, v, options), flags)
+    form.check_values(q, k, flags)
+
+    if checks.rows_problem(grad_out):  # autograd hands over what it has, such as one expanded scalar
+        grad_out = grad_out.contiguous()
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if fp32_grads else x.dtype, device=x.device) for x in (q, k, v))
+    rule, cap = _rule(q, options, choice.problem), _workspace_cap(flags)
+    saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+    sequences = form.sequences(saved[2], saved[3])
+    reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, rule, cap)
+    if not mask_grad:
+        return dq, dk, dv, q.new_empty(0)
+    mask = form.mask
+    dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device)
+    reference.mask_gradient(*saved, reference.align_mask(mask), reference.align_mask(dmask), rule, cap)
+    return dq, dk, dv, dmask
+
+
+# ---- the operators ----
+
+
+def _forward_dense(q, k, v, mask=None, *, layout="BHND", **options):
+    return _forward(_Dense(layout, mask), q, k, v, None, options)
+
+
+def _forward_out_dense(q, k, v, out, mask=None, *, layout="BHND", **options):
+    return _forward(_Dense(layout, mask), q, k, v, out, options)[1]
+
+
+def _forward_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, None, options)
+
+
+def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
+
+
+def _backward_dense(
+    grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options
+):
+    return _backward(_Dense(layout, mask), grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+
+
+def _backward_packed(
+    grad_out, grad_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, fp32_grads=False, **options
+):
+    form = _Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
+
+
+for _name, _body in (
+    ("forward", _forward_dense),
+    ("forward_out", _forward_out_dense),
+    ("varlen_forward", _forward_packed),
+    ("varlen_forward_out", _forward_out_packed),
+    ("backward", _backward_dense),
+    ("varlen_backward", _backward_packed),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _body, _key)
+
+
+# ---- fakes: shapes, types and the checks that need no memory ----
+
+
+def _fake_forward(form, q, k, v, options):
+    form.check(q, k, v)
+    lse_shape = form.lse_shape(q) if options.get("return_lse", True) else (0,)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_out(form, q, k, v, out, options):
+    checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
+    return _fake_forward(form, q, k, v, options)[1]
+
+
+def _fake_backward(form, q, k, v, fp32_grads, mask_grad):
+    form.check(q, k, v)
+    dtype = torch.float32 if fp32_grads else q.dtype
+    dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), dmask
+
+
+@torch.library.register_fake("ffpa_attn::forward", lib=_lib)
+def _(q, k, v, mask=None, *, layout="BHND", **options):
+    return _fake_forward(_Dense(layout, mask), q, k, v, options)
+
+
+@torch.library.register_fake("ffpa_attn::forward_out", lib=_lib)
+def _(q, k, v, out, mask=None, *, layout="BHND", **options):
+    return _fake_out(_Dense(layout, mask), q, k, v, out, options)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_forward", lib=_lib)
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _fake_forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, options)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_forward_out", lib=_lib)
+def _(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _fake_out(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)
+
+
+@torch.library.register_fake("ffpa_attn::backward", lib=_lib)
+def _(grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options):
+    return _fake_backward(_Dense(layout, mask), q, k, v, fp32_grads, mask_grad)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_backward", lib=_lib)
+def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_grads=False, **options):
+    return _fake_backward(_Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
+
+
+# ---- autograd: a plain Function at the Autograd key (register_autograd costs twice as much a call) ----
+
+
+class _Attention(torch.autograd.Function):
+    """Both forms: `rest` is (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+
+    @staticmethod
+    def forward(ctx, op, keyset, options, q, k, v, *rest):
+        with _C._AutoDispatchBelowAutograd():
+            # return_lse=False only allows to leave the LSE out: the backward needs it.
+            out, lse = op.redispatch(keyset & _C._after_autograd_keyset, q, k, v, *rest, **{**options, "return_lse": True})
+        ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, torch.Tensor) else None for x in rest))
+        ctx.plain = tuple(None if isinstance(x, torch.Tensor) else x for x in rest)
+        ctx.rule = {name: value for name, value in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
+        ctx.packed = op is _ops.varlen_forward.default
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        rest = [plain if x is None else x for x, plain in zip(tensors, ctx.plain, strict=True)]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        args = (grad_out, grad_lse, q, k, v, out, lse, *rest)
+        if ctx.packed:
+            return None, None, None, *_ops.varlen_backward(*args, **ctx.rule), None, None, None, None
+        mask_grad = len(rest) > 0 and ctx.needs_input_grad[6]
+        *grads, dmask = _ops.backward(*args, **ctx.rule, mask_grad=mask_grad)
+        return None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+
+
+def _autograd(op):
+    def kernel(keyset, *args, **options):
+        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+            return _Attention.apply(op, keyset, options, *args)
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+
+    return kernel
+
+
+def _autocast(op, device: str, key):
+    """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
+    without_autocast = _C.DispatchKeySet(key)
+
+    def kernel(_, q, k, v, *rest, **options):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 and x.device.type == device else x for x in (q, k, v))
+        with _C._ExcludeDispatchKeyGuard(without_autocast):
+            return op(q, k, v, *rest, **options)
+
+    return kernel
+
+
+for _name in ("forward", "varlen_forward"):
+    _op = getattr(_ops, _name).default
+    _lib.impl(_name, _autograd(_op), "Autograd", with_keyset=True)
+    _lib.impl(_name, _autocast(_op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
+    _lib.impl(_name, _autocast(_op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)

@@ -1,0 +1,93 @@
+"""Pure values that describe a call: no tensors, no device, no torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class LevelType(Enum):
+    """How the split-D family keeps O on chip: L1 registers, L2 column groups with QK^T again, L3 streamed scratch."""
+
+    L1 = 1
+    L2 = 2
+    L3 = 3
+
+
+class MMAAccType(Enum):
+    """What the tensor cores accumulate in; MIXED is QK^T in f32 and PV in f16."""
+
+    FP32 = "f32"
+    FP16 = "f16"
+    MIXED = "mixed"
+
+
+LEVELS = tuple(level.value for level in LevelType)
+ACCS = tuple(acc.value for acc in MMAAccType)
+ALIGNS = ("bottom_right", "top_left")
+LAYOUTS = ("BHND", "BNHD")
+STAGES = (1, 2, 3, 4)
+HEAD_DIM_STEP = 8  # one 16-byte row access of a 16-bit type
+ROW_ALIGNMENT = 16  # bytes
+
+
+class Visibility(NamedTuple):
+    """Which keys a row may see: those from `left` before to `right` after its diagonal; -1 is unbounded.
+
+    The diagonal of row r is key r (top_left) or key r + n_k - n_q (bottom_right). Causal is right = 0.
+    """
+
+    left: int
+    right: int
+    top_left: bool
+
+    @staticmethod
+    def of(causal: bool, align: str, window_left: int, window_right: int) -> Visibility:
+        return Visibility(window_left, 0 if causal else window_right, align == "top_left")
+
+    @property
+    def bounded(self) -> bool:
+        return self.left >= 0 or self.right >= 0
+
+
+class Problem(NamedTuple):
+    """One call: everything that a choice of kernel may depend on, and nothing else."""
+
+    direction: str  # "forward" | "backward"
+    device: str  # "cpu" | "cuda"
+    arch: str | None  # "sm_90"; None on the CPU
+    dtype: str  # "f16" | "bf16"
+    batch: int
+    heads_q: int
+    heads_kv: int
+    n_q: int  # packed sequences: the longest
+    n_k: int
+    d_qk: int
+    d_v: int
+    packed: bool  # varlen
+    visibility: Visibility
+    softcap: float
+    mask: str | None  # None | "bool" | "additive"
+    needs_lse: bool
+    level: int | None
+    acc: str
+    num_stages: int | None
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+    def __str__(self) -> str:
+        v = self.visibility
+        words = [
+            f"{self.direction} {self.dtype} B={self.batch} H={self.heads_q}/{self.heads_kv}",
+            f"N={self.n_q}x{self.n_k} D={self.d_qk}/{self.d_v}",
+            "packed" if self.packed else "",
+            f"window=({v.left}, {v.right}) {'top_left' if v.top_left else 'bottom_right'}" if v.bounded else "",
+            f"softcap={self.softcap}" if self.softcap else "",
+            f"{self.mask} mask" if self.mask else "",
+            f"level={self.level}" if self.level else "",
+            f"acc={self.acc}" if self.acc != "f32" else "",
+            f"on {self.arch or self.device}",
+        ]
+        return " ".join(word for word in words if word)
