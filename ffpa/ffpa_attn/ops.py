@@ -286,16 +286,17 @@ def _backward_packed(
     return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
 
 
-for _name, _body in (
-    ("forward", _forward_dense),
-    ("forward_out", _forward_out_dense),
-    ("varlen_forward", _forward_packed),
-    ("varlen_forward_out", _forward_out_packed),
-    ("backward", _backward_dense),
-    ("varlen_backward", _backward_packed),
-):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _body, _key)
+_BODIES = {
+    "forward": _forward_dense,
+    "forward_out": _forward_out_dense,
+    "varlen_forward": _forward_packed,
+    "varlen_forward_out": _forward_out_packed,
+    "backward": _backward_dense,
+    "varlen_backward": _backward_packed,
+}
+for _name, _body in _BODIES.items():
+    _lib.impl(_name, _body, "CPU")
+    _lib.impl(_name, _body, "CUDA")
 
 
 # ---- fakes: shapes, types and the checks that need no memory ----
@@ -352,17 +353,20 @@ def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_g
 # ---- autograd: a plain Function at the Autograd key (register_autograd costs twice as much a call) ----
 
 
+_HOW_NAMES = ("return_lse", "level", "acc", "num_stages")
+
+
 class _Attention(torch.autograd.Function):
     """Both forms: `rest` is (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
 
     @staticmethod
-    def forward(ctx, op, keyset, options, q, k, v, *rest):
-        with _C._AutoDispatchBelowAutograd():
-            # return_lse=False only allows to leave the LSE out: the backward needs it.
-            out, lse = op.redispatch(keyset & _C._after_autograd_keyset, q, k, v, *rest, **{**options, "return_lse": True})
+    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
+        # return_lse=False only allows to leave the LSE out: the backward needs it.
+        rule = {name: value for name, value in options.items() if name not in _HOW_NAMES}
+        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
         ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, torch.Tensor) else None for x in rest))
         ctx.plain = tuple(None if isinstance(x, torch.Tensor) else x for x in rest)
-        ctx.rule = {name: value for name, value in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
+        ctx.rule = rule
         ctx.packed = op is _ops.varlen_forward.default
         ctx.set_materialize_grads(False)
         return out, lse
@@ -376,20 +380,30 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         args = (grad_out, grad_lse, q, k, v, out, lse, *rest)
         if ctx.packed:
-            return None, None, None, *_ops.varlen_backward(*args, **ctx.rule), None, None, None, None
-        mask_grad = len(rest) > 0 and ctx.needs_input_grad[6]
+            return None, None, None, None, *_ops.varlen_backward(*args, **ctx.rule), None, None, None, None
+        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
         *grads, dmask = _ops.backward(*args, **ctx.rule, mask_grad=mask_grad)
-        return None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
 
-def _autograd(op):
+def _autograd(op, body):
     def kernel(keyset, *args, **options):
         if _C.is_grad_enabled() and _C._any_requires_grad(*args):
-            return _Attention.apply(op, keyset, options, *args)
-        with _C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+            return _Attention.apply(op, body, keyset, options, *args)
+        return _below_autograd(op, body, keyset, args, options)
 
     return kernel
+
+
+def _below_autograd(op, body, keyset, args, options):
+    keyset = keyset & _C._after_autograd_keyset
+    if keyset.highestPriorityTypeId() in _BODY_KEYS:
+        return body(*args, **options)  # what the dispatcher would call, without its 10 µs
+    with _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset, *args, **options)
+
+
+_BODY_KEYS = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 
 
 def _autocast(op, device: str, key):
@@ -407,6 +421,6 @@ def _autocast(op, device: str, key):
 
 for _name in ("forward", "varlen_forward"):
     _op = getattr(_ops, _name).default
-    _lib.impl(_name, _autograd(_op), "Autograd", with_keyset=True)
+    _lib.impl(_name, _autograd(_op, _BODIES[_name]), "Autograd", with_keyset=True)
     _lib.impl(_name, _autocast(_op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
     _lib.impl(_name, _autocast(_op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
