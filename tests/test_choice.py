@@ -21,8 +21,8 @@ def flags(**values):
 
 
 @pytest.fixture(autouse=True)
-def fresh_choices(monkeypatch):
-    monkeypatch.setattr(ops, "_choices", {})
+def fresh_plans(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(ops, "_warned", set())
 
 
@@ -181,11 +181,11 @@ def test_every_candidate_gives_a_reason_or_none():
             assert reason is None or (isinstance(reason, str) and len(reason) > 10), name
 
 
-def test_choices_are_kept_and_bounded(monkeypatch):
-    monkeypatch.setattr(ops, "_MOST_CHOICES", 4)
+def test_plans_are_kept_and_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_PLANS", 4)
     for n in range(1, 12):
         ffpa(q(1, 1, n, 8), q(1, 1, n, 8), q(1, 1, n, 8))
-        assert 1 <= len(ops._choices) <= 4
+        assert 1 <= len(ops._plans) <= 4
 
 
 def test_a_changed_flag_is_another_choice(monkeypatch):
