@@ -27,7 +27,7 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 
 _COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
-_LAST_LINES = 40  # of a failed build's output, in its error
+_MOST_LINES = 40  # of a failed build's output, in its error
 
 
 def csrc() -> Path:
@@ -135,14 +135,17 @@ def _write_if_changed(path: Path, text: str) -> None:
 _RULES = """
 rule kernel
   command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
+  description = compile $out
   depfile = $out.d
   deps = gcc
 rule host
   command = $nvcc $flags $torch_flags -MD -MF $out.d -c $in -o $out
+  description = compile $out
   depfile = $out.d
   deps = gcc
 rule link
   command = $nvcc $link_flags $in -o $out $libraries
+  description = link $out
 """
 
 
@@ -210,7 +213,9 @@ def _run_ninja(ninja: Path, directory: Path, verbose: bool) -> None:
         if verbose:
             print(line, end="", flush=True)
     if process.wait() != 0:
-        raise BuildError(f"compiling failed (`{shlex.join(command)}`):\n{''.join(output[-_LAST_LINES:])}")
+        failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
+        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES])
+        raise BuildError(f"`{shlex.join(command)}` failed: {shown}")
 
 
 # ---- the wheel's library ----

@@ -63,14 +63,18 @@ def open_cache() -> Path:
     with _writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.stat()
+    check_owner(directory)
+    return directory
+
+
+def check_owner(directory: Path) -> None:
+    status = directory.stat()
     if status.st_uid != os.geteuid():
         raise _unusable(
             directory, f"belongs to user {status.st_uid}, and this is user {os.geteuid()}: change its owner"
         )
     if status.st_mode & _WRITABLE_BY_OTHERS:
         raise _unusable(directory, f"is writable by other users (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it")
-    return directory
 
 
 def _key(spec: KernelSpec, target: str) -> str:

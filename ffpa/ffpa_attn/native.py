@@ -17,8 +17,8 @@ from .spec import KernelSpec, ScaledCopy
 
 _PACKAGE = Path(__file__).resolve().parent
 PYTHON_ONLY = (
-    "this installation holds no CUDA kernels (it was built where there was no nvcc); get nvcc, "
-    "`pip install nvidia-cuda-nvcc==13.0.* ninja`, and install ffpa-attn again with --no-build-isolation"
+    "this installation holds no CUDA kernels, because it was built where there was no nvcc; in its source, run "
+    "`.dev/install.sh`, which fetches one, or set CUDA_HOME and run `pip install --no-build-isolation .`"
 )
 
 
@@ -70,16 +70,16 @@ def driver_problem(runtime: int, driver: int) -> str | None:
     """Versions as CUDA counts them, 13000 is 13.0. A driver runs what was built with its own major version or an older."""
     if driver // 1000 >= runtime // 1000:
         return None
-    built_with = f"these kernels were built with CUDA {_shown(runtime)}"
+    built_with = f"these kernels were built with CUDA {shown(runtime)}"
     if not driver:
         return f"there is no NVIDIA driver, and {built_with}; install a driver for it"
     return (
-        f"the NVIDIA driver supports CUDA {_shown(driver)}, and {built_with}; install a newer driver, or install ffpa-attn "
+        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or install ffpa-attn "
         f"from source with nvcc {driver // 1000}"
     )
 
 
-def _shown(version: int) -> str:
+def shown(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import env
 
-GET_NVCC = 'pip install "ffpa-attn[jit]" (or nvidia-cuda-nvcc==13.0.* and ninja), or set CUDA_HOME to a CUDA toolkit'
+GET_NVCC = 'pip install "ffpa-attn[jit]", or set CUDA_HOME to a CUDA toolkit'
 
 
 class BuildError(RuntimeError):
