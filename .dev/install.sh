@@ -6,7 +6,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 . "$here/setup_env.sh"
 cd "$root"
 
-has_nvcc() { PYTHONPATH=ffpa "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())'; }
+has_nvcc() {
+  PYTHONPATH=ffpa "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())'
+}
 
 if ! has_nvcc; then
   # One release throughout: nvcc does not pin the parts it calls, and those of two releases do not fit.

@@ -22,8 +22,9 @@ from . import archs, env, generation, toolchain
 from .spec import KernelSpec, aot_specs
 from .toolchain import BuildError
 
-# The oldest PyTorch that the wheel's library runs on, 2.10.
-TORCH_TARGET_VERSION = "0x020a000000000000"
+# What the wheel's library is compiled for, and runs on from there.
+OLDEST_TORCH = (2, 10)
+TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 
 _COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
@@ -43,7 +44,7 @@ def sources_hash() -> str:
     root = csrc()
     files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
     for path in (*files, Path(generation.__file__), Path(__file__)):
-        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -85,14 +86,12 @@ def gate(spec: KernelSpec, log: str) -> dict[str, Resources]:
     """The resources of a kernel; raises when it must not ship."""
     used = parse_ptxas(log)
     if not used:
-        raise BuildError(
-            f"{spec.name}: the compiler's output names no kernel, so nothing is known of its registers:\n{log}"
-        )
+        raise BuildError(f"{spec.name}: the compiler's output names no kernel:\n{log}")
     for target, resources in used.items():
         if resources.spill_bytes > spec.allowed_spill_bytes:
             raise BuildError(
-                f"{spec.name} spills {resources.spill_bytes} bytes on {target} ({resources.registers} registers), allowed "
-                f"are {spec.allowed_spill_bytes}; shrink its tile, or raise allowed_spill_bytes of its spec with the reason"
+                f"{spec.name} spills {resources.spill_bytes} bytes on {target} ({resources.registers} registers), "
+                f"allowed are {spec.allowed_spill_bytes}; shrink its tile, or raise its spec's allowed_spill_bytes"
             )
     serialized = _SERIALIZED.search(log)
     if serialized:
@@ -118,12 +117,10 @@ def _gencode(targets: tuple[str, ...]) -> str:
 
 
 def _tools() -> tuple[toolchain.Nvcc, Path]:
-    nvcc, ninja = toolchain.find_nvcc(), toolchain.find_ninja()
-    if nvcc is None:
-        raise BuildError(f"no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {toolchain.GET_NVCC}")
-    if ninja is None:
-        raise BuildError("no ninja on PATH or from PyPI; the way out: pip install ninja")
-    return nvcc, ninja
+    why = toolchain.why_no_build()
+    if why:
+        raise BuildError(why)
+    return toolchain.find_nvcc(), toolchain.find_ninja()
 
 
 def _write_if_changed(path: Path, text: str) -> None:
@@ -233,15 +230,15 @@ def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
     if not kernels:
         asked = flags["FFPA_CUDA_ARCHS"] or flags["TORCH_CUDA_ARCH_LIST"] or "no architecture"
         raise BuildError(
-            f"the build flags ask for {asked}, and no kernel runs there; set FFPA_CUDA_ARCHS to some of 8.0 or newer, or "
-            "unset it and TORCH_CUDA_ARCH_LIST"
+            f"the build flags ask for {asked}, and no kernel runs there; set FFPA_CUDA_ARCHS to 8.0 or newer, or unset "
+            "it and TORCH_CUDA_ARCH_LIST"
         )
     return kernels
 
 
 def why_no_library() -> str | None:
     """Why a build on this machine gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
-    return None if toolchain.find_nvcc() else f"there is no nvcc; for the CUDA kernels: {toolchain.GET_NVCC}"
+    return None if toolchain.find_nvcc() else toolchain.why_no_build()
 
 
 def build_wheel_library(directory: Path, destination: Path) -> None:
@@ -252,6 +249,8 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
             "nvcc is here but PyTorch is not, and the operators need its headers; install torch >= 2.10 and build "
             "with `pip install --no-build-isolation`"
         )
+    if torch.release < OLDEST_TORCH:
+        raise BuildError(f"PyTorch is {torch.version}; its headers are needed from 2.10 on: install a newer one")
     kernels = wheel_kernels()
     library, resources = compile_library(kernels, directory, torch, verbose=True)
     destination.parent.mkdir(parents=True, exist_ok=True)

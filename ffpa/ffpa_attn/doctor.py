@@ -90,7 +90,7 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
     if native.record() is None:
         return
     if later:
-        why_not = jit.why_not()
+        why_not = toolchain.why_no_build()
         yield Finding(
             subject, f"{len(later)} more {f'are missing: {why_not}' if why_not else 'are compiled at first use'}"
         )
@@ -106,6 +106,8 @@ def _compiler() -> Iterator[Finding]:
     nvcc, ninja = toolchain.find_nvcc(), toolchain.find_ninja()
     yield Finding("nvcc", f"{nvcc.version} from {nvcc.found}: {nvcc.path}" if nvcc else f"none; {toolchain.GET_NVCC}")
     yield Finding("ninja", str(ninja) if ninja else "none; pip install ninja")
+    if nvcc and (why := toolchain.why_no_build()):
+        yield Finding("nvcc", f"cannot be used: {why}")
 
 
 def _cache() -> Iterator[Finding]:

@@ -28,23 +28,12 @@ from .toolchain import BuildError
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def why_not() -> str | None:
-    """Why nothing can be compiled here; None when it can."""
-    if toolchain.find_nvcc() is None:
-        return f"there is no nvcc to compile it; the way out: {toolchain.GET_NVCC}"
-    if toolchain.find_ninja() is None:
-        return "there is no ninja to compile it; the way out: pip install ninja"
-    return None
-
-
 def cache_directory() -> Path:
     return Path(env.run_flags()["FFPA_CACHE_DIR"] or "~/.cache/ffpa_attn").expanduser().absolute()
 
 
 def _unusable(directory: Path, why: str) -> BuildError:
-    return BuildError(
-        f"the cache of compiled kernels, {directory}, {why}; or set FFPA_CACHE_DIR to a directory of your own"
-    )
+    return BuildError(f"the cache of compiled kernels, {directory}, {why}; or set FFPA_CACHE_DIR to one of your own")
 
 
 @contextmanager
@@ -78,8 +67,7 @@ def check_owner(directory: Path) -> None:
 
 
 def _key(spec: KernelSpec, target: str) -> str:
-    nvcc = toolchain.find_nvcc()
-    parts = (generation.instance_source(spec), target, build.sources_hash(), nvcc.release if nvcc else "")
+    parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.find_nvcc().release)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -96,7 +84,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 def library(spec: KernelSpec, gpu: str) -> Path:
     """The library with this kernel for this GPU; compiled now if the cache does not hold it."""
-    reason = why_not()
+    reason = toolchain.why_no_build()
     if reason:
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
     target = archs.exact_target(spec.arch, gpu)
@@ -113,12 +101,8 @@ def library(spec: KernelSpec, gpu: str) -> Path:
 def _compile(spec: KernelSpec, target: str, path: Path) -> None:
     for abandoned in path.parent.glob(f"{path.stem}.*.tmp"):  # by a process that was killed
         shutil.rmtree(abandoned, ignore_errors=True)
-    print(
-        f"ffpa_attn: compiling {spec.name} for {target}, once, into {path.parent} ...",
-        file=sys.stderr,
-        end="",
-        flush=True,
-    )
+    where = f"{spec.name} for {target}, once, into {path.parent}"
+    print(f"ffpa_attn: compiling {where} ...", file=sys.stderr, end="", flush=True)
     start = time.monotonic()
     attempt = Path(tempfile.mkdtemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent))
     try:

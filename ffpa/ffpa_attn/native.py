@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import archs, build, jit
+from . import archs, build, jit, toolchain
 from .spec import KernelSpec, ScaledCopy
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -62,19 +62,19 @@ def why_not(spec: KernelSpec, gpu: str) -> str | None:
         return PYTHON_ONLY
     if is_built(spec, gpu):
         return None
-    reason = jit.why_not()
+    reason = toolchain.why_no_build()
     return f"{spec.name} is not built for {gpu}, and {reason}" if reason else None
 
 
 def driver_problem(runtime: int, driver: int) -> str | None:
-    """Versions as CUDA counts them, 13000 is 13.0. A driver runs what was built with its own major version or an older."""
+    """Versions as CUDA counts them: 13000 is 13.0. A driver runs what its own major version built, or an older one."""
     if driver // 1000 >= runtime // 1000:
         return None
     built_with = f"these kernels were built with CUDA {shown(runtime)}"
     if not driver:
         return f"there is no NVIDIA driver, and {built_with}; install a driver for it"
     return (
-        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or install ffpa-attn "
+        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or ffpa-attn "
         f"from source with nvcc {driver // 1000}"
     )
 

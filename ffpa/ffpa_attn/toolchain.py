@@ -13,6 +13,7 @@ from pathlib import Path
 from . import env
 
 GET_NVCC = 'pip install "ffpa-attn[jit]", or set CUDA_HOME to a CUDA toolkit'
+OLDEST_NVCC = 12  # knows sm_90a
 
 
 class BuildError(RuntimeError):
@@ -32,9 +33,11 @@ class Nvcc:
     @property
     def version(self) -> str:
         words = self.release.replace(",", " ").split()
-        return next(
-            (word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), "of an unknown version"
-        )
+        return next((word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), "0 (unknown)")
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split()[0].split(".")[0])
 
     @property
     def library_path(self) -> Path | None:
@@ -81,11 +84,30 @@ def find_ninja() -> Path | None:
     return None
 
 
+def why_no_build() -> str | None:
+    """Why nothing can be compiled here, and the way out; None when it can."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
+    if nvcc.major < OLDEST_NVCC:
+        return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    if find_ninja() is None:
+        return "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
+    if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):
+        return "there is no g++ on PATH, which nvcc needs; on Debian or Ubuntu: apt-get install g++"
+    return None
+
+
 @dataclass(frozen=True)
 class Torch:
     include: Path
     lib: Path
     version: str
+
+    @property
+    def release(self) -> tuple[int, int]:
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
 
 
 def find_torch() -> Torch | None:

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from wheel_support import CHILD, ROOT, FakeNvcc, have_nvcc
 from ffpa_attn import build, toolchain
 from ffpa_attn import native as native_module
+from wheel_support import CHILD, ROOT, FakeNvcc, have_nvcc
 
 
 @pytest.fixture
@@ -51,8 +51,9 @@ def wheel_library() -> Path:
     """A directory with the library that a wheel holds, every kernel of it compiled, and its record."""
     if not have_nvcc():
         pytest.skip("no nvcc or no ninja")
-    directory = ROOT / "build" / "tests"  # kept: what did not change is not compiled again
-    build.build_wheel_library(directory, directory / build.LIBRARY)
+    directory = ROOT / "build" / "tests"
+    # Where setup.py builds too: what it compiled already is not compiled again.
+    build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)
     return directory
 
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from wheel_support import ROOT
-from ffpa_attn import build, doctor, jit, toolchain
+from ffpa_attn import build, doctor, toolchain
 from ffpa_attn.spec import KernelSpec, ScaledCopy
+from wheel_support import ROOT
 
 BUILT, NOT_BUILT = ScaledCopy("f32", 4), ScaledCopy("f32", 2)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -31,9 +31,8 @@ def test_what_can_run_where(native, no_compiler):
     for gpu in ("sm_80", "sm_86", "sm_90", "sm_120"):
         assert native.is_built(BUILT, gpu) and native.why_not(BUILT, gpu) is None
     assert "needs sm_80 or newer, and the GPU is sm_75" in native.why_not(BUILT, "sm_75")
-    assert 'is not built for sm_90, and there is no nvcc to compile it; the way out: pip install "ffpa-attn[jit]"' in (
-        native.why_not(NOT_BUILT, "sm_90")
-    )
+    reason = native.why_not(NOT_BUILT, "sm_90")
+    assert "is not built for sm_90, and there is no nvcc in CUDA_HOME, on PATH or from PyPI" in reason
     assert "instructions that only sm_90a has, and the GPU is sm_80" in native.why_not(HopperOnly(), "sm_80")
     with pytest.raises(NotImplementedError, match="sm_75"):
         native.kernel(BUILT, "sm_75")
@@ -148,7 +147,7 @@ def numbers(device="cuda", size=100_003):
 @needs_gpu
 @pytest.mark.parametrize("spec", [BUILT, NOT_BUILT], ids=lambda spec: spec.name)
 def test_a_kernel_runs(native, cache, spec):
-    if reason := jit.why_not() if spec is NOT_BUILT else None:
+    if reason := toolchain.why_no_build() if spec is NOT_BUILT else None:
         pytest.skip(reason)
     for size in (0, 1, 1023, 100_003):
         x = numbers(size=size)

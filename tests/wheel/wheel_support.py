@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ffpa_attn import jit
+from ffpa_attn import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
@@ -11,7 +11,7 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 # Stands for nvcc: writes what it is asked for, and says what ptxas would. Files beside it change what it does.
 _FAKE_NVCC = """#!/bin/sh
 here=$(dirname "$0")
-[ "$1" = --version ] && { echo "Cuda compilation tools, release 99.0, V99.0.$(cat "$here/version")"; exit 0; }
+[ "$1" = --version ] && { echo "Cuda compilation tools, V$(cat "$here/release").$(cat "$here/version")"; exit 0; }
 echo "$@" >> "$here/calls"
 sleep "$(cat "$here/seconds")"
 [ -e "$here/broken" ] && { echo "internal compiler error: out of luck"; exit 2; }
@@ -46,7 +46,7 @@ class FakeNvcc:
         self.bin.mkdir(parents=True)
         (self.bin / "nvcc").write_text(_FAKE_NVCC)
         (self.bin / "nvcc").chmod(0o755)
-        self.set(version="1", seconds="0")
+        self.set(release="13.0", version="1", seconds="0")
 
     def set(self, **files: str) -> None:
         for name, text in files.items():
@@ -59,7 +59,7 @@ class FakeNvcc:
 
 
 def have_nvcc() -> bool:
-    return jit.why_not() is None
+    return toolchain.why_no_build() is None
 
 
 needs_nvcc = pytest.mark.skipif(not have_nvcc(), reason="no nvcc or no ninja")
