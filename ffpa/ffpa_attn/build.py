@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from os import cpu_count
@@ -197,7 +197,20 @@ def compile_library(
     lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
     _write_if_changed(directory / "build.ninja", "\n".join(lines))
     _run_ninja(ninja, directory, verbose)
-    return library, {spec.name: gate(spec, (directory / f"{spec.name}.o.log").read_text()) for spec in kernels}
+    return library, _gate_all(kernels, directory)
+
+
+def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[str, Resources]]:
+    """Every kernel through the gate; what is wrong with any of them is one error."""
+    used, wrong = {}, []
+    for spec in specs:
+        try:
+            used[spec.name] = gate(spec, (directory / f"{spec.name}.o.log").read_text())
+        except BuildError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise BuildError("\n".join(wrong))
+    return used
 
 
 def _run_ninja(ninja: Path, directory: Path, verbose: bool) -> None:
