@@ -25,7 +25,8 @@ namespace ffpa::emu {
 
 struct Block;
 struct Warp;
-struct WarpgroupState;  // wgmma.cpp
+struct WgmmaQueue;   // wgmma.cpp
+struct WgmmaRecord;  // wgmma.cpp
 
 inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
@@ -99,7 +100,11 @@ struct Warp {
   uint32_t proxy_epoch = 1;  // advances at fence.proxy.async
 
   std::vector<SharedAccessLog> access_logs;
-  std::shared_ptr<WarpgroupState> warpgroup;
+  std::shared_ptr<WgmmaQueue> wgmma;
+
+  // Cluster barrier: rounds this warp has arrived for, and has waited for.
+  int64_t cluster_arrivals = 0;
+  int64_t cluster_waits = 0;
 };
 
 struct NamedBarrier {
@@ -129,7 +134,8 @@ struct ShadowWord {
   uint32_t read_sync_epoch = 0;
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
-  uint8_t reader = kNobody;  // last one; the times of all are in Block::read_times
+  uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
+  uint8_t reader = kNobody;   // last one; the times of all are in Block::read_times
   uint8_t reader_lane = 0;
   bool in_flight = false;      // destination of an asynchronous copy that has not been waited for
   bool generic_write = false;  // written by st.shared or stmatrix: invisible to wgmma and TMA without a proxy fence
@@ -147,7 +153,8 @@ struct Block {
   std::vector<uint32_t> read_times;  // [word][warp of the cluster]
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
-  std::map<uint32_t, Mbarrier> mbarriers;  // by shared address
+  std::map<uint32_t, Mbarrier> mbarriers;                                // by shared address
+  std::vector<std::shared_ptr<std::vector<WgmmaRecord>>> wgmma_history;  // by warpgroup
 };
 
 struct GridShape {
@@ -178,7 +185,9 @@ struct Machine {
 
   std::vector<std::function<void()>> async_work;  // TMA loads in flight
   VectorClock async_clock;
-  NamedBarrier cluster_barrier;
+  int cluster_arrived_warps = 0;  // in the round in progress
+  int64_t cluster_rounds = 0;     // completed
+  VectorClock cluster_arriving, cluster_completed;
 
   Report report;
   std::map<std::pair<std::string, std::string>, size_t> error_index;  // (kind, key) → position in report.errors

@@ -11,6 +11,7 @@
 #include "base/math.h"
 #include "ptx/emulated/machine/fault_guard.h"
 #include "ptx/emulated/machine/scheduler.h"
+#include "ptx/emulated/machine/wgmma.h"
 
 namespace ffpa::emu {
 namespace {
@@ -48,6 +49,7 @@ void reset_block(Block& block, int rank, const Dim3& index) {
   block.smem_bytes = shape.smem_bytes;
   block.smem.assign(shape.smem_bytes, options.poison ? 0xff : 0);
   block.mbarriers.clear();
+  block.wgmma_history.assign(shape.threads / kWarpSize / 4, nullptr);
   for (NamedBarrier& barrier : block.barriers) barrier = NamedBarrier{};
   if (options.check_races) {
     const size_t words = ceil_div<size_t>(shape.smem_bytes, 4);
@@ -99,7 +101,9 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   self.steps = 0;
   self.async_work.clear();
   self.async_clock = VectorClock{};
-  self.cluster_barrier = NamedBarrier{};
+  self.cluster_arrived_warps = 0;
+  self.cluster_rounds = 0;
+  self.cluster_arriving = self.cluster_completed = VectorClock{};
   self.random_state = hash_seed(self.options.seed, first_block);
   self.lanes_alive = int64_t(block_count) * shape.threads;
   self.lanes.resize(self.lanes_alive);
@@ -122,9 +126,11 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   }
   run_lanes();
   self.report.counters.blocks += block_count;
-  if (!self.given_up && !self.async_work.empty()) {
+  if (self.given_up) return;
+  if (!self.async_work.empty()) {
     report_error("exit", "async", CallSite("kernel", 0), "the kernel ends with TMA loads in flight");
   }
+  for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 
 // One OS thread: takes clusters until there are none left or somebody gives up.

@@ -14,6 +14,13 @@ WordRange words_of(uint32_t address, uint32_t bytes) {
   return {offset / kWordBytes, (offset + bytes + kWordBytes - 1) / kWordBytes};
 }
 
+// Which bytes of word i an access touches. Neighbouring halves of a word may belong to different threads.
+uint8_t bytes_in_word(uint32_t address, uint32_t bytes, uint32_t i) {
+  if (bytes >= kWordBytes) return 0xf;  // accesses of that size are aligned
+  const uint32_t first = (address & kOffsetMask) - kSmemBase - i * kWordBytes;
+  return uint8_t(((1u << bytes) - 1) << first);
+}
+
 std::string name_of(int warp) {
   if (warp == kAsyncAgent) return "the TMA unit";
   return format("warp %d of block rank %d", machine->warps[warp]->index, machine->warps[warp]->block->rank);
@@ -59,7 +66,7 @@ void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int l
     if (word.in_flight) {
       report_race("read of bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
                   word.write_site);
-    } else if (word.writer != kNobody) {
+    } else if (word.writer != kNobody && (word.written_bytes & bytes_in_word(address, bytes, i))) {
       if (word.writer != self) {
         if (word.write_time > warp.clock.at[word.writer]) {
           report_race("read after write", "no barrier between", i, warp, site, word.writer, word.write_site);
@@ -96,7 +103,8 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
     if (word.in_flight) {
       report_race("write to bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
                   word.write_site);
-    } else if (word.writer != kNobody && word.writer != self && word.write_time > warp.clock.at[word.writer]) {
+    } else if (word.writer != kNobody && word.writer != self && word.write_time > warp.clock.at[word.writer] &&
+               (word.written_bytes & bytes_in_word(address, bytes, i))) {
       report_race("write after write", "no barrier between", i, warp, site, word.writer, word.write_site);
     }
     uint32_t* read_times = &block.read_times[i * warp_count];
@@ -113,6 +121,7 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
     }
     word.writer = uint8_t(self);
     word.writer_lane = uint8_t(lane);
+    word.written_bytes = bytes_in_word(address, bytes, i);
     word.write_time = warp.clock.at[self];
     word.write_sync_epoch = warp.sync_epoch;
     word.write_proxy_epoch = warp.proxy_epoch;
@@ -132,6 +141,7 @@ void note_landed(Block& block, uint32_t address, uint32_t bytes, int writer, int
     word.generic_write = false;
     word.writer = uint8_t(writer);
     word.writer_lane = uint8_t(lane);
+    word.written_bytes = 0xf;
     word.write_time = time;
     word.write_sync_epoch = sync_epoch;
   }
