@@ -19,7 +19,7 @@ std::vector<Kernel> all_kernels() {
                      return run(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0));
                    }});
   }
-  for (auto group : {misuse_kernels, split_d_kernels}) {
+  for (auto group : {misuse_kernels, misuse_sm90_kernels, split_d_kernels, split_d_sm90_kernels}) {
     const std::vector<Kernel> kernels = group();
     all.insert(all.end(), kernels.begin(), kernels.end());
   }
@@ -31,7 +31,7 @@ std::vector<Kernel> all_kernels() {
 const std::vector<cases::Case>& case_table() {
   static const std::vector<cases::Case> table = [] {
     std::vector<cases::Case> all = cases::sm80_cases();
-    const std::vector<cases::Case> sm90 = cases::stmatrix_cases();
+    const std::vector<cases::Case> sm90 = cases::sm90_cases();
     all.insert(all.end(), sm90.begin(), sm90.end());
     return all;
   }();

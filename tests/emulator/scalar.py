@@ -259,6 +259,69 @@ def stage_ring(words):
     return np.concatenate(rounds).ravel()
 
 
+# --- sm_90
+
+
+def mbarrier_wait(words):
+    return (10 * words.astype(np.uint64) + sum(range(10))).astype(np.uint32)[::-1]
+
+
+def swizzle_chunks(rows, row_bytes):
+    """Rows of a tile as they lie in shared memory: chunk c of row r at c xor (the row's 128-byte line)."""
+    chunks = row_bytes // 16
+    data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, chunks, 16)
+    out = np.empty_like(data)
+    for row in range(len(data)):
+        for chunk in range(chunks):
+            out[row, chunk ^ (row * row_bytes // 128 % chunks)] = data[row, chunk]
+    return out.ravel().view(np.uint32)
+
+
+def tma_box(sizes, strides, box, start, swizzled):
+    """Dimensions innermost first; strides in elements."""
+
+    def define(words):
+        elements = words.view(np.uint16)
+        out = np.zeros([*reversed(box)], np.uint16)
+        for index in np.ndindex(*out.shape):
+            position = [c + i for c, i in zip(start, reversed(index))]
+            if all(0 <= p < n for p, n in zip(position, sizes)):
+                out[index] = elements[sum(p * s for p, s in zip(position, strides))]
+        return swizzle_chunks(out, 2 * box[0]) if swizzled else out.ravel().view(np.uint32)
+
+    return define
+
+
+def tma(rank, inner, start, swizzled=True):
+    if rank == 2:
+        return tma_box([40, 21], [1, 48], [inner, 16], start, swizzled)
+    if rank == 3:
+        return tma_box([40, 7, 3], [1, 48, 7 * 48], [inner, 4, 2], start, swizzled)
+    return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
+
+
+def multicast(words):
+    """Two rounds of 8 rows of 64, the same in both blocks."""
+    rounds = [swizzle_chunks(part, 128) for part in words.view(np.uint16).reshape(2, 8, 64)]
+    return np.concatenate([rounds[0], rounds[0], rounds[1], rounds[1]])
+
+
+def wgmma_operands(words, name):
+    """(A [64][k], B [N][k]) as float64, from a case's name and input."""
+    variant = name.split("/")[1].split("_")
+    element, n = variant[0], int(variant[1])
+    depth = words.size * 2 // (64 + n)
+    values = words.view(np.uint16).view(np.float16) if element == "f16" else bfloat16_values(words.view(np.uint16))
+    values = values.astype(np.float64)
+    return values[: 64 * depth].reshape(64, depth), values[64 * depth :].reshape(n, depth)
+
+
+def wgmma_result(output, n):
+    """[thread][N / 2] → [64][N]"""
+    values = output.view(np.float32).reshape(4, 8, 4, n // 8, 2, 2)  # warp, g, t, group of 8 columns, row half, value
+    return values.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
+
+
 EXACT = {
     "special_registers": special_registers,
     "sync_block": sync_block,
@@ -291,4 +354,18 @@ EXACT = {
     "tile/copy_64_swizzled": tile_copy(64),
     "tile/copy_24_padded": tile_copy(24),
     "tile/stage_ring": stage_ring,
+    "mbarrier_wait": mbarrier_wait,
+    "elect_one": lambda words: np.ones(32, np.uint32),
+    "increase_registers": lambda words: (words.astype(np.uint64) + np.repeat([1, 2], 128).astype(np.uint64)).astype(np.uint32),
+    "tma_load_2d/inside": tma(2, 24, [8, 2], swizzled=False),
+    "tma_load_2d/outside": tma(2, 24, [24, -3], swizzled=False),
+    "tma_load_2d/swizzle_32": tma(2, 16, [8, 2]),
+    "tma_load_2d/swizzle_64": tma(2, 32, [16, 9]),
+    "tma_load_2d/swizzle_128": tma(2, 64, [-8, 1]),
+    "tma_load_3d/inside": tma(3, 24, [8, 2, 1], swizzled=False),
+    "tma_load_3d/outside": tma(3, 32, [24, 5, 2]),
+    "tma_load_4d/inside": tma(4, 24, [8, 2, 0, 0], swizzled=False),
+    "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
+    "tma_load_3d_multicast": multicast,
+    "tma_load_4d_multicast": multicast,
 }

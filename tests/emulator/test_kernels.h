@@ -36,7 +36,9 @@ struct Kernel {
 const std::vector<cases::Case>& case_table();
 
 std::vector<Kernel> misuse_kernels();
+std::vector<Kernel> misuse_sm90_kernels();
 std::vector<Kernel> split_d_kernels();
+std::vector<Kernel> split_d_sm90_kernels();
 
 // nullptr if there is none.
 const Kernel* find_kernel(const std::string& name);

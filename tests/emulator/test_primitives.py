@@ -120,21 +120,44 @@ def test_tile_product_of_transposed_a_and_column_major_b_names():
     assert {match[:2] for match in re.findall(r"tile/product_(\w+)", source)} == names
 
 
+WGMMA = re.findall(r'"(wgmma_\w\w/\w+)"', (ROOT / "tests/emulator/cases/wgmma.cuh").read_text())
+
+
+@pytest.mark.parametrize("name", WGMMA)
+def test_wgmma(emulator, name):
+    words, output, result = run(emulator, name)
+    a, b = scalar.wgmma_operands(words, name)
+    n, depth = b.shape
+    error = np.abs(scalar.wgmma_result(output, n) - a @ b.T)
+    assert (error <= 2.0**-22 * depth * (np.abs(a) @ np.abs(b.T))).all()
+    assert result.counters["wgmma"] == 4 * depth // 16
+    assert result.counters["mma"] == 4 * depth // 16 * n // 8
+
+
+def test_wgmma_bit_exact_model(emulator):
+    words, output, _ = run(emulator, "wgmma_ss/f16_64_swizzle64", accumulation="hopper")
+    a, b = scalar.wgmma_operands(words, "wgmma_ss/f16_64_swizzle64")
+    result = scalar.wgmma_result(output, 64)
+    for row in (0, 17, 63):
+        for column in range(0, 64, 7):
+            first = scalar.fused_dot_add(a[row, :16], b[column, :16], 0.0, 25, False)
+            assert result[row, column] == scalar.fused_dot_add(a[row, 16:], b[column, 16:], first, 25, False)
+
+
 def test_every_case_has_a_definition(emulator):
     names = {case["name"] for case in emulator.module.cases()}
-    tiles = {name for name in names if name.startswith("tile/product_")}
-    assert names == set(scalar.EXACT) | set(MMA) | set(MATH) | tiles
+    others = {name for name in names if name.startswith(("tile/product_", "wgmma_"))}
+    assert names == set(scalar.EXACT) | set(MMA) | set(MATH) | others
 
 
 def functions_of(directory):
     text = "".join(path.read_text() for path in sorted((ROOT / "csrc/ptx" / directory).glob("*.cuh")))
-    keyword = "FFPA_DEVICE" if directory == "native" else "inline"
-    return set(re.findall(rf"^(?:{keyword}) [\w:<> ]+?[ &*](\w+)\(", text, re.M))
+    helpers = {"shuffle_value", "flush_subnormal", "status_of"}
+    return set(re.findall(r"^(?:FFPA_DEVICE|inline) [\w:<> ]+?[ &*](\w+)\(", text, re.M)) - helpers
 
 
 def test_both_sides_have_the_same_functions():
-    helpers = {"shuffle_value", "flush_subnormal"}  # of the emulated side
-    assert functions_of("native") == functions_of("emulated") - helpers
+    assert functions_of("native") == functions_of("emulated")
 
 
 def test_every_function_is_used_by_a_case():
