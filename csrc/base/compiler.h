@@ -1,0 +1,39 @@
+// The only header that looks at which compiler is reading the file and for which GPU.
+//
+// The same kernel source is read twice: by nvcc, which builds GPU code from csrc/ptx/native, and by a plain host
+// compiler, which builds the kernel for the CPU emulator from csrc/ptx/emulated. Everything above csrc/ptx uses the
+// macros below and never asks who is compiling.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FFPA_CUDA 1
+#else
+#define FFPA_CUDA 0
+#endif
+
+#if FFPA_CUDA
+
+// Kernels and device functions are always inlined: registers arrays passed by reference must not become memory.
+#define FFPA_DEVICE __device__ __forceinline__
+#define FFPA_HOST_DEVICE __host__ __device__ __forceinline__
+
+// FFPA_KERNEL(threads, min_blocks_per_sm) void name(…): the bounds fix the register budget, and setmaxnreg is ignored
+// by ptxas unless the second one is given.
+#define FFPA_KERNEL(threads, min_blocks_per_sm) __global__ __launch_bounds__(threads, min_blocks_per_sm)
+
+// Kernel parameter that stays in constant memory, so that its address can be handed to the TMA unit.
+#define FFPA_GRID_CONSTANT __grid_constant__
+
+#define FFPA_UNROLL _Pragma("unroll")
+#define FFPA_NO_UNROLL _Pragma("unroll 1")
+
+#else
+
+#define FFPA_DEVICE inline
+#define FFPA_HOST_DEVICE inline
+#define FFPA_KERNEL(threads, min_blocks_per_sm)
+#define FFPA_GRID_CONSTANT
+#define FFPA_UNROLL
+#define FFPA_NO_UNROLL
+
+#endif

@@ -1,0 +1,54 @@
+// Integer helpers that work in constant expressions, on the host and on the device, and the few real constants that
+// attention needs.
+#pragma once
+
+#include "base/compiler.h"
+
+namespace ffpa {
+
+inline constexpr float kInfinity = __builtin_huge_valf();
+inline constexpr float kLog2e = 1.4426950408889634f;  // exp(x) = exp2(x * kLog2e)
+inline constexpr float kLn2 = 0.6931471805599453f;    // log(x) = log2(x) * kLn2
+
+template <class Int>
+FFPA_HOST_DEVICE constexpr Int ceil_div(Int value, Int divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+template <class Int>
+FFPA_HOST_DEVICE constexpr Int round_up(Int value, Int multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
+template <class Int>
+FFPA_HOST_DEVICE constexpr bool is_power_of_two(Int value) {
+  return value > 0 && (value & (value - 1)) == 0;
+}
+
+// Largest n with 2^n <= value, for value >= 1.
+template <class Int>
+FFPA_HOST_DEVICE constexpr int ilog2(Int value) {
+  int log = 0;
+  while (value > 1) {
+    value /= 2;
+    ++log;
+  }
+  return log;
+}
+
+template <class T>
+FFPA_HOST_DEVICE constexpr T min_of(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <class T>
+FFPA_HOST_DEVICE constexpr T max_of(T a, T b) {
+  return a < b ? b : a;
+}
+
+template <class T>
+FFPA_HOST_DEVICE constexpr T clamp(T value, T low, T high) {
+  return min_of(max_of(value, low), high);
+}
+
+}  // namespace ffpa

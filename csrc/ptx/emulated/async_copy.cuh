@@ -1,0 +1,39 @@
+// Emulated side of ptx/async_copy.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/emulated/machine/memory_ops.h"
+
+namespace ffpa::ptx {
+
+inline void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16,
+                        emu::CallSite site = emu::CallSite()) {
+  emu::copy_async(destination_smem, source_gmem, 16, source_bytes, site);
+}
+
+inline void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8,
+                       emu::CallSite site = emu::CallSite()) {
+  emu::copy_async(destination_smem, source_gmem, 8, source_bytes, site);
+}
+
+inline void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4,
+                       emu::CallSite site = emu::CallSite()) {
+  emu::copy_async(destination_smem, source_gmem, 4, source_bytes, site);
+}
+
+inline void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem,
+                           emu::CallSite site = emu::CallSite()) {
+  if (active) emu::copy_async(destination_smem, source_gmem, 16, 16, site);
+}
+
+inline void cp_async_commit_group() { emu::commit_copies(); }
+
+template <int kPending>
+inline void cp_async_wait_group() {
+  emu::wait_for_copies(kPending);
+}
+
+inline void cp_async_wait_all() { emu::wait_for_all_copies(); }
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,15 @@
+// Emulated side of ptx/cluster.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/emulated/machine/mbarrier.h"
+
+namespace ffpa::ptx {
+
+inline uint32_t cluster_rank() { return uint32_t(emu::current->block->rank); }
+inline void cluster_arrive(emu::CallSite site = emu::CallSite()) { emu::cluster_arrive(site); }
+inline void cluster_wait(emu::CallSite site = emu::CallSite()) { emu::cluster_wait(site); }
+inline bool elect_one(emu::CallSite site = emu::CallSite()) { return emu::elect_one(site); }
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,166 @@
+#include "ptx/emulated/machine/accumulate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "base/math.h"
+#include "base/types.h"
+
+namespace ffpa::emu {
+namespace {
+
+constexpr int kDepth = 16;  // k of one mma
+
+// value = significand · 2^(exponent - fraction bits), |significand| in [2^fraction, 2^(fraction + 1)), or all zero.
+struct Unpacked {
+  int64_t significand = 0;
+  int exponent = kZeroExponent;
+  static constexpr int kZeroExponent = -100000;
+  static constexpr int kFraction = 23;
+};
+
+Unpacked unpack(float value) {
+  Unpacked result;
+  if (value == 0) return result;
+  const uint32_t bits = float_bits(value);
+  const int biased_exponent = bits >> 23 & 0xff;
+  int64_t magnitude = bits & 0x7fffff;
+  if (biased_exponent) {
+    magnitude |= 1 << Unpacked::kFraction;
+    result.exponent = biased_exponent - 127;
+  } else {  // subnormal: normalise it
+    const int leading_zeros = Unpacked::kFraction - ilog2(magnitude);
+    magnitude <<= leading_zeros;
+    result.exponent = -126 - leading_zeros;
+  }
+  result.significand = value < 0 ? -magnitude : magnitude;
+  return result;
+}
+
+// 2^exponent for the exponents that a product of two 16-bit numbers or a float can have.
+double power_of_two(int exponent) {
+  const uint64_t bits = uint64_t(exponent + 1023) << 52;
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// significand · 2^shift, truncated toward zero.
+int64_t shift_toward_zero(int64_t significand, int shift) {
+  if (shift >= 0) return significand * (int64_t(1) << shift);
+  if (shift < -62) return 0;
+  const int64_t magnitude = (significand < 0 ? -significand : significand) >> -shift;
+  return significand < 0 ? -magnitude : magnitude;
+}
+
+float round_toward_zero(double value) {
+  const float rounded = float(value);
+  if (std::fabs(double(rounded)) <= std::fabs(value)) return rounded;
+  return float_from_bits(float_bits(rounded) - 1);
+}
+
+// One step of a tensor core: all products and c are aligned to the largest exponent among them, cut off `bits` bits
+// below it, added exactly, and the sum is rounded toward zero to float, or to nearest even to half. (After the models
+// of arXiv 2511.10909 and 2512.07004, confirmed on hardware.)
+float fused_dot_add(const Unpacked* a, const Unpacked* b, int count, float c_value, int bits,
+                    AccumulatorType accumulator) {
+  constexpr int kProductFraction = 2 * Unpacked::kFraction;
+  const Unpacked c = unpack(c_value);
+  int largest = c.exponent;
+  for (int k = 0; k < count; ++k) {
+    if (a[k].significand && b[k].significand) largest = std::max(largest, a[k].exponent + b[k].exponent);
+  }
+  if (largest == Unpacked::kZeroExponent) return 0.0f;
+  int64_t sum = shift_toward_zero(c.significand, bits + c.exponent - largest - Unpacked::kFraction);
+  for (int k = 0; k < count; ++k) {
+    const int exponent = a[k].exponent + b[k].exponent;
+    sum += shift_toward_zero(a[k].significand * b[k].significand, bits + exponent - largest - kProductFraction);
+  }
+  const double exact = double(sum) * power_of_two(largest - bits);
+  if (accumulator == AccumulatorType::kHalf) return to_float(half_from_float(float(exact)));
+  return round_toward_zero(exact);
+}
+
+// Infinities and NaN do not depend on the order of additions; a NaN result is the canonical one.
+float non_finite_dot_add(const float* a, const float (*b)[8], int column, float c) {
+  double sum = c;
+  for (int k = 0; k < kDepth; ++k) sum += double(a[k]) * b[k][column];
+  return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
+}
+
+void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
+  Unpacked a[16][kDepth], b[8][kDepth];
+  bool row_is_finite[16], column_is_finite[8];
+  for (int row = 0; row < 16; ++row) {
+    row_is_finite[row] = true;
+    for (int k = 0; k < kDepth; ++k) {
+      row_is_finite[row] &= bool(std::isfinite(tile.a[row][k]));
+      if (row_is_finite[row]) a[row][k] = unpack(tile.a[row][k]);
+    }
+  }
+  for (int column = 0; column < 8; ++column) {
+    column_is_finite[column] = true;
+    for (int k = 0; k < kDepth; ++k) {
+      column_is_finite[column] &= bool(std::isfinite(tile.b[k][column]));
+      if (column_is_finite[column]) b[column][k] = unpack(tile.b[k][column]);
+    }
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int column = 0; column < 8; ++column) {
+      float& c = tile.c[row][column];
+      if (!row_is_finite[row] || !column_is_finite[column] || !std::isfinite(c)) {
+        c = non_finite_dot_add(tile.a[row], tile.b, column, c);
+      } else if (model == Accumulation::kAmpere) {
+        c = fused_dot_add(a[row], b[column], 8, c, 24, accumulator);
+        c = fused_dot_add(a[row] + 8, b[column] + 8, 8, c, 24, accumulator);
+      } else {
+        c = fused_dot_add(a[row], b[column], 16, c, 25, accumulator);
+      }
+    }
+  }
+}
+
+// One row of c at a time in vector registers: this loop is most of the emulator's arithmetic.
+void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
+  typedef float Row __attribute__((vector_size(8 * sizeof(float))));
+  Row b[kDepth];
+  std::memcpy(b, tile.b, sizeof(b));
+  for (int row = 0; row < 16; ++row) {
+    Row c;
+    std::memcpy(&c, tile.c[row], sizeof(c));
+    for (int k = 0; k < kDepth; ++k) {
+      const float a = tile.a[row][k];
+      c += Row{a, a, a, a, a, a, a, a} * b[k];
+    }
+    std::memcpy(tile.c[row], &c, sizeof(c));
+  }
+  if (accumulator == AccumulatorType::kFloat) return;
+  for (auto& row : tile.c) {
+    for (float& value : row) value = to_float(half_from_float(value));
+  }
+}
+
+}  // namespace
+
+float to_float(InputType type, uint16_t bits) {
+  if (type == InputType::kBFloat16) return ffpa::to_float(BFloat16{bits});
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);  // the same values, a third of the time of a whole mma
+#else
+  return ffpa::to_float(Half{bits});
+#endif
+}
+
+void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
+  if (model == Accumulation::kPlain) {
+    accumulate_plainly(tile, accumulator);
+  } else {
+    accumulate_as_hardware(tile, accumulator, model);
+  }
+}
+
+}  // namespace ffpa::emu

@@ -1,0 +1,221 @@
+// The state of one emulated cluster of blocks, which one OS thread runs: lanes, warps, blocks, and their scheduler.
+//
+// Every CUDA thread ("lane") is a flow of control with its own stack. It runs until it blocks: in a collective of its
+// warp, at a barrier, on an mbarrier. The last lane to reach a collective executes it for all 32. What the asynchronous
+// units of a GPU do (cp.async, TMA, wgmma) is deferred to the latest moment the kernel's waits allow.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ptx/emulated/machine/call_site.h"
+#include "ptx/emulated/machine/context_switch.h"
+#include "ptx/emulated/machine/global_memory.h"
+#include "ptx/emulated/machine/options.h"
+#include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/vector_clock.h"
+
+namespace ffpa::emu {
+
+struct Block;
+struct Warp;
+struct WgmmaQueue;   // wgmma.cpp
+struct WgmmaRecord;  // wgmma.cpp
+
+inline constexpr int kWarpSize = 32;
+inline constexpr uint32_t kAllLanes = ~0u;
+
+struct Dim3 {
+  uint32_t x = 1, y = 1, z = 1;
+  int64_t count() const { return int64_t(x) * y * z; }
+};
+
+// One cp.async that has been issued and not waited for.
+struct PendingCopy {
+  uint32_t destination;
+  const uint8_t* source;
+  int bytes;
+  int source_bytes;
+  uint32_t group;
+  bool landed;
+  CallSite site;
+};
+
+struct Lane {
+  Context context;
+  Block* block = nullptr;
+  Warp* warp = nullptr;
+  int index = 0;   // in the warp
+  int thread = 0;  // in the block
+
+  std::vector<PendingCopy> copies;
+  uint32_t open_copy_group = 0;
+
+  // What the lane waits for, for the deadlock report and for wake-ups by mbarriers.
+  const char* waiting_in = nullptr;
+  CallSite waiting_at{"", 0};
+  uint32_t waiting_mbarrier = 0;  // shared address with block rank, 0 = none
+  uint32_t waiting_parity = 0;
+};
+
+enum class WarpOp : int;  // collective.h
+
+// A warp's accesses to shared memory that one source line made, until the warp's next collective: the k-th execution by
+// every lane together is one instruction.
+struct SharedInstruction {
+  const char* instruction;
+  CallSite site;
+  int bytes_per_lane;
+  uint32_t active_lanes;
+  uint32_t address[kWarpSize];
+};
+struct SharedAccessLog {
+  CallSite site;
+  uint16_t executions[kWarpSize];
+  std::vector<SharedInstruction> instructions;
+};
+
+struct Warp {
+  int index = 0;       // in the block
+  int cluster_id = 0;  // in the cluster: index of the vector clock
+  Block* block = nullptr;
+  Lane* lanes[kWarpSize] = {};
+  uint32_t ready = 0;  // lanes that can run
+  uint32_t alive = 0;  // lanes that have not exited
+
+  // The collective that the warp is gathering in.
+  uint32_t arrived = 0;
+  WarpOp op{};
+  CallSite op_site{"", 0};
+  void* arguments[kWarpSize] = {};
+
+  VectorClock clock;
+  uint32_t sync_epoch = 1;   // advances at __syncwarp and every barrier: orders the lanes among themselves
+  uint32_t proxy_epoch = 1;  // advances at fence.proxy.async
+
+  std::vector<SharedAccessLog> access_logs;
+  std::shared_ptr<WgmmaQueue> wgmma;
+
+  // Cluster barrier: rounds this warp has arrived for, and has waited for.
+  int64_t cluster_arrivals = 0;
+  int64_t cluster_waits = 0;
+};
+
+struct NamedBarrier {
+  int arrived_threads = 0;
+  int expected_threads = 0;
+  uint64_t waiting_warps = 0;
+  VectorClock clock;
+};
+
+struct Mbarrier {
+  uint32_t expected_arrivals = 0;
+  uint32_t pending_arrivals = 0;
+  int64_t pending_bytes = 0;
+  uint32_t phase = 0;  // parity of the phase in progress
+  int64_t completed_phases = 0;
+  VectorClock arriving;   // what the arrivals of the phase in progress know
+  VectorClock completed;  // what a waiter learns
+  int initialising_warp = 0;
+  uint32_t initialised_at = 0;
+};
+
+// Shadow of 4 bytes of shared memory: who wrote and read them last.
+struct ShadowWord {
+  uint32_t write_time = 0;
+  uint32_t write_sync_epoch = 0;
+  uint32_t write_proxy_epoch = 0;
+  uint32_t read_sync_epoch = 0;
+  uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
+  uint8_t writer_lane = 0;
+  uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
+  uint8_t reader = kNobody;   // last one; the times of all are in Block::read_times
+  uint8_t reader_lane = 0;
+  bool in_flight = false;      // destination of an asynchronous copy that has not been waited for
+  bool generic_write = false;  // written by st.shared or stmatrix: invisible to wgmma and TMA without a proxy fence
+  CallSite write_site{"", 0};
+  CallSite read_site{"", 0};
+};
+
+struct Block {
+  Dim3 index;
+  int rank = 0;  // in the cluster
+  int threads = 0;
+  uint32_t smem_bytes = 0;
+  std::vector<uint8_t> smem;
+  std::vector<ShadowWord> shadow;
+  std::vector<uint32_t> read_times;  // [word][warp of the cluster]
+  std::vector<Warp> warps;
+  NamedBarrier barriers[16];
+  std::map<uint32_t, Mbarrier> mbarriers;                                // by shared address
+  std::vector<std::shared_ptr<std::vector<WgmmaRecord>>> wgmma_history;  // by warpgroup
+};
+
+struct GridShape {
+  Dim3 grid;
+  Dim3 cluster;
+  int threads = 32;  // per block
+  uint32_t smem_bytes = 0;
+};
+
+struct Machine {
+  Options options;
+  GlobalRanges global;
+  GridShape shape;
+  std::function<void()> kernel;
+
+  std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs now
+  std::vector<Warp*> warps;                    // by cluster id
+  std::vector<Lane> lanes;
+  std::vector<char*> stacks;
+  Lane launcher;  // stands for the code that started the run
+  int64_t lanes_alive = 0;
+
+  uint64_t ready_warps = 0;
+  Warp* running_warp = nullptr;
+  bool given_up = false;
+  uint64_t random_state = 1;
+  int64_t steps = 0;
+
+  std::vector<std::function<void()>> async_work;  // TMA loads in flight
+  VectorClock async_clock;
+  int cluster_arrived_warps = 0;  // in the round in progress
+  int64_t cluster_rounds = 0;     // completed
+  VectorClock cluster_arriving, cluster_completed;
+
+  Report report;
+  std::map<std::pair<std::string, std::string>, size_t> error_index;  // (kind, key) → position in report.errors
+  std::map<std::tuple<const char*, int, const char*>, BankConflicts> bank_conflicts;
+
+  uint32_t random();
+  bool random_schedule() const { return options.seed >= 2; }
+};
+
+// The machine and lane that run on this OS thread. Lanes never move between OS threads. The initial-exec model keeps a
+// read as cheap as a global's; the two pointers fit in the space that the loader reserves for it.
+inline thread_local Machine* machine __attribute__((tls_model("initial-exec"))) = nullptr;
+inline thread_local Lane* current __attribute__((tls_model("initial-exec"))) = nullptr;
+
+// Notes an error and goes on. Errors of the same kind and key are counted, not repeated.
+void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message);
+
+// Notes an error of the current lane and gives up the run: the error leaves no sensible way to go on.
+[[noreturn]] void fail(const char* kind, CallSite site, const std::string& message);
+
+// Fails with "unsupported" unless the emulated GPU is at least this architecture.
+void require_arch(int arch, const char* instruction, CallSite site);
+
+// Counts one emulated instruction, so that endless loops end.
+inline void count_step(CallSite site) {
+  if (++machine->steps > machine->options.max_steps) {
+    fail("hang", site, format("more than %lld emulated instructions", (long long)machine->options.max_steps));
+  }
+}
+
+}  // namespace ffpa::emu

@@ -1,0 +1,168 @@
+#include "ptx/emulated/machine/mbarrier.h"
+
+#include <algorithm>
+
+#include "ptx/emulated/machine/collective.h"
+#include "ptx/emulated/machine/shared_memory.h"
+
+namespace ffpa::emu {
+namespace {
+
+constexpr uint32_t kMbarrierBytes = 8;
+constexpr int kArch = 90;
+
+Mbarrier& find_mbarrier(uint32_t address, const char* instruction, CallSite site) {
+  require_arch(kArch, instruction, site);
+  count_step(site);
+  Block& block = block_of(address);
+  shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, instruction, site);
+  const auto entry = block.mbarriers.find(address & kOffsetMask);
+  if (entry == block.mbarriers.end()) {
+    fail("mbarrier", site, format("%s: there is no initialised mbarrier at 0x%x", instruction, address & kOffsetMask));
+  }
+  Mbarrier& barrier = entry->second;
+  const Warp& warp = *current->warp;
+  if (barrier.initialising_warp != warp.cluster_id &&
+      barrier.initialised_at > warp.clock.at[barrier.initialising_warp]) {
+    report_error("race", "mbarrier" + to_string(site), site,
+                 format("mbarrier used at %s without a barrier after its initialisation", to_string(site).c_str()));
+  }
+  return barrier;
+}
+
+void complete_phase_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
+  if (barrier.pending_arrivals || barrier.pending_bytes) return;
+  barrier.phase ^= 1;
+  ++barrier.completed_phases;
+  barrier.pending_arrivals = barrier.expected_arrivals;
+  barrier.completed = barrier.arriving;
+  for (Warp* warp : machine->warps) {
+    for (Lane* lane : warp->lanes) {
+      const bool waits_here =
+          lane->waiting_mbarrier && (warp->alive >> lane->index & 1) && &block_of(lane->waiting_mbarrier) == &block &&
+          (lane->waiting_mbarrier & kOffsetMask) == address && lane->waiting_parity != barrier.phase;
+      if (waits_here) wake(*warp, 1u << lane->index);
+    }
+  }
+}
+
+}  // namespace
+
+void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site) {
+  require_arch(kArch, "mbarrier.init", site);
+  Warp& warp = *current->warp;
+  Block& block = *current->block;
+  shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, "mbarrier.init", site);
+  if (arrivals == 0) fail("mbarrier", site, "mbarrier.init with 0 arrivals");
+  note_write(block, address, kMbarrierBytes, warp, current->index, site);
+  Mbarrier barrier;
+  barrier.expected_arrivals = barrier.pending_arrivals = arrivals;
+  barrier.initialising_warp = warp.cluster_id;
+  barrier.initialised_at = warp.clock.at[warp.cluster_id];
+  block.mbarriers[address & kOffsetMask] = barrier;
+}
+
+void mbarrier_arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
+  Mbarrier& barrier = find_mbarrier(address, "mbarrier.arrive", site);
+  Block& block = block_of(address);
+  Warp& warp = *current->warp;
+  if (std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.alive != 0; })) {
+    fail("cluster", site, format("mbarrier.arrive in block rank %d, which has exited", block.rank));
+  }
+  if (!barrier.pending_arrivals) {
+    fail("mbarrier", site, format("more than %u arrivals in one phase", barrier.expected_arrivals));
+  }
+  barrier.pending_bytes += expected_bytes;
+  --barrier.pending_arrivals;
+  barrier.arriving.join(warp.clock);
+  ++warp.clock.at[warp.cluster_id];
+  complete_phase_if_due(barrier, block, address & kOffsetMask);
+  maybe_preempt();
+}
+
+void mbarrier_wait(uint32_t address, uint32_t parity, CallSite site) {
+  Mbarrier& barrier = find_mbarrier(address, "mbarrier.try_wait", site);
+  Lane& lane = *current;
+  const int64_t phases_before = barrier.completed_phases;
+  const uint32_t rank_bits = address >> 24 ? 0 : uint32_t(lane.block->rank + 1) << 24;
+  while (barrier.phase == parity) {
+    lane.waiting_mbarrier = address | rank_bits;
+    lane.waiting_parity = parity;
+    block_lane("mbarrier.wait", site);
+    lane.waiting_mbarrier = 0;
+  }
+  if (barrier.completed_phases - phases_before > 1) {
+    report_error("mbarrier", to_string(site), site,
+                 format("the waiter at %s slept through %lld phases: on a GPU its parity may never come again",
+                        to_string(site).c_str(), (long long)(barrier.completed_phases - phases_before)));
+  }
+  lane.warp->clock.join(barrier.completed);
+  maybe_preempt();
+}
+
+void require_mbarrier(uint32_t address, const char* instruction, CallSite site) {
+  find_mbarrier(address, instruction, site);
+}
+
+void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes, const VectorClock& issuer,
+                             uint32_t landed_at) {
+  Mbarrier& barrier = block.mbarriers[address & kOffsetMask];
+  barrier.arriving.join(issuer);
+  barrier.arriving.at[kAsyncAgent] = landed_at;
+  barrier.pending_bytes -= bytes;
+  complete_phase_if_due(barrier, block, address & kOffsetMask);
+}
+
+void cluster_arrive(CallSite site) {
+  require_arch(kArch, "barrier.cluster.arrive", site);
+  collective(WarpOp::kClusterArrive, nullptr, site, [&](Warp& warp) {
+    if (warp.cluster_arrivals != warp.cluster_waits) {
+      fail("cluster", site, "barrier.cluster.arrive twice without a wait between");
+    }
+    ++warp.cluster_arrivals;
+    machine->cluster_arriving.join(warp.clock);
+    ++warp.clock.at[warp.cluster_id];
+    ++warp.sync_epoch;
+    if (++machine->cluster_arrived_warps == int(machine->warps.size())) {
+      machine->cluster_arrived_warps = 0;
+      ++machine->cluster_rounds;
+      machine->cluster_completed = machine->cluster_arriving;
+      for (Warp* other : machine->warps) {
+        const bool sleeps_in_wait = !other->ready && other->arrived == 0 && other->op == WarpOp::kClusterWait;
+        if (sleeps_in_wait) wake(*other, kAllLanes);
+      }
+    }
+    return After::kContinue;
+  });
+}
+
+void cluster_wait(CallSite site) {
+  require_arch(kArch, "barrier.cluster.wait", site);
+  collective(WarpOp::kClusterWait, nullptr, site, [&](Warp& warp) {
+    if (warp.cluster_arrivals == warp.cluster_waits) fail("cluster", site, "barrier.cluster.wait without an arrive");
+    return machine->cluster_rounds >= warp.cluster_arrivals ? After::kContinue : After::kSleep;
+  });
+  // Every lane comes by here; the first one books the wait for its warp.
+  Warp& warp = *current->warp;
+  if (warp.cluster_waits == warp.cluster_arrivals) return;
+  warp.cluster_waits = warp.cluster_arrivals;
+  warp.clock.join(machine->cluster_completed);
+  ++warp.sync_epoch;
+}
+
+bool elect_one(CallSite site) {
+  require_arch(kArch, "elect.sync", site);
+  collective(WarpOp::kElect, nullptr, site, [](Warp&) { return After::kContinue; });
+  // The leader is the same for a whole run, but it need not be lane 0.
+  const int leader = machine->random_schedule() ? int(machine->options.seed % kWarpSize) : 0;
+  return current->index == leader;
+}
+
+uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site) {
+  if (rank >= machine->blocks.size()) {
+    fail("cluster", site, format("mapa: there is no block rank %u in this cluster", rank));
+  }
+  return (address & kOffsetMask) | (rank + 1) << 24;
+}
+
+}  // namespace ffpa::emu

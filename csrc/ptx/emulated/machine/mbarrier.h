@@ -1,0 +1,24 @@
+// mbarriers and the cluster barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/emulated/machine/machine.h"
+
+namespace ffpa::emu {
+
+void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site);
+void mbarrier_arrive(uint32_t address, uint32_t expected_bytes, CallSite site);
+void mbarrier_wait(uint32_t address, uint32_t parity, CallSite site);
+
+// For the TMA unit: checks that the barrier exists when a copy is issued, and completes bytes when it has landed.
+void require_mbarrier(uint32_t address, const char* instruction, CallSite site);
+void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes, const VectorClock& issuer,
+                             uint32_t landed_at);
+
+void cluster_arrive(CallSite site);
+void cluster_wait(CallSite site);
+bool elect_one(CallSite site);
+uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // mapa
+
+}  // namespace ffpa::emu

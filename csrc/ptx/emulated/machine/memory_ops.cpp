@@ -1,0 +1,119 @@
+#include "ptx/emulated/machine/memory_ops.h"
+
+#include <cstring>
+
+#include "ptx/emulated/machine/bank_conflicts.h"
+#include "ptx/emulated/machine/scheduler.h"
+#include "ptx/emulated/machine/shared_memory.h"
+
+namespace ffpa::emu {
+namespace {
+
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access, const char* what,
+                  CallSite site) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment) {
+    fail("misaligned", site, format("%s: global address %p is not a multiple of %u", what, address, alignment));
+  }
+  if (bytes == 0) return;
+  const char* problem = machine->global.check(address, bytes, access);
+  if (!problem) return;
+  const bool read_only = std::strstr(problem, "read-only") != nullptr;
+  char neighbour[128];
+  machine->global.describe_neighbour(address, bytes, neighbour, sizeof(neighbour));
+  fail(read_only ? "gmem-readonly" : "gmem-oob", site,
+       format("%s: %u bytes at %p are %s%s", what, bytes, address, problem, read_only ? "" : neighbour));
+}
+
+void land(Lane& lane, const PendingCopy& copy) {
+  Block& block = *lane.block;
+  Warp& warp = *lane.warp;
+  if (!copy.landed) {
+    uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
+    std::memcpy(destination, copy.source, copy.source_bytes);
+    std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+  }
+  note_landed(block, copy.destination, copy.bytes, warp.cluster_id, lane.index, warp.clock.at[warp.cluster_id],
+              warp.sync_epoch);
+}
+
+void land_groups_before(Lane& lane, uint32_t group) {
+  size_t count = 0;
+  while (count < lane.copies.size() && lane.copies[count].group < group) land(lane, lane.copies[count++]);
+  lane.copies.erase(lane.copies.begin(), lane.copies.begin() + count);
+}
+
+}  // namespace
+
+void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site) {
+  count_step(site);
+  Block& block = block_of(address);
+  std::memcpy(value, shared_pointer(block, address, bytes, bytes, "ld.shared", site), bytes);
+  note_read(block, address, bytes, *current->warp, current->index, site);
+  log_shared_access("ld.shared", address, bytes, site);
+}
+
+void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite site) {
+  count_step(site);
+  Block& block = block_of(address);
+  uint8_t* destination = shared_pointer(block, address, bytes, bytes, "st.shared", site);
+  note_write(block, address, bytes, *current->warp, current->index, site);
+  log_shared_access("st.shared", address, bytes, site);
+  std::memcpy(destination, value, bytes);
+}
+
+void load_global(void* value, const void* address, uint32_t bytes, CallSite site) {
+  count_step(site);
+  check_global(address, bytes, bytes, Access::kReadOnly, "ld.global", site);
+  machine->report.counters.bytes_global_loaded += bytes;
+  std::memcpy(value, address, bytes);
+}
+
+void store_global(void* address, const void* value, uint32_t bytes, CallSite site) {
+  count_step(site);
+  check_global(address, bytes, bytes, Access::kReadWrite, "st.global", site);
+  machine->report.counters.bytes_global_stored += bytes;
+  std::memcpy(address, value, bytes);
+}
+
+void prefetch_global(const void* address, CallSite site) {
+  check_global(address, 1, 1, Access::kReadOnly, "prefetch.global", site);
+}
+
+void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site) {
+  count_step(site);
+  Lane& lane = *current;
+  uint8_t* target = shared_pointer(*lane.block, destination, bytes, bytes, "cp.async", site);
+  if (source_bytes < 0 || source_bytes > bytes) {
+    fail("misaligned", site, format("cp.async: a source size of %d for a copy of %d bytes", source_bytes, bytes));
+  }
+  check_global(source, source_bytes, bytes, Access::kReadOnly, "cp.async", site);
+  ++machine->report.counters.async_copies;
+  machine->report.counters.bytes_global_to_shared += source_bytes;
+  note_write(*lane.block, destination, bytes, *lane.warp, lane.index, site, WriteKind::kAsyncIssue);
+  log_shared_access("cp.async", destination, bytes, site);
+  if (machine->options.poison) std::memset(target, 0xff, bytes);
+  // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
+  // copy in four lands at once.
+  const bool lands_now = machine->random_schedule() && machine->random() % 4 == 0;
+  if (lands_now) {
+    std::memcpy(target, source, source_bytes);
+    std::memset(target + source_bytes, 0, bytes - source_bytes);
+  }
+  lane.copies.push_back(
+      {destination, static_cast<const uint8_t*>(source), bytes, source_bytes, lane.open_copy_group, lands_now, site});
+}
+
+void commit_copies() { ++current->open_copy_group; }
+
+void wait_for_copies(int pending_groups) {
+  maybe_preempt();
+  Lane& lane = *current;
+  if (int(lane.open_copy_group) > pending_groups) land_groups_before(lane, lane.open_copy_group - pending_groups);
+}
+
+void wait_for_all_copies() {
+  maybe_preempt();
+  land_groups_before(*current, current->open_copy_group + 1);
+}
+
+}  // namespace ffpa::emu

@@ -1,0 +1,23 @@
+// Loads and stores of one lane, and cp.async.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/emulated/machine/call_site.h"
+
+namespace ffpa::emu {
+
+void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site);
+void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite site);
+
+void load_global(void* value, const void* address, uint32_t bytes, CallSite site);
+void store_global(void* address, const void* value, uint32_t bytes, CallSite site);
+void prefetch_global(const void* address, CallSite site);
+
+// Writes `bytes` bytes, of which those from `source_bytes` on are zero.
+void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site);
+void commit_copies();
+void wait_for_copies(int pending_groups);
+void wait_for_all_copies();
+
+}  // namespace ffpa::emu

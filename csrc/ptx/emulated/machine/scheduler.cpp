@@ -1,0 +1,175 @@
+#include "ptx/emulated/machine/scheduler.h"
+
+#include <cstdlib>
+
+#include "ptx/emulated/machine/bank_conflicts.h"
+
+namespace ffpa::emu {
+
+uint32_t Machine::random() {  // xorshift64
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return uint32_t(random_state >> 11);
+}
+
+void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message) {
+  const auto [entry, is_new] = machine->error_index.insert({{kind, key}, machine->report.errors.size()});
+  if (!is_new) {
+    ++machine->report.errors[entry->second].count;
+    return;
+  }
+  machine->report.errors.push_back({kind, message, site.file, site.line, 1});
+}
+
+void fail(const char* kind, CallSite site, const std::string& message) {
+  std::string text = message;
+  if (current && current->warp) {
+    const Dim3& block = current->block->index;
+    text = format("block (%u, %u, %u) thread %d (warp %d, lane %d) at %s: ", block.x, block.y, block.z, current->thread,
+                  current->warp->index, current->index, to_string(site).c_str()) +
+           message;
+  }
+  report_error(kind, to_string(site), site, text);
+  machine->given_up = true;
+  return_to_launcher();
+}
+
+void require_arch(int arch, const char* instruction, CallSite site) {
+  if (machine->options.arch >= arch) return;
+  fail("unsupported", site, format("%s needs sm_%d, this is sm_%d", instruction, arch, machine->options.arch));
+}
+
+namespace {
+
+void resume(Lane& next, bool current_is_finished = false) {
+  Lane& previous = *current;
+  ++machine->report.counters.context_switches;
+  current = &next;
+  switch_to(previous.context, next.context, current_is_finished);
+}
+
+void mark_not_ready(Lane& lane) {
+  lane.warp->ready &= ~(1u << lane.index);
+  if (!lane.warp->ready) machine->ready_warps &= ~(uint64_t(1) << lane.warp->cluster_id);
+}
+
+Warp* pick_warp() {
+  uint64_t candidates = machine->ready_warps;
+  if (!candidates) return nullptr;
+  if (machine->options.seed == 0) return machine->warps[__builtin_ctzll(candidates)];
+  if (machine->options.seed == 1) return machine->warps[63 - __builtin_clzll(candidates)];
+  int skip = int(machine->random() % __builtin_popcountll(candidates));
+  while (skip--) candidates &= candidates - 1;
+  return machine->warps[__builtin_ctzll(candidates)];
+}
+
+bool run_async_work() {
+  auto& work = machine->async_work;
+  if (work.empty()) return false;
+  const size_t choice = machine->random_schedule() ? machine->random() % work.size() : 0;
+  const std::function<void()> action = std::move(work[choice]);
+  work.erase(work.begin() + choice);
+  action();
+  return true;
+}
+
+Lane* pick_lane(Warp& warp) {
+  uint32_t first = 0;
+  if (machine->random_schedule()) first = machine->random() % kWarpSize;
+  const uint32_t rotated = first ? warp.ready >> first | warp.ready << (kWarpSize - first) : warp.ready;
+  return warp.lanes[(__builtin_ctz(rotated) + first) % kWarpSize];
+}
+
+// nullptr when nobody can run, now or ever.
+Lane* pick() {
+  constexpr uint32_t kEarlyAsyncOdds = 16;  // with random seeds TMA loads land at any time, otherwise as late as can be
+  if (machine->random_schedule() && machine->random() % kEarlyAsyncOdds == 0) run_async_work();
+  for (;;) {
+    Warp* warp = machine->running_warp;
+    if (!warp || !warp->ready) warp = pick_warp();
+    if (warp) {
+      machine->running_warp = warp;
+      return pick_lane(*warp);
+    }
+    if (!run_async_work()) return nullptr;
+  }
+}
+
+[[noreturn]] void fail_with_deadlock() {
+  std::string text = "no thread can run.";
+  CallSite first_place = current->waiting_at;
+  for (Warp* warp : machine->warps) {
+    if (!warp->alive) continue;
+    text += format(" Block rank %d warp %d:", warp->block->rank, warp->index);
+    if (warp->alive != kAllLanes) text += format(" lanes %08x exited;", ~warp->alive);
+    std::map<std::string, uint32_t> lanes_by_place;
+    for (Lane* lane : warp->lanes) {
+      if (!(warp->alive >> lane->index & 1)) continue;
+      std::string place = std::string(lane->waiting_in ? lane->waiting_in : "?") + " at " + to_string(lane->waiting_at);
+      if (lane->waiting_mbarrier) {
+        place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier & 0xffffff, lane->waiting_parity);
+      }
+      lanes_by_place[place] |= 1u << lane->index;
+      if (first_place.line == 0) first_place = lane->waiting_at;  // the current lane has just exited
+    }
+    for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
+  }
+  fail("deadlock", first_place, text);
+}
+
+}  // namespace
+
+void wake(Warp& warp, uint32_t lanes) {
+  warp.ready |= lanes & warp.alive;
+  if (warp.ready) machine->ready_warps |= uint64_t(1) << warp.cluster_id;
+}
+
+void block_lane(const char* why, CallSite site) {
+  current->waiting_in = why;
+  current->waiting_at = site;
+  mark_not_ready(*current);
+  Lane* next = pick();
+  if (!next) fail_with_deadlock();
+  if (next != current) resume(*next);
+  current->waiting_in = nullptr;
+}
+
+void maybe_preempt() {
+  if (!machine->random_schedule() || machine->random() % 2) return;
+  machine->running_warp = pick_warp();
+  Lane* next = pick();
+  if (next && next != current) resume(*next);
+}
+
+void exit_lane() {
+  Warp& warp = *current->warp;
+  if (!current->copies.empty()) {
+    const CallSite site = current->copies.front().site;
+    report_error("exit", to_string(site), site,
+                 format("a thread exits with %zu cp.async not waited for, the first issued at %s",
+                        current->copies.size(), to_string(site).c_str()));
+  }
+  mark_not_ready(*current);
+  warp.alive &= ~(1u << current->index);
+  if (!warp.alive) flush_access_logs(warp);
+  current->waiting_in = "exited";
+  if (--machine->lanes_alive == 0) return_to_launcher();
+  Lane* next = pick();
+  if (!next) fail_with_deadlock();
+  resume(*next, true);
+  std::abort();  // unreachable: nobody resumes a finished lane
+}
+
+void return_to_launcher() {
+  resume(machine->launcher, true);
+  std::abort();  // unreachable: nobody resumes an abandoned lane
+}
+
+void run_lanes() {
+  current = &machine->launcher;
+  resume(*pick());
+  current = nullptr;
+}
+
+}  // namespace ffpa::emu

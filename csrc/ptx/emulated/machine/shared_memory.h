@@ -1,0 +1,35 @@
+// Shared memory: addresses, bounds, and the race check.
+//
+// A 32-bit shared address is an offset from kSmemBase, plus (rank + 1) << 24 when it names another block of the
+// cluster (what mapa returns).
+#pragma once
+
+#include "ptx/emulated/machine/machine.h"
+
+namespace ffpa::emu {
+
+// Where dynamic shared memory starts: sm_90 reserves the first kilobyte. Never 0, so that a forgotten base is caught.
+inline constexpr uint32_t kSmemBase = 1024;
+inline constexpr uint32_t kOffsetMask = 0xffffff;
+inline constexpr int kWholeWarp = 255;  // as a lane: an access that a collective made for all lanes
+
+Block& block_of(uint32_t address);
+
+// Host pointer to `bytes` bytes of a block's shared memory; fails if they are misaligned or out of bounds.
+uint8_t* shared_pointer(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
+                        CallSite site);
+
+enum class Proxy { kGeneric, kAsync };
+enum class WriteKind { kGeneric, kAsyncIssue };
+
+// Race check: an access at this moment by `lane` (or kWholeWarp) of `warp`.
+void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
+               Proxy proxy = Proxy::kGeneric);
+void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
+                WriteKind kind = WriteKind::kGeneric);
+
+// The asynchronous write of these bytes is complete and visible to `writer` as of `time`.
+void note_landed(Block& block, uint32_t address, uint32_t bytes, int writer, int lane, uint32_t time,
+                 uint32_t sync_epoch);
+
+}  // namespace ffpa::emu

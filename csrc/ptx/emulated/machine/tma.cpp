@@ -1,0 +1,135 @@
+#include "ptx/emulated/machine/tma.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ptx/emulated/machine/mbarrier.h"
+#include "ptx/emulated/machine/scheduler.h"
+#include "ptx/emulated/machine/shared_memory.h"
+
+namespace ffpa::emu {
+namespace {
+
+constexpr int kElementBytes = 2;
+
+// Calls visit(offset in the box, source or nullptr) for every element of a box.
+template <class Visit>
+void for_each_element(const TensorMapSpec& spec, const int* coordinates, Visit visit) {
+  uint32_t index[kMaxTensorRank] = {};
+  uint32_t offset = 0;
+  for (;;) {
+    bool inside = true;
+    const uint8_t* source = static_cast<const uint8_t*>(spec.base);
+    for (int i = 0; i < spec.rank; ++i) {
+      const int64_t position = int64_t(coordinates[i]) + index[i];
+      inside &= position >= 0 && position < int64_t(spec.size[i]);
+      if (inside) source += position * int64_t(i == 0 ? kElementBytes : spec.stride_bytes[i]);
+    }
+    visit(offset, inside ? source : nullptr);
+    offset += kElementBytes;
+    int dimension = 0;
+    while (dimension < spec.rank && ++index[dimension] == spec.box[dimension]) index[dimension++] = 0;
+    if (dimension == spec.rank) return;
+  }
+}
+
+uint32_t box_bytes(const TensorMapSpec& spec) {
+  uint32_t bytes = kElementBytes;
+  for (int i = 0; i < spec.rank; ++i) bytes *= spec.box[i];
+  return bytes;
+}
+
+}  // namespace
+
+uint32_t swizzled_address(uint32_t address, Swizzle swizzle) {
+  switch (swizzle) {
+    case Swizzle::k128Bytes:
+      return address ^ (address >> 3 & 0x70);
+    case Swizzle::k64Bytes:
+      return address ^ (address >> 3 & 0x30);
+    case Swizzle::k32Bytes:
+      return address ^ (address >> 3 & 0x10);
+    case Swizzle::kNone:
+      break;
+  }
+  return address;
+}
+
+const char* problem_with_tensor_map(const TensorMapSpec& spec) {
+  if (spec.rank < 1 || spec.rank > kMaxTensorRank) return "tensor map: the rank must be 1 to 5";
+  if (reinterpret_cast<uintptr_t>(spec.base) % 16) return "tensor map: the base is not 16-byte aligned";
+  for (int i = 0; i < spec.rank; ++i) {
+    if (spec.size[i] == 0 || spec.size[i] > uint64_t(1) << 32) return "tensor map: a size must be 1 to 2^32";
+    if (spec.box[i] == 0 || spec.box[i] > 256) return "tensor map: a box extent must be 1 to 256";
+    if (i > 0 && spec.stride_bytes[i] % 16) return "tensor map: a stride is not a multiple of 16 bytes";
+  }
+  const uint32_t inner_bytes = spec.box[0] * kElementBytes;
+  if (inner_bytes % 16) return "tensor map: the innermost extent of the box is not a multiple of 16 bytes";
+  if (spec.swizzle != Swizzle::kNone && inner_bytes > uint32_t(swizzle_bytes(spec.swizzle))) {
+    return "tensor map: the innermost extent of the box exceeds the swizzle";
+  }
+  return nullptr;
+}
+
+void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier, const int* coordinates,
+              int coordinate_count, uint16_t block_mask, CallSite site) {
+  constexpr int kArch = 90;
+  constexpr uint32_t kDestinationAlignment = 128;
+  require_arch(kArch, "cp.async.bulk.tensor", site);
+  if (spec.rank != coordinate_count) {
+    fail("tma", site, format("%d coordinates for a tensor map of rank %d", coordinate_count, spec.rank));
+  }
+  if (const char* problem = problem_with_tensor_map(spec)) fail("tma", site, problem);
+  if (destination % kDestinationAlignment) {
+    fail("misaligned", site, format("TMA: shared address 0x%x is not a multiple of 128", destination));
+  }
+  require_mbarrier(barrier, "cp.async.bulk.tensor", site);
+
+  const uint32_t bytes = box_bytes(spec);
+  uint64_t bytes_read = 0;
+  for_each_element(spec, coordinates, [&](uint32_t, const uint8_t* source) {
+    if (!source) return;
+    bytes_read += kElementBytes;
+    if (machine->global.check(source, kElementBytes, Access::kReadOnly)) {
+      fail("gmem-oob", site, format("TMA: %p, inside the tensor map, is outside every registered range", source));
+    }
+  });
+
+  Warp& warp = *current->warp;
+  std::vector<Block*> targets;
+  for (size_t rank = 0; rank < machine->blocks.size(); ++rank) {
+    if (block_mask >> rank & 1) targets.push_back(machine->blocks[rank].get());
+  }
+  if (block_mask == kOwnBlock) targets.push_back(current->block);
+  for (Block* block : targets) {
+    uint8_t* start = shared_pointer(*block, destination & kOffsetMask, bytes, 16, "TMA", site);
+    note_write(*block, destination, bytes, warp, current->index, site, WriteKind::kAsyncIssue);
+    if (machine->options.poison) std::memset(start, 0xff, bytes);
+  }
+  ++machine->report.counters.tma_loads;
+  machine->report.counters.bytes_global_to_shared += int64_t(bytes_read) * int64_t(targets.size());
+
+  std::vector<int> position(coordinates, coordinates + spec.rank);
+  const VectorClock issued_at = warp.clock;
+  machine->async_work.push_back([=] {
+    for (Block* block : targets) {
+      for_each_element(spec, position.data(), [&](uint32_t offset, const uint8_t* source) {
+        const uint32_t address = swizzled_address((destination & kOffsetMask) + offset, spec.swizzle);
+        uint8_t* target = block->smem.data() + (address - kSmemBase);
+        if (source) {
+          std::memcpy(target, source, kElementBytes);
+        } else {
+          std::memset(target, 0, kElementBytes);
+        }
+      });
+      const uint32_t now = ++machine->async_clock.at[kAsyncAgent];
+      note_landed(*block, destination, bytes, kAsyncAgent, kWholeWarp, now, 0);
+      mbarrier_complete_bytes(*block, barrier, bytes, issued_at, now);
+    }
+  });
+}
+
+// One lane's fence counts for its warp: the race check knows warps, not lanes.
+void fence_proxy_async() { ++current->warp->proxy_epoch; }
+
+}  // namespace ffpa::emu

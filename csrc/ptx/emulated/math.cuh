@@ -1,0 +1,16 @@
+// Emulated side of ptx/math.cuh.
+#pragma once
+
+#include <cmath>
+
+namespace ffpa::ptx {
+
+// `.ftz`: subnormal inputs and results count as zero, with their sign.
+inline float flush_subnormal(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+
+inline float ex2(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
+inline float lg2(float x) { return flush_subnormal(std::log2(flush_subnormal(x))); }
+inline float rcp(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
+inline float tanh_approx(float x) { return std::tanh(x); }
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,25 @@
+// What a launch needs and what it answers, the same for both compilers.
+#pragma once
+
+#include <cstdint>
+
+namespace ffpa {
+
+struct GridDim {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
+struct LaunchShape {
+  GridDim grid;             // in blocks
+  int threads = 32;         // per block, a multiple of 32
+  uint32_t smem_bytes = 0;  // dynamic shared memory of a block
+  GridDim cluster;          // in blocks; every side divides the grid's
+};
+
+struct LaunchStatus {
+  int code = 0;              // 0, a cudaError_t, or in emulation 1
+  const char* message = "";  // valid until this thread's next launch
+  bool ok() const { return code == 0; }
+};
+
+}  // namespace ffpa

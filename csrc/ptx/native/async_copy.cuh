@@ -1,0 +1,56 @@
+// GPU side of ptx/async_copy.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+
+namespace ffpa::ptx {
+
+// cp.async, "Data Movement and Conversion Instructions: cp.async". `.cg` caches in L2 only: a tile is read once per
+// block, so L1 is better left to others. `.L2::128B` asks L2 to fetch whole lines: rows are read to their end anyway.
+// The copy writes 16 bytes; those from `source_bytes` on (0 … 16) are zero, and are not read.
+FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination_smem), "l"(source_gmem),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// Only `.ca` exists for 8 and 4 bytes.
+FFPA_DEVICE void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination_smem), "l"(source_gmem),
+               "r"(source_bytes)
+               : "memory");
+}
+
+FFPA_DEVICE void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination_smem), "l"(source_gmem),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// Predicated copy: when `active` is false nothing is read and the destination keeps what it held.
+FFPA_DEVICE void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred active;\n"
+      "  setp.ne.b32 active, %0, 0;\n"
+      "  @active cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n"
+      "}" ::"r"(static_cast<int>(active)),
+      "r"(destination_smem), "l"(source_gmem)
+      : "memory");
+}
+
+// cp.async.commit_group: closes the group of all copies this thread has issued since the last one (maybe none).
+FFPA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group: waits until at most `kPending` of the thread's latest groups are still in flight.
+template <int kPending>
+FFPA_DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.wait_all: also covers copies that no group was committed for.
+FFPA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace ffpa::ptx

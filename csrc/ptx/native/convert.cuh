@@ -1,0 +1,53 @@
+// GPU side of ptx/convert.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "base/types.h"
+
+namespace ffpa::ptx {
+
+// cvt.rn.{f16x2,bf16x2}.f32, "Data Movement and Conversion Instructions: cvt": two conversions in one instruction,
+// round to nearest even. The first source operand goes to the high half.
+template <class Element>
+FFPA_DEVICE uint32_t pack(float low, float high);
+
+template <>
+FFPA_DEVICE uint32_t pack<Half>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+FFPA_DEVICE uint32_t pack<BFloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16 of both halves: exact.
+template <class Element>
+FFPA_DEVICE void unpack(uint32_t packed, float& low, float& high);
+
+template <>
+FFPA_DEVICE void unpack<Half>(uint32_t packed, float& low, float& high) {
+  asm("{\n"
+      "  .reg .b16 l, h;\n"
+      "  mov.b32 {l, h}, %2;\n"
+      "  cvt.f32.f16 %0, l;\n"
+      "  cvt.f32.f16 %1, h;\n"
+      "}"
+      : "=f"(low), "=f"(high)
+      : "r"(packed));
+}
+
+// A bfloat16 is the upper half of a float: a shift and a mask, no conversion unit (and cvt.f32.bf16 needs sm_90).
+template <>
+FFPA_DEVICE void unpack<BFloat16>(uint32_t packed, float& low, float& high) {
+  low = __uint_as_float(packed << 16);
+  high = __uint_as_float(packed & 0xffff0000u);
+}
+
+}  // namespace ffpa::ptx

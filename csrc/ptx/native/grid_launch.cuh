@@ -1,0 +1,39 @@
+// GPU side of ptx/grid_launch.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ptx/launch_types.h"
+
+namespace ffpa::ptx {
+
+inline LaunchStatus status_of(cudaError_t error) { return {static_cast<int>(error), cudaGetErrorString(error)}; }
+
+// Launches on `stream` (a cudaStream_t) and does not synchronise.
+template <class... Parameters>
+LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
+                         Parameters... arguments) {
+  constexpr uint32_t kSmemWithoutAsking = 48 << 10;
+  if (shape.smem_bytes > kSmemWithoutAsking) {
+    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
+    if (error != cudaSuccess) return status_of(error);
+  }
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = shape.cluster.x;
+  cluster.val.clusterDim.y = shape.cluster.y;
+  cluster.val.clusterDim.z = shape.cluster.z;
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.grid.x, shape.grid.y, shape.grid.z);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &cluster;
+  // GPUs before sm_90 refuse the attribute, even for clusters of one block.
+  config.numAttrs = shape.cluster.x * shape.cluster.y * shape.cluster.z > 1;
+  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,56 @@
+// GPU side of ptx/mbarrier.cuh. "Parallel Synchronization and Communication Instructions: mbarrier".
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+
+namespace ffpa::ptx {
+
+// mbarrier.init: `arrivals` threads have to arrive for each phase.
+FFPA_DEVICE void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_smem), "r"(arrivals) : "memory");
+}
+
+// fence.mbarrier_init: makes the initialisation visible to the cluster and to the async proxy; a barrier of the block
+// or cluster has to follow.
+FFPA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// mbarrier.arrive. `_`: nobody uses the state it could return, waits go by parity.
+FFPA_DEVICE void mbarrier_arrive(uint32_t barrier_smem) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
+}
+
+// The same on the barrier at this address in block `rank` of the cluster.
+FFPA_DEVICE void mbarrier_arrive_remote(uint32_t barrier_smem, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 remote;\n"
+      "  mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "  mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(barrier_smem),
+      "r"(rank)
+      : "memory");
+}
+
+// mbarrier.arrive.expect_tx: arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
+FFPA_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem), "r"(bytes) : "memory");
+}
+
+// mbarrier.try_wait.parity in a loop: try_wait suspends the thread for a while by itself, test_wait would spin.
+FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred complete;\n"
+      "try_again:\n"
+      "  mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "  @complete bra done;\n"
+      "  bra try_again;\n"
+      "done:\n"
+      "}" ::"r"(barrier_smem),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,108 @@
+// GPU side of ptx/memory.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+
+namespace ffpa::ptx {
+
+// ld.shared / st.shared, "Data Movement and Conversion Instructions: ld, st". Volatile with a memory clobber: the
+// compiler does not know that these addresses alias the targets of cp.async and ldmatrix.
+FFPA_DEVICE uint16_t ld_shared_2(uint32_t address) {
+  uint16_t value;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+
+FFPA_DEVICE uint32_t ld_shared_4(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+FFPA_DEVICE void ld_shared_8(uint32_t (&value)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value[0]), "=r"(value[1]) : "r"(address) : "memory");
+}
+
+FFPA_DEVICE void ld_shared_16(uint32_t (&value)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+               : "r"(address)
+               : "memory");
+}
+
+FFPA_DEVICE void st_shared_2(uint32_t address, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
+FFPA_DEVICE void st_shared_4(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+FFPA_DEVICE void st_shared_8(uint32_t address, const uint32_t (&value)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(value[0]), "r"(value[1]) : "memory");
+}
+
+FFPA_DEVICE void st_shared_16(uint32_t address, const uint32_t (&value)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
+               "r"(value[3])
+               : "memory");
+}
+
+// ld.global / st.global. The loads are volatile asm so that one that follows a fence is not moved before it.
+FFPA_DEVICE uint16_t ld_global_2(const void* address) {
+  uint16_t value;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
+  return value;
+}
+
+FFPA_DEVICE uint32_t ld_global_4(const void* address) {
+  uint32_t value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+FFPA_DEVICE void ld_global_8(uint32_t (&value)[2], const void* address) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(value[0]), "=r"(value[1]) : "l"(address) : "memory");
+}
+
+FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+               : "l"(address)
+               : "memory");
+}
+
+// ld.global.nc: data that nobody writes while the kernel runs, read once, so it need not displace lines of L1. Not
+// volatile: the compiler may hoist it.
+FFPA_DEVICE void ld_global_nc_16(uint32_t (&value)[4], const void* address) {
+  asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+      : "l"(address));
+}
+
+FFPA_DEVICE void st_global_2(void* address, uint16_t value) {
+  asm volatile("st.global.b16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
+}
+
+FFPA_DEVICE void st_global_4(void* address, uint32_t value) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+FFPA_DEVICE void st_global_8(void* address, const uint32_t (&value)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(value[0]), "r"(value[1]) : "memory");
+}
+
+FFPA_DEVICE void st_global_16(void* address, const uint32_t (&value)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
+               "r"(value[3])
+               : "memory");
+}
+
+// prefetch.global.L2, "Data Movement and Conversion Instructions: prefetch": a hint, the address must be readable.
+FFPA_DEVICE void prefetch_global_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+}  // namespace ffpa::ptx

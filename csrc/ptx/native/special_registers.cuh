@@ -1,0 +1,29 @@
+// GPU side of ptx/special_registers.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+
+namespace ffpa::ptx {
+
+// The compiler's own names for %tid, %ctaid, %nctaid and %ntid let it reason about ranges, which asm would hide.
+FFPA_DEVICE int thread_x() { return threadIdx.x; }
+FFPA_DEVICE int block_x() { return blockIdx.x; }
+FFPA_DEVICE int block_y() { return blockIdx.y; }
+FFPA_DEVICE int block_z() { return blockIdx.z; }
+FFPA_DEVICE int grid_x() { return gridDim.x; }
+FFPA_DEVICE int grid_y() { return gridDim.y; }
+FFPA_DEVICE int grid_z() { return gridDim.z; }
+FFPA_DEVICE int block_threads() { return blockDim.x; }
+
+// Blocks are one-dimensional, so the lane follows from the thread index and needs no register read.
+FFPA_DEVICE int lane_id() { return threadIdx.x % 32; }
+
+// Shared-space address of the block's dynamic shared memory, 1024-byte aligned (what the widest TMA swizzle needs).
+FFPA_DEVICE uint32_t dynamic_smem() {
+  extern __shared__ __align__(1024) uint8_t dynamic_smem_storage[];
+  return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_smem_storage));
+}
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,107 @@
+// GPU side of ptx/tma.cuh. "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "ptx/launch_types.h"
+#include "ptx/tensor_map_spec.h"
+
+namespace ffpa::ptx {
+
+using TensorMap = CUtensorMap;  // a kernel takes it as `const FFPA_GRID_CONSTANT TensorMap`
+
+// The instruction's only form for loads: to the shared memory of the cluster (a plain address means the own block),
+// completing on an mbarrier of the destination block.
+FFPA_DEVICE void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+FFPA_DEVICE void tma_load_3d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
+                             int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+FFPA_DEVICE void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
+                             int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// Multicast: the box goes to the same address in every block whose bit is set in `block_mask`, and completes on the
+// barrier at the same address in each.
+FFPA_DEVICE void tma_load_3d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
+                                       int c1, int c2, uint16_t block_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2), "h"(block_mask)
+      : "memory");
+}
+
+FFPA_DEVICE void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
+                                       int c1, int c2, int c3, uint16_t block_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(block_mask)
+      : "memory");
+}
+
+// prefetch.tensormap: fetches the descriptor, which the first copy would otherwise wait for.
+FFPA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// fence.proxy.async: generic-proxy writes to shared memory (st.shared, stmatrix) by this thread, before it, are visible
+// to wgmma and bulk copies after it. `.shared::cta`: global memory needs no fence here, and a full one costs more.
+FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Host. The driver's encoder is fetched through the runtime, so that nothing links with libcuda.
+inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  constexpr unsigned kFirstVersion = 12000;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kFirstVersion, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return {static_cast<int>(error), cudaGetErrorString(error)};
+  if (found != cudaDriverEntryPointSuccess) return {1, "the driver has no cuTensorMapEncodeTiled"};
+
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  if (spec.swizzle == Swizzle::k128Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  if (spec.swizzle == Swizzle::k64Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
+  if (spec.swizzle == Swizzle::k32Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_32B;
+  cuuint64_t size[kMaxTensorRank], stride[kMaxTensorRank];
+  cuuint32_t box[kMaxTensorRank], element_stride[kMaxTensorRank];
+  for (int i = 0; i < spec.rank; ++i) {
+    size[i] = spec.size[i];
+    box[i] = spec.box[i];
+    element_stride[i] = 1;
+    if (i > 0) stride[i - 1] = spec.stride_bytes[i];
+  }
+  const CUresult result = reinterpret_cast<Encode>(entry)(
+      &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
+      const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {static_cast<int>(result), "cuTensorMapEncodeTiled refused the tensor map"};
+  return {};
+}
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,50 @@
+// GPU side of ptx/warp.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+
+namespace ffpa::ptx {
+
+// The compiler's intrinsics are these instructions one to one (shfl.sync, vote.sync, bar.warp.sync), and unlike asm
+// they can be scheduled and folded.
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+
+// shfl.sync.bfly: the value of lane (lane ^ lane_mask).
+template <class Value>
+FFPA_DEVICE Value shfl_xor(Value value, int lane_mask) {
+  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
+  return __shfl_xor_sync(kFullWarp, value, lane_mask);
+}
+
+// shfl.sync.idx: the value of lane source_lane % 32.
+template <class Value>
+FFPA_DEVICE Value shfl_idx(Value value, int source_lane) {
+  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
+  return __shfl_sync(kFullWarp, value, source_lane);
+}
+
+// shfl.sync.down: the value of lane (lane + delta), or the lane's own past the end.
+template <class Value>
+FFPA_DEVICE Value shfl_down(Value value, int delta) {
+  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
+  return __shfl_down_sync(kFullWarp, value, delta);
+}
+
+// shfl.sync.up: the value of lane (lane - delta), or the lane's own before the start.
+template <class Value>
+FFPA_DEVICE Value shfl_up(Value value, int delta) {
+  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
+  return __shfl_up_sync(kFullWarp, value, delta);
+}
+
+// vote.sync.ballot: bit l is the predicate of lane l.
+FFPA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(kFullWarp, predicate); }
+FFPA_DEVICE bool vote_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
+FFPA_DEVICE bool vote_all(bool predicate) { return __all_sync(kFullWarp, predicate); }
+
+// bar.warp.sync: memory accesses of the warp's lanes before it are visible to all of them after it.
+FFPA_DEVICE void sync_warp() { __syncwarp(); }
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,132 @@
+// GPU side of ptx/wgmma.cuh. "Asynchronous Warpgroup Level Matrix Instructions: wgmma".
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "base/compiler.h"
+#include "base/types.h"
+#include "ptx/wgmma_descriptor.h"
+
+namespace ffpa::ptx {
+
+// wgmma.fence: orders register writes before it with the products after it. Needed before the first product after
+// accumulators or A registers were written by anything else.
+FFPA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+FFPA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// wgmma.wait_group: at most `kPending` groups remain in flight.
+template <int kPending>
+FFPA_DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The instruction lists every accumulator register by name, so each width needs its own text. The macros below spell
+// out eight registers at a time; operands after the accumulators are numbered by the caller.
+// clang-format off
+#define FFPA_WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FFPA_WGMMA_NAMES_1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define FFPA_WGMMA_NAMES_2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define FFPA_WGMMA_NAMES_3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define FFPA_WGMMA_NAMES_4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define FFPA_WGMMA_NAMES_5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define FFPA_WGMMA_NAMES_6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define FFPA_WGMMA_NAMES_7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define FFPA_WGMMA_NAMES_8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define FFPA_WGMMA_NAMES_9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define FFPA_WGMMA_NAMES_10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define FFPA_WGMMA_NAMES_11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define FFPA_WGMMA_NAMES_12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define FFPA_WGMMA_NAMES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define FFPA_WGMMA_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define FFPA_WGMMA_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FFPA_WGMMA_ACCUMULATORS_64 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 "}"
+#define FFPA_WGMMA_ACCUMULATORS_128 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 "}"
+#define FFPA_WGMMA_ACCUMULATORS_192 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 "}"
+#define FFPA_WGMMA_ACCUMULATORS_256 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 ", " FFPA_WGMMA_NAMES_12 ", " FFPA_WGMMA_NAMES_13 ", " FFPA_WGMMA_NAMES_14 ", " FFPA_WGMMA_NAMES_15 "}"
+#define FFPA_WGMMA_BIND_8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FFPA_WGMMA_BIND_64(d) \
+  FFPA_WGMMA_BIND_8(d, 0), FFPA_WGMMA_BIND_8(d, 8), FFPA_WGMMA_BIND_8(d, 16), FFPA_WGMMA_BIND_8(d, 24)
+#define FFPA_WGMMA_BIND_128(d) \
+  FFPA_WGMMA_BIND_64(d), FFPA_WGMMA_BIND_8(d, 32), FFPA_WGMMA_BIND_8(d, 40), FFPA_WGMMA_BIND_8(d, 48), FFPA_WGMMA_BIND_8(d, 56)
+#define FFPA_WGMMA_BIND_192(d) \
+  FFPA_WGMMA_BIND_128(d), FFPA_WGMMA_BIND_8(d, 64), FFPA_WGMMA_BIND_8(d, 72), FFPA_WGMMA_BIND_8(d, 80), FFPA_WGMMA_BIND_8(d, 88)
+#define FFPA_WGMMA_BIND_256(d) \
+  FFPA_WGMMA_BIND_192(d), FFPA_WGMMA_BIND_8(d, 96), FFPA_WGMMA_BIND_8(d, 104), FFPA_WGMMA_BIND_8(d, 112), FFPA_WGMMA_BIND_8(d, 120)
+
+// `accumulate` is a predicate: false overwrites D, which saves clearing it. The two 1s are the signs of A and B.
+#define FFPA_WGMMA_SS(n, type, A, B, SCALE, TRANS_A, TRANS_B)                                                          \
+  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE ", 0;\n"                                \
+               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n        \
+               ", " A ", " B ", accumulate, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                        \
+               : FFPA_WGMMA_BIND_##n(d)                                                                                \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kA)), "n"(int(kB)))
+#define FFPA_WGMMA_RS(n, type, A, B, SCALE, TRANS_B)                                                                   \
+  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE ", 0;\n"                                \
+               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n        \
+               ", {" A "}, " B ", accumulate, 1, 1, " TRANS_B ";\n}"                                                   \
+               : FFPA_WGMMA_BIND_##n(d)                                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kB)))
+// clang-format on
+
+// d += A · B with both operands in shared memory. kA and kB say along which dimension the operands are contiguous.
+template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>
+FFPA_DEVICE void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256, "widths with a spelled-out instruction");
+  constexpr bool kIsHalf = std::is_same<Element, Half>::value;
+  if constexpr (kN == 64 && kIsHalf) FFPA_WGMMA_SS(64, "f16", "%32", "%33", "%34", "%35", "%36");
+  if constexpr (kN == 64 && !kIsHalf) FFPA_WGMMA_SS(64, "bf16", "%32", "%33", "%34", "%35", "%36");
+  if constexpr (kN == 128 && kIsHalf) FFPA_WGMMA_SS(128, "f16", "%64", "%65", "%66", "%67", "%68");
+  if constexpr (kN == 128 && !kIsHalf) FFPA_WGMMA_SS(128, "bf16", "%64", "%65", "%66", "%67", "%68");
+  if constexpr (kN == 192 && kIsHalf) FFPA_WGMMA_SS(192, "f16", "%96", "%97", "%98", "%99", "%100");
+  if constexpr (kN == 192 && !kIsHalf) FFPA_WGMMA_SS(192, "bf16", "%96", "%97", "%98", "%99", "%100");
+  if constexpr (kN == 256 && kIsHalf) FFPA_WGMMA_SS(256, "f16", "%128", "%129", "%130", "%131", "%132");
+  if constexpr (kN == 256 && !kIsHalf) FFPA_WGMMA_SS(256, "bf16", "%128", "%129", "%130", "%131", "%132");
+}
+
+// d += A · B with A in registers, each warp holding its own 16 rows.
+template <class Element, int kN, OperandMajor kB = OperandMajor::kK>
+FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, bool accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256, "widths with a spelled-out instruction");
+  constexpr bool kIsHalf = std::is_same<Element, Half>::value;
+  if constexpr (kN == 64 && kIsHalf) FFPA_WGMMA_RS(64, "f16", "%32, %33, %34, %35", "%36", "%37", "%38");
+  if constexpr (kN == 64 && !kIsHalf) FFPA_WGMMA_RS(64, "bf16", "%32, %33, %34, %35", "%36", "%37", "%38");
+  if constexpr (kN == 128 && kIsHalf) FFPA_WGMMA_RS(128, "f16", "%64, %65, %66, %67", "%68", "%69", "%70");
+  if constexpr (kN == 128 && !kIsHalf) FFPA_WGMMA_RS(128, "bf16", "%64, %65, %66, %67", "%68", "%69", "%70");
+  if constexpr (kN == 192 && kIsHalf) FFPA_WGMMA_RS(192, "f16", "%96, %97, %98, %99", "%100", "%101", "%102");
+  if constexpr (kN == 192 && !kIsHalf) FFPA_WGMMA_RS(192, "bf16", "%96, %97, %98, %99", "%100", "%101", "%102");
+  if constexpr (kN == 256 && kIsHalf) FFPA_WGMMA_RS(256, "f16", "%128, %129, %130, %131", "%132", "%133", "%134");
+  if constexpr (kN == 256 && !kIsHalf) FFPA_WGMMA_RS(256, "bf16", "%128, %129, %130, %131", "%132", "%133", "%134");
+}
+
+#undef FFPA_WGMMA_SS
+#undef FFPA_WGMMA_RS
+#undef FFPA_WGMMA_BIND_8
+#undef FFPA_WGMMA_BIND_64
+#undef FFPA_WGMMA_BIND_128
+#undef FFPA_WGMMA_BIND_192
+#undef FFPA_WGMMA_BIND_256
+#undef FFPA_WGMMA_ACCUMULATORS_64
+#undef FFPA_WGMMA_ACCUMULATORS_128
+#undef FFPA_WGMMA_ACCUMULATORS_192
+#undef FFPA_WGMMA_ACCUMULATORS_256
+#undef FFPA_WGMMA_NAMES_0
+#undef FFPA_WGMMA_NAMES_1
+#undef FFPA_WGMMA_NAMES_2
+#undef FFPA_WGMMA_NAMES_3
+#undef FFPA_WGMMA_NAMES_4
+#undef FFPA_WGMMA_NAMES_5
+#undef FFPA_WGMMA_NAMES_6
+#undef FFPA_WGMMA_NAMES_7
+#undef FFPA_WGMMA_NAMES_8
+#undef FFPA_WGMMA_NAMES_9
+#undef FFPA_WGMMA_NAMES_10
+#undef FFPA_WGMMA_NAMES_11
+#undef FFPA_WGMMA_NAMES_12
+#undef FFPA_WGMMA_NAMES_13
+#undef FFPA_WGMMA_NAMES_14
+#undef FFPA_WGMMA_NAMES_15
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,10 @@
+// Exchange and synchronisation inside one warp. Every function must be reached by all 32 lanes together.
+#pragma once
+
+#include "base/compiler.h"
+
+#if FFPA_CUDA
+#include "ptx/native/warp.cuh"
+#else
+#include "ptx/emulated/warp.cuh"
+#endif

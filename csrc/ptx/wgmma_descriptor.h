@@ -1,0 +1,28 @@
+// Shared-memory matrix descriptors of wgmma: plain bits, the same for both compilers. "Asynchronous Warpgroup Level
+// Matrix Shared Memory Layout" in the PTX manual.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "ptx/tensor_map_spec.h"
+
+namespace ffpa::ptx {
+
+// Along which dimension an operand is contiguous in shared memory. The values are the instruction's transpose bits.
+enum class OperandMajor { kK = 0, kMN = 1 };
+
+// A tile consists of atoms of 8 rows, each row as long as the swizzle (16 bytes without one).
+//   K-major, swizzled:   stride_bytes = from 8 rows of M or N to the next 8; leading_bytes is not used.
+//                        Advancing by k16 inside the atom adds 32 bytes to the address.
+//   MN-major, swizzled:  a row holds consecutive M or N elements of one k; stride_bytes = from 8 k to the next 8,
+//                        leading_bytes = from one atom to the next along M or N.
+//   No swizzle:          leading_bytes = from one 8×8 block to the next along k, stride_bytes = along M or N.
+// Atoms start at multiples of 8 rows (1024 bytes with the 128-byte swizzle): the base offset field stays 0.
+FFPA_HOST_DEVICE constexpr uint64_t wgmma_descriptor(uint32_t address_smem, uint32_t leading_bytes,
+                                                     uint32_t stride_bytes, Swizzle swizzle) {
+  return uint64_t((address_smem & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 |
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(swizzle) << 62;
+}
+
+}  // namespace ffpa::ptx

@@ -1,0 +1,79 @@
+// Fragments of mma m16n8k16: which element of a matrix each value of each lane is, and which addresses ldmatrix needs
+// to load them. Everything a kernel knows about lanes and registers comes from here.
+//
+// With g = lane / 4 and t = lane % 4 (PTX manual, "Matrix Fragments for mma.m16n8k16 with floating point type"):
+//
+//   A [16 × 16], uint32_t a[4], value v = 2·r + h is half h of register r:
+//       row g + 8·(r % 2),   k = 2t + 8·(r / 2) + h
+//   B [16 × 8],  uint32_t b[2]:   k = 2t + 8·r + h,   column g
+//   C [16 × 8],  float c[4]:      row g + 8·(v / 2),  column 2t + v % 2
+//   C [16 × 8],  uint32_t c[2] of packed halves: the same with v = 2·r + h
+//
+// C's map is A's for one half of k: two neighbouring C fragments, packed, are one A fragment (P of attention):
+//   a[0] = {c0[0], c0[1]}, a[1] = {c0[2], c0[3]}, a[2] = {c1[0], c1[1]}, a[3] = {c1[2], c1[3]}.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "ptx/convert.cuh"
+
+namespace ffpa::tile {
+
+inline constexpr int kMmaM = 16;
+inline constexpr int kMmaN = 8;
+inline constexpr int kMmaK = 16;
+
+struct Coordinate {
+  int row;
+  int column;
+};
+
+// (row, k) of value 0 … 7 of an A fragment.
+FFPA_HOST_DEVICE constexpr Coordinate a_coordinate(int lane, int value) {
+  const int r = value / 2;
+  return {lane / 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r / 2) + value % 2};
+}
+
+// (k, column) of value 0 … 3 of a B fragment.
+FFPA_HOST_DEVICE constexpr Coordinate b_coordinate(int lane, int value) {
+  return {2 * (lane % 4) + 8 * (value / 2) + value % 2, lane / 4};
+}
+
+// (row, column) of value 0 … 3 of a C fragment.
+FFPA_HOST_DEVICE constexpr Coordinate c_coordinate(int lane, int value) {
+  return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2};
+}
+
+// Where a lane points for ldmatrix: row and 8-element (16-byte) column chunk of the stored matrix, relative to the
+// fragment's corner. Each matches the register order of the fragment it names.
+
+// One A fragment with ldmatrix_x4 from A stored [row][k].
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_a(int lane) { return {lane % 16, lane / 16}; }
+
+// One A fragment with ldmatrix_x4_trans from Aᵀ stored [k][row].
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_a_trans(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }
+
+// Two B fragments (16 columns of B) with ldmatrix_x4 from Bᵀ stored [column][k], such as K of attention: registers
+// 0, 1 are b[0], b[1] of columns 0 … 7, registers 2, 3 those of columns 8 … 15.
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }
+
+// Two B fragments (16 columns of B) with ldmatrix_x4_trans from B stored [k][column], such as V of attention; registers
+// as above.
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair_trans(int lane) { return {lane % 16, lane / 16}; }
+
+// One B fragment with ldmatrix_x2 from [column][k], and with ldmatrix_x2_trans from [k][column]. Lanes 16 … 31 are
+// ignored by the instruction; they repeat the addresses of lanes 0 … 15, which are always valid.
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b(int lane) { return {lane % 8, lane / 8 % 2}; }
+FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_trans(int lane) { return {lane % 16, 0}; }
+
+// Packs two neighbouring C fragments (columns 0 … 7 and 8 … 15) into the A fragment of a following mma.
+template <class Element>
+FFPA_DEVICE void pack_c_pair_as_a(uint32_t (&a)[4], const float (&c0)[4], const float (&c1)[4]) {
+  a[0] = ptx::pack<Element>(c0[0], c0[1]);
+  a[1] = ptx::pack<Element>(c0[2], c0[3]);
+  a[2] = ptx::pack<Element>(c1[0], c1[1]);
+  a[3] = ptx::pack<Element>(c1[2], c1[3]);
+}
+
+}  // namespace ffpa::tile

@@ -1,0 +1,75 @@
+// Cases for ptx/convert.cuh and ptx/math.cuh.
+#pragma once
+
+#include "cases/case.h"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+
+namespace ffpa::cases {
+
+inline constexpr int kValues = 64;  // per lane
+
+template <class Element>
+FFPA_KERNEL(32, 1)
+void pack_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    const uint32_t* in = input + (i * 32 + lane) * 2;
+    const float low = float_from_bits(ptx::ld_global_4(in));
+    const float high = float_from_bits(ptx::ld_global_4(in + 1));
+    ptx::st_global_4(output + i * 32 + lane, ptx::pack<Element>(low, high));
+  }
+}
+
+// The conversion of every value that 16 bits can hold; NaNs aside, whose bits the manual leaves open.
+template <class Element>
+FFPA_KERNEL(1024, 1)
+void unpack_kernel(const uint32_t*, uint32_t* output) {
+  for (uint32_t pair = ptx::thread_x(); pair < 32768; pair += 1024) {
+    float low, high;
+    ptx::unpack<Element>(pack_bits(uint16_t(2 * pair), uint16_t(2 * pair + 1)), low, high);
+    ptx::st_global_4(output + 2 * pair, low == low ? float_bits(low) : 0x7fffffff);
+    ptx::st_global_4(output + 2 * pair + 1, high == high ? float_bits(high) : 0x7fffffff);
+  }
+}
+
+template <int kFunction>
+FFPA_KERNEL(32, 1)
+void math_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    const float x = float_from_bits(ptx::ld_global_4(input + i * 32 + lane));
+    float y = 0;
+    if (kFunction == 0) y = ptx::ex2(x);
+    if (kFunction == 1) y = ptx::lg2(x);
+    if (kFunction == 2) y = ptx::rcp(x);
+    if (kFunction == 3) y = ptx::tanh_approx(x);
+    ptx::st_global_4(output + i * 32 + lane, float_bits(y));
+  }
+}
+
+// What softmax relies on: 2^-inf = 0, 2^0 = 1, 2^inf = inf, and subnormal results are zero.
+FFPA_KERNEL(32, 1) void ex2_special_kernel(const uint32_t*, uint32_t* output) {
+  const uint32_t values[8] = {0xff800000, 0, 0x80000000, 0x7f800000, 0xc3160000, 0x3f800000, 0xbf800000, 0xc2fc0000};
+  const int lane = ptx::lane_id();
+  if (lane < 8) ptx::st_global_4(output + lane, float_bits(ptx::ex2(float_from_bits(values[lane]))));
+}
+
+inline std::vector<Case> arithmetic_cases() {
+  return {
+      warp_case<pack_kernel<Half>>("pack/f16", Input::kFloats, 2 * kValues, kValues),
+      warp_case<pack_kernel<Half>>("pack/f16_any_magnitude", Input::kBits, 2 * kValues, kValues),
+      warp_case<pack_kernel<BFloat16>>("pack/bf16", Input::kFloats, 2 * kValues, kValues),
+      warp_case<pack_kernel<BFloat16>>("pack/bf16_any_magnitude", Input::kBits, 2 * kValues, kValues),
+      {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
+      {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
+      warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),
+      warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 16),
+      warp_case<math_kernel<2>>("rcp", Input::kPositiveFloats, kValues, kValues, 80, 2),
+      warp_case<math_kernel<3>>("tanh_approx", Input::kFloats, kValues, kValues, 80, 8192),
+      {"ex2/special", 80, Input::kBits, 1, 8, 0, run_kernel<ex2_special_kernel, 32, 0>},
+  };
+}
+
+}  // namespace ffpa::cases

@@ -1,0 +1,126 @@
+// Cases for ptx/memory.cuh and ptx/async_copy.cuh.
+#pragma once
+
+#include "cases/case.h"
+#include "ptx/async_copy.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
+
+namespace ffpa::cases {
+
+// Each size goes from global to shared memory and, after a __syncwarp, from the opposite lane's place to the output.
+
+FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  ptx::st_shared_2(smem + lane * 2, ptx::ld_global_2(reinterpret_cast<const uint16_t*>(input) + lane));
+  ptx::sync_warp();
+  ptx::st_global_2(reinterpret_cast<uint16_t*>(output) + lane, ptx::ld_shared_2(smem + (31 - lane) * 2));
+}
+
+FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane));
+  ptx::sync_warp();
+  ptx::st_global_4(output + lane, ptx::ld_shared_4(smem + (31 - lane) * 4));
+}
+
+FFPA_KERNEL(32, 1) void memory_8_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  uint32_t value[2];
+  ptx::ld_global_8(value, input + lane * 2);
+  ptx::st_shared_8(smem + lane * 8, value);
+  ptx::sync_warp();
+  ptx::ld_shared_8(value, smem + (31 - lane) * 8);
+  ptx::st_global_8(output + lane * 2, value);
+}
+
+template <bool kReadOnly>
+FFPA_KERNEL(32, 1)
+void memory_16_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  uint32_t value[4];
+  ptx::prefetch_global_l2(input + lane * 4);
+  if (kReadOnly) {
+    ptx::ld_global_nc_16(value, input + lane * 4);
+  } else {
+    ptx::ld_global_16(value, input + lane * 4);
+  }
+  ptx::st_shared_16(smem + lane * 16, value);
+  ptx::sync_warp();
+  ptx::ld_shared_16(value, smem + (31 - lane) * 16);
+  ptx::st_global_16(output + lane * 4, value);
+}
+
+inline std::vector<Case> memory_cases() {
+  return {
+      {"ld_global_2", 80, Input::kBits, 16, 16, 0, run_kernel<memory_2_kernel, 32, 64>},
+      warp_case<memory_4_kernel, 128>("ld_global_4", Input::kBits, 1, 1),
+      warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),
+      warp_case<memory_16_kernel<false>, 512>("ld_global_16", Input::kBits, 4, 4),
+      warp_case<memory_16_kernel<true>, 512>("ld_global_nc_16", Input::kBits, 4, 4),
+  };
+}
+
+// cp.async: lane l copies its bytes with source size l % (size + 1); the rest of the destination must become zero.
+template <int kBytes>
+FFPA_KERNEL(32, 1)
+void cp_async_kernel(const uint32_t* input, uint32_t* output) {
+  constexpr int kWords = kBytes / 4;
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  const uint32_t mine = smem + lane * kBytes;
+  for (int i = 0; i < kWords; ++i) ptx::st_shared_4(mine + i * 4, 0x11111111u * (i + 1));
+  const uint32_t* source = input + lane * kWords;
+  const int source_bytes = lane % (kBytes + 1);
+  if (kBytes == 16) ptx::cp_async_16(mine, source, source_bytes);
+  if (kBytes == 8) ptx::cp_async_8(mine, source, source_bytes);
+  if (kBytes == 4) ptx::cp_async_4(mine, source, source_bytes);
+  ptx::cp_async_wait_all();
+  ptx::sync_warp();
+  for (int i = 0; i < kWords; ++i) ptx::st_global_4(output + lane * kWords + i, ptx::ld_shared_4(mine + i * 4));
+}
+
+// Odd lanes are predicated off: their destination keeps what it held.
+FFPA_KERNEL(32, 1) void cp_async_if_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t mine = ptx::dynamic_smem() + lane * 16;
+  for (int i = 0; i < 4; ++i) ptx::st_shared_4(mine + i * 4, 7);
+  ptx::cp_async_16_if(lane % 2 == 0, mine, input + lane * 4);
+  ptx::cp_async_wait_all();
+  for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
+}
+
+// Four groups in flight; group g is read after a wait that leaves 3 - g pending.
+FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t mine = ptx::dynamic_smem() + lane * 16;
+  for (int group = 0; group < 4; ++group) {
+    ptx::cp_async_16(mine + group * 512, input + group * 128 + lane * 4);
+    ptx::cp_async_commit_group();
+  }
+  for (int group = 0; group < 4; ++group) {
+    if (group == 0) ptx::cp_async_wait_group<3>();
+    if (group == 1) ptx::cp_async_wait_group<2>();
+    if (group == 2) ptx::cp_async_wait_group<1>();
+    if (group == 3) ptx::cp_async_wait_group<0>();
+    uint32_t value[4];
+    ptx::ld_shared_16(value, mine + group * 512);
+    ptx::st_global_16(output + group * 128 + lane * 4, value);
+  }
+}
+
+inline std::vector<Case> async_copy_cases() {
+  return {
+      warp_case<cp_async_kernel<4>, 128>("cp_async_4", Input::kBits, 1, 1),
+      warp_case<cp_async_kernel<8>, 256>("cp_async_8", Input::kBits, 2, 2),
+      warp_case<cp_async_kernel<16>, 512>("cp_async_16", Input::kBits, 4, 4),
+      warp_case<cp_async_if_kernel, 512>("cp_async_16_if", Input::kBits, 4, 4),
+      warp_case<cp_async_groups_kernel, 2048>("cp_async_wait_group", Input::kBits, 16, 16),
+  };
+}
+
+}  // namespace ffpa::cases

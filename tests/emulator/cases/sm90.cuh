@@ -1,0 +1,253 @@
+// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, mbarrier, TMA, clusters, setmaxnreg.
+#pragma once
+
+#include "cases/case.h"
+#include "cases/matrix.cuh"
+#include "cases/wgmma.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_budget.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+
+namespace ffpa::cases {
+
+inline constexpr int kSm90 = 90;
+
+inline std::vector<Case> stmatrix_cases() {
+  constexpr int kSmem = 32 * kRowPitchBytes;
+  const auto store_case = [](const char* name, int tiles, LaunchStatus (*run)(const uint32_t*, uint32_t*)) {
+    return Case{name, kSm90, Input::kBits, 32 * tiles, tiles * 8 * 4, 0, run};
+  };
+  return {
+      store_case("stmatrix_x1", 1, run_kernel<stmatrix_kernel<1, false>, 32, kSmem>),
+      store_case("stmatrix_x1_trans", 1, run_kernel<stmatrix_kernel<1, true>, 32, kSmem>),
+      store_case("stmatrix_x2", 2, run_kernel<stmatrix_kernel<2, false>, 32, kSmem>),
+      store_case("stmatrix_x2_trans", 2, run_kernel<stmatrix_kernel<2, true>, 32, kSmem>),
+      store_case("stmatrix_x4", 4, run_kernel<stmatrix_kernel<4, false>, 32, kSmem>),
+      store_case("stmatrix_x4_trans", 4, run_kernel<stmatrix_kernel<4, true>, 32, kSmem>),
+  };
+}
+
+// Warp 0 hands 10 buffers to warp 1 through a full and an empty mbarrier; parities wrap five times.
+FFPA_KERNEL(64, 1) void mbarrier_kernel(const uint32_t* input, uint32_t* output) {
+  constexpr int kRounds = 10;
+  const int thread = ptx::thread_x();
+  const int lane = ptx::lane_id();
+  const uint32_t full = ptx::dynamic_smem();
+  const uint32_t empty = full + 8;
+  const uint32_t buffer = full + 128;
+  if (thread == 0) {
+    ptx::mbarrier_init(full, 32);
+    ptx::mbarrier_init(empty, 32);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::sync_block();
+  uint32_t sum = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    if (thread < 32) {
+      ptx::mbarrier_wait(empty, (round & 1) ^ 1);
+      ptx::st_shared_4(buffer + lane * 4, ptx::ld_global_4(input + lane) + round);
+      ptx::mbarrier_arrive(full);
+    } else {
+      ptx::mbarrier_wait(full, round & 1);
+      sum += ptx::ld_shared_4(buffer + (31 - lane) * 4);
+      ptx::mbarrier_arrive(empty);
+    }
+  }
+  if (thread >= 32) ptx::st_global_4(output + lane, sum);
+}
+
+// One lane of the warp is elected; which one is not defined.
+FFPA_KERNEL(32, 1) void elect_one_kernel(const uint32_t*, uint32_t* output) {
+  const bool elected = ptx::elect_one();
+  const uint32_t votes = ptx::vote_ballot(elected);
+  ptx::st_global_4(output + ptx::lane_id(), votes != 0 && (votes & (votes - 1)) == 0);
+}
+
+// Two warpgroups trade registers; the result is only that they go on.
+FFPA_KERNEL(256, 1) void register_budget_kernel(const uint32_t* input, uint32_t* output) {
+  const int thread = ptx::thread_x();
+  uint32_t value = 0;
+  if (thread < 128) {
+    ptx::decrease_registers<40>();
+    value = ptx::ld_global_4(input + thread) + 1;
+  } else {
+    ptx::increase_registers<232>();
+    value = ptx::ld_global_4(input + thread) + 2;
+  }
+  ptx::st_global_4(output + thread, value);
+}
+
+inline constexpr int kTmaSmemBytes = 8192;  // the box at its start, the barrier in its last kilobyte
+inline constexpr int kTmaBarrierOffset = 7168;
+
+// Loads one box at `coordinates` and writes out the shared memory it fills, as it lies.
+template <int kRank>
+FFPA_KERNEL(32, 1)
+void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, int box_bytes, int c0, int c1, int c2,
+                int c3) {
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  const uint32_t barrier = smem + kTmaBarrierOffset;
+  if (lane == 0) {
+    ptx::prefetch_tensor_map(&map);
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier, box_bytes);
+    if (kRank == 2) ptx::tma_load_2d(smem, &map, barrier, c0, c1);
+    if (kRank == 3) ptx::tma_load_3d(smem, &map, barrier, c0, c1, c2);
+    if (kRank == 4) ptx::tma_load_4d(smem, &map, barrier, c0, c1, c2, c3);
+  }
+  ptx::sync_warp();
+  ptx::mbarrier_wait(barrier, 0);
+  for (int word = lane; word < box_bytes / 4; word += 32) {
+    ptx::st_global_4(output + word, ptx::ld_shared_4(smem + word * 4));
+  }
+}
+
+// Tensors of all ranks start at the input and have 21 rows of 40 elements, 48 apart; higher dimensions are groups of
+// those rows.
+inline TensorMapSpec tma_spec(const uint32_t* input, int rank, Swizzle swizzle) {
+  constexpr uint64_t kRowBytes = 96;
+  TensorMapSpec spec;
+  spec.base = input;
+  spec.rank = rank;
+  spec.swizzle = swizzle;
+  spec.size[0] = 40;
+  spec.box[0] = swizzle == Swizzle::kNone ? 24 : swizzle_bytes(swizzle) / 2;
+  if (rank == 2) {
+    spec.size[1] = 21;
+    spec.box[1] = 16;
+    spec.stride_bytes[1] = kRowBytes;
+  } else {
+    spec.size[1] = 7;
+    spec.size[2] = 3;
+    spec.box[1] = 4;
+    spec.box[2] = 2;
+    spec.stride_bytes[1] = kRowBytes;
+    spec.stride_bytes[2] = 7 * kRowBytes;
+  }
+  if (rank == 4) {
+    spec.size[3] = 2;
+    spec.size[2] = 1;
+    spec.box[3] = 2;
+    spec.stride_bytes[3] = 10 * kRowBytes;
+  }
+  return spec;
+}
+
+template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0>
+LaunchStatus run_tma(const uint32_t* input, uint32_t* output) {
+  const TensorMapSpec spec = tma_spec(input, kRank, kSwizzle);
+  ptx::TensorMap map;
+  const LaunchStatus encoded = ptx::encode_tensor_map(map, spec);
+  if (!encoded.ok()) return encoded;
+  uint32_t bytes = 2;
+  for (int i = 0; i < kRank; ++i) bytes *= spec.box[i];
+  LaunchShape shape;
+  shape.threads = 32;
+  shape.smem_bytes = kTmaSmemBytes;
+  return launch(shape, nullptr, tma_kernel<kRank>, map, output, int(bytes), kC0, kC1, kC2, kC3);
+}
+
+// Clusters of two blocks. Each block loads half of a box and multicasts it to both; each tells both when it has read
+// its copy, and overwrites nothing before both have.
+template <int kRank>
+FFPA_KERNEL(32, 1)
+void multicast_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  constexpr uint32_t kBlocks = 2;
+  constexpr uint32_t kHalfBytes = 512;  // 4 rows of 64 elements
+  const int lane = ptx::lane_id();
+  const uint32_t rank = ptx::cluster_rank();
+  const uint32_t smem = ptx::dynamic_smem();
+  const uint32_t full = smem + kTmaBarrierOffset;
+  const uint32_t empty = full + 8;
+  if (lane == 0) {
+    ptx::mbarrier_init(full, 1);
+    ptx::mbarrier_init(empty, kBlocks);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int round = 0; round < 2; ++round) {
+    if (lane == 0) {
+      ptx::mbarrier_wait(empty, (round & 1) ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, kBlocks * kHalfBytes);
+      const int row = round * 8 + int(rank) * 4;
+      const uint32_t half = smem + rank * kHalfBytes;
+      if (kRank == 3) ptx::tma_load_3d_multicast(half, &map, full, 0, row, 0, 3);
+      if (kRank == 4) ptx::tma_load_4d_multicast(half, &map, full, 0, row, 0, 0, 3);
+    }
+    ptx::mbarrier_wait(full, round & 1);
+    uint32_t* target = output + (round * kBlocks + rank) * (2 * kHalfBytes / 4);
+    for (uint32_t word = lane; word < 2 * kHalfBytes / 4; word += 32) {
+      ptx::st_global_4(target + word, ptx::ld_shared_4(smem + word * 4));
+    }
+    ptx::sync_warp();
+    if (lane < int(kBlocks)) ptx::mbarrier_arrive_remote(empty, lane);
+  }
+  // Nobody leaves while its shared memory is still a target.
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+template <int kRank>
+LaunchStatus run_multicast(const uint32_t* input, uint32_t* output) {
+  TensorMapSpec spec;
+  spec.base = input;
+  spec.rank = kRank;
+  spec.swizzle = Swizzle::k128Bytes;
+  const uint64_t sizes[4] = {64, 16, 1, 1};
+  const uint32_t boxes[4] = {64, 4, 1, 1};
+  for (int i = 0; i < kRank; ++i) {
+    spec.size[i] = sizes[i];
+    spec.box[i] = boxes[i];
+    spec.stride_bytes[i] = i == 1 ? 128 : 2048;
+  }
+  ptx::TensorMap map;
+  const LaunchStatus encoded = ptx::encode_tensor_map(map, spec);
+  if (!encoded.ok()) return encoded;
+  LaunchShape shape;
+  shape.grid = {2, 1, 1};
+  shape.cluster = {2, 1, 1};
+  shape.threads = 32;
+  shape.smem_bytes = kTmaSmemBytes;
+  return launch(shape, nullptr, multicast_kernel<kRank>, map, output);
+}
+
+inline std::vector<Case> async_cases() {
+  constexpr int kTmaIn = 21 * 24;  // words
+  const auto tma_case = [](const char* name, int words, LaunchStatus (*run)(const uint32_t*, uint32_t*)) {
+    return Case{name, kSm90, Input::kBits, kTmaIn, words, 0, run};
+  };
+  return {
+      {"mbarrier_wait", kSm90, Input::kBits, 32, 32, 0, run_kernel<mbarrier_kernel, 64, 512>},
+      {"elect_one", kSm90, Input::kBits, 1, 32, 0, run_kernel<elect_one_kernel, 32, 0>},
+      {"increase_registers", kSm90, Input::kBits, 256, 256, 0, run_kernel<register_budget_kernel, 256, 0>},
+      tma_case("tma_load_2d/inside", 24 * 16 / 2, run_tma<2, Swizzle::kNone, 8, 2>),
+      tma_case("tma_load_2d/outside", 24 * 16 / 2, run_tma<2, Swizzle::kNone, 24, -3>),
+      tma_case("tma_load_2d/swizzle_32", 16 * 16 / 2, run_tma<2, Swizzle::k32Bytes, 8, 2>),
+      tma_case("tma_load_2d/swizzle_64", 32 * 16 / 2, run_tma<2, Swizzle::k64Bytes, 16, 9>),
+      tma_case("tma_load_2d/swizzle_128", 64 * 16 / 2, run_tma<2, Swizzle::k128Bytes, -8, 1>),
+      tma_case("tma_load_3d/inside", 24 * 8 / 2, run_tma<3, Swizzle::kNone, 8, 2, 1>),
+      tma_case("tma_load_3d/outside", 32 * 8 / 2, run_tma<3, Swizzle::k64Bytes, 24, 5, 2>),
+      tma_case("tma_load_4d/inside", 24 * 16 / 2, run_tma<4, Swizzle::kNone, 8, 2, 0, 0>),
+      tma_case("tma_load_4d/outside", 64 * 16 / 2, run_tma<4, Swizzle::k128Bytes, -8, 5, -1, 1>),
+      {"tma_load_3d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<3>},
+      {"tma_load_4d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<4>},
+  };
+}
+
+inline std::vector<Case> sm90_cases() {
+  std::vector<Case> all;
+  for (auto group : {stmatrix_cases, async_cases, wgmma_cases}) {
+    const std::vector<Case> cases = group();
+    all.insert(all.end(), cases.begin(), cases.end());
+  }
+  return all;
+}
+
+}  // namespace ffpa::cases

@@ -1,0 +1,65 @@
+// Cases for ptx/special_registers.cuh and ptx/barrier.cuh.
+#pragma once
+
+#include "cases/case.h"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+
+namespace ffpa::cases {
+
+inline constexpr int kGridThreads = 64;
+
+// 3 × 2 × 2 blocks of 64 threads; each thread writes who it thinks it is.
+FFPA_KERNEL(kGridThreads, 1) void special_registers_kernel(const uint32_t*, uint32_t* output) {
+  const int block = (ptx::block_z() * ptx::grid_y() + ptx::block_y()) * ptx::grid_x() + ptx::block_x();
+  uint32_t* mine = output + (block * ptx::block_threads() + ptx::thread_x()) * 10;
+  const int values[10] = {
+      ptx::thread_x(), ptx::block_x(), ptx::block_y(),       ptx::block_z(), ptx::grid_x(),
+      ptx::grid_y(),   ptx::grid_z(),  ptx::block_threads(), ptx::lane_id(), int(ptx::dynamic_smem() % 1024)};
+  for (int i = 0; i < 10; ++i) ptx::st_global_4(mine + i, uint32_t(values[i]));
+}
+
+// Every thread stores a word, and after the barrier reads the one of the thread 33 further on.
+FFPA_KERNEL(128, 1) void sync_block_kernel(const uint32_t* input, uint32_t* output) {
+  const int thread = ptx::thread_x();
+  const uint32_t smem = ptx::dynamic_smem();
+  ptx::st_shared_4(smem + thread * 4, ptx::ld_global_4(input + thread));
+  ptx::sync_block();
+  ptx::st_global_4(output + thread, ptx::ld_shared_4(smem + (thread + 33) % 128 * 4));
+}
+
+// Warp 0 hands 20 buffers to warp 1 through barriers 1 ("full") and 2 ("empty"); warp 2 has no part in it.
+FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* output) {
+  constexpr int kFull = 1, kEmpty = 2, kRounds = 20, kPair = 64;
+  const int warp = ptx::thread_x() / 32;
+  const int lane = ptx::lane_id();
+  const uint32_t smem = ptx::dynamic_smem();
+  if (warp == 0) {
+    for (int round = 0; round < kRounds; ++round) {
+      if (round > 0) ptx::bar_sync(kEmpty, kPair);
+      ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane) + round);
+      ptx::fence_block();
+      ptx::bar_arrive(kFull, kPair);
+    }
+  } else if (warp == 1) {
+    uint32_t sum = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      ptx::bar_sync(kFull, kPair);
+      sum += ptx::ld_shared_4(smem + (31 - lane) * 4);
+      if (round + 1 < kRounds) ptx::bar_arrive(kEmpty, kPair);
+    }
+    ptx::st_global_4(output + lane, sum);
+    ptx::fence_gpu();
+  }
+}
+
+inline std::vector<Case> special_register_cases() {
+  return {
+      {"special_registers", 80, Input::kBits, 1, 3 * 2 * 2 * kGridThreads * 10, 0,
+       run_kernel<special_registers_kernel, kGridThreads, 1024, 3, 2, 2>},
+      {"sync_block", 80, Input::kBits, 128, 128, 0, run_kernel<sync_block_kernel, 128, 512>},
+      {"bar_sync", 80, Input::kBits, 32, 32, 0, run_kernel<named_barrier_kernel, 96, 128>},
+  };
+}
+
+}  // namespace ffpa::cases

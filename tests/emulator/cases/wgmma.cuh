@@ -1,0 +1,189 @@
+// Cases for ptx/wgmma.cuh: D[64 × N] = A · B over one swizzle atom of depth, for all widths, types and layouts.
+#pragma once
+
+#include "cases/case.h"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa::cases {
+
+inline constexpr int kWgmmaRows = 64;
+inline constexpr int kWgmmaThreads = 128;
+
+// How one operand lies in shared memory, written down once more, independently of the emulator.
+template <Swizzle kSwizzle, ptx::OperandMajor kMajor>
+struct OperandLayout {
+  static constexpr bool kSwizzled = kSwizzle != Swizzle::kNone;
+  static constexpr int kRowBytes = kSwizzled ? swizzle_bytes(kSwizzle) : 16;
+  static constexpr int kDepth = kSwizzled ? kRowBytes / 2 : 16;  // k of the whole operand
+  static constexpr bool kKMajor = kMajor == ptx::OperandMajor::kK;
+  static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
+
+  // K-major: atoms are stacked along M or N. MN-major: along k first, then along M or N.
+  static constexpr uint32_t kStrideBytes = kSwizzled ? kAtomBytes : 2 * kAtomBytes;
+  static constexpr uint32_t kLeadingBytes = kSwizzled ? kDepth / 8 * kAtomBytes : kAtomBytes;
+  // From one product of k16 to the next.
+  static constexpr uint32_t kStepBytes = kKMajor ? 32 : 2 * kStrideBytes;
+
+  FFPA_DEVICE static uint32_t offset(int mn, int k) {
+    constexpr int kRowElements = kRowBytes / 2;
+    uint32_t offset;
+    if (!kSwizzled) {
+      const int row = kKMajor ? mn % 8 : k % 8;
+      const int column = kKMajor ? k % 8 : mn % 8;
+      return mn / 8 * kStrideBytes + k / 8 * kLeadingBytes + row * 16 + column * 2;
+    }
+    if (kKMajor) {
+      offset = mn * kRowBytes + k * 2;
+    } else {
+      offset = mn / kRowElements * kLeadingBytes + k / 8 * kStrideBytes + k % 8 * kRowBytes + mn % kRowElements * 2;
+    }
+    // 16-byte chunk c of row r of an atom lies at c ^ (r mod the number of chunks …), rows counted in 128-byte units.
+    const uint32_t chunk_mask = kRowBytes / 16 - 1;
+    return offset ^ ((offset / 128 & chunk_mask) * 16);
+  }
+};
+
+// input: A [64][depth], then B [N][depth], in pairs. output: [thread][N / 2].
+template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA, ptx::OperandMajor kB>
+FFPA_KERNEL(kWgmmaThreads, 1)
+void wgmma_ss_kernel(const uint32_t* input, uint32_t* output) {
+  using LayoutA = OperandLayout<kSwizzle, kA>;
+  using LayoutB = OperandLayout<kSwizzle, kB>;
+  constexpr int kDepth = LayoutA::kDepth;
+  const int thread = ptx::thread_x();
+  const uint32_t a_smem = ptx::dynamic_smem();
+  const uint32_t b_smem = a_smem + kWgmmaRows * kDepth * 2;
+  const uint16_t* a_gmem = reinterpret_cast<const uint16_t*>(input);
+  const uint16_t* b_gmem = a_gmem + kWgmmaRows * kDepth;
+  for (int i = thread; i < kWgmmaRows * kDepth; i += kWgmmaThreads) {
+    ptx::st_shared_2(a_smem + LayoutA::offset(i / kDepth, i % kDepth), ptx::ld_global_2(a_gmem + i));
+  }
+  for (int i = thread; i < kN * kDepth; i += kWgmmaThreads) {
+    ptx::st_shared_2(b_smem + LayoutB::offset(i / kDepth, i % kDepth), ptx::ld_global_2(b_gmem + i));
+  }
+  ptx::fence_proxy_async();
+  ptx::sync_block();
+
+  float d[kN / 2];
+  ptx::wgmma_fence();
+  FFPA_UNROLL
+  for (int step = 0; step < kDepth / 16; ++step) {
+    const uint64_t a = ptx::wgmma_descriptor(a_smem + step * LayoutA::kStepBytes, LayoutA::kLeadingBytes,
+                                             LayoutA::kStrideBytes, kSwizzle);
+    const uint64_t b = ptx::wgmma_descriptor(b_smem + step * LayoutB::kStepBytes, LayoutB::kLeadingBytes,
+                                             LayoutB::kStrideBytes, kSwizzle);
+    ptx::wgmma_ss<Element, kN, kA, kB>(d, a, b, step > 0);
+  }
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  FFPA_UNROLL
+  for (int i = 0; i < kN / 2; ++i) ptx::st_global_4(output + thread * (kN / 2) + i, float_bits(d[i]));
+}
+
+// The same with A from registers, in two groups.
+template <class Element, int kN, ptx::OperandMajor kB>
+FFPA_KERNEL(kWgmmaThreads, 1)
+void wgmma_rs_kernel(const uint32_t* input, uint32_t* output) {
+  using LayoutB = OperandLayout<Swizzle::k128Bytes, kB>;
+  constexpr int kDepth = LayoutB::kDepth;
+  constexpr int kSteps = kDepth / 16;
+  const int thread = ptx::thread_x();
+  const uint32_t b_smem = ptx::dynamic_smem();
+  const uint16_t* a_gmem = reinterpret_cast<const uint16_t*>(input);
+  const uint16_t* b_gmem = a_gmem + kWgmmaRows * kDepth;
+  for (int i = thread; i < kN * kDepth; i += kWgmmaThreads) {
+    ptx::st_shared_2(b_smem + LayoutB::offset(i / kDepth, i % kDepth), ptx::ld_global_2(b_gmem + i));
+  }
+  uint32_t a[kSteps][4];
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    FFPA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const tile::Coordinate at = tile::a_coordinate(thread % 32, 2 * i);
+      a[step][i] = ptx::ld_global_4(a_gmem + (thread / 32 * 16 + at.row) * kDepth + step * 16 + at.column);
+    }
+  }
+  ptx::fence_proxy_async();
+  ptx::sync_block();
+
+  float d[kN / 2];
+  ptx::wgmma_fence();
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    const uint64_t b = ptx::wgmma_descriptor(b_smem + step * LayoutB::kStepBytes, LayoutB::kLeadingBytes,
+                                             LayoutB::kStrideBytes, Swizzle::k128Bytes);
+    ptx::wgmma_rs<Element, kN, kB>(d, a[step], b, step > 0);
+    if (step == 1) ptx::wgmma_commit_group();
+  }
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  FFPA_UNROLL
+  for (int i = 0; i < kN / 2; ++i) ptx::st_global_4(output + thread * (kN / 2) + i, float_bits(d[i]));
+}
+
+template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA = ptx::OperandMajor::kK,
+          ptx::OperandMajor kB = ptx::OperandMajor::kK>
+Case wgmma_ss_case(const char* name) {
+  constexpr int kDepth = OperandLayout<kSwizzle, kA>::kDepth;
+  constexpr int kSmem = (kWgmmaRows + kN) * kDepth * 2;
+  return {name,
+          90,
+          Input::kHalves,
+          (kWgmmaRows + kN) * kDepth / 2,
+          kWgmmaThreads * kN / 2,
+          0,
+          run_kernel<wgmma_ss_kernel<Element, kN, kSwizzle, kA, kB>, kWgmmaThreads, kSmem>};
+}
+
+template <class Element, int kN, ptx::OperandMajor kB>
+Case wgmma_rs_case(const char* name) {
+  constexpr int kDepth = 64;
+  return {name,
+          90,
+          Input::kHalves,
+          (kWgmmaRows + kN) * kDepth / 2,
+          kWgmmaThreads * kN / 2,
+          0,
+          run_kernel<wgmma_rs_kernel<Element, kN, kB>, kWgmmaThreads, kN * kDepth * 2>};
+}
+
+// Variants are named type_N[_swizzle][_majors of A and B].
+inline std::vector<Case> wgmma_cases() {
+  constexpr auto kK = ptx::OperandMajor::kK;
+  constexpr auto kMN = ptx::OperandMajor::kMN;
+  constexpr auto k128 = Swizzle::k128Bytes;
+  return {
+      wgmma_ss_case<Half, 64, k128>("wgmma_ss/f16_64"),
+      wgmma_ss_case<Half, 128, k128>("wgmma_ss/f16_128"),
+      wgmma_ss_case<Half, 192, k128>("wgmma_ss/f16_192"),
+      wgmma_ss_case<Half, 256, k128>("wgmma_ss/f16_256"),
+      wgmma_ss_case<BFloat16, 64, k128>("wgmma_ss/bf16_64"),
+      wgmma_ss_case<BFloat16, 128, k128>("wgmma_ss/bf16_128"),
+      wgmma_ss_case<BFloat16, 192, k128>("wgmma_ss/bf16_192"),
+      wgmma_ss_case<BFloat16, 256, k128>("wgmma_ss/bf16_256"),
+      wgmma_ss_case<Half, 64, Swizzle::k64Bytes>("wgmma_ss/f16_64_swizzle64"),
+      wgmma_ss_case<Half, 64, Swizzle::k32Bytes>("wgmma_ss/f16_64_swizzle32"),
+      wgmma_ss_case<Half, 64, Swizzle::kNone>("wgmma_ss/f16_64_none"),
+      wgmma_ss_case<Half, 64, k128, kK, kMN>("wgmma_ss/f16_64_k_mn"),
+      wgmma_ss_case<Half, 256, k128, kK, kMN>("wgmma_ss/f16_256_k_mn"),
+      wgmma_ss_case<BFloat16, 128, k128, kMN, kMN>("wgmma_ss/bf16_128_mn_mn"),
+      wgmma_ss_case<Half, 64, k128, kMN, kK>("wgmma_ss/f16_64_mn_k"),
+      wgmma_ss_case<Half, 64, Swizzle::k64Bytes, kMN, kMN>("wgmma_ss/f16_64_swizzle64_mn_mn"),
+      wgmma_ss_case<Half, 64, Swizzle::k32Bytes, kMN, kMN>("wgmma_ss/f16_64_swizzle32_mn_mn"),
+      wgmma_ss_case<Half, 64, Swizzle::kNone, kMN, kMN>("wgmma_ss/f16_64_none_mn_mn"),
+      wgmma_rs_case<Half, 64, kK>("wgmma_rs/f16_64"),
+      wgmma_rs_case<Half, 128, kMN>("wgmma_rs/f16_128_mn"),
+      wgmma_rs_case<BFloat16, 64, kMN>("wgmma_rs/bf16_64_mn"),
+      wgmma_rs_case<BFloat16, 128, kK>("wgmma_rs/bf16_128"),
+      wgmma_rs_case<Half, 192, kMN>("wgmma_rs/f16_192_mn"),
+      wgmma_rs_case<BFloat16, 192, kMN>("wgmma_rs/bf16_192_mn"),
+      wgmma_rs_case<Half, 256, kMN>("wgmma_rs/f16_256_mn"),
+      wgmma_rs_case<BFloat16, 256, kMN>("wgmma_rs/bf16_256_mn"),
+  };
+}
+
+}  // namespace ffpa::cases

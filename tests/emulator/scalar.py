@@ -1,0 +1,371 @@
+"""The scalar definitions that the instructions are held to, in numpy. Nothing here knows the emulator.
+
+Each function takes a case's input words and returns its output words.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+
+LANES = np.arange(32)
+
+
+def halves(words):
+    return np.asarray(words, np.uint32).view(np.uint16).view(np.float16)
+
+
+def bfloat16_values(bits):
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def bfloat16_bits(values):
+    """Round to nearest even; NaN to 0x7fff."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FFF), rounded)
+
+
+def half_bits(values):
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = np.asarray(values, np.float32).astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
+
+
+def float_from_random(words):
+    return ((words >> 8).astype(np.int64) - (1 << 23)).astype(np.float32) / np.float32(1 << 21)
+
+
+# --- special registers and barriers
+
+
+def special_registers(_):
+    rows = []
+    for z in range(2):
+        for y in range(2):
+            for x in range(3):
+                rows += [[t, x, y, z, 3, 2, 2, 64, t % 32, 0] for t in range(64)]
+    return np.array(rows, np.uint32).ravel()
+
+
+def sync_block(words):
+    return np.roll(words, -33)
+
+
+def bar_sync(words):
+    return (20 * words.astype(np.uint64) + sum(range(20))).astype(np.uint32)[::-1]
+
+
+# --- memory
+
+
+def reversed_lanes(words_per_lane):
+    return lambda words: words.reshape(32, words_per_lane)[::-1].ravel()
+
+
+def ld_global_2(words):
+    return words.view(np.uint16)[::-1].copy().view(np.uint32)
+
+
+def cp_async(size):
+    def define(words):
+        source = words.view(np.uint8).reshape(32, size)
+        keep = np.arange(size)[None, :] < (LANES % (size + 1))[:, None]
+        return np.where(keep, source, 0).astype(np.uint8).ravel().view(np.uint32)
+
+    return define
+
+
+def cp_async_16_if(words):
+    return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 7).astype(np.uint32).ravel()
+
+
+# --- matrices
+
+
+def ldmatrix(tiles, transposed):
+    def define(words):
+        stored = words.view(np.uint16).reshape(4, 8, 8)[:tiles]  # [tile][row][column]
+        if transposed:
+            stored = stored.transpose(0, 2, 1)
+        # lane l, tile t: row l / 4, columns 2·(l % 4) and the next
+        return np.ascontiguousarray(stored.reshape(tiles, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
+
+    return define
+
+
+def stmatrix(tiles, transposed):
+    def define(words):
+        fragments = words.reshape(32, tiles).T.copy().view(np.uint16).reshape(tiles, 8, 8)
+        if transposed:
+            fragments = fragments.transpose(0, 2, 1)
+        return np.ascontiguousarray(fragments).view(np.uint32).ravel()
+
+    return define
+
+
+def a_matrix(values):
+    """[32 lanes][4 registers][2 halves] → [16 rows][16 k], PTX manual's table for m16n8k16."""
+    matrix = np.empty((16, 16), values.dtype)
+    for lane in range(32):
+        for register in range(4):
+            for half in range(2):
+                row = lane // 4 + (8 if register in (1, 3) else 0)
+                k = lane % 4 * 2 + half + (8 if register >= 2 else 0)
+                matrix[row, k] = values[lane, register, half]
+    return matrix
+
+
+def b_matrix(values):
+    """[32 lanes][2 registers][2 halves] → [16 k][8 columns]"""
+    matrix = np.empty((16, 8), values.dtype)
+    for lane in range(32):
+        for register in range(2):
+            for half in range(2):
+                matrix[lane % 4 * 2 + half + 8 * register, lane // 4] = values[lane, register, half]
+    return matrix
+
+
+def c_matrix(values):
+    """[32 lanes][4 values] → [16 rows][8 columns]"""
+    return values.reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+
+
+def c_fragment(matrix):
+    return matrix.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+
+
+def mma_operands(words, element, half_accumulators):
+    """Yields (A, B, C) of each product as float64."""
+    decode = (lambda w: w.view(np.uint16).view(np.float16)) if element == "f16" else (lambda w: bfloat16_values(w.view(np.uint16)))
+    for product in words.reshape(-1, 32, 10):
+        a = decode(np.ascontiguousarray(product[:, :4])).astype(np.float64).reshape(32, 4, 2)
+        b = decode(np.ascontiguousarray(product[:, 4:6])).astype(np.float64).reshape(32, 2, 2)
+        if half_accumulators:
+            c = halves(np.ascontiguousarray(product[:, 6:8])).astype(np.float64).reshape(32, 4)
+        else:
+            c = float_from_random(product[:, 6:10]).astype(np.float64)
+        yield a_matrix(a), b_matrix(b), c_matrix(c)
+
+
+def exponent(value):
+    """floor(log2 |value|)"""
+    return int(np.frexp(value)[1]) - 1
+
+
+def round_to_float_toward_zero(exact):
+    rounded = np.float32(float(exact))
+    if abs(Fraction(float(rounded))) > abs(exact):
+        rounded = np.nextafter(rounded, np.float32(0))
+    return float(rounded)
+
+
+def fused_dot_add(a, b, c, bits, half_accumulators):
+    """One step of a tensor core in exact arithmetic: align to the largest exponent, truncate, add, round once."""
+    terms = [(Fraction(float(x)) * Fraction(float(y)), exponent(x) + exponent(y)) for x, y in zip(a, b) if x and y]
+    if c:
+        terms.append((Fraction(float(c)), exponent(c)))
+    if not terms:
+        return 0.0
+    unit = Fraction(2) ** (max(e for _, e in terms) - bits)
+    total = sum(int(value / unit) for value, _ in terms) * unit  # int() truncates toward zero
+    if half_accumulators:
+        return float(np.float16(np.float32(float(total))))
+    return round_to_float_toward_zero(total)
+
+
+def mma_exact(words, element, half_accumulators, model):
+    """Bit-exact result of the accumulation models, for as many products as `words` has."""
+    out = []
+    for a, b, c in mma_operands(words, element, half_accumulators):
+        d = np.empty((16, 8))
+        for row in range(16):
+            for column in range(8):
+                x, y, total = a[row], b[:, column], c[row, column]
+                if model == "ampere":
+                    total = fused_dot_add(x[:8], y[:8], total, 24, half_accumulators)
+                    d[row, column] = fused_dot_add(x[8:], y[8:], total, 24, half_accumulators)
+                else:
+                    d[row, column] = fused_dot_add(x, y, total, 25, half_accumulators)
+        fragment = c_fragment(d)
+        if half_accumulators:
+            out.append(np.ascontiguousarray(fragment.astype(np.float16)).view(np.uint32).ravel())
+        else:
+            out.append(fragment.astype(np.float32).view(np.uint32).ravel())
+    return np.concatenate(out)
+
+
+# --- warp
+
+
+def shuffle(source):
+    def define(words):
+        return np.stack([words[source(LANES, 1 << i)] for i in range(5)], axis=1).ravel()
+
+    return define
+
+
+def vote_ballot(words):
+    odd = words % 2
+    ballot = int((odd.astype(np.uint64) << LANES.astype(np.uint64)).sum())
+    return np.tile(np.array([ballot, 1, 1, 0], np.uint32), 32)
+
+
+# --- conversions
+
+
+def pack(to_bits):
+    def define(words):
+        values = words.view(np.float32).reshape(-1, 2)
+        return np.ascontiguousarray(to_bits(values)).view(np.uint32).ravel()
+
+    return define
+
+
+def unpack(decode):
+    def define(_):
+        values = decode(np.arange(65536, dtype=np.uint16)).astype(np.float32)
+        return np.where(np.isnan(values), np.uint32(0x7FFFFFFF), values.view(np.uint32))
+
+    return define
+
+
+def ex2_special(_):
+    # 2^x of -inf, 0, -0, inf, -150, 1, -1, -126 (the smallest normal)
+    return np.array([0.0, 1.0, 1.0, np.inf, 0.0, 2.0, 0.5, 2.0**-126], np.float32).view(np.uint32)
+
+
+# --- tiles
+
+
+def tile_copy(columns):
+    """Window at (3, 8) of 21 rows of 40 columns, stored 48 apart; 32 rows of `columns`, zero where there is nothing."""
+
+    def define(words):
+        matrix = words.view(np.uint16).reshape(21, 48)
+        out = np.zeros((32, columns), np.uint16)
+        part = matrix[3:21, 8 : min(8 + columns, 40)]
+        out[: part.shape[0], : part.shape[1]] = part
+        return out.view(np.uint32).ravel()
+
+    return define
+
+
+def stage_ring(words):
+    rounds = []
+    for stages in range(1, 5):
+        steps = words.reshape(12, 128).astype(np.uint64)
+        parity = np.array([step // stages % 2 for step in range(12)], np.uint64)
+        rounds.append((2 * steps + parity[:, None]).astype(np.uint32))
+    return np.concatenate(rounds).ravel()
+
+
+# --- sm_90
+
+
+def mbarrier_wait(words):
+    return (10 * words.astype(np.uint64) + sum(range(10))).astype(np.uint32)[::-1]
+
+
+def swizzle_chunks(rows, row_bytes):
+    """Rows of a tile as they lie in shared memory: chunk c of row r at c xor (the row's 128-byte line)."""
+    chunks = row_bytes // 16
+    data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, chunks, 16)
+    out = np.empty_like(data)
+    for row in range(len(data)):
+        for chunk in range(chunks):
+            out[row, chunk ^ (row * row_bytes // 128 % chunks)] = data[row, chunk]
+    return out.ravel().view(np.uint32)
+
+
+def tma_box(sizes, strides, box, start, swizzled):
+    """Dimensions innermost first; strides in elements."""
+
+    def define(words):
+        elements = words.view(np.uint16)
+        out = np.zeros([*reversed(box)], np.uint16)
+        for index in np.ndindex(*out.shape):
+            position = [c + i for c, i in zip(start, reversed(index))]
+            if all(0 <= p < n for p, n in zip(position, sizes)):
+                out[index] = elements[sum(p * s for p, s in zip(position, strides))]
+        return swizzle_chunks(out, 2 * box[0]) if swizzled else out.ravel().view(np.uint32)
+
+    return define
+
+
+def tma(rank, inner, start, swizzled=True):
+    if rank == 2:
+        return tma_box([40, 21], [1, 48], [inner, 16], start, swizzled)
+    if rank == 3:
+        return tma_box([40, 7, 3], [1, 48, 7 * 48], [inner, 4, 2], start, swizzled)
+    return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
+
+
+def multicast(words):
+    """Two rounds of 8 rows of 64, the same in both blocks."""
+    rounds = [swizzle_chunks(part, 128) for part in words.view(np.uint16).reshape(2, 8, 64)]
+    return np.concatenate([rounds[0], rounds[0], rounds[1], rounds[1]])
+
+
+def wgmma_operands(words, name):
+    """(A [64][k], B [N][k]) as float64, from a case's name and input."""
+    variant = name.split("/")[1].split("_")
+    element, n = variant[0], int(variant[1])
+    depth = words.size * 2 // (64 + n)
+    values = words.view(np.uint16).view(np.float16) if element == "f16" else bfloat16_values(words.view(np.uint16))
+    values = values.astype(np.float64)
+    return values[: 64 * depth].reshape(64, depth), values[64 * depth :].reshape(n, depth)
+
+
+def wgmma_result(output, n):
+    """[thread][N / 2] → [64][N]"""
+    values = output.view(np.float32).reshape(4, 8, 4, n // 8, 2, 2)  # warp, g, t, group of 8 columns, row half, value
+    return values.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
+
+
+EXACT = {
+    "special_registers": special_registers,
+    "sync_block": sync_block,
+    "bar_sync": bar_sync,
+    "ld_global_2": ld_global_2,
+    "ld_global_4": reversed_lanes(1),
+    "ld_global_8": reversed_lanes(2),
+    "ld_global_16": reversed_lanes(4),
+    "ld_global_nc_16": reversed_lanes(4),
+    "cp_async_4": cp_async(4),
+    "cp_async_8": cp_async(8),
+    "cp_async_16": cp_async(16),
+    "cp_async_16_if": cp_async_16_if,
+    "cp_async_wait_group": lambda words: words,
+    **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
+    **{f"stmatrix_x{n}{'_trans' * t}": stmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
+    "shfl_xor": shuffle(lambda lane, d: lane ^ d),
+    "shfl_idx": shuffle(lambda lane, d: (lane * 7 + d) % 32),
+    "shfl_down": shuffle(lambda lane, d: np.where(lane + d < 32, lane + d, lane)),
+    "shfl_up": shuffle(lambda lane, d: np.where(lane - d >= 0, lane - d, lane)),
+    "vote_ballot": vote_ballot,
+    "pack/f16": pack(half_bits),
+    "pack/f16_any_magnitude": pack(half_bits),
+    "pack/bf16": pack(bfloat16_bits),
+    "pack/bf16_any_magnitude": pack(bfloat16_bits),
+    "unpack/f16": unpack(lambda bits: bits.view(np.float16)),
+    "unpack/bf16": unpack(bfloat16_values),
+    "ex2/special": ex2_special,
+    "tile/copy_16_swizzled": tile_copy(16),
+    "tile/copy_64_swizzled": tile_copy(64),
+    "tile/copy_24_padded": tile_copy(24),
+    "tile/stage_ring": stage_ring,
+    "mbarrier_wait": mbarrier_wait,
+    "elect_one": lambda words: np.ones(32, np.uint32),
+    "increase_registers": lambda words: (words.astype(np.uint64) + np.repeat([1, 2], 128).astype(np.uint64)).astype(np.uint32),
+    "tma_load_2d/inside": tma(2, 24, [8, 2], swizzled=False),
+    "tma_load_2d/outside": tma(2, 24, [24, -3], swizzled=False),
+    "tma_load_2d/swizzle_32": tma(2, 16, [8, 2]),
+    "tma_load_2d/swizzle_64": tma(2, 32, [16, 9]),
+    "tma_load_2d/swizzle_128": tma(2, 64, [-8, 1]),
+    "tma_load_3d/inside": tma(3, 24, [8, 2, 1], swizzled=False),
+    "tma_load_3d/outside": tma(3, 32, [24, 5, 2]),
+    "tma_load_4d/inside": tma(4, 24, [8, 2, 0, 0], swizzled=False),
+    "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
+    "tma_load_3d_multicast": multicast,
+    "tma_load_4d_multicast": multicast,
+}
