@@ -11,20 +11,32 @@ from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
 
-def _rule(causal, align, scale, window, softcap) -> dict:
+_forward = torch.ops.ffpa_attn.forward.default
+_forward_out = torch.ops.ffpa_attn.forward_out.default
+_varlen_forward = torch.ops.ffpa_attn.varlen_forward.default
+_varlen_forward_out = torch.ops.ffpa_attn.varlen_forward_out.default
+
+
+def _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
+    """The operators' keyword arguments; those at their default are left out, as each costs the dispatcher over 1 µs."""
     causal, align = checks.causal_and_align(causal, align)
     left, right = checks.window(window)
-    options = {"causal": causal, "align": align, "window_left": left, "window_right": right}
-    return options | {"scale": checks.scale(scale), "softcap": checks.softcap(softcap)}
-
-
-def _how(num_stages, level, acc, return_lse) -> dict:
-    return {
+    options = {
+        "causal": causal,
+        "align": align,
+        "scale": checks.scale(scale),
+        "window_left": left,
+        "window_right": right,
+        "softcap": checks.softcap(softcap),
         "return_lse": checks.flag("return_lse", return_lse),
         "level": checks.level(level),
         "acc": checks.acc(acc),
         "num_stages": checks.num_stages(num_stages),
     }
+    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+
+
+_DEFAULTS = {arg.name: arg.default_value for arg in _forward._schema.arguments if arg.kwarg_only}
 
 
 def ffpa(
@@ -68,14 +80,15 @@ def ffpa(
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:
         checks.only_tensors(mask=mask)
-    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
-    options["layout"] = checks.layout(layout)
+    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+    if checks.layout(layout) != "BHND":
+        options["layout"] = layout
     if o is None and out is None:
-        out, lse = torch.ops.ffpa_attn.forward(q, k, v, mask, **options)
+        out, lse = _forward(q, k, v, mask, **options)
     else:
         out = checks.one_output(o, out)
         checks.no_grad_with_out(out, q, k, v, mask)
-        lse = torch.ops.ffpa_attn.forward_out(q, k, v, out, mask, **options)
+        lse = _forward_out(q, k, v, out, mask, **options)
     return (out, lse) if return_lse else out
 
 
@@ -113,13 +126,13 @@ def ffpa_varlen(
         checks.max_seqlen("max_seqlen_q", max_seqlen_q),
         checks.max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
+    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     if o is None and out is None:
-        out, lse = torch.ops.ffpa_attn.varlen_forward(q, k, v, *offsets, **options)
+        out, lse = _varlen_forward(q, k, v, *offsets, **options)
     else:
         out = checks.one_output(o, out)
         checks.no_grad_with_out(out, q, k, v)
-        lse = torch.ops.ffpa_attn.varlen_forward_out(q, k, v, out, *offsets, **options)
+        lse = _varlen_forward_out(q, k, v, out, *offsets, **options)
     return (out, lse) if return_lse else out
 
 
@@ -174,7 +187,7 @@ def explain(
     """
     checks.only_tensors(q=q, k=k, v=v)
     checks.one_output(o, out)
-    options = _rule(causal, align, scale, window, softcap) | _how(num_stages, level, acc, return_lse)
+    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     form = ops._Dense(checks.layout(layout), mask)
     form.check(q, k, v)
     arch = checks.arch(arch, q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from enum import Enum
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from .spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_LARGEST = sys.float_info.max
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
 
 
@@ -81,7 +82,7 @@ def _real(name: str, value, hint: str) -> float:
         raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
-    if not math.isfinite(value):
+    if not abs(value) <= _LARGEST:  # math.isfinite, in a form that traced code can hold
         raise ValueError(f"`{name}` is {value}; it must be finite, {hint}")
     return float(value)
 
@@ -119,7 +120,7 @@ def flag(name: str, value) -> bool:
 def max_seqlen(name: str, value) -> int:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
     if value < 0:
         raise ValueError(f"`{name}` is {value}; it must be >= 0")

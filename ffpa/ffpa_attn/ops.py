@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from . import checks, env, reference
 from .choice import Choice, choose
-from .spec import Problem, Visibility
+from .spec import ROW_ALIGNMENT, Problem, Visibility
 
 _RULE = (
     "*, float? scale=None, bool causal=False, str align='bottom_right', int window_left=-1, int window_right=-1, "
@@ -47,14 +48,24 @@ _ops = torch.ops.ffpa_attn
 
 # ---- from a call to a choice ----
 
-_MOST_CHOICES = 4096
-_choices: dict[tuple, Choice] = {}
+class _Plan(NamedTuple):
+    """What a checked call does, kept for the next call of the same kind."""
+
+    choice: Choice
+    rule: reference.Rule
+    out_shape: tuple
+    lse_shape: tuple
+    workspace_cap: int
+
+
+_MOST_PLANS = 4096
+_plans: dict[tuple, _Plan] = {}
 _warned: set[str] = set()
 
 
 def _seen(x) -> tuple | None:
     """All that a check or a choice may depend on, in one hashable value."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT)
 
 
 def _arch(device: torch.device) -> str | None:
@@ -64,7 +75,8 @@ def _arch(device: torch.device) -> str | None:
     return f"sm_{major}{minor}"
 
 
-def _decide(key: tuple, problem: Problem, flags: env.Flags) -> Choice:
+def _decide(form, direction, q, k, v, options, flags) -> _Plan:
+    problem = describe(form, direction, q, k, v, options)
     choice = choose(problem, flags)
     if choice.fallback and flags["FFPA_STRICT"]:
         raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
@@ -73,10 +85,17 @@ def _decide(key: tuple, problem: Problem, flags: env.Flags) -> Choice:
         warnings.warn(f"ffpa_attn: {problem}: {choice.fallback} (this is said once)", stacklevel=2)
     if flags["FFPA_LOG"]:
         print(f"ffpa_attn: {choice}", file=sys.stderr)
-    if len(_choices) >= _MOST_CHOICES:
-        _choices.clear()
-    _choices[key] = choice
-    return choice
+    scale = options.get("scale")
+    rule = reference.Rule(q.shape[-1] ** -0.5 if scale is None else scale, problem.softcap, problem.visibility)
+    lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
+    return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20)
+
+
+def _remember(key: tuple, plan: _Plan) -> _Plan:
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
 # ---- the two forms of a call: dense tensors, packed sequences ----
@@ -168,38 +187,29 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
     )  # fmt: skip
 
 
-def _rule(q, options, problem: Problem) -> reference.Rule:
-    scale = options.get("scale")
-    return reference.Rule(q.shape[-1] ** -0.5 if scale is None else scale, problem.softcap, problem.visibility)
-
-
-def _workspace_cap(flags) -> int:
-    return flags["FFPA_WORKSPACE_MB"] << 20
-
-
 # ---- forward ----
 
 
 def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     flags = env.run_flags()
-    key = (_seen(q), _seen(k), _seen(v), _seen(out), *form.key(), flags, *options.items())
-    choice = _choices.get(key)
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    if choice is None:
-        form.check(q, k, v)
-        checks.rows(q=q, k=k, v=v)
-        if out is not None:
-            checks.output("out", out, out_shape, q)
-            checks.rows(out=out)
-            checks.writable(out, q=q, k=k, v=v, mask=form.mask)
-        choice = _decide(key, describe(form, "forward", q, k, v, options), flags)
+    key = (_seen(q), _seen(k), _seen(v), _seen(out), form.key(), flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
-
     if out is None:
-        out = q.new_empty(out_shape)
-    lse = q.new_empty(form.lse_shape(q) if choice.problem.needs_lse else (0,), dtype=torch.float32)
-    _FORWARD[choice.backend](form, q, k, v, out, lse, _rule(q, options, choice.problem), _workspace_cap(flags))
+        out = q.new_empty(plan.out_shape)
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan.rule, plan.workspace_cap)
     return out, lse
+
+
+def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
+    form.check(q, k, v)
+    checks.rows(q=q, k=k, v=v)
+    if out is not None:
+        checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
+        checks.rows(out=out)
+        checks.writable(out, q=q, k=k, v=v, mask=form.mask)
+    return _decide(form, "forward", q, k, v, options, flags)
 
 
 def _reference_forward(form, q, k, v, out, lse, rule, cap) -> None:
@@ -226,32 +236,34 @@ _FORWARD = {"reference": _reference_forward, "sdpa": _sdpa_forward}
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
     flags = env.run_flags()
-    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), *form.key(), flags, *options.items())
-    choice = _choices.get(key)
-    if choice is None:
-        form.check(q, k, v)
-        for name, x in (("out", out), ("grad_out", grad_out)):
-            checks.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
-        for name, x in (("lse", lse), ("grad_lse", grad_lse)):
-            if x is not None:
-                checks.saved_lse(name, x, form.lse_shape(q), q)
-        checks.rows(q=q, k=k, v=v, out=out)
-        choice = _decide(key, describe(form, "backward", q, k, v, options), flags)
+    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), form.key(), flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags))
     form.check_values(q, k, flags)
 
     if checks.rows_problem(grad_out):  # autograd hands over what it has, such as one expanded scalar
         grad_out = grad_out.contiguous()
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if fp32_grads else x.dtype, device=x.device) for x in (q, k, v))
-    rule, cap = _rule(q, options, choice.problem), _workspace_cap(flags)
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
     sequences = form.sequences(saved[2], saved[3])
-    reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, rule, cap)
+    reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, plan.rule, plan.workspace_cap)
     if not mask_grad:
         return dq, dk, dv, q.new_empty(0)
     mask = form.mask
     dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device)
-    reference.mask_gradient(*saved, reference.align_mask(mask), reference.align_mask(dmask), rule, cap)
+    masks = reference.align_mask(mask), reference.align_mask(dmask)
+    reference.mask_gradient(*saved, *masks, plan.rule, plan.workspace_cap)
     return dq, dk, dv, dmask
+
+
+def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> _Plan:
+    form.check(q, k, v)
+    for name, x in (("out", out), ("grad_out", grad_out)):
+        checks.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
+    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+        if x is not None:
+            checks.saved_lse(name, x, form.lse_shape(q), q)
+    checks.rows(q=q, k=k, v=v, out=out)
+    return _decide(form, "backward", q, k, v, options, flags)
 
 
 # ---- the operators ----
@@ -286,16 +298,17 @@ def _backward_packed(
     return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
 
 
-for _name, _body in (
-    ("forward", _forward_dense),
-    ("forward_out", _forward_out_dense),
-    ("varlen_forward", _forward_packed),
-    ("varlen_forward_out", _forward_out_packed),
-    ("backward", _backward_dense),
-    ("varlen_backward", _backward_packed),
-):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _body, _key)
+_BODIES = {
+    "forward": _forward_dense,
+    "forward_out": _forward_out_dense,
+    "varlen_forward": _forward_packed,
+    "varlen_forward_out": _forward_out_packed,
+    "backward": _backward_dense,
+    "varlen_backward": _backward_packed,
+}
+for _name, _body in _BODIES.items():
+    _lib.impl(_name, _body, "CPU")
+    _lib.impl(_name, _body, "CUDA")
 
 
 # ---- fakes: shapes, types and the checks that need no memory ----
@@ -353,43 +366,50 @@ def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_g
 
 
 class _Attention(torch.autograd.Function):
-    """Both forms: `rest` is (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """Both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
 
     @staticmethod
-    def forward(ctx, op, keyset, options, q, k, v, *rest):
-        with _C._AutoDispatchBelowAutograd():
-            # return_lse=False only allows to leave the LSE out: the backward needs it.
-            out, lse = op.redispatch(keyset & _C._after_autograd_keyset, q, k, v, *rest, **{**options, "return_lse": True})
-        ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, torch.Tensor) else None for x in rest))
-        ctx.plain = tuple(None if isinstance(x, torch.Tensor) else x for x in rest)
-        ctx.rule = {name: value for name, value in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
-        ctx.packed = op is _ops.varlen_forward.default
+    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
+        # return_lse=False only allows to leave the LSE out: the backward needs it.
+        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
+        ctx.save_for_backward(q, k, v, out, lse, *rest[:2])
+        ctx.longest, ctx.options = rest[2:], options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        rest = [plain if x is None else x for x, plain in zip(tensors, ctx.plain, strict=True)]
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        rule = {name: value for name, value in ctx.options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        args = (grad_out, grad_lse, q, k, v, out, lse, *rest)
-        if ctx.packed:
-            return None, None, None, *_ops.varlen_backward(*args, **ctx.rule), None, None, None, None
-        mask_grad = len(rest) > 0 and ctx.needs_input_grad[6]
-        *grads, dmask = _ops.backward(*args, **ctx.rule, mask_grad=mask_grad)
-        return None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
+        if ctx.longest:
+            return None, None, None, None, *_ops.varlen_backward(*args, **rule), None, None, None, None
+        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
+        *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
+        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
 
-def _autograd(op):
+def _autograd(op, body):
     def kernel(keyset, *args, **options):
         if _C.is_grad_enabled() and _C._any_requires_grad(*args):
-            return _Attention.apply(op, keyset, options, *args)
-        with _C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+            return _Attention.apply(op, body, keyset, options, *args)
+        return _below_autograd(op, body, keyset, args, options)
 
     return kernel
+
+
+def _below_autograd(op, body, keyset, args, options):
+    if keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
+        return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
+    with _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+
+
+_BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
+_OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
 
 
 def _autocast(op, device: str, key):
@@ -407,6 +427,6 @@ def _autocast(op, device: str, key):
 
 for _name in ("forward", "varlen_forward"):
     _op = getattr(_ops, _name).default
-    _lib.impl(_name, _autograd(_op), "Autograd", with_keyset=True)
+    _lib.impl(_name, _autograd(_op, _BODIES[_name]), "Autograd", with_keyset=True)
     _lib.impl(_name, _autocast(_op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
     _lib.impl(_name, _autocast(_op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)

@@ -1,0 +1,40 @@
+"""Every test takes `device`: the CPU, and a GPU where there is one. A run in which nothing ran is a failure."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # oracle, compare, cases
+sys.path.insert(0, str(Path(__file__).parent.parent / "ffpa"))  # the package, installed or not
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No flag of the caller's environment reaches a test."""
+    from ffpa_attn import env
+
+    for flag in env.FLAGS:
+        if flag.scope == "run" and flag.name != "FFPA_CACHE_DIR":
+            monkeypatch.delenv(flag.name, raising=False)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ffpa_attn: ")
+        yield
+
+
+def pytest_sessionfinish(session, exitstatus):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    ran = sum(len(reporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "xfailed")) if reporter else 1
+    if exitstatus == pytest.ExitCode.OK and not ran and not session.config.option.collectonly:
+        reporter.write_line("nothing ran: every test was skipped or deselected, which proves nothing", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,196 @@
+"""Which path a call takes: pure choice, explain, warnings, FFPA_STRICT, FFPA_BACKEND, level."""
+
+import warnings
+
+import pytest
+import torch
+
+import ffpa_attn
+from ffpa_attn import env, explain, ffpa, ops
+from ffpa_attn.choice import CANDIDATES, choose
+from ffpa_attn.spec import Problem, Visibility
+
+ALL_KEYS = Visibility(-1, -1, False)
+PROBLEM = Problem(
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, ALL_KEYS, 0.0, None, False, None, "f32", None
+)  # fmt: skip
+
+
+def flags(**values):
+    return {**env.run_flags(), **values}
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_warned", set())
+
+
+def q(*shape, device="cpu"):
+    return torch.randn(shape or (1, 2, 16, 64), device=device).to(torch.bfloat16)
+
+
+class TestSdpaMeansTheSame:
+    def test_plain(self):
+        assert choose(PROBLEM, flags()).backend == "sdpa"
+
+    @pytest.mark.parametrize(
+        "changes, word",
+        [
+            ({"needs_lse": True}, "LSE"),
+            ({"direction": "backward"}, "LSE"),
+            ({"packed": True}, "packed"),
+            ({"mask": "bool"}, "without keys"),
+            ({"softcap": 5.0}, "softcap"),
+            ({"visibility": Visibility(9, -1, False)}, "window"),
+            ({"visibility": Visibility(-1, 4, True)}, "window"),
+            ({"visibility": Visibility(-1, 0, False), "n_q": 100}, "top-left"),
+            ({"heads_kv": 4}, "grouped heads"),
+            ({"d_v": 256}, "D_v"),
+            ({"n_k": 0}, "nothing"),
+        ],
+        ids=str,
+    )
+    def test_not_where_it_differs(self, changes, word):
+        choice = choose(PROBLEM._replace(**changes), flags())
+        assert choice.backend == "reference"
+        assert word in dict(choice.rejected)["sdpa"]
+
+    @pytest.mark.parametrize("changes", [{"visibility": Visibility(-1, 0, False)}, {"visibility": Visibility(-1, 0, True), "n_q": 100}], ids=str)
+    def test_causal_where_the_diagonals_agree(self, changes):
+        assert choose(PROBLEM._replace(**changes), flags()).backend == "sdpa"
+
+    def test_its_unfused_backend_is_never_called(self, device, monkeypatch):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: 0)
+        monkeypatch.setattr(ops.F, "scaled_dot_product_attention", None)
+        x = q(device=device)
+        assert ffpa(x, x, x).shape == x.shape
+
+
+class TestForced:
+    @pytest.mark.parametrize("level", [1, 2, 3])
+    def test_level_never_falls_back_on_a_gpu(self, level):
+        with pytest.raises(NotImplementedError, match=f"level={level} cannot run forward bf16 .* D=512/512 .*: this installation holds no mma kernel"):
+            choose(PROBLEM._replace(level=level), flags())
+
+    @pytest.mark.parametrize("backend", [name for name in env.BACKENDS if name not in ("auto", "sdpa", "reference")])
+    def test_backend_never_falls_back_on_a_gpu(self, backend):
+        with pytest.raises(NotImplementedError, match=f"FFPA_BACKEND={backend} cannot run .*no {backend} kernel.*drop FFPA_BACKEND={backend}"):
+            choose(PROBLEM, flags(FFPA_BACKEND=backend))
+
+    def test_sdpa_where_it_means_something_else(self):
+        with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run .*softcap"):
+            choose(PROBLEM._replace(softcap=3.0), flags(FFPA_BACKEND="sdpa"))
+
+    @pytest.mark.parametrize("backend", ["sdpa", "reference"])
+    def test_what_can_run_runs(self, backend):
+        choice = choose(PROBLEM, flags(FFPA_BACKEND=backend))
+        assert choice.backend == backend and choice.fallback is None
+
+    def test_level_means_the_forward(self):
+        assert choose(PROBLEM._replace(level=1, direction="backward"), flags()).backend == "reference"
+
+    def test_emulation_is_refused_rather_than_replaced(self, monkeypatch):
+        monkeypatch.setenv("FFPA_EMULATE", "1")
+        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80"):
+            ffpa(q(), q(), q())
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_level_on_a_gpu(self):
+        x = q(device="cuda")
+        with pytest.raises(NotImplementedError, match="level=1 cannot run"):
+            ffpa(x, x, x, level=1)
+
+
+class TestWarnings:
+    def test_level_on_the_cpu_warns_once_and_is_right(self):
+        x = q()
+        with pytest.warns(UserWarning, match="level=2 is ignored: mma kernels run on CUDA GPUs") as caught:
+            got = ffpa(x, x, x, level=2)
+            ffpa(x[:, :, :8], x, x, level=2)
+        assert len(caught) == 1
+        assert torch.equal(got, ffpa(x, x, x))
+
+    def test_first_release_call_on_the_cpu(self):
+        x = q()
+        o = torch.empty_like(x)
+        with pytest.warns(UserWarning, match="level=1 is ignored"):
+            assert ffpa(x, x.clone(), x.clone(), o, num_stages=2, level=ffpa_attn.L1, acc=ffpa_attn.FP32) is o
+        assert torch.equal(o, ffpa(x, x, x))
+        assert torch.equal(o, ffpa_attn.ffpa_acc_f16_L1(x, x, x))
+        assert torch.equal(o, ffpa_attn.faster_prefill_attn_func(x, x, x))
+
+    def test_plain_calls_on_the_cpu_are_silent(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ffpa(q(), q(), q(), causal=True)
+
+    def test_a_gpu_without_kernels_warns_with_the_reasons(self):
+        choice = choose(PROBLEM._replace(softcap=3.0), flags())
+        assert "runs on reference" in choice.fallback and "no mma kernel" in choice.fallback and "softcap" in choice.fallback
+
+    def test_strict_raises_where_it_would_warn(self, monkeypatch):
+        monkeypatch.setenv("FFPA_STRICT", "1")
+        ffpa(q(), q(), q())
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="FFPA_STRICT=1: .*level=1 is ignored"):
+                ffpa(q(), q(), q(), level=1)
+
+    def test_log(self, monkeypatch, capsys):
+        monkeypatch.setenv("FFPA_LOG", "1")
+        ffpa(q(), q(), q(), softcap=2.0)
+        ffpa(q(), q(), q(), softcap=2.0)
+        shown = capsys.readouterr().err
+        assert shown.count("runs on reference") == 1 and "not sdpa: SDPA has no softcap" in shown
+
+
+class TestExplain:
+    def test_what_explain_says_is_what_runs(self, monkeypatch, device):
+        ran = []
+        for name, body in list(ops._FORWARD.items()):
+            monkeypatch.setitem(ops._FORWARD, name, lambda *args, name=name, body=body: (ran.append(name), body(*args)))
+        x = q(device=device)
+        for options in ({}, {"causal": True}, {"softcap": 2.0}, {"window": (3, 3)}, {"return_lse": True}, {"causal": "top_left"}):
+            ffpa(x, x, x, **options)
+            assert explain(x, x, x, **options).backend == ran[-1], options
+        assert set(ran) == {"sdpa", "reference"}
+
+    def test_without_a_gpu_about_a_gpu(self):
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        said = explain(x, x, x, causal=True, arch="sm_90")
+        assert said.problem.arch == "sm_90" and said.problem.device == "cuda"
+        assert said.kernel == "sdpa" and "no mma kernel" in str(said) and "D=512/512" in str(said)
+
+    def test_gradients_want_the_lse(self):
+        x = q().requires_grad_()
+        assert explain(x, x, x).backend == "reference"
+        with torch.no_grad():
+            assert explain(x, x, x).backend == "sdpa"
+        assert explain(x, x, x, direction="backward").problem.direction == "backward"
+
+    def test_runs_nothing(self, monkeypatch):
+        for name in ops._FORWARD:
+            monkeypatch.setitem(ops._FORWARD, name, None)
+        explain(q(), q(), q(), mask=torch.ones(16, 16, dtype=torch.bool), layout="BHND", scale=2.0)
+
+
+def test_every_candidate_gives_a_reason_or_none():
+    for name, why_not in CANDIDATES.items():
+        for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=True)):
+            reason = why_not(problem)
+            assert reason is None or (isinstance(reason, str) and len(reason) > 10), name
+
+
+def test_plans_are_kept_and_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_PLANS", 4)
+    for n in range(1, 12):
+        ffpa(q(1, 1, n, 8), q(1, 1, n, 8), q(1, 1, n, 8))
+        assert 1 <= len(ops._plans) <= 4
+
+
+def test_a_changed_flag_is_another_choice(monkeypatch):
+    x = q()
+    ffpa(x, x, x, return_lse=True)
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run .*LSE"):
+        ffpa(x, x, x, return_lse=True)

@@ -1,0 +1,110 @@
+"""Every case of the matrix against the float64 oracle: out, LSE and all gradients."""
+
+import compare
+import oracle
+import pytest
+import torch
+from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
+
+import ffpa_attn
+
+
+def by_id(cases):
+    return pytest.mark.parametrize("case", cases, ids=[case.id for case in cases])
+
+
+def leaves(*tensors):
+    """Copies for autograd, without the NaN around them."""
+    return [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors if x is not None]
+
+
+def gradients(outputs, grads, inputs):
+    """Of finite LSE only: a row without keys has nothing to pass on."""
+    (out, lse), (g, g_lse) = outputs, grads
+    seen = g_lse != 0
+    loss = (out * g.to(out.dtype)).to(lse.dtype).sum() + (lse[seen] * g_lse[seen].to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, [x for x in inputs if x.requires_grad], materialize_grads=True)
+
+
+def random_like(x, seed):
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+
+
+@by_id(CASES)
+def test_forward(case: Case, device):
+    q, k, v, mask = make_inputs(case, device)
+    rule = {**case.rule, "layout": case.layout, "mask": mask}
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **rule)
+    want, want_lse = oracle.attention(q, k, v, **rule)
+    base = compare.baseline(q, k, v, **rule)[0]
+    assert out.dtype == case.dtype and out.is_contiguous()
+    compare.assert_close("out", out, want, base)
+    compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
+
+    alone = ffpa_attn.ffpa(q, k, v, **rule)  # may take another path: no LSE is wanted
+    compare.assert_close("out without lse", alone, want, base)
+    given = torch.full_like(out, torch.nan)
+    assert ffpa_attn.ffpa(q, k, v, out=given, **rule) is given
+    assert torch.equal(given, alone)
+
+
+@by_id(CASES)
+def test_gradients(case: Case, device):
+    """Of sum(out * g) + sum(lse * g_lse), additive masks included."""
+    inputs = make_inputs(case, device)
+    rule = {**case.rule, "layout": case.layout}
+    ours, oracles, bases = leaves(*inputs), leaves(*inputs), leaves(*inputs)
+
+    def call(function, tensors, **more):
+        return function(*tensors[:3], mask=tensors[3] if len(tensors) > 3 else None, **rule, **more)
+
+    out, lse = call(ffpa_attn.ffpa, ours, return_lse=True)
+    grads = random_like(out, 7), random_like(lse, 8) * torch.isfinite(lse)
+    got = torch.autograd.grad([out, lse], [x for x in ours if x.requires_grad], grads)
+    want = gradients(call(oracle.attention, oracles), grads, oracles)
+    base = gradients(call(compare.baseline, bases), grads, bases)
+    for name, *three in zip(["dq", "dk", "dv", "dmask"], got, want, base, strict=False):
+        compare.assert_close(name, *three)
+
+
+def by_sequence(case: PackedCase, function, q, k, v):
+    """A dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
+    outs, lses, start_q, start_k = [], [], 0, 0
+    for n_q, n_k in zip(case.lengths_q, case.lengths_k, strict=True):
+        q_rows, keys = slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
+        out, lse = function(q[None, q_rows], k[None, keys], v[None, keys], layout="BNHD", **case.rule)
+        outs.append(out[0])
+        lses.append(lse[0])
+        start_q, start_k = start_q + n_q, start_k + n_k
+    if not outs:
+        nothing = 0 * (q.sum() + k.sum() + v.sum())
+        return nothing.expand(0, case.heads_q, v.shape[2]), nothing.expand(case.heads_q, 0)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+@by_id(PACKED_CASES)
+def test_packed(case: PackedCase, device):
+    q, k, v, *offsets = make_packed_inputs(case, device)
+    rows = q.shape[0] - case.spare
+    ours, oracles, bases = leaves(q, k, v), leaves(q, k, v), leaves(q, k, v)
+
+    out, lse = ffpa_attn.ffpa_varlen(*ours, *offsets, return_lse=True, **case.rule)
+    assert not out[rows:].any() and torch.isneginf(lse[:, rows:]).all(), "rows of no sequence"
+    want_out, want_lse = by_sequence(case, oracle.attention, *oracles)
+    base_out, base_lse = by_sequence(case, compare.baseline, *bases)
+    compare.assert_close("out", out[:rows], want_out, base_out)
+    inner = slice(0, k.shape[0] - case.spare)
+    compare.assert_lse_close("lse", lse[:, :rows], want_lse, q[:rows], k[inner], case.rule.get("scale"))
+
+    g, g_lse = random_like(out, 7), random_like(lse, 8) * torch.isfinite(lse)
+    got = torch.autograd.grad([out, lse], ours, [g, g_lse])
+    grads = g[:rows], g_lse[:, :rows]
+    want = gradients((want_out, want_lse), grads, oracles)
+    base = gradients((base_out, base_lse), grads, bases)
+    for name, *three in zip(["dq", "dk", "dv"], got, want, base, strict=True):
+        compare.assert_close(name, *three)
+
+    given = torch.full_like(out, torch.nan)
+    with torch.no_grad():
+        assert ffpa_attn.ffpa_varlen(q, k, v, *offsets, out=given, **case.rule) is given
+    assert torch.equal(given, out)

@@ -1,0 +1,331 @@
+"""The operators as PyTorch sees them: frozen schemas, fakes, autograd, autocast, compile, checkpointing, graphs."""
+
+import compare
+import oracle
+import pytest
+import torch
+from cases import Case, PackedCase, make_inputs, make_packed_inputs
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ffpa_attn
+from ffpa_attn import reference
+
+OPS = torch.ops.ffpa_attn
+
+# Ring attention, context parallelism and checkpointing call these by name: a change breaks them.
+FROZEN = {
+    "forward": "ffpa_attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask=None, *, float? scale=None, bool causal=False, "
+    'str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., str layout="BHND", '
+    'bool return_lse=True, int? level=None, str acc="f32", int? num_stages=None) -> (Tensor out, Tensor lse)',
+    "forward_out": "ffpa_attn::forward_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor? mask=None, *, float? scale=None, "
+    'bool causal=False, str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., str layout="BHND", '
+    'bool return_lse=True, int? level=None, str acc="f32", int? num_stages=None) -> Tensor lse',
+    "varlen_forward": "ffpa_attn::varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    'SymInt max_seqlen_q, SymInt max_seqlen_k, *, float? scale=None, bool causal=False, str align="bottom_right", '
+    "int window_left=-1, int window_right=-1, float softcap=0., bool return_lse=True, int? level=None, "
+    'str acc="f32", int? num_stages=None) -> (Tensor out, Tensor lse)',
+    "varlen_forward_out": "ffpa_attn::varlen_forward_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, *, float? scale=None, bool causal=False, "
+    'str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., bool return_lse=True, '
+    'int? level=None, str acc="f32", int? num_stages=None) -> Tensor lse',
+    "backward": "ffpa_attn::backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    'Tensor? mask=None, *, float? scale=None, bool causal=False, str align="bottom_right", int window_left=-1, '
+    'int window_right=-1, float softcap=0., str layout="BHND", bool mask_grad=False, bool fp32_grads=False) '
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    "varlen_backward": "ffpa_attn::varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    "Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, *, float? scale=None, "
+    'bool causal=False, str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., '
+    "bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_schema_is_frozen(name):
+    assert str(getattr(OPS, name).default._schema) == FROZEN[name]
+
+
+CASE = Case(batch=2, heads_q=4, heads_kv=2, n_q=20, n_k=33, d=64, d_v=72)
+PACKED = PackedCase((9, 20), (20, 13), heads_q=4, heads_kv=2, d=64)
+
+
+def dense(device, mask=None, grad=True, **changes):
+    q, k, v, mask = make_inputs(CASE.with_(mask=mask, **changes), device)
+    return [x.detach().clone().requires_grad_(grad) for x in (q, k, v)] + [mask]
+
+
+def packed(device, grad=True):
+    q, k, v, *offsets = make_packed_inputs(PACKED, device)
+    return [x.detach().clone().requires_grad_(grad) for x in (q, k, v)] + offsets
+
+
+RULES = [{}, {"causal": True, "scale": 0.3, "softcap": 4.0}, {"window_left": 5, "window_right": 2, "align": "top_left"}]
+
+
+class TestOpcheck:
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    def test_forward(self, device, rule):
+        torch.library.opcheck(OPS.forward.default, tuple(dense(device, "bool")), rule)
+
+    @pytest.mark.parametrize("more", [{"return_lse": False}, {"layout": "BNHD"}], ids=str)
+    def test_forward_options(self, device, more):
+        layout = more.get("layout", "BHND")
+        torch.library.opcheck(OPS.forward.default, tuple(dense(device, grad=False, layout=layout)[:3]), more)
+
+    def test_forward_with_mask_gradient(self, device):
+        q, k, v, mask = dense(device, "additive")
+        torch.library.opcheck(OPS.forward.default, (q, k, v, mask.requires_grad_()))
+
+    def test_forward_out(self, device):
+        q, k, v, _ = dense(device, grad=False)
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=device)
+        torch.library.opcheck(OPS.forward_out.default, (q, k, v, out))
+
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    def test_varlen_forward(self, device, rule):
+        torch.library.opcheck(OPS.varlen_forward.default, tuple(packed(device)), rule)
+
+    def test_varlen_forward_out(self, device):
+        q, k, v, *offsets = packed(device, grad=False)
+        torch.library.opcheck(OPS.varlen_forward_out.default, (q, k, v, torch.empty_like(q), *offsets))
+
+    @pytest.mark.parametrize("fp32_grads", [False, True])
+    def test_backward(self, device, fp32_grads):
+        q, k, v, mask = dense(device, "additive", grad=False)
+        out, lse = OPS.forward(q, k, v, mask)
+        args = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, mask)
+        torch.library.opcheck(OPS.backward.default, args, {"mask_grad": True, "fp32_grads": fp32_grads})
+
+    def test_varlen_backward(self, device):
+        q, k, v, *offsets = packed(device, grad=False)
+        out, lse = OPS.varlen_forward(q, k, v, *offsets)
+        torch.library.opcheck(OPS.varlen_backward.default, (torch.randn_like(out), None, q, k, v, out, lse, *offsets))
+
+
+class TestBackwardOp:
+    def test_global_out_and_lse(self, device):
+        """Two halves of the keys, backward of each with the merged out and LSE: the sum is the whole gradient."""
+        q, k, v, _ = dense(device, grad=False, d_v=64)
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = ffpa_attn.ffpa(*whole)
+        g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        want = torch.autograd.grad(out, whole, g)
+
+        halves = [(k[:, :, :16], v[:, :, :16]), (k[:, :, 16:], v[:, :, 16:])]
+        parts = [OPS.forward(q, *half) for half in halves]
+        merged, lse = ffpa_attn.merge(*parts[0], *parts[1])
+        got = [OPS.backward(g, None, q, *half, merged, lse, fp32_grads=True) for half in halves]
+        dq = got[0][0] + got[1][0]
+        dk, dv = (torch.cat([got[0][i], got[1][i]], 2) for i in (1, 2))
+        for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), want, strict=True):
+            assert x.dtype == torch.float32
+            torch.testing.assert_close(x, y.float(), atol=2e-2, rtol=2e-2, msg=name)
+
+    def test_bits_repeat(self, device):
+        q, k, v, _ = dense(device)
+        out = ffpa_attn.ffpa(q, k, v, causal=True)
+        g = torch.randn_like(out)
+        first = torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
+        for _ in range(5):
+            again = torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_only_lse_used(self, device):
+        q, k, v, _ = dense(device)
+        _, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+        lse.sum().backward()
+        q2, k2 = (x.detach().double().requires_grad_() for x in (q, k))
+        oracle.attention(q2, k2, v.detach())[1].sum().backward()
+        torch.testing.assert_close(q.grad.double(), q2.grad, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(k.grad.double(), k2.grad, atol=2e-2, rtol=2e-2)
+        assert not v.grad.any()
+
+    def test_expanded_gradient(self, device):
+        """sum().backward() hands over one scalar with strides 0."""
+        q, k, v, _ = dense(device)
+        ffpa_attn.ffpa(q, k, v).sum().backward()
+        assert torch.isfinite(q.grad).all()
+        v2 = v.detach().double().requires_grad_()
+        oracle.attention(q.detach(), k.detach(), v2)[0].sum().backward()
+        torch.testing.assert_close(v.grad.double(), v2.grad, atol=5e-2, rtol=2e-2)
+
+    def test_second_derivative_is_refused(self, device):
+        q, k, v, _ = dense(device)
+        (dq,) = torch.autograd.grad(ffpa_attn.ffpa(q, k, v).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+            dq.sum().backward()
+
+
+class TestAutocast:
+    def test_float32_becomes_the_autocast_type(self, device):
+        q, k, v, _ = dense(device, grad=False)
+        q, k, v = (x.float().requires_grad_() for x in (q, k, v))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = ffpa_attn.ffpa(q, k, v, causal=True)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, ffpa_attn.ffpa(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True))
+        out.float().square().sum().backward()
+        assert q.grad.dtype == torch.float32 and q.grad.any()
+
+    def test_varlen(self, device):
+        q, k, v, *offsets = packed(device, grad=False)
+        with torch.autocast(device, dtype=torch.float16):
+            assert ffpa_attn.ffpa_varlen(q.float(), k.float(), v.float(), *offsets).dtype == torch.float16
+
+    def test_16_bit_stays(self, device):
+        q, k, v, _ = dense(device, grad=False)
+        with torch.autocast(device, dtype=torch.float16 if q.dtype == torch.bfloat16 else torch.bfloat16):
+            assert ffpa_attn.ffpa(q, k, v).dtype == q.dtype
+
+
+class TestCompile:
+    def compiled(self, function, **options):
+        counter = CompileCounterWithBackend("aot_eager")
+        return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+    @pytest.mark.parametrize("rule", [{}, {"causal": "top_left", "softcap": 3.0}, {"window": (4, 4), "return_lse": True}], ids=str)
+    def test_same_values_and_gradients(self, device, rule):
+        inputs = dense(device)[:3]
+        function, _ = self.compiled(lambda q, k, v: ffpa_attn.ffpa(q, k, v, **rule))
+        got, want = function(*inputs), ffpa_attn.ffpa(*inputs, **rule)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+            grads = [torch.autograd.grad(x.float().square().sum(), inputs, retain_graph=True, allow_unused=True) for x in (a, b)]
+            assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+    def test_inductor(self, device):
+        inputs = dense(device)[:3]
+        function = torch.compile(lambda q, k, v: (ffpa_attn.ffpa(q * 2, k, v.transpose(2, 3).contiguous().mT.contiguous()) + 1).sum(), fullgraph=True)
+        want = (ffpa_attn.ffpa(inputs[0] * 2, *inputs[1:]) + 1).sum()
+        torch.testing.assert_close(function(*inputs), want)
+        function(*inputs).backward()
+
+    def test_one_graph_for_all_lengths(self, device):
+        function, counter = self.compiled(lambda q, k, v: ffpa_attn.ffpa(q, k, v, causal=True), dynamic=True)
+        compiled = []
+        for n_q, n_k in ((20, 33), (21, 40), (64, 64), (7, 90)):
+            inputs = dense(device, n_q=n_q, n_k=n_k)[:3]
+            assert torch.equal(function(*inputs), ffpa_attn.ffpa(*inputs, causal=True))
+            compiled.append(counter.frame_count)
+        assert compiled == compiled[:1] * 4
+
+    def test_one_graph_for_all_packings(self, device):
+        function, counter = self.compiled(lambda *args: ffpa_attn.ffpa_varlen(*args, causal=True), dynamic=True)
+        compiled = []
+        for lengths in ((9, 20), (13, 2, 40), (5, 5, 5, 5)):
+            case = PackedCase(lengths, lengths)
+            args = make_packed_inputs(case, device)
+            assert torch.equal(function(*args), ffpa_attn.ffpa_varlen(*args, causal=True))
+            compiled.append(counter.frame_count)
+        assert compiled == compiled[:1] * 3
+
+    def test_out(self, device):
+        q, k, v, _ = dense(device, grad=False)
+        function, _ = self.compiled(lambda q, k, v, out: ffpa_attn.ffpa(q, k, v, out=out))
+        out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device=device)
+        function(q, k, v, out)
+        assert torch.equal(out, ffpa_attn.ffpa(q, k, v))
+
+    def test_mask_and_layout(self, device):
+        q, k, v, mask = dense(device, "additive")
+        q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+        mask.requires_grad_()
+        function, _ = self.compiled(lambda q, k, v, mask: ffpa_attn.ffpa(q, k, v, mask=mask, layout="BNHD"))
+        got, want = function(q, k, v, mask), ffpa_attn.ffpa(q, k, v, mask=mask, layout="BNHD")
+        assert torch.equal(got, want)
+        grads = [torch.autograd.grad(x.float().square().sum(), (q, mask)) for x in (got, want)]
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+class TestCheckpointing:
+    @pytest.mark.parametrize("saved", [True, False])
+    def test_selective_checkpointing_saves_by_name(self, device, saved, monkeypatch):
+        q, k, v, _ = dense(device)
+        runs = []
+        forward = reference.forward
+        monkeypatch.setattr(reference, "forward", lambda *args: (runs.append(1), forward(*args)))
+
+        def policy(ctx, op, *args, **kwargs):
+            keep = saved and op is OPS.forward.default
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        def block(q, k, v):
+            return (ffpa_attn.ffpa(q * 1.5, k, v, causal=True) * 2).sum()
+
+        want = torch.autograd.grad(block(q, k, v), (q, k, v))
+        runs.clear()
+        loss = checkpoint(block, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        got = torch.autograd.grad(loss, (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert len(runs) == (1 if saved else 2)
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_full_checkpointing(self, device, use_reentrant):
+        q, k, v, _ = dense(device)
+        want = torch.autograd.grad(ffpa_attn.ffpa(q, k, v).float().square().sum(), (q, k, v))
+        checkpoint(ffpa_attn.ffpa, q, k, v, use_reentrant=use_reentrant).float().square().sum().backward()
+        assert all(torch.equal(x.grad, y) for x, y in zip((q, k, v), want, strict=True))
+
+
+def test_fake_tensors_need_no_memory():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(8, 32, 131072, 512, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(8, 4, 131072, 512, dtype=torch.bfloat16, device="cuda")
+        out, lse = ffpa_attn.ffpa(q, k, k, causal=True, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (8, 32, 131072) and out.device.type == "cuda"
+
+
+def test_meta_tensors():
+    q = torch.empty(2, 4, 100, 512, dtype=torch.float16, device="meta")
+    assert ffpa_attn.ffpa(q, q, q).shape == q.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnAGpu:
+    def test_no_wait_for_the_gpu(self):
+        q, k, v, _ = dense("cuda")
+        x, y, z, *offsets = packed("cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ffpa_attn.ffpa(q, k, v, causal=True, window=(9, -1)).float().sum().backward()
+            ffpa_attn.ffpa_varlen(x, y, z, *offsets, causal=True).float().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_graph_capture(self):
+        x, y, z, *offsets = packed("cuda", grad=False)
+        want = ffpa_attn.ffpa_varlen(x, y, z, *offsets, causal=True)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            ffpa_attn.ffpa_varlen(x, y, z, *offsets, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            got = ffpa_attn.ffpa_varlen(x, y, z, *offsets, causal=True)
+        graph.replay()
+        assert torch.equal(got, want)
+
+    def test_current_stream(self):
+        q, k, v, _ = dense("cuda", grad=False, n_q=500, n_k=500)
+        want = ffpa_attn.ffpa(q * 2, k, v)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            doubled = q * 2
+            got = ffpa_attn.ffpa(doubled, k, v)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+def test_out_and_gradients_of_strided_chunks(device, layout):
+    """q, k and v as chunks of one packed tensor, as image models pass them: no copy, same numbers."""
+    x = torch.randn(2, 50, 3, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    q, k, v = (x[:, :, i, None] for i in range(3))  # [B, N, 1, D], row stride 3 D
+    if layout == "BHND":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = ffpa_attn.ffpa(q, k, v, layout=layout)
+    want, _ = oracle.attention(q, k, v, layout=layout)
+    compare.assert_close("out", out, want, compare.baseline(q, k, v, layout=layout)[0])
