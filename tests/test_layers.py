@@ -62,8 +62,11 @@ def test_torch_headers_only_in_torch_ops():
     assert not offenders(r"#\s*include\s*<(torch|ATen|c10)/", lambda name: name.startswith("torch_ops/"))
 
 
-def test_launches_only_in_launch():
-    assert not offenders(r"<<<|\bcu(da)?Launch(Cooperative)?Kernel\w*\s*\(", lambda name: name.startswith("launch/"))
+def test_one_launch():
+    launch = r"<<<|\bcu(da)?Launch(Cooperative)?Kernel\w*\s*\("
+    assert not offenders(launch, lambda name: name == "ptx/native/grid_launch.cuh")
+    callers = offenders(r"\blaunch_grid\b", lambda name: name.startswith("ptx/"))
+    assert callers == ["csrc/launch/launch.cuh"]
 
 
 def test_assembly_only_in_native():

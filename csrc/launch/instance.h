@@ -2,11 +2,9 @@
 // the same in the wheel's library and in a library compiled on demand.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 
-#include "attention/launch_shape.h"
+#include "ptx/launch_types.h"
 
 namespace ffpa {
 
@@ -14,9 +12,9 @@ struct Instance {
   const char* name;          // of the spec
   std::size_t params_bytes;  // sizeof(Config::Params), so that a caller with another struct is found out
 
-  // Enqueues the kernel on `stream` of `device`, which must be current. *shape holds what was asked for, whatever the
-  // result is, so that a failure can be described.
-  cudaError_t (*launch)(const void* params, int device, cudaStream_t stream, LaunchShape* shape);
+  // Enqueues the kernel on `stream` (a cudaStream_t) of `device`, which must be current. *shape holds what was asked
+  // for, whatever the result is, so that a failure can be described.
+  LaunchStatus (*launch)(const void* params, int device, void* stream, LaunchShape* shape);
 };
 
 }  // namespace ffpa

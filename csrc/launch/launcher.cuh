@@ -1,22 +1,23 @@
-// From a Config and its kernel to an Instance: the only place that launches kernels. Included by generated files alone,
-// and free of torch headers, which would cost each of them seconds.
+// From a Config and its kernel to an Instance. Included by generated files alone, and free of torch headers, which
+// would cost each of them seconds.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
-#include <type_traits>
 
 #include "launch/instance.h"
+#include "launch/launch.cuh"
 
 namespace ffpa {
 
 template <class Config, auto kKernel>
 class Launcher {
   using Params = typename Config::Params;
-  static_assert(std::is_trivially_copyable_v<Params>, "parameters reach the GPU as plain bytes");
 
  public:
-  static constexpr Instance instance(const char* name) { return {name, sizeof(Params), &launch}; }
+  static constexpr Instance instance(const char* name) { return {name, sizeof(Params), &launch_kernel}; }
 
  private:
   // A kernel may use more than 48 KB of shared memory only after asking. Asking for all there is costs nothing (how
@@ -37,27 +38,13 @@ class Launcher {
     return error;
   }
 
-  static cudaError_t launch(const void* params, int device, cudaStream_t stream, LaunchShape* shape) {
+  static LaunchStatus launch_kernel(const void* params, int device, void* stream, LaunchShape* shape) {
     const Params& typed = *static_cast<const Params*>(params);
     *shape = Config::launch_shape(typed);
-    cudaError_t error = allow_all_shared_memory(device);
-    if (error == cudaSuccess) {
-      cudaLaunchAttribute cluster{};
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {shape->cluster.x, shape->cluster.y, shape->cluster.z};
-
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(shape->grid.x, shape->grid.y, shape->grid.z);
-      config.blockDim = dim3(shape->threads);
-      config.dynamicSmemBytes = shape->smem_bytes;
-      config.stream = stream;
-      config.attrs = &cluster;
-      // GPUs before sm_90 refuse the attribute, even for a cluster of one block.
-      config.numAttrs = shape->cluster.x * shape->cluster.y * shape->cluster.z > 1;
-      error = cudaLaunchKernelEx(&config, kKernel, typed);
-    }
-    if (error != cudaSuccess) cudaGetLastError();  // reported here, so the next call must not see it again
-    return error;
+    const cudaError_t error = allow_all_shared_memory(device);
+    const LaunchStatus status = error == cudaSuccess ? launch(*shape, stream, kKernel, typed) : ptx::status_of(error);
+    if (!status.ok()) cudaGetLastError();  // reported here, so the next call must not see it again
+    return status;
   }
 };
 

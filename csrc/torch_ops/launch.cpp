@@ -1,5 +1,6 @@
 #include "torch_ops/launch.h"
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
@@ -14,7 +15,7 @@ namespace {
 // PyTorch's stable ABI declares this function but puts it into libtorch_cuda, which a CPU-only PyTorch does not have:
 // linking it would tie the wheel to one of the two. The library is open already where there is a CUDA tensor, though
 // not in the global scope, so neither a weak symbol nor dlsym(RTLD_DEFAULT) finds it.
-cudaStream_t current_stream(int device) {
+void* current_stream(int device) {
   using GetStream = int (*)(int32_t device, void** stream);
   static const GetStream get_stream = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -26,20 +27,20 @@ cudaStream_t current_stream(int device) {
     throw std::runtime_error(
         "ffpa_attn: PyTorch's current CUDA stream is out of reach; is this PyTorch built for CUDA?");
   }
-  return static_cast<cudaStream_t>(stream);
+  return stream;
 }
 
 std::ostream& operator<<(std::ostream& text, const GridDim& dim) {
   return text << dim.x << " x " << dim.y << " x " << dim.z;
 }
 
-std::string describe_failure(const Instance& instance, const LaunchShape& shape, int device, cudaError_t error) {
+std::string describe_failure(const Instance& instance, const LaunchShape& shape, int device, const char* why) {
   int most_smem = 0;
   cudaDeviceGetAttribute(&most_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   std::ostringstream text;
-  text << "ffpa_attn: launching " << instance.name << " failed: " << cudaGetErrorString(error) << " ("
-       << cudaGetErrorName(error) << "); grid " << shape.grid << ", cluster " << shape.cluster << ", " << shape.threads
-       << " threads, " << shape.smem_bytes << " of " << most_smem << " bytes of shared memory, device " << device;
+  text << "ffpa_attn: launching " << instance.name << " failed: " << why << "; grid " << shape.grid << ", cluster "
+       << shape.cluster << ", " << shape.threads << " threads, " << shape.smem_bytes << " of " << most_smem
+       << " bytes of shared memory, device " << device;
   return text.str();
 }
 
@@ -55,8 +56,8 @@ void launch_on(const torch::stable::Tensor& on, const std::string& name, const v
   const int device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   LaunchShape shape;
-  const cudaError_t error = instance.launch(params, device, current_stream(device), &shape);
-  if (error != cudaSuccess) throw std::runtime_error(describe_failure(instance, shape, device, error));
+  const LaunchStatus status = instance.launch(params, device, current_stream(device), &shape);
+  if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
 }
 
 }  // namespace ffpa

@@ -1,5 +1,6 @@
 #include "launch/registry.h"
 
+#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>

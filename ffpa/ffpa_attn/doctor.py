@@ -94,10 +94,10 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(
             subject, f"{len(later)} more {f'are missing: {why_not}' if why_not else 'are compiled at first use'}"
         )
-    spec = ScaledCopy("f32", 4)
+    spec = ScaledCopy("f16", 4)
     if native.why_not(spec, gpu):
         return
-    x = torch.arange(1000, dtype=torch.float32, device=device)
+    x = torch.arange(1000, dtype=torch.float16, device=device)
     right = torch.equal(native.scaled_copy(spec, x, 2.0), 2 * x)
     yield Finding(subject, f"a test launch gives the {'right' if right else 'WRONG'} result", broken=not right)
 

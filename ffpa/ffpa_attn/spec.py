@@ -129,10 +129,10 @@ class ScaledCopy(KernelSpec):
     family = "scaled_copy"
     arch = "sm_80"
 
-    dtype: str  # "f32"
+    dtype: str  # "f16" | "bf16"
     unroll: int  # elements of one thread
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
-    return (ScaledCopy("f32", 4),)
+    return (ScaledCopy("f16", 4),)

@@ -71,7 +71,7 @@ def test_the_whole_set_compiles_and_is_recorded(native):
 
 @needs_nvcc
 def test_a_library_of_one_kernel_needs_no_torch(tmp_path):
-    spec = ScaledCopy("f32", 2)
+    spec = ScaledCopy("f16", 2)
     library, resources = build.compile_library({spec: ("sm_90",)}, tmp_path)
     assert ctypes.CDLL(str(library))[generation.instance_symbol(spec)]
     assert resources[spec.name]["sm_90"].registers > 0
@@ -130,7 +130,7 @@ def test_the_gate_names_the_spec():
 
 
 MUST_SPILL = """
-#include "attention/launch_shape.h"
+#include "ptx/launch_types.h"
 namespace ffpa {
 struct MustSpillParams { float* x; };
 template <class Fields>
@@ -233,20 +233,20 @@ def test_max_jobs_and_flags_reach_the_tools(fake_nvcc, tmp_path, monkeypatch):
     real = build.subprocess.Popen
     monkeypatch.setattr(build.subprocess, "Popen", lambda command, **how: seen.append(command) or real(command, **how))
     directory = tmp_path / "with space and $"
-    build.compile_library({ScaledCopy("f32", 4): ("sm_90", "compute_90")}, directory)
+    build.compile_library({ScaledCopy("f16", 4): ("sm_90", "compute_90")}, directory)
     assert ["-j", "3"] in [command[-2:] for command in seen]
     assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90" in fake_nvcc.calls[0]
 
 
 def test_a_compiler_that_fails_is_quoted(fake_nvcc, tmp_path):
     fake_nvcc.set(broken="")
-    with pytest.raises(BuildError, match=r"ninja .*failed[\s\S]*scaled_copy_f32_unroll4\.o[\s\S]*out of luck"):
-        build.compile_library({ScaledCopy("f32", 4): ("sm_90",)}, tmp_path / "build")
+    with pytest.raises(BuildError, match=r"ninja .*failed[\s\S]*scaled_copy_f16_unroll4\.o[\s\S]*out of luck"):
+        build.compile_library({ScaledCopy("f16", 4): ("sm_90",)}, tmp_path / "build")
     assert not (tmp_path / "build" / "library.so").exists()
 
 
 def test_only_what_changed_is_compiled_again(fake_nvcc, tmp_path):
-    kernels = {ScaledCopy("f32", 4): ("sm_90",), ScaledCopy("f32", 8): ("sm_90",)}
+    kernels = {ScaledCopy("f16", 4): ("sm_90",), ScaledCopy("f16", 8): ("sm_90",)}
     build.compile_library(kernels, tmp_path / "build")
     assert len(fake_nvcc.calls) == 3  # two kernels and the link
     build.compile_library(kernels, tmp_path / "build")

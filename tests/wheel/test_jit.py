@@ -11,7 +11,7 @@ from ffpa_attn.spec import ScaledCopy
 from ffpa_attn.toolchain import BuildError
 from wheel_support import needs_nvcc
 
-SPEC = ScaledCopy("f32", 4)
+SPEC = ScaledCopy("f16", 4)
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -35,7 +35,7 @@ def test_the_default_cache_is_in_the_home(monkeypatch, tmp_path):
 
 
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
-    paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(ScaledCopy("f32", 8), "sm_90")]
+    paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(ScaledCopy("f16", 8), "sm_90")]
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
     paths.append(jit.library(SPEC, "sm_90"))
     fake_nvcc.set(version="2")
@@ -136,6 +136,6 @@ def test_no_compiler(cache, monkeypatch):
 @needs_nvcc
 def test_the_real_compiler(cache, native):
     start = time.monotonic()
-    path = jit.library(ScaledCopy("f32", 1), "sm_90")
+    path = jit.library(ScaledCopy("f16", 1), "sm_90")
     assert time.monotonic() - start < 30  # 2 to 5 s on an idle machine
-    native.library().load_kernel(str(path), "scaled_copy_f32_unroll1", "scaled_copy_f32_unroll1@sm_90")
+    native.library().load_kernel(str(path), "scaled_copy_f16_unroll1", "scaled_copy_f16_unroll1@sm_90")

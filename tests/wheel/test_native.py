@@ -10,7 +10,7 @@ from ffpa_attn import build, doctor, toolchain
 from ffpa_attn.spec import KernelSpec, ScaledCopy
 from wheel_support import ROOT
 
-BUILT, NOT_BUILT = ScaledCopy("f32", 4), ScaledCopy("f32", 2)
+BUILT, NOT_BUILT = ScaledCopy("f16", 4), ScaledCopy("f16", 2)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -141,7 +141,7 @@ def test_doctor_never_fails(native, monkeypatch, capsys):
 
 
 def numbers(device="cuda", size=100_003):
-    return torch.randn(size, device=device)
+    return torch.randn(size, device=device, dtype=torch.float16)
 
 
 @needs_gpu
@@ -230,7 +230,7 @@ native.library().cuda_versions()
 child = os.fork()
 if child == 0:
     x = torch.ones(1000, device="cuda")
-    os._exit(0 if (native.scaled_copy(ScaledCopy("f32", 4), x, 2.0) == 2.0).all() else 1)
+    os._exit(0 if (native.scaled_copy(ScaledCopy("f16", 4), x, 2.0) == 2.0).all() else 1)
 sys.exit(os.waitpid(child, 0)[1])
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -34,7 +34,7 @@ package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
 from ffpa_attn import jit
 from ffpa_attn.spec import ScaledCopy
-print(jit.library(ScaledCopy("f32", 4), "sm_90"))
+print(jit.library(ScaledCopy("f16", 4), "sm_90"))
 """
 
 
