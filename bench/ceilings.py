@@ -33,7 +33,7 @@ class CeilingCalls:
 
     def __init__(self, device: str):
         self.side, self.bytes, dtype = (
-            (8192, 512 << 20, torch.bfloat16) if device == "cuda" else (512, 32 << 20, torch.float32)
+            (8192, 512 << 20, torch.bfloat16) if device == "cuda" else (256, 8 << 20, torch.float32)
         )
         a, b = (torch.randn(self.side, self.side, dtype=dtype, device=device) for _ in range(2))
         product = torch.empty_like(a)

@@ -14,12 +14,12 @@ import torch
 from ceilings import Ceilings
 from ffpa_attn import __version__, env
 from flops import halved_flops, nominal_flops
-from paths import ROOT
 from providers import SDPA_TAG, Provider
 from truth import Verdict
 from workload import Workload
 
 FORMAT = 1
+_ROOT = Path(__file__).resolve().parent.parent
 _CLOCKS = (
     "clocks.sm",
     "clocks.mem",
@@ -221,8 +221,8 @@ def machine(device: str) -> dict:
 
 def source() -> dict:
     """The commit's tree, whether files differ from it, and the flags that were set."""
-    tree = _output("git", "-C", str(ROOT), "rev-parse", "HEAD^{tree}")
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    tree = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD^{tree}")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain")
     flags = {
         flag.name: env.run_flags()[flag.name] for flag in env.RUN_FLAGS if env.run_flags()[flag.name] != flag.default
     }

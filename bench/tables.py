@@ -41,7 +41,7 @@ def notes(record: Record) -> list[str]:
         f"ceiling: {ceiling} in the same run; source {record.source['tree'] or 'unknown'}."
     ]
     if any(row.level for row in rows):
-        lines.append(ACC_LEGEND + ".")
+        lines.append(ACC_LEGEND.replace("*", r"\*") + ".")
     fallbacks = sorted({row.kernel for row in rows if row.is_ffpa and not row.own_kernel})
     if fallbacks:
         lines.append(f"† ran on {' or '.join(fallbacks)}, not on a kernel of this project.")

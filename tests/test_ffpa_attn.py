@@ -3,9 +3,12 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+ROOT = Path(__file__).resolve().parent.parent
+# This tree's package first, installed or not: the record names the commit that was measured.
+sys.path.insert(0, str(ROOT / "ffpa"))
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "bench"))
 
-import paths  # noqa: F401  (first: it finds the package)
 import cli
 
 if __name__ == "__main__":
