@@ -21,7 +21,7 @@ from tables import markdown
 from workload import DTYPES, Workload, halved
 
 _GPU_SIZES = {"B": 1, "H": 48, "N": 8192}
-_CPU_SIZES = {"B": 1, "H": 2, "N": 128}
+_CPU_SIZES = {"B": 1, "H": 2, "N": 64}
 _VARLEN_BATCH = 4
 _CPU_FLOPS = 0.3e9  # a call on a CPU stays below this, some 10 ms
 

@@ -45,7 +45,7 @@ class Truth:
 
     def verdict(self, run: Callable[[Inputs], tuple[torch.Tensor, ...]]) -> Verdict:
         """run: inputs -> (out,) or, backward, (dq, dk, dv)."""
-        results = run(self.inputs)
+        results = [x.detach() for x in run(self.inputs)]
         names = ("dq", "dk", "dv") if self.w.backward else ("out",)
         worst, problems = 0.0, []
         for i, name in enumerate(names):
