@@ -15,7 +15,8 @@ from ffpa_attn import env
 from flops import nominal_flops
 from lines import Progress, first_values, headline, row_line
 from measure import Bench, Measured, Settings
-from providers import PEERS, SDPA_TAG
+from provider import SDPA_TAG
+from providers import PEERS
 from record import Record, clocks, machine, source
 from tables import markdown
 from workload import DTYPES, Workload, halved
@@ -64,6 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="A,B",
         help=f"also these, where they run: all, or of {', '.join(PEERS)}",
     )
+    add("--pypi", type=Path, metavar="DIR", help="also PyPI's ffpa-attn: pip install --target DIR ffpa-attn")
     add(
         "--tag-hints",
         "--tags",
@@ -114,7 +116,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     try:
-        env.run_flags()
+        if env.run_flags()["FFPA_EMULATE"] is not None:
+            raise ValueError("FFPA_EMULATE is set, and times in the emulator mean nothing; unset it")
         args.workloads, args.reductions = _workloads(args)
     except ValueError as error:
         parser.error(str(error))
@@ -183,7 +186,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     ones = tuple(name for name in "qkv" if args.no_rand_qkv or getattr(args, f"no_rand_{name}"))
     asked = {"unfused": args.run_torch_unfused, "flash": args.run_flash_attn}
     peers = tuple(name for name in PEERS if name in args.peers or asked.get(name))
-    return Settings(args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.debug)
+    return Settings(args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug)
 
 
 def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:

@@ -1,11 +1,10 @@
-"""Who computes a workload: this project's kernels, and the others to compare with. Each is one callable."""
+"""Who can compute a workload: this project's kernels, and the others to compare with."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -13,36 +12,12 @@ import torch.nn.functional as F
 from ffpa_attn import env, explain, ffpa, ffpa_varlen, ops
 from ffpa_attn.choice import Choice, choose
 from ffpa_attn.spec import ACCS, LEVELS, STAGES
+from provider import SDPA_TAG, Provider, Unavailable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from workload import Inputs, Workload, rows_of
 
-SDPA_TAG = "(sdpa)"
 _FALLBACKS = ("sdpa", "reference")  # what ffpa runs on where no kernel of ours can
-
-
-class Unavailable(Exception):
-    """Why a provider cannot run a workload here."""
-
-
-@dataclass(frozen=True)
-class Provider:
-    tag: str
-    kernel: str  # what runs
-    attention: Callable[[Inputs], torch.Tensor]
-    is_ffpa: bool = False  # called through this project's functions: must run, and must be right
-    own_kernel: bool = False  # and does not fall back
-    acc: str | None = None  # what was forced, or None
-    level: int | None = None
-    num_stages: int | None = None
-
-    def prepare(self, w: Workload, x: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """What is timed: () -> (out,), or the gradients alone, () -> (dq, dk, dv)."""
-        if not w.backward:
-            return lambda: (self.attention(x),)
-        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out = self.attention(x._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
-        return lambda: torch.autograd.grad(out, leaves, x.grad, retain_graph=True)
 
 
 # ---- ours ----
@@ -160,7 +135,8 @@ def _flex(w: Workload, x: Inputs) -> Provider:
         raise Unavailable("packed sequences need a block mask per batch")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention)
+    torch._dynamo.reset()  # it would give up, silently, after a few head dims
+    compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if w.causal:
         shift = w.n_kv - w.n_q

@@ -14,7 +14,7 @@ import torch
 from ceilings import Ceilings
 from ffpa_attn import __version__, env
 from flops import halved_flops, nominal_flops
-from providers import SDPA_TAG, Provider
+from provider import SDPA_TAG, Provider
 from truth import Verdict
 from workload import Workload
 

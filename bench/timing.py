@@ -47,7 +47,8 @@ def measure_in_turn(
         first = i % len(names)
         for name in names[first:] + names[:first]:
             on_step(name)
-            times.setdefault(name, []).append(subjects[name]())
+            ms = subjects[name]()
+            times.setdefault(name, []).append(ms)
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int | None:

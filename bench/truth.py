@@ -15,7 +15,8 @@ import oracle
 import torch
 from workload import DTYPES, Inputs, Workload, make_inputs, rows_of
 
-_BLOCK = 64  # rows at once
+_ROWS = 64  # in a sampled block
+_SCORES = 1 << 23  # most scores of a block, where all rows count
 _SEED_OFFSET = 1000  # other numbers than those that are timed
 
 
@@ -71,8 +72,9 @@ class Truth:
         return torch.cat([x[:, :, slice(*rows)] for rows in sample.rows], dim=2)
 
     def _sample(self, sequence: int, head_kv: int) -> _Sample:
-        n_q = self.w.sequences[sequence][0]
-        blocks = [(start, min(start + _BLOCK, n_q)) for start in range(0, n_q, _BLOCK)]
+        n_q, n_kv = self.w.sequences[sequence]
+        step = max(_ROWS, _SCORES // n_kv) if self.w.backward else _ROWS
+        blocks = [(start, min(start + step, n_q)) for start in range(0, n_q, step)]
         if not self.w.backward:
             blocks = [blocks[i] for i in sorted({0, len(blocks) // 2, len(blocks) - 1})]
         want = self._compute(oracle.attention, torch.float64, sequence, head_kv, blocks)
@@ -80,29 +82,31 @@ class Truth:
         return _Sample(sequence, head_kv, blocks, want, base)
 
     def _compute(self, attention, dtype, sequence, head_kv, blocks) -> list[torch.Tensor]:
-        """[out] of the blocks, or [dq, dk, dv] with dk and dv summed up over them."""
+        """[out] of the blocks, or [dq, dk, dv] with dk and dv summed up over blocks and heads."""
         w, x = self.w, self.inputs
         group = w.heads // w.heads_kv
-        heads = slice(head_kv * group, (head_kv + 1) * group)
-        q = rows_of(w, x.q, sequence, False)[:, heads]
         k, v = (rows_of(w, t, sequence, True)[:, head_kv, None] for t in (x.k, x.v))
-        n_q, n_kv = q.shape[2], k.shape[2]
-        outs, dqs = [], []
-        dk, dv = (
-            torch.zeros(t.shape, dtype=torch.promote_types(dtype, torch.float32), device=t.device) for t in (k, v)
-        )
-        for rows in blocks:
-            # Bottom-right aligned, the last row of a block sees these keys at most, and then the diagonal fits too.
-            keys = max(n_kv - (n_q - rows[1]), 0) if w.causal else n_kv
-            block = [t.to(dtype) for t in (q[:, :, slice(*rows)], k[:, :, :keys], v[:, :, :keys])]
-            if not w.backward:
-                outs.append(attention(*block, causal=w.causal)[0])
-                continue
-            leaves = [t.detach().requires_grad_() for t in block]
-            out = attention(*leaves, causal=w.causal)[0]
-            grad = rows_of(w, x.grad, sequence, False)[:, heads, slice(*rows)]
-            parts = torch.autograd.grad(out, leaves, grad.to(out.dtype), materialize_grads=True)
-            dqs.append(parts[0])
-            dk[:, :, :keys] += parts[1]
-            dv[:, :, :keys] += parts[2]
-        return [torch.cat(dqs, dim=2), dk.to(dtype), dv.to(dtype)] if w.backward else [torch.cat(outs, dim=2)]
+        n_q, n_kv = w.sequences[sequence]
+        wide = torch.promote_types(dtype, torch.float32)
+        dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
+        by_head = []  # out or dq
+        for head in range(head_kv * group, (head_kv + 1) * group):
+            q = rows_of(w, x.q, sequence, False)[:, head, None]
+            parts = []
+            for rows in blocks:
+                # The last row of a block sees these keys at most; with them alone the diagonal is at the bottom right.
+                keys = max(n_kv - (n_q - rows[1]), 0) if w.causal else n_kv
+                block = [t.to(dtype) for t in (q[:, :, slice(*rows)], k[:, :, :keys], v[:, :, :keys])]
+                if not w.backward:
+                    parts.append(attention(*block, causal=w.causal)[0])
+                    continue
+                leaves = [t.detach().requires_grad_() for t in block]
+                out = attention(*leaves, causal=w.causal)[0]
+                grad = rows_of(w, x.grad, sequence, False)[:, head, None, slice(*rows)].to(out.dtype)
+                grads = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
+                parts.append(grads[0])
+                dk[:, :, :keys] += grads[1]
+                dv[:, :, :keys] += grads[2]
+            by_head.append(torch.cat(parts, dim=2))
+        result = torch.cat(by_head, dim=1)
+        return [result, dk.to(dtype), dv.to(dtype)] if w.backward else [result]

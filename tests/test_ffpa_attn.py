@@ -118,12 +118,24 @@ def test_refused_flags(flags, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_contradicting_toggles_are_an_error(monkeypatch, capsys):
-    monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", "1")
-    monkeypatch.setenv("ENABLE_FFPA_PERSIST_Q_G2S", "0")
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"ENABLE_FFPA_PERSIST_KV_G2S": "1", "ENABLE_FFPA_PERSIST_Q_G2S": "0"}, "exclude each other"),
+        ({"FFPA_EMULATE": "1"}, "times in the emulator mean nothing"),
+    ],
+)
+def test_refused_environment(flags, message, monkeypatch, capsys):
+    for name, value in flags.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         cli.main(["--D", "64"])
-    assert "exclude each other" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_a_problem_that_ffpa_refuses_is_a_failure(tmp_path, capsys):
+    assert run(tmp_path, "--D", "60") == 1
+    assert "FAILED ffpa on B=1, H=1, N=32, D=60, fp16: ValueError: `q` has head dim 60" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["--check", "--check-all --backward", "--check --no-rand-qkv"])
@@ -147,12 +159,26 @@ def test_a_raising_row_of_ours_fails_and_a_peer_is_skipped(monkeypatch, tmp_path
     assert "(unfused): not measured: RuntimeError: out of order" in capsys.readouterr().out
 
 
+def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
+    (tmp_path / "ffpa_attn").mkdir()
+    (tmp_path / "ffpa_attn" / "__init__.py").write_text(
+        "import torch.nn.functional as F\n__version__ = '0.0'\nprint('noise')\n"
+        "def ffpa_attn_func(q, k, v, is_causal, enable_gqa):\n"
+        "    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)\n"
+    )
+    assert run(tmp_path, "--MAX-D", "384", "--causal", "--show", "--check-all", "--pypi", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(ffpa-pypi): [") == 2 and "ffpa-attn 0.0 of PyPI" in shown
+    assert run(tmp_path, "--D", "64", "--varlen", "--pypi", str(tmp_path)) == 0
+    assert "(ffpa-pypi): not measured: RuntimeError: NotImplementedError" in capsys.readouterr().out
+
+
 def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
     calls = []
 
     def impatient(q, k, v, **rule):
         calls.append(q.shape[-1])
-        if calls.count(384) == 4:
+        if calls.count(384) == 5:
             raise KeyboardInterrupt
         return ffpa(q, k, v, **rule)
 
