@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -11,6 +12,7 @@ import oracle
 import overhead
 import plots
 import pytest
+import readme
 import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
@@ -173,10 +175,14 @@ def test_table(recorded):
     assert "†" not in markdown(recorded)
 
 
-def test_a_fallback_is_no_number_of_ours(recorded):
-    rows = recorded.results[0].rows
+def fall_back(rows: list[Row]) -> None:
+    """The automatic row as it is where no kernel of ours runs."""
     auto = next(row for row in rows if row.tag == "(ffpa+auto)")
-    rows[rows.index(auto)] = Row(**{**vars(auto), "kernel": "sdpa", "own_kernel": False})
+    rows[rows.index(auto)] = replace(auto, kernel="sdpa", own_kernel=False)
+
+
+def test_a_fallback_is_no_number_of_ours(recorded):
+    fall_back(recorded.results[0].rows)
     shown = markdown(recorded)
     assert "|FFPA auto|400T†|400T|400T|" in shown and "† ran on sdpa, not on a kernel of this project." in shown
 
@@ -190,6 +196,29 @@ def test_pictures(recorded, tmp_path):
     assert "Imaginary GPU" in bars.get_title(loc="left")
     assert [text.get_text() for text in bars.get_legend().get_texts()] == ["SDPA EA", "FFPA L1", "FFPA L3", "FFPA auto"]
     assert [round(float(bar.get_height()), 2) for bar in bars.patches] == [2.22] * 3 + [2.62] * 3 + [4.0] * 3
+
+
+def test_the_readme_shows_what_was_recorded(recorded, tmp_path):
+    text = "# x\n<!-- bench: recorded -->\nan old table\n<!-- /bench -->\ny\n"
+    shown = readme.generated(text, tmp_path)
+    assert shown == f"# x\n<!-- bench: recorded -->\n{markdown(recorded)}<!-- /bench -->\ny\n"
+    assert readme.generated(shown, tmp_path) == shown
+    assert readme.generated(readme.README.read_text(), readme.RESULTS) == readme.README.read_text()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda record: record.source.update(tree="0-dirty"), "no commit"),
+        (lambda record: setattr(record, "interrupted", True), "interrupted"),
+        (lambda record: fall_back(record.results[0].rows), "ran on sdpa, not on a kernel of this project"),
+    ],
+)
+def test_the_readme_shows_nothing_that_is_not_ours(change, message, recorded, tmp_path):
+    change(recorded)
+    recorded.save(tmp_path / "changed")
+    with pytest.raises(ValueError, match=message):
+        readme.generated("<!-- bench: changed -->\n<!-- /bench -->", tmp_path)
 
 
 def test_another_format_is_refused(tmp_path):
