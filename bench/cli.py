@@ -224,21 +224,22 @@ def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:
         print("--force-build: this installation compiles no kernel on demand; nothing to build.")
     if args.verbose:
         print(args)
-    bench = Bench(args.device, _settings(args))
-    progress = Progress(len(args.workloads))
     wrong, said = [], set()
-    for i, w in enumerate(args.workloads):
-        measured = bench.run(w, lambda share, what, i=i: progress.show(i + share, what))
-        progress.clear()
-        wrong += measured.failed
-        if measured.result:
-            print(headline(f"{w}, Warmup: {args.warmup}, Iters: {args.iters}"))
-            _show(args, measured, said)
-            record.results.append(measured.result)
-        if measured.interrupted:
-            record.interrupted = True
-            break
-        time.sleep(args.sleep)
+    try:
+        bench, progress = Bench(args.device, _settings(args)), Progress(len(args.workloads))
+        for i, w in enumerate(args.workloads):
+            measured = bench.run(w, lambda share, what, i=i: progress.show(i + share, what))
+            progress.clear()
+            wrong += measured.failed
+            if measured.result:
+                record.results.append(measured.result)
+                print(headline(f"{w}, Warmup: {args.warmup}, Iters: {args.iters}"))
+                _show(args, measured, said)
+            if measured.interrupted:
+                raise KeyboardInterrupt
+            time.sleep(args.sleep)
+    except KeyboardInterrupt:
+        record.interrupted = True
     if args.device == "cuda":
         record.machine["clocks_after"] = clocks()
     record.method["finished"] = _now()
@@ -282,7 +283,11 @@ def main(argv: list[str] | None = None) -> int:
     args.command = sys.argv[1:] if argv is None else argv
     wrong: list[str] = []
     if args.recorded:
-        record = Record.load(args.recorded)
+        try:
+            record = Record.load(args.recorded)
+        except (OSError, ValueError) as error:
+            print(f"--from: {error}", file=sys.stderr)
+            return 2
     else:
         record, wrong = _measure(args)
         checked = [

@@ -43,9 +43,9 @@ class _Ready:
 
 @dataclass(frozen=True)
 class Measured:
-    result: Result | None  # None: interrupted before anything was timed
+    result: Result | None  # None: ended before anything was timed
     outputs: dict[str, torch.Tensor]  # by tag: out or dq of the timed inputs
-    failed: list[str]  # rows of ours that raised
+    failed: list[str]  # rows of ours that raised, and whatever ended the measurement
     interrupted: bool
 
 
@@ -68,6 +68,10 @@ class Bench:
             self._measure(ready, times, lambda share, tag: on_progress(share, f"{w}: timing {tag}"))
         except KeyboardInterrupt:
             interrupted = True
+        except Exception as error:  # no memory for the inputs, say; what is measured of this run must not be lost
+            if self.settings.debug:
+                raise
+            failed.append(f"{w}: {_first_line(error)}")
         measured = [one for one in ready if one.provider.tag in times]
         outputs = {one.provider.tag: one.output for one in measured}
         if not (measured and set(self.ceilings.calls) <= set(times)):

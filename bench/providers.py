@@ -36,7 +36,8 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
         function = ffpa_varlen if w.packed else ffpa
         return function(x.q, x.k, x.v, *x.offsets, causal=w.causal, **forced)
 
-    return Provider(tag, choice.kernel, attention, True, choice.backend not in _FALLBACKS, **forced)
+    own_kernel = choice.backend not in _FALLBACKS
+    return Provider(tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, **forced)
 
 
 def our_providers(w: Workload, x: Inputs) -> Iterator[Provider]:
@@ -45,7 +46,7 @@ def our_providers(w: Workload, x: Inputs) -> Iterator[Provider]:
         forced = {"acc": acc, "level": level, "num_stages": num_stages}
         try:
             choice = _explain(w, x, **forced)
-        except NotImplementedError:
+        except (NotImplementedError, ValueError):  # no such kernel; or FFPA_BACKEND forces another family
             continue
         if choice.fallback is None:
             yield _ours(w, f"(ffpa+acc+{acc}+L{level}+stage{num_stages})", choice, **forced)

@@ -18,9 +18,11 @@ import re
 import subprocess
 
 import compare
+import measure
 import oracle
 import providers
 import pytest
+import torch
 from ffpa_attn import env, ffpa
 from record import Record
 from workload import Workload, make_inputs
@@ -157,6 +159,23 @@ def test_a_raising_row_of_ours_fails_and_a_peer_is_skipped(monkeypatch, tmp_path
     monkeypatch.setitem(providers.PEERS, "unfused", lambda w, x: providers.Provider("(unfused)", "none", broken))
     assert run(tmp_path, "--D", "64", "--torch") == 0
     assert "(unfused): not measured: RuntimeError: out of order" in capsys.readouterr().out
+
+
+def test_running_out_of_memory_loses_nothing(monkeypatch, tmp_path, capsys):
+    def make(w, *args, **options):
+        if w.d == 384:
+            raise torch.OutOfMemoryError("not that much")
+        return make_inputs(w, *args, **options)
+
+    monkeypatch.setattr(measure, "make_inputs", make)
+    assert run(tmp_path, "--MAX-D", "448", "--gen-bench") == 1
+    shown = capsys.readouterr()
+    assert "|Algorithm|320|448|" in shown.out and "OutOfMemoryError: not that much" in shown.err
+
+
+def test_a_missing_record_is_said(tmp_path, capsys):
+    assert cli.main(["--from", str(tmp_path / "none.json"), "--plot"]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
