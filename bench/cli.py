@@ -15,7 +15,6 @@ from ffpa_attn import env
 from flops import nominal_flops
 from lines import Progress, first_values, headline, row_line
 from measure import Bench, Measured, Settings
-from provider import SDPA_TAG
 from providers import PEERS
 from record import Record, clocks, machine, source
 from tables import markdown
@@ -92,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--show-all",
         "--show",
         action="store_true",
-        help="every row; else SDPA, automatic, and rows faster than those above",
+        help="every row; else of the forced levels only those faster than all above",
     )
     add("--show-less", "--show-l", action="store_true", help="one output value a row")
     add("--show-matrix", action="store_true", help="print outputs")
@@ -194,7 +193,7 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
     best_ms = None
     for row in measured.result.rows:
         improved = best_ms is None or row.median_ms < best_ms
-        if args.show_all or improved or row.problem or row.tag in (SDPA_TAG, "(ffpa+auto)", "(flash)"):
+        if args.show_all or improved or row.problem or not row.level:
             values = first_values(measured.outputs[row.tag], args.show_less)
             print(row_line(row, measured.result, values, best_ms, args.check or args.check_all))
         if args.show_matrix:
@@ -205,9 +204,8 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
             print(f"{f'({who})':>26}: not measured: {why}")
             said.add((who, why))
     ceilings = measured.result.ceilings
-    print(
-        f"{'ceilings':>26}: {ceilings.gemm}: {ceilings.gemm_tflops:.4g} TFLOPS; {ceilings.copy}: {ceilings.copy_gb_per_s:.4g} GB/s"
-    )
+    gemm, copy = f"{ceilings.gemm_tflops:.4g} TFLOPS", f"{ceilings.copy_gb_per_s:.4g} GB/s"
+    print(f"{'ceilings':>26}: {ceilings.gemm}: {gemm}; {ceilings.copy}: {copy}", flush=True)
 
 
 def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:

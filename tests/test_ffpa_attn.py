@@ -35,6 +35,15 @@ VERBATIM = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small are these sizes that threads only wait for each other, long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run(tmp_path, *flags: str) -> int:
     return cli.main([*SMALL, "--save-dir", str(tmp_path), *flags])
 
