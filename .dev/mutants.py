@@ -50,7 +50,6 @@ MUTANTS = [
         ("delta forgotten", ".sub_(delta).mul_(p)", ".mul_(p)"),
         ("dLSE with the wrong sign", "delta -= d_lse", "delta += d_lse"),
         ("empty row's P not 0 in the backward", "lse = lse.masked_fill(lse == -_INF, _INF)", "pass"),
-        ("wrong head of the group", "slice(h0 * group, h1 * group)", "slice(h0, h0 + (h1 - h0) * group)"),
         ("mask gradient of one batch only", "mask[b if mask.shape[0] > 1 else 0]", "mask[0]"),
         ("mask's hidden keys shown", "by_head.masked_fill_(~mask, -_INF)", "by_head.masked_fill_(mask, -_INF)"),
         ("rows past the end of a sequence", "(row >= lengths[0]) | (key >= lengths[1])", "(row >= lengths[0]) | (key > lengths[1])"),
@@ -62,6 +61,7 @@ MUTANTS = [
     *_in(
         "reference.py",
         "tests/test_memory.py",
+        ("wrong head of the group", "slice(h0 * group, h1 * group)", "slice(h0, h0 + (h1 - h0) * group)"),
         ("cap ignored forward", "half = min(cap, _ENOUGH_BYTES) // 2", "half = _ENOUGH_BYTES // 2"),
         ("cap ignored backward", "third = min(cap, _ENOUGH_BYTES) // 3", "third = _ENOUGH_BYTES // 3"),
         ("dQ lost when keys are cut", "if not whole_rows:", "if False:"),
