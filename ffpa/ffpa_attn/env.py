@@ -92,6 +92,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("TORCH_CUDA_ARCH_LIST", "list", None, "build", "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset."),
     Flag("MAX_JOBS", "integer", None, "build", "Parallel compile jobs; unset: one for each core.", _at_least(1)),
     Flag("CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."),
+    Flag("NVCC_CCBIN", "path", None, "build", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH."),
     # Which path a call takes.
     Flag("FFPA_BACKEND", " | ".join(BACKENDS), "auto", "run", "Force one backend; on a CUDA tensor it never falls back.", _one_of(*BACKENDS)),
     _bool("FFPA_STRICT", False, "run", "Raise where a call would fall back with a warning."),

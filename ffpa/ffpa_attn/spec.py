@@ -1,9 +1,11 @@
-"""Pure values that describe a call: no tensors, no device, no torch."""
+"""Pure values that describe a call and a kernel: no tensors, no device, no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class LevelType(Enum):
@@ -91,3 +93,46 @@ class Problem(NamedTuple):
             f"on {self.arch or self.device}",
         ]
         return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel to compile. Its name is the generated file, the C++ Config type, the registry key, the test id and the
+    bench row.
+
+    A family of kernels is a subclass. Its fields are what shapes registers and shared memory, and nothing else; they
+    reach C++ as the members of the Config: `tile_q: int` is kTileQ, `dtype: str` is the type Dtype.
+    """
+
+    family: ClassVar[str]  # csrc/attention/<family>.cuh with the kernel <family> and the template <Family>Config
+    arch: ClassVar[str]  # the oldest GPU it runs on, "sm_80"; with a letter, "sm_90a", the only one
+    allowed_spill_bytes: ClassVar[int] = 0  # a build fails above it
+
+    @property
+    def name(self) -> str:
+        words = [self.family]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str):
+                words.append(value)
+            elif isinstance(value, bool):
+                words += [field.name] if value else []
+            else:
+                words.append(f"{field.name}{value}")
+        return "_".join(words)
+
+
+@dataclass(frozen=True)
+class ScaledCopy(KernelSpec):
+    """out = scale * in: proves the way from a spec to a launch."""
+
+    family = "scaled_copy"
+    arch = "sm_80"
+
+    dtype: str  # "f32"
+    unroll: int  # elements of one thread
+
+
+def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
+    """What a wheel holds, given the build-time flags."""
+    return (ScaledCopy("f32", 4),)

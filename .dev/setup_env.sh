@@ -1,0 +1,92 @@
+# Sourced by the scripts beside it. Leaves in $PY the Python of an environment with what build, tests and bench need.
+#
+# Which environment: $FFPA_VENV, else the active one or the python3 on PATH where it already has PyTorch >= 2.10, else
+# .venv of this repository, made on the first run. Installs only what is missing, so a second run needs no network.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+_say() { echo "setup: $*" >&2; }
+
+_has_torch() {
+  "$1" - 2>/dev/null <<'PYTHON'
+import sys
+from importlib.metadata import version
+sys.exit(sys.version_info < (3, 10) or tuple(map(int, version("torch").split(".")[:2])) < (2, 10))
+PYTHON
+}
+
+_new_enough_python() {
+  local python
+  for python in python3 python3.13 python3.12 python3.11 python3.10; do
+    if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  _say "no Python >= 3.10 with venv on PATH; on Debian or Ubuntu: apt-get install python3 python3-venv"
+  return 1
+}
+
+_choose_python() {
+  local python
+  if [ -z "${FFPA_VENV:-}" ]; then
+    for python in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python; do
+      if [ -n "$python" ] && _has_torch "$python"; then
+        PY=$(command -v "$python")
+        return
+      fi
+    done
+  fi
+  local venv=${FFPA_VENV:-$root/.venv}
+  if [ ! -x "$venv/bin/python" ]; then
+    python=$(_new_enough_python) || return 1
+    _say "making $venv"
+    "$python" -m venv "$venv" || return 1
+  fi
+  PY=$venv/bin/python
+}
+
+# "name" or "name>=major" of each requirement that is not met.
+_missing() {
+  "$PY" - "$@" <<'PYTHON'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+for requirement in sys.argv[1:]:
+    name, _, oldest = requirement.partition(">=")
+    try:
+        if int(version(name).split(".")[0]) < int(oldest or 0):
+            print(requirement)
+    except PackageNotFoundError:
+        print(requirement)
+PYTHON
+}
+
+_install() {
+  _say "installing $*"
+  "$PY" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# PyPI's PyTorch brings gigabytes of CUDA libraries. Without a driver the CPU build does, and pip prefers its "+cpu".
+_install_torch() {
+  local where=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
+  [ -e /proc/driver/nvidia/version ] && where=()
+  _install "${where[@]}" torch==2.13.0
+}
+
+setup_env() {
+  _choose_python || return 1
+  _has_torch "$PY" || _install_torch || return 1
+  local missing
+  missing=$(_missing "setuptools>=77" wheel numpy pytest ninja pybind11 matplotlib) || return 1
+  # shellcheck disable=SC2086  # one word for each package
+  [ -z "$missing" ] || _install $missing || return 1
+  # A program that a package brought, such as ninja, is then found without activating the environment.
+  PATH=$(dirname "$PY"):$PATH
+}
+
+if ! command -v g++ >/dev/null; then
+  _say "no g++ on PATH; on Debian or Ubuntu: apt-get install g++"
+  return 1 2>/dev/null || exit 1
+fi
+setup_env || { return 1 2>/dev/null || exit 1; }

@@ -1,0 +1,62 @@
+#include "torch_ops/launch.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "launch/registry.h"
+
+namespace ffpa {
+namespace {
+
+// PyTorch's stable ABI declares this function but puts it into libtorch_cuda, which a CPU-only PyTorch does not have:
+// linking it would tie the wheel to one of the two. The library is open already where there is a CUDA tensor, though
+// not in the global scope, so neither a weak symbol nor dlsym(RTLD_DEFAULT) finds it.
+cudaStream_t current_stream(int device) {
+  using GetStream = int (*)(int32_t device, void** stream);
+  static const GetStream get_stream = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<GetStream>(symbol);
+  }();
+  void* stream = nullptr;
+  if (get_stream == nullptr || get_stream(device, &stream) != 0) {
+    throw std::runtime_error(
+        "ffpa_attn: PyTorch's current CUDA stream is out of reach; is this PyTorch built for CUDA?");
+  }
+  return static_cast<cudaStream_t>(stream);
+}
+
+std::ostream& operator<<(std::ostream& text, const GridDim& dim) {
+  return text << dim.x << " x " << dim.y << " x " << dim.z;
+}
+
+std::string describe_failure(const Instance& instance, const LaunchShape& shape, int device, cudaError_t error) {
+  int most_smem = 0;
+  cudaDeviceGetAttribute(&most_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  std::ostringstream text;
+  text << "ffpa_attn: launching " << instance.name << " failed: " << cudaGetErrorString(error) << " ("
+       << cudaGetErrorName(error) << "); grid " << shape.grid << ", cluster " << shape.cluster << ", " << shape.threads
+       << " threads, " << shape.smem_bytes << " of " << most_smem << " bytes of shared memory, device " << device;
+  return text.str();
+}
+
+}  // namespace
+
+void launch_on(const torch::stable::Tensor& on, const std::string& name, const void* params, std::size_t params_bytes) {
+  const Instance& instance = find_instance(name);
+  if (params_bytes != instance.params_bytes) {
+    throw std::runtime_error("ffpa_attn: " + name + " takes " + std::to_string(instance.params_bytes) +
+                             " bytes of parameters, and got " + std::to_string(params_bytes) +
+                             ": its library was built from other sources; reinstall ffpa-attn");
+  }
+  const int device = on.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  LaunchShape shape;
+  const cudaError_t error = instance.launch(params, device, current_stream(device), &shape);
+  if (error != cudaSuccess) throw std::runtime_error(describe_failure(instance, shape, device, error));
+}
+
+}  // namespace ffpa

@@ -1,0 +1,80 @@
+"""GPU architectures as values: what a build asks for, what a kernel is compiled to, and which GPU runs the result.
+
+Three ways to write one: a request as PyTorch writes it ("9.0a", "8.0+PTX"), a compiled target as nvcc writes it
+("sm_90a", machine code; "compute_80", PTX), and a GPU ("sm_90").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_REQUEST = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
+_ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
+
+
+class Request(NamedTuple):
+    number: int  # 90 is 9.0
+    ptx: bool  # also PTX, which newer GPUs compile when they load it
+
+
+def requested(flags: Mapping[str, Any]) -> tuple[Request, ...]:
+    """What the build flags ask for."""
+    for name in ("FFPA_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
+        if flags[name]:
+            return tuple(_request(name, flags[name], word) for word in re.split(r"[;,\s]+", flags[name].strip("; ,")))
+    ampere = (Request(80, ptx=True),) if flags["ENABLE_FFPA_AMPERE"] else ()
+    hopper = (Request(90, ptx=False),) if flags["ENABLE_FFPA_HOPPER"] else ()
+    return ampere + hopper
+
+
+def _request(flag: str, value: str, word: str) -> Request:
+    match = _REQUEST.fullmatch(word)
+    if match is None:
+        raise ValueError(
+            f"{flag}={value!r}: {word!r} is no architecture; write numbers such as `8.0+PTX;9.0a`, or unset it"
+        )
+    major, minor, ptx = match.groups()
+    return Request(int(major) * 10 + int(minor), ptx is not None)
+
+
+def _parse(arch: str) -> tuple[str, int, str]:
+    kind, number, letter = _ARCH.fullmatch(arch).groups()
+    return kind, int(number), letter
+
+
+def targets(kernel: str, requests: tuple[Request, ...]) -> tuple[str, ...]:
+    """What to compile a kernel of this arch to: "sm_80" to all that is requested from there up, "sm_90a" to itself."""
+    _, oldest, letter = _parse(kernel)
+    fit = [r for r in requests if (r.number == oldest if letter else r.number >= oldest)]
+    machine_code = dict.fromkeys(f"sm_{r.number}{letter}" for r in fit)
+    ptx = dict.fromkeys(f"compute_{r.number}{letter}" for r in fit if r.ptx)
+    return (*machine_code, *ptx)
+
+
+def why_not_on(kernel: str, gpu: str) -> str | None:
+    """Why a GPU cannot run a kernel of this arch however it is compiled; None when it can."""
+    _, oldest, letter = _parse(kernel)
+    _, number, _ = _parse(gpu)
+    if letter and number != oldest:
+        return f"it uses instructions that only {kernel} has, and the GPU is {gpu}"
+    if number < oldest:
+        return f"it needs {kernel} or newer, and the GPU is {gpu}"
+    return None
+
+
+def runs(target: str, gpu: str) -> bool:
+    """Machine code runs from its minor version up within its major one, PTX on all that is newer."""
+    kind, built, letter = _parse(target)
+    _, number, _ = _parse(gpu)
+    if letter == "a":
+        return number == built
+    if kind == "sm" or letter == "f":
+        return number // 10 == built // 10 and number >= built
+    return number >= built
+
+
+def exact_target(kernel: str, gpu: str) -> str:
+    """What to compile a kernel to for this GPU alone."""
+    return f"sm_{_parse(gpu)[1]}{_parse(kernel)[2]}"

@@ -1,0 +1,283 @@
+"""One ninja build for the wheel's library and for one compiled on demand, and the gate that every kernel passes.
+
+ptxas says what each kernel uses. Spills above the spec's allowance, or wgmma instructions that had to be serialized,
+fail the build: both cost more than the kernel gains. What ptxas said of the kernels that pass is kept as their record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from os import cpu_count
+from pathlib import Path
+
+from . import archs, env, generation, toolchain
+from .spec import KernelSpec, aot_specs
+from .toolchain import BuildError
+
+# What the wheel's library is compiled for, and runs on from there.
+OLDEST_TORCH = (2, 10)
+TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
+_LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
+_MOST_LINES = 40  # of a failed build's output, in its error
+
+
+def csrc() -> Path:
+    """The C++ sources: in the package when installed from a wheel, in the repository when installed editable."""
+    package = Path(__file__).resolve().parent
+    return next(place for place in (package / "csrc", package.parents[1] / "csrc") if place.is_dir())
+
+
+@cache
+def sources_hash() -> str:
+    """Changes with every change to a header or to the text around it."""
+    digest = hashlib.sha256()
+    root = csrc()
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
+    for path in (*files, Path(generation.__file__), Path(__file__)):
+        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+# ---- the gate ----
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel on one GPU; the worst of its functions where a spec has several."""
+
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_bytes: int = 0  # stores + loads
+    smem_bytes: int = 0  # static shared memory
+
+
+_FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_USAGE = {
+    "stack_bytes": re.compile(r"(\d+) bytes stack frame"),
+    "spill_bytes": re.compile(r"(\d+) bytes spill (?:stores|loads)"),
+    "registers": re.compile(r"Used (\d+) registers"),
+    "smem_bytes": re.compile(r"(\d+) bytes smem"),
+}
+_SERIALIZED = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
+
+
+def parse_ptxas(log: str) -> dict[str, Resources]:
+    """target -> resources, from the output of `ptxas -v`."""
+    used: dict[str, Resources] = {}
+    pieces = _FUNCTION.split(log)  # what comes before, then (function, target, text) for each function
+    for target, text in zip(pieces[2::3], pieces[3::3], strict=True):
+        now = {name: sum(map(int, pattern.findall(text))) for name, pattern in _USAGE.items()}
+        before = asdict(used.get(target, Resources()))
+        used[target] = Resources(**{name: max(before[name], now[name]) for name in now})
+    return used
+
+
+def gate(spec: KernelSpec, log: str) -> dict[str, Resources]:
+    """The resources of a kernel; raises when it must not ship."""
+    used = parse_ptxas(log)
+    if not used:
+        raise BuildError(f"{spec.name}: the compiler's output names no kernel:\n{log}")
+    for target, resources in used.items():
+        if resources.spill_bytes > spec.allowed_spill_bytes:
+            raise BuildError(
+                f"{spec.name} spills {resources.spill_bytes} bytes on {target} ({resources.registers} registers), "
+                f"allowed are {spec.allowed_spill_bytes}; shrink its tile, or raise its spec's allowed_spill_bytes"
+            )
+    serialized = _SERIALIZED.search(log)
+    if serialized:
+        raise BuildError(f"{spec.name} has its wgmma instructions serialized: {serialized.group().strip()}")
+    return used
+
+
+# ---- ninja ----
+
+
+def _quoted(path: Path | str) -> str:
+    """For a command that ninja hands to the shell."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def _escaped(path: Path | str) -> str:
+    """For a path that ninja itself reads."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _gencode(targets: tuple[str, ...]) -> str:
+    return " ".join(f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
+
+
+def _tools() -> tuple[toolchain.Nvcc, Path]:
+    why = toolchain.why_no_build()
+    if why:
+        raise BuildError(why)
+    return toolchain.find_nvcc(), toolchain.find_ninja()
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    """Ninja compiles again what is newer than its result."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+_RULES = """
+rule kernel
+  command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
+  description = compile $out
+  depfile = $out.d
+  deps = gcc
+rule host
+  command = $nvcc $flags $torch_flags -MD -MF $out.d -c $in -o $out
+  description = compile $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $nvcc $link_flags $in -o $out $libraries
+  description = link $out
+"""
+
+
+def compile_library(
+    kernels: Mapping[KernelSpec, tuple[str, ...]],
+    directory: Path,
+    torch: toolchain.Torch | None = None,
+    headers: Path | None = None,
+    verbose: bool = False,
+) -> tuple[Path, dict[str, dict[str, Resources]]]:
+    """Compiles each spec to its targets in `directory`; returns the library, and spec name -> target -> resources.
+
+    With `torch` the registry and the operators are part of it: the wheel's library. `headers` is one more place to look
+    for kernels.
+    """
+    nvcc, ninja = _tools()
+    root = csrc()
+    directory.mkdir(parents=True, exist_ok=True)
+    include = [f"-I{_quoted(place)}" for place in (root, headers) if place]
+    libraries = [f"-L{_quoted(nvcc.library_path)}"] if nvcc.library_path else []
+    torch_flags = []
+    if torch:
+        torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem {_quoted(torch.include)}"]
+        libraries += [f"-L{_quoted(torch.lib)}", "-ltorch_cpu"]
+
+    builds, objects = [], []
+
+    def compile_one(rule: str, source: Path, name: str, variables: str = "") -> None:
+        objects.append(f"{name}.o")
+        builds.append(f"build {name}.o: {rule} {_escaped(source)}{variables}")
+
+    for spec, targets in kernels.items():
+        source = directory / f"{spec.name}.cu"
+        _write_if_changed(source, generation.instance_source(spec))
+        compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
+    if torch:
+        table = directory / "table.cpp"
+        _write_if_changed(table, generation.table_source(kernels))
+        compile_one("host", table, "table")
+        for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
+            compile_one("host", source, f"{source.parent.name}_{source.stem}")
+
+    library = directory / "library.so"
+    variables = {
+        "nvcc": _quoted(nvcc.path),
+        "flags": " ".join((*_COMPILE_FLAGS, *include)),
+        "torch_flags": " ".join(torch_flags),
+        "link_flags": " ".join(_LINK_FLAGS),
+        "libraries": " ".join(libraries),
+    }
+    lines = [f"{name} = {value}" for name, value in variables.items()]
+    lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
+    _write_if_changed(directory / "build.ninja", "\n".join(lines))
+    _run_ninja(ninja, directory, verbose)
+    return library, _gate_all(kernels, directory)
+
+
+def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[str, Resources]]:
+    """Every kernel through the gate; what is wrong with any of them is one error."""
+    used, wrong = {}, []
+    for spec in specs:
+        try:
+            used[spec.name] = gate(spec, (directory / f"{spec.name}.o.log").read_text())
+        except BuildError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise BuildError("\n".join(wrong))
+    return used
+
+
+def _run_ninja(ninja: Path, directory: Path, verbose: bool) -> None:
+    jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
+    command = [str(ninja), "-C", str(directory), "-j", str(jobs)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if verbose:
+            print(line, end="", flush=True)
+    if process.wait() != 0:
+        failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
+        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES])
+        raise BuildError(f"`{shlex.join(command)}` failed: {shown}")
+
+
+# ---- the wheel's library ----
+
+LIBRARY = "_native.abi3.so"
+RECORD = "_native.json"
+
+
+def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
+    """spec -> what to compile it to, as the build flags ask."""
+    flags = env.all_flags()
+    requests = archs.requested(flags)
+    kernels = {spec: archs.targets(spec.arch, requests) for spec in aot_specs(flags)}
+    kernels = {spec: targets for spec, targets in kernels.items() if targets}
+    if not kernels:
+        asked = flags["FFPA_CUDA_ARCHS"] or flags["TORCH_CUDA_ARCH_LIST"] or "no architecture"
+        raise BuildError(
+            f"the build flags ask for {asked}, and no kernel runs there; set FFPA_CUDA_ARCHS to 8.0 or newer, or unset "
+            "it and TORCH_CUDA_ARCH_LIST"
+        )
+    return kernels
+
+
+def why_no_library() -> str | None:
+    """Why a build on this machine gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
+    return None if toolchain.find_nvcc() else toolchain.why_no_build()
+
+
+def build_wheel_library(directory: Path, destination: Path) -> None:
+    """Compiles the wheel's library to `destination`, with its record beside it."""
+    torch = toolchain.find_torch()
+    if torch is None:
+        raise BuildError(
+            "nvcc is here but PyTorch is not, and the operators need its headers; install torch >= 2.10 and build "
+            "with `pip install --no-build-isolation`"
+        )
+    if torch.release < OLDEST_TORCH:
+        raise BuildError(f"PyTorch is {torch.version}; its headers are needed from 2.10 on: install a newer one")
+    kernels = wheel_kernels()
+    library, resources = compile_library(kernels, directory, torch, verbose=True)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(library, destination)
+    record = {
+        "sources": sources_hash(),
+        "nvcc": toolchain.find_nvcc().version,
+        "torch": torch.version,
+        "kernels": {
+            spec.name: {
+                "targets": targets,
+                "resources": {target: asdict(used) for target, used in resources[spec.name].items()},
+            }
+            for spec, targets in kernels.items()
+        },
+    }
+    (destination.parent / RECORD).write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,119 @@
+"""What a build needs from the machine: nvcc, ninja, and PyTorch's headers. Imports neither torch nor CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from . import env
+
+GET_NVCC = 'pip install "ffpa-attn[jit]", or set CUDA_HOME to a CUDA toolkit'
+OLDEST_NVCC = 12  # knows sm_90a
+
+
+class BuildError(RuntimeError):
+    """Something could not be compiled; the message says what, why, and the way out."""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: Path
+    found: str  # how
+
+    @property
+    def release(self) -> str:
+        """What `nvcc --version` prints, so that another compiler is another key."""
+        return _release(self.path)
+
+    @property
+    def version(self) -> str:
+        words = self.release.replace(",", " ").split()
+        return next((word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), "0 (unknown)")
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split()[0].split(".")[0])
+
+    @property
+    def library_path(self) -> Path | None:
+        """Where PyPI's package keeps libcudart_static.a; a toolkit's nvcc knows its own place."""
+        lib = self.path.parent.parent / "lib"
+        return lib if (lib / "libcudart_static.a").exists() else None
+
+
+@cache
+def _release(path: Path) -> str:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"`{path} --version` failed: {error}; the way out: {GET_NVCC}") from None
+
+
+def find_nvcc() -> Nvcc | None:
+    """CUDA_HOME, then PATH, then the compiler that PyPI's nvidia-cuda-nvcc put beside the other packages."""
+    home = env.all_flags()["CUDA_HOME"]
+    if home:
+        nvcc = Path(home) / "bin" / "nvcc"
+        if not nvcc.exists():
+            raise BuildError(f"CUDA_HOME={home!r} holds no bin/nvcc; set it to a CUDA toolkit, or unset it")
+        return Nvcc(nvcc, "CUDA_HOME")
+    on_path = shutil.which("nvcc")
+    if on_path:
+        return Nvcc(Path(on_path), "PATH")
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for nvcc in sorted(Path(place).glob("cu[0-9]*/bin/nvcc"), reverse=True):
+            return Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc")
+    return None
+
+
+def find_ninja() -> Path | None:
+    on_path = shutil.which("ninja")
+    if on_path:
+        return Path(on_path)
+    spec = importlib.util.find_spec("ninja")  # of an environment that is not activated
+    for place in (spec and spec.submodule_search_locations) or ():
+        for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
+            if ninja.exists():
+                return ninja
+    return None
+
+
+def why_no_build() -> str | None:
+    """Why nothing can be compiled here, and the way out; None when it can."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
+    if nvcc.major < OLDEST_NVCC:
+        return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    if find_ninja() is None:
+        return "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
+    if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):
+        return "there is no g++ on PATH, which nvcc needs; on Debian or Ubuntu: apt-get install g++"
+    return None
+
+
+@dataclass(frozen=True)
+class Torch:
+    include: Path
+    lib: Path
+    version: str
+
+    @property
+    def release(self) -> tuple[int, int]:
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
+
+
+def find_torch() -> Torch | None:
+    """The installed PyTorch, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    root = Path(spec.origin).parent
+    return Torch(root / "include", root / "lib", version("torch"))

@@ -1,0 +1,60 @@
+"""Builds the wheel: the Python package, the C++ sources that it compiles on demand, and, where there is an nvcc, the
+library of kernels compiled ahead of time."""
+
+import shutil
+import sys
+import types
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+# The package's own modules do the work, but importing the package would import torch.
+_package = types.ModuleType("ffpa_attn")
+_package.__path__ = [str(ROOT / "ffpa" / "ffpa_attn")]
+sys.modules["ffpa_attn"] = _package
+
+from ffpa_attn import build  # noqa: E402
+
+
+class BuildPackage(build_py):
+    """Ships csrc/ inside the package; an editable install finds it in the repository."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "ffpa_attn" / "csrc"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(ROOT / "csrc", target)
+
+
+class BuildLibrary(build_ext):
+    """Compiles the kernels with our own ninja build; setuptools only says where the result belongs."""
+
+    def build_extension(self, ext):
+        build.build_wheel_library(ROOT / "build" / "native", Path(self.get_ext_fullpath(ext.name)))
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        package = self.get_finalized_command("build_py").get_package_dir("ffpa_attn")
+        shutil.copy(Path(self.build_lib) / "ffpa_attn" / build.RECORD, package)
+
+
+def main():
+    missing = build.why_no_library()
+    if missing:
+        print(f"ffpa_attn: building a Python-only package: {missing}", file=sys.stderr)
+    setup(
+        cmdclass={"build_py": BuildPackage, "build_ext": BuildLibrary},
+        ext_modules=[] if missing else [Extension("ffpa_attn._native", sources=[], py_limited_api=True)],
+        options={} if missing else {"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
+
+
+try:
+    main()
+except (build.BuildError, ValueError) as error:  # ValueError: a flag in the environment that is not allowed
+    sys.exit(f"ffpa_attn: {error}")

@@ -1,0 +1,69 @@
+"""Fixtures of the build's tests: the wheel's library, a fake compiler, an empty cache."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ffpa_attn import build, toolchain
+from ffpa_attn import native as native_module
+from wheel_support import CHILD, ROOT, FakeNvcc, have_nvcc
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path, monkeypatch) -> FakeNvcc:
+    toolchain._release.cache_clear()
+    fake = FakeNvcc(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(fake.home))
+    return fake
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of compiled kernels."""
+    monkeypatch.setenv("FFPA_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compile_in_child():
+    """Starts a process that asks the cache for one kernel and prints its path."""
+    children = []
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        child = subprocess.Popen([sys.executable, "-c", CHILD], text=True, start_new_session=True, **pipes)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        try:
+            os.killpg(child.pid, 9)  # with the compiler it may have left behind
+        except ProcessLookupError:
+            pass
+        child.communicate()
+
+
+@pytest.fixture(scope="session")
+def wheel_library() -> Path:
+    """A directory with the library that a wheel holds, every kernel of it compiled, and its record."""
+    if not have_nvcc():
+        pytest.skip("no nvcc or no ninja")
+    directory = ROOT / "build" / "tests"
+    # Where setup.py builds too: what it compiled already is not compiled again.
+    build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)
+    return directory
+
+
+@pytest.fixture
+def native(wheel_library, monkeypatch):
+    """ffpa_attn.native over that library, whatever is installed."""
+    remembered = (native_module.record, native_module.library, native_module.kernel)
+    monkeypatch.setattr(native_module, "_PACKAGE", wheel_library)
+    for function in remembered:
+        function.cache_clear()
+    yield native_module
+    for function in remembered:
+        function.cache_clear()

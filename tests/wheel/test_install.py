@@ -1,0 +1,123 @@
+"""Every way to build and install, from a copy of the repository, with and without a compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from wheel_support import ROOT, needs_nvcc
+
+_MOST_BYTES = 60 << 20
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+_HERE = ("--no-build-isolation", "--no-deps", "--no-index")
+
+
+def run(*command, cwd: Path, **changes: str) -> str:
+    """What it printed; raises with it when it fails."""
+    # The smallest set, for one GPU: what is tested is the way there.
+    environment = {**os.environ, "ENABLE_FFPA_DEBUG": "1", "FFPA_CUDA_ARCHS": "9.0", "MAX_JOBS": "2", **changes}
+    environment = {name: value for name, value in environment.items() if value}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The repository as a user has it, in a place with a space in its name."""
+    copy = tmp_path_factory.mktemp("install") / "a copy"
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py", "csrc", "ffpa"):
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("_native*", "__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+        else:
+            copy.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture
+def no_nvcc(tmp_path) -> dict[str, str]:
+    """An environment without a compiler, whatever this machine has."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "uname", "gcc", "g++"):
+        if shutil.which(tool):
+            (tools / tool).symlink_to(shutil.which(tool))
+    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where PyPI's nvcc would be
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").touch()
+    return {"PATH": str(tools), "CUDA_HOME": "", "PYTHONPATH": str(hidden.parent)}
+
+
+def doctor(cwd: Path, python: str = sys.executable, **changes: str) -> str:
+    return run(python, "-m", "ffpa_attn.doctor", cwd=cwd, **changes)
+
+
+@needs_nvcc
+def test_pip_wheel_and_pip_install(source, tmp_path):
+    run(*_PIP, "wheel", str(source), *_HERE, "-w", str(tmp_path), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith(f"-cp310-abi3-{sysconfig.get_platform().replace('-', '_')}.whl")
+    assert wheel.stat().st_size <= _MOST_BYTES
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ("_native.abi3.so", "_native.json", "env.py", "csrc/launch/launcher.cuh", "csrc/torch_ops/launch.cpp"):
+        assert f"ffpa_attn/{name}" in names
+    assert not [name for name in names if name.endswith((".o", ".cu", ".pyc"))]
+
+    site = tmp_path / "site"
+    run(*_PIP, "install", str(source), *_HERE, "--target", str(site), cwd=tmp_path)
+    assert f"in {site}/ffpa_attn" in doctor(tmp_path, PYTHONPATH=str(site))
+    kernels = "from ffpa_attn import build, native; print(build.csrc(), *native.record()['kernels'])"
+    csrc, *names = run(sys.executable, "-c", kernels, cwd=tmp_path, PYTHONPATH=str(site)).split()
+    assert csrc == f"{site}/ffpa_attn/csrc" and names
+
+
+@needs_nvcc
+def test_setup_py_bdist_wheel(source, tmp_path):
+    run(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source)
+    (wheel,) = tmp_path.glob("*-cp310-abi3-*.whl")
+    assert "ffpa_attn/_native.abi3.so" in zipfile.ZipFile(wheel).namelist()
+
+
+@needs_nvcc
+def test_editable(source, tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    ours = [path for path in sys.path if path.endswith("-packages")]  # torch, pip and setuptools
+    (site / "ours.pth").write_text("\n".join(ours))
+    run(str(python), "-m", "pip", "install", "-e", str(source), *_HERE, cwd=tmp_path)
+    try:
+        assert f"in {source}/ffpa/ffpa_attn" in doctor(tmp_path, str(python))
+        where = "from ffpa_attn import build, native; native.library(); print(build.csrc())"
+        assert run(str(python), "-c", where, cwd=tmp_path).strip() == str(source / "csrc")
+    finally:
+        for path in (source / "ffpa" / "ffpa_attn").glob("_native*"):
+            path.unlink()
+
+
+def test_python_only(source, tmp_path, no_nvcc):
+    out = run(*_PIP, "wheel", "-v", str(source), *_HERE, "-w", str(tmp_path), cwd=tmp_path, **no_nvcc)
+    assert "building a Python-only package: there is no nvcc" in out
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    packages = os.pathsep.join((str(tmp_path / "site"), no_nvcc["PYTHONPATH"]))
+    out = doctor(tmp_path, **{**no_nvcc, "PYTHONPATH": packages})
+    assert "this installation holds no CUDA kernels" in out and "nothing is broken" in out
+
+
+def test_a_wrong_flag_is_one_line(source):
+    environment = {**os.environ, "MAX_JOBS": "many", "CUDA_HOME": ""}
+    command = [sys.executable, "setup.py", "-q", "build"]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+    assert (
+        done.returncode != 0 and "ffpa_attn: MAX_JOBS='many' is not allowed; set it to an integer >= 1" in done.stderr
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,236 @@
+"""The native library: what it answers without a GPU, and a launch from end to end with one."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from ffpa_attn import build, doctor, toolchain
+from ffpa_attn.spec import KernelSpec, ScaledCopy
+from wheel_support import ROOT
+
+BUILT, NOT_BUILT = ScaledCopy("f32", 4), ScaledCopy("f32", 2)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+class HopperOnly(KernelSpec):
+    family = "hopper_only"
+    arch = "sm_90a"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+
+
+# ---- without a GPU ----
+
+
+def test_what_can_run_where(native, no_compiler):
+    for gpu in ("sm_80", "sm_86", "sm_90", "sm_120"):
+        assert native.is_built(BUILT, gpu) and native.why_not(BUILT, gpu) is None
+    assert "needs sm_80 or newer, and the GPU is sm_75" in native.why_not(BUILT, "sm_75")
+    reason = native.why_not(NOT_BUILT, "sm_90")
+    assert "is not built for sm_90, and there is no nvcc in CUDA_HOME, on PATH or from PyPI" in reason
+    assert "instructions that only sm_90a has, and the GPU is sm_80" in native.why_not(HopperOnly(), "sm_80")
+    with pytest.raises(NotImplementedError, match="sm_75"):
+        native.kernel(BUILT, "sm_75")
+
+
+def test_a_gpu_that_the_wheel_was_not_built_for(native, no_compiler, monkeypatch):
+    record = {**native.record(), "kernels": {BUILT.name: {"targets": ["sm_80"], "resources": {}}}}
+    monkeypatch.setattr(native, "record", lambda: record)
+    assert native.why_not(BUILT, "sm_86") is None
+    assert "is not built for sm_90" in native.why_not(BUILT, "sm_90")
+
+
+def test_what_is_not_built_is_compiled(native, fake_nvcc):
+    assert native.why_not(NOT_BUILT, "sm_90") is None
+    assert not native.is_built(NOT_BUILT, "sm_90")
+
+
+def test_python_only(native, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    native.record.cache_clear()
+    native.library.cache_clear()
+    assert native.record() is None and "holds no CUDA kernels" in native.why_not(BUILT, "sm_90")
+    with pytest.raises(RuntimeError, match=r"no CUDA kernels.*no nvcc.*\.dev/install\.sh"):
+        native.library()
+    assert doctor.main() == 0
+
+
+def test_a_library_that_does_not_load(native, monkeypatch, tmp_path, capsys):
+    (tmp_path / build.RECORD).write_text((native._PACKAGE / build.RECORD).read_text())
+    (tmp_path / build.LIBRARY).write_text("no library")
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    native.library.cache_clear()
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}/{build.LIBRARY} does not load .*install ffpa-attn again"):
+        native.library()
+    assert doctor.main() == 1
+    assert "BROKEN: RuntimeError" in capsys.readouterr().out
+
+
+def test_drivers(native):
+    assert native.driver_problem(13000, 13000) is None
+    assert native.driver_problem(13000, 13020) is None
+    assert native.driver_problem(12080, 13000) is None
+    assert native.driver_problem(13020, 13000) is None  # minor versions are compatible
+    assert "supports CUDA 12.4, and these kernels were built with CUDA 13.0; install" in (
+        native.driver_problem(13000, 12040)
+    )
+    assert "there is no NVIDIA driver" in native.driver_problem(13000, 0)
+
+
+def test_an_old_driver_is_an_error_before_any_launch(native, monkeypatch):
+    class Library:
+        @staticmethod
+        def cuda_versions():
+            return 13000, 12040
+
+    monkeypatch.setattr(native, "library", lambda: Library)
+    with pytest.raises(RuntimeError, match=r"supports CUDA 12\.4"):
+        native.kernel(BUILT, "sm_90")
+
+
+def test_stale_library_does_not_take_new_kernels(native, fake_nvcc, monkeypatch):
+    class Library:
+        @staticmethod
+        def cuda_versions():
+            return 13000, 13000
+
+    monkeypatch.setattr(native, "library", lambda: Library)
+    monkeypatch.setattr(build, "sources_hash", lambda: "changed")
+    with pytest.raises(RuntimeError, match=r"csrc changed since .*install ffpa-attn again"):
+        native.kernel(NOT_BUILT, "sm_90")
+
+
+def test_library_reports_versions_and_wrong_files(native, tmp_path):
+    runtime, driver = native.library().cuda_versions()
+    assert runtime >= 12000 and (driver > 0 or not torch.cuda.is_available())
+    with pytest.raises(RuntimeError, match="cannot open shared object file"):
+        native.library().load_kernel(str(tmp_path / "none.so"), "a", "a")
+    with pytest.raises(RuntimeError, match="holds no kernel named another"):
+        native.library().load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
+
+
+def test_import_is_quick_and_loads_nothing():
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT / 'ffpa')!r}); import torch; start = time.perf_counter();"
+        "import ffpa_attn, ffpa_attn.native; print(time.perf_counter() - start, torch.cuda.is_initialized());"
+        "print(any('_native' in line for line in open('/proc/self/maps')))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert float(out[0]) <= 0.3 and out[1:] == ["False", "False"]
+
+
+def test_doctor_never_fails(native, monkeypatch, capsys):
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert BUILT.name in out and "nothing is broken" in out
+
+    def fail():
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(doctor, "CHECKS", (fail,))
+    assert doctor.main() == 1
+    assert "fail       BROKEN: KeyError: 'surprise'" in capsys.readouterr().out
+
+
+# ---- with one ----
+
+
+def numbers(device="cuda", size=100_003):
+    return torch.randn(size, device=device)
+
+
+@needs_gpu
+@pytest.mark.parametrize("spec", [BUILT, NOT_BUILT], ids=lambda spec: spec.name)
+def test_a_kernel_runs(native, cache, spec):
+    if reason := toolchain.why_no_build() if spec is NOT_BUILT else None:
+        pytest.skip(reason)
+    for size in (0, 1, 1023, 100_003):
+        x = numbers(size=size)
+        assert torch.equal(native.scaled_copy(spec, x, -2.0), x * -2.0)
+
+
+@needs_gpu
+def test_it_runs_on_the_current_stream(native):
+    x = numbers(size=1 << 24)
+    native.scaled_copy(BUILT, x, 1.0)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        x.fill_(3.0)
+        y = native.scaled_copy(BUILT, x, 2.0)  # on another stream it would read what was there before
+    side.synchronize()
+    assert (y == 6.0).all()
+
+
+@needs_gpu
+def test_it_runs_in_a_graph(native):
+    x = numbers()
+    native.scaled_copy(BUILT, x, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = native.scaled_copy(BUILT, x, 0.5)
+    x.fill_(4.0)
+    graph.replay()
+    assert (y == 2.0).all()
+
+
+@needs_gpu
+def test_many_threads(native):
+    x, wrong = numbers(), []
+
+    def work():
+        for scale in range(50):
+            if not torch.equal(native.scaled_copy(BUILT, x, scale), x * scale):
+                wrong.append(scale)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none")
+def test_it_runs_on_the_tensors_gpu(native):
+    for index in range(torch.cuda.device_count()):
+        x = numbers(f"cuda:{index}")
+        assert torch.equal(native.scaled_copy(BUILT, x, 3.0), x * 3.0)
+    assert torch.cuda.current_device() == 0
+
+
+@needs_gpu
+def test_a_failed_launch_says_what_was_launched(native):
+    x = numbers(size=1).expand(1 << 41)  # more blocks than a grid holds, and no memory
+    name = native.kernel(BUILT, native.gpu_of(x.device))
+    with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*256 threads"):
+        native.library().scaled_copy(name, x, x, 1.0)
+    x = numbers()  # and the error does not stick
+    assert torch.equal(native.scaled_copy(BUILT, x, 2.0), x * 2.0)
+    with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
+        native.library().scaled_copy("nobody", x, x, 1.0)
+
+
+@needs_gpu
+def test_a_forked_child_may_be_the_first_to_use_the_gpu(native):
+    code = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "ffpa")!r})
+import torch
+from ffpa_attn import native
+from ffpa_attn.spec import ScaledCopy
+native._PACKAGE = Path({str(native._PACKAGE)!r})
+native.library().cuda_versions()
+child = os.fork()
+if child == 0:
+    x = torch.ones(1000, device="cuda")
+    os._exit(0 if (native.scaled_copy(ScaledCopy("f32", 4), x, 2.0) == 2.0).all() else 1)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
