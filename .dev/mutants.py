@@ -100,7 +100,16 @@ def killed(mutant: Mutant, tree: Path) -> str | None:
         raise LookupError(f"{mutant.name}: {mutant.old!r} is no longer in {mutant.file}")
     file.write_text(original.replace(mutant.old, mutant.new))
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--show-capture=no", *mutant.tests.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--no-header",
+            "--show-capture=no",
+            *mutant.tests.split(),
+        ]
         run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=900)
     finally:
         file.write_text(original)
@@ -113,12 +122,17 @@ def main(word: str = "") -> int:
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "build", "tmp", "__pycache__"))
+        shutil.copytree(
+            ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "build", "tmp", "__pycache__")
+        )
         print("| mutant | file | killed by |\n|---|---|---|")
         for mutant in chosen:
             by = killed(mutant, tree)
             survivors += by is None
-            print(f"| {mutant.name} | {mutant.file.removeprefix(PACKAGE)} | {f'`{by}`' if by else '**SURVIVED**'} |", flush=True)
+            print(
+                f"| {mutant.name} | {mutant.file.removeprefix(PACKAGE)} | {f'`{by}`' if by else '**SURVIVED**'} |",
+                flush=True,
+            )
     print(f"\n{len(chosen)} mutants, {survivors} survived")
     return int(survivors > 0 or not chosen)
 

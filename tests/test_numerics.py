@@ -1,12 +1,11 @@
 """Every case of the matrix against the float64 oracle: out, LSE and all gradients."""
 
 import compare
+import ffpa_attn
 import oracle
 import pytest
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
-
-import ffpa_attn
 
 
 def by_id(cases):
@@ -140,6 +139,10 @@ def test_more_than_2_to_the_31_elements(long_side, layout):
         rows(g, last).copy_(torch.randn(rows(g, last).shape, generator=generator, device="cuda"))
         (dq,) = torch.autograd.grad(out, q, g)
         q2, q3 = (q_rows.clone().requires_grad_() for _ in range(2))
-        (want_dq,) = torch.autograd.grad((oracle.attention(q2, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q2)
-        (base_dq,) = torch.autograd.grad((compare.baseline(q3, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q3)
+        (want_dq,) = torch.autograd.grad(
+            (oracle.attention(q2, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q2
+        )
+        (base_dq,) = torch.autograd.grad(
+            (compare.baseline(q3, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q3
+        )
         compare.assert_close("dq", rows(dq, last), want_dq, base_dq)
