@@ -67,16 +67,9 @@ _install() {
   "$PY" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# PyPI's PyTorch brings gigabytes of CUDA libraries. Without a driver the CPU build does, and pip prefers its "+cpu".
-_install_torch() {
-  local where=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-  [ -e /proc/driver/nvidia/version ] && where=()
-  _install "${where[@]}" torch==2.13.0
-}
-
 setup_env() {
   _choose_python || return 1
-  _has_torch "$PY" || _install_torch || return 1
+  _has_torch "$PY" || _install torch==2.13.0 || return 1
   local missing
   missing=$(_missing "setuptools>=77" wheel numpy pytest ninja pybind11 matplotlib) || return 1
   # shellcheck disable=SC2086  # one word for each package

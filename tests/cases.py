@@ -87,7 +87,9 @@ def make_inputs(case: Case, device, seed: int = 0):
     tensors = [poisoned(shape, case.dtype, device, generator, 8 * (i + 1)) for i, shape in enumerate(shapes)]
     if case.layout == "BNHD":  # the same numbers, heads inside rows
         tensors = [
-            poisoned((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype, device, generator).copy_(x.transpose(1, 2))
+            poisoned((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype, device, generator).copy_(
+                x.transpose(1, 2)
+            )
             for x in tensors
         ]
     return *tensors, make_mask(case.mask, case, device, generator)
@@ -153,7 +155,9 @@ class PackedCase:
     def id(self) -> str:
         rule = [f"{name}={str(value).replace(' ', '')}" for name, value in self.rule.items()]
         lengths = "x".join("_".join(map(str, lengths)) for lengths in (self.lengths_q, self.lengths_k))
-        return "-".join([str(self.dtype)[6:], f"n{lengths}", f"h{self.heads_q}over{self.heads_kv}", f"d{self.d}", *rule])
+        return "-".join(
+            [str(self.dtype)[6:], f"n{lengths}", f"h{self.heads_q}over{self.heads_kv}", f"d{self.d}", *rule]
+        )
 
 
 PACKED_CASES = [
@@ -169,7 +173,9 @@ PACKED_CASES = [
 
 
 def offsets(lengths, device) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device
+    )
 
 
 def make_packed_inputs(case: PackedCase, device, seed: int = 0):

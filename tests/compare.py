@@ -12,7 +12,9 @@ import torch
 _ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 
 
-def baseline(q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"):
+def baseline(
+    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"
+):
     """PyTorch's own attention in the input type: (out, lse), differentiable. Rows without keys give (0, 0)."""
     if layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

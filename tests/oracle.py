@@ -28,7 +28,9 @@ def visible_pairs(n_q: int, n_k: int, **rule) -> int:
     return int(visible(n_q, n_k, **rule).sum())
 
 
-def attention(q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"):
+def attention(
+    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"
+):
     """(out, lse) in float64; out in the layout of q, lse [B, H, Nq]."""
     if layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -3,11 +3,10 @@
 import re
 from functools import partial
 
+import ffpa_attn
 import numpy as np
 import pytest
 import torch
-
-import ffpa_attn
 from ffpa_attn import LevelType, MMAAccType, explain, ffpa, ffpa_varlen, merge
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,10 +2,9 @@
 
 import warnings
 
+import ffpa_attn
 import pytest
 import torch
-
-import ffpa_attn
 from ffpa_attn import env, explain, ffpa, ops
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
@@ -56,7 +55,11 @@ class TestSdpaMeansTheSame:
         assert choice.backend == "reference"
         assert word in dict(choice.rejected)["sdpa"]
 
-    @pytest.mark.parametrize("changes", [{"visibility": Visibility(-1, 0, False)}, {"visibility": Visibility(-1, 0, True), "n_q": 100}], ids=str)
+    @pytest.mark.parametrize(
+        "changes",
+        [{"visibility": Visibility(-1, 0, False)}, {"visibility": Visibility(-1, 0, True), "n_q": 100}],
+        ids=str,
+    )
     def test_causal_where_the_diagonals_agree(self, changes):
         assert choose(PROBLEM._replace(**changes), flags()).backend == "sdpa"
 
@@ -70,12 +73,18 @@ class TestSdpaMeansTheSame:
 class TestForced:
     @pytest.mark.parametrize("level", [1, 2, 3])
     def test_level_never_falls_back_on_a_gpu(self, level):
-        with pytest.raises(NotImplementedError, match=f"level={level} cannot run forward bf16 .* D=512/512 .*: this installation holds no mma kernel"):
+        with pytest.raises(
+            NotImplementedError,
+            match=f"level={level} cannot run forward bf16 .* D=512/512 .*: this installation holds no mma kernel",
+        ):
             choose(PROBLEM._replace(level=level), flags())
 
     @pytest.mark.parametrize("backend", [name for name in env.BACKENDS if name not in ("auto", "sdpa", "reference")])
     def test_backend_never_falls_back_on_a_gpu(self, backend):
-        with pytest.raises(NotImplementedError, match=f"FFPA_BACKEND={backend} cannot run .*no {backend} kernel.*drop FFPA_BACKEND={backend}"):
+        with pytest.raises(
+            NotImplementedError,
+            match=f"FFPA_BACKEND={backend} cannot run .*no {backend} kernel.*drop FFPA_BACKEND={backend}",
+        ):
             choose(PROBLEM, flags(FFPA_BACKEND=backend))
 
     def test_sdpa_where_it_means_something_else(self):
@@ -127,7 +136,11 @@ class TestWarnings:
 
     def test_a_gpu_without_kernels_warns_with_the_reasons(self):
         choice = choose(PROBLEM._replace(softcap=3.0), flags())
-        assert "runs on reference" in choice.fallback and "no mma kernel" in choice.fallback and "softcap" in choice.fallback
+        assert (
+            "runs on reference" in choice.fallback
+            and "no mma kernel" in choice.fallback
+            and "softcap" in choice.fallback
+        )
 
     def test_strict_raises_where_it_would_warn(self, monkeypatch):
         monkeypatch.setenv("FFPA_STRICT", "1")
@@ -150,7 +163,14 @@ class TestExplain:
         for name, body in list(ops._FORWARD.items()):
             monkeypatch.setitem(ops._FORWARD, name, lambda *args, name=name, body=body: (ran.append(name), body(*args)))
         x = q(device=device)
-        for options in ({}, {"causal": True}, {"softcap": 2.0}, {"window": (3, 3)}, {"return_lse": True}, {"causal": "top_left"}):
+        for options in (
+            {},
+            {"causal": True},
+            {"softcap": 2.0},
+            {"window": (3, 3)},
+            {"return_lse": True},
+            {"causal": "top_left"},
+        ):
             ffpa(x, x, x, **options)
             assert explain(x, x, x, **options).backend == ran[-1], options
         assert set(ran) == {"sdpa", "reference"}

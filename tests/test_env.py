@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from ffpa_attn import env
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_one_file():
-    assert (ROOT / "env.py").resolve() == Path(env.__file__).resolve() or (ROOT / "env.py").read_text() == Path(env.__file__).read_text()
+    assert (ROOT / "env.py").resolve() == Path(env.__file__).resolve() or (ROOT / "env.py").read_text() == Path(
+        env.__file__
+    ).read_text()
 
 
 def test_every_known_flag_is_there():
@@ -24,11 +25,15 @@ def test_every_known_flag_is_there():
     )
     build = "DEBUG ADA AMPERE HOPPER ALL_STAGES ALL_HEADDIM"
     assert {f"ENABLE_FFPA_{name}" for name in f"{kernel} {build}".split()} <= names
-    assert {f"FFPA_{name}" for name in "BACKEND STRICT CHECK EMULATE LOG CACHE_DIR CUDA_ARCHS WORKSPACE_MB".split()} <= names
+    assert {
+        f"FFPA_{name}" for name in "BACKEND STRICT CHECK EMULATE LOG CACHE_DIR CUDA_ARCHS WORKSPACE_MB".split()
+    } <= names
     assert len(names) == len(env.FLAGS)
     for flag in env.FLAGS:
         assert flag.scope in ("build", "run") and flag.doc.endswith(".") and "\n" not in flag.doc
-    assert all(env.run_flags()[f"ENABLE_FFPA_{name}"] is None for name in kernel.split()), "toggles are automatic when unset"
+    assert all(env.run_flags()[f"ENABLE_FFPA_{name}"] is None for name in kernel.split()), (
+        "toggles are automatic when unset"
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,11 +128,17 @@ def test_without_the_interpreters_dictionary(monkeypatch):
 
 def test_printed_with_how_to_set_each():
     shown = subprocess.run(
-        [sys.executable, "env.py"], cwd=ROOT, env=env.child_environment(FFPA_STRICT="1", FFPA_WORKSPACE_MB="x"), capture_output=True, text=True
+        [sys.executable, "env.py"],
+        cwd=ROOT,
+        env=env.child_environment(FFPA_STRICT="1", FFPA_WORKSPACE_MB="x"),
+        capture_output=True,
+        text=True,
     ).stdout
     assert all(flag.name in shown and flag.doc in shown for flag in env.FLAGS)
     assert "set to 1" in shown and "INVALID: FFPA_WORKSPACE_MB='x'" in shown and "FFPA_STRICT=1 python" in shown
 
 
 def test_readme_table_is_generated():
-    assert env.markdown_table() in (ROOT / "README.md").read_text(), "paste the output of env.markdown_table() into README.md"
+    assert env.markdown_table() in (ROOT / "README.md").read_text(), (
+        "paste the output of env.markdown_table() into README.md"
+    )

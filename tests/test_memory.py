@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from ffpa_attn import ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-
-from ffpa_attn import ops
 
 MB = 1 << 20
 

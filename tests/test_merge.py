@@ -3,7 +3,6 @@
 import oracle
 import pytest
 import torch
-
 from ffpa_attn import ffpa, merge
 
 
@@ -72,6 +71,8 @@ def test_gradients(device):
     grads = torch.autograd.grad(out.sum() + lse[:, :, 2:].sum(), (o1, lse1, o2, lse2))
     assert all(torch.isfinite(g).all() for g in grads)
     e1, e2 = (x.exp()[..., None] for x in (inputs[1], inputs[3]))
-    want = torch.autograd.grad((((e1 * inputs[0] + e2 * inputs[2]) / (e1 + e2)).sum() + torch.logaddexp(inputs[1], inputs[3]).sum()), inputs)
+    want = torch.autograd.grad(
+        (((e1 * inputs[0] + e2 * inputs[2]) / (e1 + e2)).sum() + torch.logaddexp(inputs[1], inputs[3]).sum()), inputs
+    )
     for got, expected in zip(grads, want, strict=True):
         torch.testing.assert_close(got[:, :, 2:].double(), expected[:, :, 2:], atol=1e-5, rtol=1e-4)

@@ -1,12 +1,11 @@
 """Every case of the matrix against the float64 oracle: out, LSE and all gradients."""
 
 import compare
+import ffpa_attn
 import oracle
 import pytest
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
-
-import ffpa_attn
 
 
 def by_id(cases):
@@ -108,3 +107,42 @@ def test_packed(case: PackedCase, device):
     with torch.no_grad():
         assert ffpa_attn.ffpa_varlen(q, k, v, *offsets, out=given, **case.rule) is given
     assert torch.equal(given, out)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("long_side", ["q", "kv"])
+def test_more_than_2_to_the_31_elements(long_side, layout):
+    """Rows past element 2^31 of q, k, v and their gradients, against the oracle on those rows alone."""
+    heads, d, long, short = 2, 520, 2**21 + 77, 24
+    n_q, n_k = (long, short) if long_side == "q" else (short, long)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def tensor(n):
+        shape = (1, heads, n, d) if layout == "BHND" else (1, n, heads, d)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def rows(x, which):
+        return x[:, :, which] if layout == "BHND" else x[:, which]
+
+    q, k, v = tensor(n_q), tensor(n_k), tensor(n_k)
+    assert max(q.numel(), k.numel()) > 2**31
+    out, lse = ffpa_attn.ffpa(q, k, v, layout=layout, return_lse=True)
+    last = slice(-40, None) if long_side == "q" else slice(None)
+    q_rows = rows(q.detach(), last)
+    want, want_lse = oracle.attention(q_rows, k.detach(), v.detach(), layout=layout)
+    base = compare.baseline(q_rows, k.detach(), v.detach(), layout=layout)[0]
+    compare.assert_close("out", rows(out, last), want, base)
+    compare.assert_lse_close("lse", lse[:, :, last], want_lse, q_rows, k, None)
+    if long_side == "q":  # dq of a row needs that row alone
+        g = torch.zeros_like(out)
+        rows(g, last).copy_(torch.randn(rows(g, last).shape, generator=generator, device="cuda"))
+        (dq,) = torch.autograd.grad(out, q, g)
+        q2, q3 = (q_rows.clone().requires_grad_() for _ in range(2))
+        (want_dq,) = torch.autograd.grad(
+            (oracle.attention(q2, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q2
+        )
+        (base_dq,) = torch.autograd.grad(
+            (compare.baseline(q3, k.detach(), v.detach(), layout=layout)[0] * rows(g, last)).sum(), q3
+        )
+        compare.assert_close("dq", rows(dq, last), want_dq, base_dq)

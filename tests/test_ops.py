@@ -1,15 +1,14 @@
 """The operators as PyTorch sees them: frozen schemas, fakes, autograd, autocast, compile, checkpointing, graphs."""
 
 import compare
+import ffpa_attn
 import oracle
 import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
+from ffpa_attn import reference
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-import ffpa_attn
-from ffpa_attn import reference
 
 OPS = torch.ops.ffpa_attn
 
@@ -183,19 +182,27 @@ class TestCompile:
         counter = CompileCounterWithBackend("aot_eager")
         return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
-    @pytest.mark.parametrize("rule", [{}, {"causal": "top_left", "softcap": 3.0}, {"window": (4, 4), "return_lse": True}], ids=str)
+    @pytest.mark.parametrize(
+        "rule", [{}, {"causal": "top_left", "softcap": 3.0}, {"window": (4, 4), "return_lse": True}], ids=str
+    )
     def test_same_values_and_gradients(self, device, rule):
         inputs = dense(device)[:3]
         function, _ = self.compiled(lambda q, k, v: ffpa_attn.ffpa(q, k, v, **rule))
         got, want = function(*inputs), ffpa_attn.ffpa(*inputs, **rule)
         for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride()
-            grads = [torch.autograd.grad(x.float().square().sum(), inputs, retain_graph=True, allow_unused=True) for x in (a, b)]
+            grads = [
+                torch.autograd.grad(x.float().square().sum(), inputs, retain_graph=True, allow_unused=True)
+                for x in (a, b)
+            ]
             assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
     def test_inductor(self, device):
         inputs = dense(device)[:3]
-        function = torch.compile(lambda q, k, v: (ffpa_attn.ffpa(q * 2, k, v.transpose(2, 3).contiguous().mT.contiguous()) + 1).sum(), fullgraph=True)
+        function = torch.compile(
+            lambda q, k, v: (ffpa_attn.ffpa(q * 2, k, v.transpose(2, 3).contiguous().mT.contiguous()) + 1).sum(),
+            fullgraph=True,
+        )
         want = (ffpa_attn.ffpa(inputs[0] * 2, *inputs[1:]) + 1).sum()
         torch.testing.assert_close(function(*inputs), want)
         function(*inputs).backward()
@@ -254,7 +261,9 @@ class TestCheckpointing:
 
         want = torch.autograd.grad(block(q, k, v), (q, k, v))
         runs.clear()
-        loss = checkpoint(block, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        loss = checkpoint(
+            block, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
         got = torch.autograd.grad(loss, (q, k, v))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert len(runs) == (1 if saved else 2)

@@ -10,7 +10,9 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=[f"line{README[: README.index(e)].count(chr(10)) + 1}" for e in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=[f"line{README[: README.index(e)].count(chr(10)) + 1}" for e in EXAMPLES]
+)
 def test_example(example):
     scope = {}
     exec(compile(example, "README.md", "exec"), scope)

@@ -10,7 +10,6 @@ from . import checks, env, ops
 from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
-
 _forward = torch.ops.ffpa_attn.forward.default
 _forward_out = torch.ops.ffpa_attn.forward_out.default
 _varlen_forward = torch.ops.ffpa_attn.varlen_forward.default

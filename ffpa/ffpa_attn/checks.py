@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from itertools import pairwise
 
 import torch
 
@@ -47,7 +48,9 @@ def num_stages(value) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`num_stages` is {_described(value)}; pass an int in {STAGES}, or None to choose automatically")
+        raise TypeError(
+            f"`num_stages` is {_described(value)}; pass an int in {STAGES}, or None to choose automatically"
+        )
     if value not in STAGES:
         raise ValueError(f"`num_stages` is {value}; allowed: {STAGES}, or None to choose automatically")
     return value
@@ -100,9 +103,13 @@ def softcap(value) -> float:
 
 def window(value) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"`window` is {_described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded")
+        raise TypeError(
+            f"`window` is {_described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded"
+        )
     if len(value) != 2:
-        raise ValueError(f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded")
+        raise ValueError(
+            f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
+        )
     for side in value:
         if not isinstance(side, int) or isinstance(side, bool):
             raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
@@ -130,7 +137,9 @@ def max_seqlen(name: str, value) -> int:
 def only_tensors(**named) -> None:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor")
+            raise TypeError(
+                f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
+            )
 
 
 def one_output(o, out):
@@ -164,13 +173,17 @@ def _shape(x) -> str:
 
 def _same_dtype_and_device(q, others) -> None:
     if q.dtype not in DTYPES:
-        way_out = "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
+        way_out = (
+            "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
+        )
         raise TypeError(f"`q` has dtype {q.dtype}; allowed: torch.float16, torch.bfloat16; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
     for name, x in others:
         if x.dtype != q.dtype:
-            raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})")
+            raise TypeError(
+                f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})"
+            )
         if x.device != q.device:
             raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
 
@@ -206,9 +219,13 @@ def dense(q, k, v, mask, layout: str) -> None:
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; use {name}.expand(...) to share one")
+            raise ValueError(
+                f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; use {name}.expand(...) to share one"
+            )
     if k.shape[n] != v.shape[n]:
-        raise ValueError(f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})")
+        raise ValueError(
+            f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})"
+        )
     _same_head_dims_and_groups(q.shape[3], k.shape[3], v.shape[3], q.shape[h], k.shape[h], v.shape[h])
     if mask is not None:
         _mask(mask, q.device, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
@@ -316,7 +333,9 @@ def writable(out, **inputs) -> None:
     if out.numel() == 0:
         return
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()")
+        raise ValueError(
+            f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()"
+        )
     for name, x in inputs.items():
         if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
             raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
@@ -327,12 +346,16 @@ def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> No
     values = cu.tolist()
     if values[0] < 0 or values[-1] > total:
         raise ValueError(f"`{name}` spans {values[0]}..{values[-1]}; the tensor has rows 0..{total}")
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(values)]
     for i, length in enumerate(lengths):
         if length < 0:
-            raise ValueError(f"`{name}` falls from {values[i]} to {values[i + 1]} at entry {i + 1}; offsets must not decrease")
+            raise ValueError(
+                f"`{name}` falls from {values[i]} to {values[i + 1]} at entry {i + 1}; offsets must not decrease"
+            )
         if length > longest:
-            raise ValueError(f"`{max_name}` is {longest} but sequence {i} has {length} rows; pass at least the longest length")
+            raise ValueError(
+                f"`{max_name}` is {longest} but sequence {i} has {length} rows; pass at least the longest length"
+            )
 
 
 # ---- the other functions ----
@@ -362,7 +385,9 @@ def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:
     heads_by_rows = o1.transpose(-3, -2).shape[:-1] if rows_first else o1.shape[:-1]
     for name, x, shape in (("o2", o2, o1.shape), ("lse1", lse1, heads_by_rows), ("lse2", lse2, heads_by_rows)):
         if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"`{name}` has shape {_shape(x)}; with `o1` of shape {_shape(o1)} it must be {tuple(shape)}")
+            raise ValueError(
+                f"`{name}` has shape {_shape(x)}; with `o1` of shape {_shape(o1)} it must be {tuple(shape)}"
+            )
     for name, x in (("lse1", lse1), ("lse2", lse2)):
         if x.dtype != torch.float32:
             raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")

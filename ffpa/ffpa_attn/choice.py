@@ -80,14 +80,18 @@ def _demand(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | None:
     backend = flags["FFPA_BACKEND"]
     if p.level is not None and p.direction == "forward":
         if backend not in ("auto", "mma"):
-            raise ValueError(f"`level` is {p.level}, which means the mma family, but FFPA_BACKEND={backend}; unset one of them")
+            raise ValueError(
+                f"`level` is {p.level}, which means the mma family, but FFPA_BACKEND={backend}; unset one of them"
+            )
         return "mma", f"level={p.level}"
     return None if backend == "auto" else (backend, f"FFPA_BACKEND={backend}")
 
 
 def choose(p: Problem, flags: Mapping[str, Any]) -> Choice:
     if flags["FFPA_EMULATE"] is not None:
-        raise NotImplementedError(f"FFPA_EMULATE={flags['FFPA_EMULATE']}: this installation holds no kernel to emulate for {p}")
+        raise NotImplementedError(
+            f"FFPA_EMULATE={flags['FFPA_EMULATE']}: this installation holds no kernel to emulate for {p}"
+        )
     demand = _demand(p, flags)
     names = list(CANDIDATES)
     fallback = None

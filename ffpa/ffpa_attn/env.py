@@ -82,25 +82,64 @@ def _bool(name: str, default: bool, scope: str, doc: str) -> Flag:
 
 FLAGS: tuple[Flag, ...] = (
     # What the wheel holds.
-    _bool("ENABLE_FFPA_DEBUG", False, "build", "Compile the smallest set of instances (one head dim, one stage count)."),
+    _bool(
+        "ENABLE_FFPA_DEBUG", False, "build", "Compile the smallest set of instances (one head dim, one stage count)."
+    ),
     _bool("ENABLE_FFPA_AMPERE", True, "build", "Compile for sm_80, with PTX that any newer GPU runs."),
     _bool("ENABLE_FFPA_ADA", True, "build", "Let sm_89 parts run the instances that fit their 99 KB of shared memory."),
     _bool("ENABLE_FFPA_HOPPER", True, "build", "Compile for sm_90a (Hopper's own instructions)."),
     _bool("ENABLE_FFPA_ALL_STAGES", True, "build", "Allow 1 to 4 pipeline stages; 0 allows 1 and 2."),
     _bool("ENABLE_FFPA_ALL_HEADDIM", False, "build", "Compile head dims 32..1024 step 32 instead of step 64."),
-    Flag("FFPA_CUDA_ARCHS", "list", None, "build", "Archs to compile for, e.g. `8.0+PTX;9.0a`; wins over TORCH_CUDA_ARCH_LIST."),
-    Flag("TORCH_CUDA_ARCH_LIST", "list", None, "build", "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset."),
+    Flag(
+        "FFPA_CUDA_ARCHS",
+        "list",
+        None,
+        "build",
+        "Archs to compile for, e.g. `8.0+PTX;9.0a`; wins over TORCH_CUDA_ARCH_LIST.",
+    ),
+    Flag(
+        "TORCH_CUDA_ARCH_LIST",
+        "list",
+        None,
+        "build",
+        "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset.",
+    ),
     Flag("MAX_JOBS", "integer", None, "build", "Parallel compile jobs; unset: one for each core.", _at_least(1)),
-    Flag("CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."),
+    Flag(
+        "CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."
+    ),
     Flag("NVCC_CCBIN", "path", None, "build", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH."),
     # Which path a call takes.
-    Flag("FFPA_BACKEND", " | ".join(BACKENDS), "auto", "run", "Force one backend; on a CUDA tensor it never falls back.", _one_of(*BACKENDS)),
+    Flag(
+        "FFPA_BACKEND",
+        " | ".join(BACKENDS),
+        "auto",
+        "run",
+        "Force one backend; on a CUDA tensor it never falls back.",
+        _one_of(*BACKENDS),
+    ),
     _bool("FFPA_STRICT", False, "run", "Raise where a call would fall back with a warning."),
     _bool("FFPA_CHECK", False, "run", "Check values too (cu_seqlens of CUDA tensors); synchronises with the GPU."),
-    Flag("FFPA_EMULATE", "0 | 1 | sm_80 | sm_90a", None, "run", "Run the CUDA kernels on CPU tensors in the emulator; 1 = sm_80.", _emulated_arch),
+    Flag(
+        "FFPA_EMULATE",
+        "0 | 1 | sm_80 | sm_90a",
+        None,
+        "run",
+        "Run the CUDA kernels on CPU tensors in the emulator; 1 = sm_80.",
+        _emulated_arch,
+    ),
     _bool("FFPA_LOG", False, "run", "Log to stderr which kernel each new kind of call runs on, and why."),
-    Flag("FFPA_CACHE_DIR", "path", None, "run", "Where kernels compiled on demand are kept; unset: ~/.cache/ffpa_attn."),
-    Flag("FFPA_WORKSPACE_MB", "integer", 1024, "run", "Upper bound of the workspace of one call in MiB; smaller is slower.", _at_least(1)),
+    Flag(
+        "FFPA_CACHE_DIR", "path", None, "run", "Where kernels compiled on demand are kept; unset: ~/.cache/ffpa_attn."
+    ),
+    Flag(
+        "FFPA_WORKSPACE_MB",
+        "integer",
+        1024,
+        "run",
+        "Upper bound of the workspace of one call in MiB; smaller is slower.",
+        _at_least(1),
+    ),
     # Experiments with the split-D mma.sync kernels.
     _tri("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
     _tri("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),
@@ -135,11 +174,17 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
     if on("PERSIST_KV_G2S") and off("PERSIST_Q_G2S"):
         clash("PERSIST_KV_G2S", "PERSIST_Q_G2S", "keeping K and V in shared memory needs Q there too; unset the second")
     if on("PERSIST_Q_S2R") and on("PERSIST_Q_G2S") and not on("PERSIST_KV_G2S"):
-        clash("PERSIST_Q_S2R", "PERSIST_Q_G2S", "Q stays in registers or in shared memory; set PERSIST_KV_G2S=1 for both")
+        clash(
+            "PERSIST_Q_S2R", "PERSIST_Q_G2S", "Q stays in registers or in shared memory; set PERSIST_KV_G2S=1 for both"
+        )
     if on("QKV_SMEM_SHARE") and not on("PERSIST_Q_S2R"):
         for held in ("PERSIST_Q_G2S", "PERSIST_KV_G2S"):
             if on(held):
-                clash("QKV_SMEM_SHARE", held, "V would overwrite what stays in shared memory; set PERSIST_Q_S2R=1 or unset one")
+                clash(
+                    "QKV_SMEM_SHARE",
+                    held,
+                    "V would overwrite what stays in shared memory; set PERSIST_Q_S2R=1 or unset one",
+                )
 
 
 class Flags(Mapping):

@@ -48,6 +48,7 @@ _ops = torch.ops.ffpa_attn
 
 # ---- from a call to a choice ----
 
+
 class _Plan(NamedTuple):
     """What a checked call does, kept for the next call of the same kind."""
 
@@ -237,12 +238,16 @@ _FORWARD = {"reference": _reference_forward, "sdpa": _sdpa_forward}
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
     flags = env.run_flags()
     key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), form.key(), flags, *options.items())
-    plan = _plans.get(key) or _remember(key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags))
+    plan = _plans.get(key) or _remember(
+        key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
+    )
     form.check_values(q, k, flags)
 
     if checks.rows_problem(grad_out):  # autograd hands over what it has, such as one expanded scalar
         grad_out = grad_out.contiguous()
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if fp32_grads else x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros(x.shape, dtype=torch.float32 if fp32_grads else x.dtype, device=x.device) for x in (q, k, v)
+    )
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
     sequences = form.sequences(saved[2], saved[3])
     reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, plan.rule, plan.workspace_cap)
@@ -292,7 +297,20 @@ def _backward_dense(
 
 
 def _backward_packed(
-    grad_out, grad_lse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, fp32_grads=False, **options
+    grad_out,
+    grad_lse,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    fp32_grads=False,
+    **options,
 ):
     form = _Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
@@ -381,7 +399,11 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        rule = {name: value for name, value in ctx.options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
+        rule = {
+            name: value
+            for name, value in ctx.options.items()
+            if name not in ("return_lse", "level", "acc", "num_stages")
+        }
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)

@@ -162,7 +162,9 @@ def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) ->
         lengths = seq.queries.length, seq.keys.length
         hidden = None
     distance = key - row if see.top_left else key - row - (lengths[1] - lengths[0])
-    for beyond in ([distance < -see.left] if see.left >= 0 else []) + ([distance > see.right] if see.right >= 0 else []):
+    for beyond in ([distance < -see.left] if see.left >= 0 else []) + (
+        [distance > see.right] if see.right >= 0 else []
+    ):
         hidden = beyond if hidden is None else hidden.logical_or_(beyond)
     return hidden
 

@@ -1,0 +1,58 @@
+"""What a run shows while it goes: one line a row, a progress bar on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from record import Result, Row
+
+WIDTH = 120
+
+
+def headline(text: str) -> str:
+    return f"{f' {text} ' if text else '':-^{WIDTH}}"
+
+
+def first_values(out: torch.Tensor, only_one: bool) -> list[str]:
+    flat = out.detach().flatten()
+    some = flat[:1] if only_one else torch.cat([flat[:2], flat[-1:]])
+    return [f"{value:<.8f}" for value in some.float().tolist()]
+
+
+def row_line(row: Row, result: Result, values: list[str], best_ms: float | None, show_error: bool) -> str:
+    """best_ms: of the rows before; the gain is what this one adds to that."""
+    gain = max(best_ms / row.median_ms - 1, 0) * 100 if best_ms else 0.0
+    speedup = result.speedup(row)
+    parts = [
+        f"{row.tag:>26}: {values}, time:{row.median_ms:.5g}ms, TFLOPS:{row.tflops:<6.4g} (+{gain:<5.2f}%)"
+        f"(~{'-' if speedup is None else f'{speedup:.2f}'}x) {row.ceiling_percent:.1f}% of {row.ceiling}, {row.kernel}"
+    ]
+    if row.halved_tflops is not None:
+        parts.append(f"TFLOPS of the halved square: {row.halved_tflops:.4g}")
+    if show_error:
+        parts.append(f"max error {row.max_error:.2e}")
+    if row.problem:
+        parts.append(f"WRONG: {row.problem}")
+    return ", ".join(parts)
+
+
+class Progress:
+    """A bar that redraws itself on a terminal; elsewhere a plain line every half minute."""
+
+    def __init__(self, total: int):
+        self.total, self.said_at = total, time.monotonic()
+        self.on_terminal = sys.stderr.isatty()
+
+    def show(self, done: float, what: str) -> None:
+        share = done / self.total
+        if self.on_terminal:
+            print(f"\r\033[K[{'#' * round(30 * share):.<30}] {share:4.0%} {what}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said_at > 30:
+            self.said_at = time.monotonic()
+            print(f"{share:.0%} done, {what}", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.on_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,161 @@
+"""One workload measured: every provider checked, warmed up, then timed in turn with the ceilings."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ceilings import CeilingCalls
+from provider import SDPA_TAG, Provider, Unavailable
+from providers import PEERS, our_providers, sdpa
+from pypi import PypiPeer
+from record import Result, Row
+from timing import Timer, measure_in_turn, peak_bytes
+from truth import Truth, Verdict
+from workload import Inputs, Workload, make_inputs
+
+
+@dataclass(frozen=True)
+class Settings:
+    warmup: int = 1
+    iters: int = 5
+    seed: int = 0
+    ones: tuple[str, ...] = ()  # of "q", "k", "v": all ones where timed
+    peers: tuple[str, ...] = ()  # names in providers.PEERS
+    tags: tuple[str, ...] = ()  # parts of tags: only such rows; empty = all
+    pypi: Path | None = None  # a folder that holds the ffpa-attn of PyPI
+    debug: bool = False  # a provider's exception ends the run
+
+
+@dataclass
+class _Ready:
+    """A provider that ran."""
+
+    provider: Provider
+    once: Callable[[], float]  # one timed call: ms
+    verdict: Verdict
+    peak: int | None
+    output: torch.Tensor  # the first, on the CPU
+
+
+@dataclass(frozen=True)
+class Measured:
+    result: Result | None  # None: ended before anything was timed
+    outputs: dict[str, torch.Tensor]  # by tag: out or dq of the timed inputs
+    failed: list[str]  # rows of ours that raised, and whatever ended the measurement
+    interrupted: bool
+
+
+class Bench:
+    def __init__(self, device: str, settings: Settings):
+        self.device, self.settings = device, settings
+        self.timer = Timer(device)
+        self.ceilings = CeilingCalls(device)
+        self.pypi = PypiPeer(settings.pypi, device) if settings.pypi else None
+
+    def run(self, w: Workload, on_progress: Callable[[float, str], None]) -> Measured:
+        """on_progress(share done, what is next)"""
+        times: dict[str, list[float]] = {}
+        ready: list[_Ready] = []
+        skipped: list[tuple[str, str]] = []
+        failed: list[str] = []
+        interrupted = False
+        try:
+            self._prepare(w, ready, skipped, failed, lambda tag: on_progress(0.0, f"{w}: preparing {tag}"))
+            self._measure(ready, times, lambda share, tag: on_progress(share, f"{w}: timing {tag}"))
+        except KeyboardInterrupt:
+            interrupted = True
+        except Exception as error:  # no memory for the inputs, say; what is measured of this run must not be lost
+            if self.settings.debug:
+                raise
+            failed.append(f"{w}: {_first_line(error)}")
+        measured = [one for one in ready if one.provider.tag in times]
+        outputs = {one.provider.tag: one.output for one in measured}
+        if not (measured and set(self.ceilings.calls) <= set(times)):
+            return Measured(None, {}, failed, interrupted)
+        ceilings = self.ceilings.from_times(times)
+        rows = [Row.of(one.provider, w, times[one.provider.tag], ceilings, one.peak, one.verdict) for one in measured]
+        return Measured(Result(w, ceilings, rows, skipped), outputs, failed, interrupted)
+
+    def _providers(self, w: Workload, x: Inputs, skipped: list[tuple[str, str]], failed: list[str]) -> list[Provider]:
+        chosen, ours = [], []
+        for name, make in (("sdpa", sdpa), *((name, PEERS[name]) for name in self.settings.peers)):
+            try:
+                chosen.append(make(w, x))
+            except Unavailable as reason:
+                skipped.append((name, str(reason)))
+        try:
+            ours += our_providers(w, x)
+        except (NotImplementedError, ValueError) as refused:
+            failed.append(f"ffpa on {w}: {_first_line(refused)}")
+        before = 1 if chosen and chosen[0].tag == SDPA_TAG else 0
+        chosen[before:before] = ours
+        tags = self.settings.tags
+        return [p for p in chosen if p.tag == SDPA_TAG or not tags or any(tag in p.tag for tag in tags)]
+
+    def _prepare(self, w, ready, skipped, failed, on_step) -> None:
+        x = make_inputs(w, self.device, self.settings.seed, self.settings.ones)
+        truth = Truth(w, self.device, self.settings.seed)
+        for provider in self._providers(w, x, skipped, failed):
+            on_step(provider.tag)
+            try:
+                ready.append(self._ready(provider, w, x, truth))
+            except Exception as error:
+                self._note(provider.tag, error, skipped)
+                if provider.is_ffpa:
+                    failed.append(f"{provider.tag} on {w}: {_first_line(error)}")
+            self._free()
+        del truth
+        self._free()
+        if self.pypi:
+            on_step(self.pypi.tag)
+            try:
+                ready.append(self._ready_elsewhere(w))
+            except Exception as error:
+                self._note(self.pypi.tag, error, skipped)
+
+    def _note(self, tag: str, error: Exception, skipped: list[tuple[str, str]]) -> None:
+        if self.settings.debug:
+            raise error
+        skipped.append((tag.strip("()"), _first_line(error)))
+
+    def _ready(self, provider: Provider, w: Workload, x: Inputs, truth: Truth) -> _Ready:
+        verdict = truth.verdict(lambda inputs: provider.prepare(w, inputs)())
+        call = provider.prepare(w, x)
+        output = call()[0].cpu()
+        for _ in range(self.settings.warmup - 1):
+            call()
+        return _Ready(provider, lambda: self.timer.milliseconds(call), verdict, peak_bytes(call, self.device), output)
+
+    def _ready_elsewhere(self, w: Workload) -> _Ready:
+        told = self.pypi.prepare(w, self.settings.seed, self.settings.ones, self.settings.warmup)
+        provider = Provider(self.pypi.tag, told["kernel"], None)
+        output = torch.tensor(told["output"])
+        return _Ready(provider, self.pypi.milliseconds, Verdict(*told["verdict"]), told["peak_bytes"], output)
+
+    def _measure(self, ready: list[_Ready], times: dict[str, list[float]], on_share) -> None:
+        subjects = {}
+        for name, call in self.ceilings.calls.items():
+            subjects[name] = lambda call=call: self.timer.milliseconds(call)
+        subjects |= {one.provider.tag: one.once for one in ready}
+        for once in subjects.values():  # an untimed round: memory that was freed since the warm-up is taken again
+            once()
+        total = len(subjects) * self.settings.iters
+
+        def on_step(name: str) -> None:
+            on_share(sum(map(len, times.values())) / total, name)
+
+        measure_in_turn(subjects, self.settings.iters, times, on_step)
+
+    def _free(self) -> None:
+        """What a failed or finished provider left: the next one must not run out of memory for it."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

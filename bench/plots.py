@@ -1,0 +1,119 @@
+"""Pictures of a record: TFLOPS over head dim below the ceiling, and speedups over SDPA, one picture per accumulator."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+
+from ffpa_attn.spec import ACCS
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from record import ACC_LEGEND, Record
+
+_INK, _GRID, _PEER = "#222222", "#dddddd", "#8a8f98"
+_LEVEL_COLORS = {1: "#1f77b4", 2: "#2a9d5c", 3: "#e08e1b", None: "#c8102e"}  # None: automatic
+_ACC_LINES = {"f32": ("-", "o"), "f16": ("--", "^"), "mixed": ("-.", "D")}
+_PEER_LINES = (("-", "s"), ("--", "v"), ("-.", "P"), (":", "X"), ("-", "<"), ("--", ">"), ("-.", "*"))
+
+
+def _figure(title: str, subtitle: str):
+    figure = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=15, fontweight="bold", color=_INK, loc="left", pad=26)
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color="#555555")
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("head dim D", fontsize=12)
+    return figure, axes
+
+
+def _legend(axes, lines, labels) -> None:
+    axes.legend(
+        lines, labels, fontsize=9.5, handlelength=3.4, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
+
+
+def _subtitle(record: Record) -> str:
+    iters = record.method["iters"]
+    return f"{record.describe()}; medians of {iters} calls" + (
+        "; a CPU: no claim of speed" if record.machine["kind"] == "cpu" else ""
+    )
+
+
+def _fallback_note(record: Record, series: str) -> str:
+    rows = [result.best(series) for result in record.results]
+    kernels = sorted({row.kernel for row in rows if row and row.is_ffpa and not row.own_kernel})
+    return f" (ran on {', '.join(kernels)})" if kernels else ""
+
+
+def tflops_figure(record: Record) -> Figure:
+    figure, axes = _figure(f"Attention on {record.device}", _subtitle(record))
+    places = range(len(record.results))
+    peer_lines = cycle(_PEER_LINES)
+    for series in record.series:
+        best = [(place, row) for place, result in enumerate(record.results) if (row := result.best(series))]
+        row = best[0][1]
+        color, width = (_LEVEL_COLORS[row.level], 2.2) if row.is_ffpa else (_PEER, 1.6)
+        line, marker = _ACC_LINES[row.acc or "f32"] if row.is_ffpa else next(peer_lines)
+        label = series + _fallback_note(record, series)
+        style = {"color": color, "linewidth": width, "linestyle": line, "marker": marker, "markersize": 6}
+        axes.plot([place for place, _ in best], [row.tflops for _, row in best], label=label, **style)
+    ceiling = [result.ceilings.gemm_tflops for result in record.results]
+    gemm = record.results[0].ceilings.gemm
+    axes.plot(places, ceiling, color=_INK, linestyle=":", linewidth=1.5, label=f"ceiling: {gemm}")
+    axes.set_xticks(places, [str(result.workload.d) for result in record.results])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(8))
+    axes.set_ylabel("TFLOPS (nominal, visible pairs)", fontsize=12)
+    lines, labels = axes.get_legend_handles_labels()
+    by_height = sorted(range(len(lines)), key=lambda i: -max(lines[i].get_ydata()))
+    _legend(axes, [lines[i] for i in by_height], [labels[i] for i in by_height])
+    if any(row.level for result in record.results for row in result.rows):
+        figure.supxlabel(ACC_LEGEND, fontsize=9, color="#555555", x=0.02, ha="left")
+    return figure
+
+
+def speedup_figure(record: Record, acc: str) -> Figure | None:
+    """A group of bars per head dim: every level with these accumulators; None where that or SDPA was not measured."""
+    results = [result for result in record.results if result.sdpa]
+    # What runs when nothing is forced accumulates in f32.
+    rows = {row.series: row for result in results for row in result.rows if row.is_ffpa and (row.acc or "f32") == acc}
+    shown = [series for series in record.series if series in rows]
+    if not shown:
+        return None
+    baseline = results[0].sdpa.series
+    figure, axes = _figure(f"Speedup over {baseline}, {acc} accumulators, {record.device}", _subtitle(record))
+    width = 0.8 / len(shown)
+    highest = 1.0
+    for i, series in enumerate(shown):
+        best = [(place, result.speedup(row)) for place, result in enumerate(results) if (row := result.best(series))]
+        places, speedups = zip(*best, strict=True)
+        highest = max(highest, *speedups)
+        left = [place - 0.4 + width * (i + 0.5) for place in places]
+        label = series.rstrip("*^") + _fallback_note(record, series)
+        bars = axes.bar(left, speedups, width=0.92 * width, color=_LEVEL_COLORS[rows[series].level], label=label)
+        texts = [f"{speedup:.2f}x" for speedup in speedups]
+        style = {"fontsize": 11, "fontweight": "bold"} if len(shown) == 1 else {"fontsize": 9, "rotation": 90}
+        axes.bar_label(bars, texts, padding=3, color=_INK, **style)
+    axes.axhline(1, color=_INK, linewidth=1.2, linestyle="--", label=baseline)
+    axes.set_xticks(range(len(results)), [str(result.workload.d) for result in results])
+    axes.set_xlim(-0.6, max(len(results), 4) - 0.4)
+    axes.set_ylim(0, highest * 1.15)
+    axes.set_ylabel(f"times {baseline}", fontsize=12)
+    _legend(axes, *axes.get_legend_handles_labels())
+    return figure
+
+
+def save_plots(record: Record, stem: Path) -> list[Path]:
+    figures = {"TFLOPS": tflops_figure(record)}
+    figures |= {f"ffpa+acc+{acc}_Speedup": speedup_figure(record, acc) for acc in ACCS}
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures.items():
+        if figure is not None:
+            paths.append(stem.with_name(f"{stem.name}_{name}.png"))
+            figure.savefig(paths[-1])
+    return paths

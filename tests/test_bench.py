@@ -1,0 +1,242 @@
+"""The parts of the bench, one by one: FLOPs, the timer, ceilings, tables and pictures of a recorded run, host overhead."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import flops
+import oracle
+import overhead
+import plots
+import pytest
+import readme
+import timing
+import torch
+from ceilings import CeilingCalls, Ceilings
+from ffpa_attn import env
+from provider import Provider
+from record import Record, Result, Row
+from tables import markdown
+from truth import Truth, Verdict
+from workload import Workload, halved, make_inputs, rows_of
+
+SQUARE = Workload(1, 48, 48, 8192, 8192, 512, 512)
+
+
+@pytest.mark.parametrize("n_q", [1, 2, 7, 30, 64])
+@pytest.mark.parametrize("n_kv", [1, 5, 30, 31, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_visible_pairs(n_q, n_kv, causal):
+    assert flops.visible_pairs(n_q, n_kv, causal) == oracle.visible_pairs(n_q, n_kv, causal=causal)
+
+
+def test_flops():
+    assert flops.nominal_flops(SQUARE) == 4 * 512 * 8192**2 * 48
+    causal = Workload(2, 4, 2, 100, 100, 64, 32, causal=True, backward=True)
+    assert flops.nominal_flops(causal) == 2.5 * 2 * (64 + 32) * 5050 * 2 * 4
+    assert flops.halved_flops(causal) == 2.5 * 2 * (64 + 32) * 5000 * 2 * 4
+    packed = Workload(3, 1, 1, 90, 60, 8, 8, packed=True)
+    assert packed.sequences == [(30, 20), (60, 40), (90, 60)]
+    assert flops.nominal_flops(packed) == 4 * 8 * (30 * 20 + 60 * 40 + 90 * 60)
+    assert flops.least_bytes(packed) == 2 * 16 * (180 + 120)
+
+
+def test_the_bound_of_a_workload():
+    ceilings = Ceilings("mm", gemm_tflops=100.0, copy="copy", copy_gb_per_s=1000.0)
+    assert ceilings.of(SQUARE) == ("GEMM", pytest.approx(4 * 512 * 8192**2 * 48 / 100e12 * 1e3))
+    decode = Workload(1, 1, 1, 1, 8192, 512, 512)
+    assert ceilings.of(decode) == ("copy", pytest.approx(2 * 1024 * 8193 / 1000e9 * 1e3))
+
+
+def test_ceilings_from_times(device):
+    calls = CeilingCalls(device)
+    for call in calls.calls.values():
+        call()
+    ceilings = calls.from_times({"GEMM": [3.0, 1.0, 2.0], "copy": [1.0]})
+    assert ceilings.gemm_tflops == pytest.approx(2 * calls.side**3 / 2e-3 * 1e-12)
+    assert ceilings.copy_gb_per_s == pytest.approx(2 * calls.bytes / 1e-3 * 1e-9)
+
+
+def test_subjects_take_turns_and_an_interrupt_loses_nothing():
+    order, times = [], {}
+    timing.measure_in_turn({name: lambda: 1.0 for name in "abc"}, 3, times, order.append)
+    assert "".join(order) == "abcbcacab"
+    assert times == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}
+
+    def stop():
+        raise KeyboardInterrupt
+
+    times = {}
+    with pytest.raises(KeyboardInterrupt):
+        timing.measure_in_turn({"a": lambda: 2.0, "b": stop}, 3, times, order.append)
+    assert times == {"a": [2.0]}
+
+
+def test_timer(device):
+    x = torch.ones(1000, device=device)
+    assert 0 < timing.Timer(device).milliseconds(lambda: x + 1) < 1000
+    peak = timing.peak_bytes(lambda: x + 1, device)
+    assert peak is None if device == "cpu" else peak >= 4000
+
+
+def test_inputs_come_again_and_ones_are_ones():
+    w = Workload(2, 4, 2, 6, 10, 16, 8, backward=True)
+    first, second = make_inputs(w, "cpu", seed=3), make_inputs(w, "cpu", seed=3, ones=("k",))
+    assert torch.equal(first.q, second.q) and (second.k == 1).all() and not (first.k == 1).all()
+    assert first.grad.shape == (2, 4, 6, 8) and first.v.shape == (2, 2, 10, 8)
+    packed = Workload(2, 4, 2, 6, 10, 16, 8, packed=True)
+    x = make_inputs(packed, "cpu", seed=0)
+    assert x.offsets[0].tolist() == [0, 3, 9] and x.offsets[1].tolist() == [0, 5, 15] and x.offsets[2:] == (6, 10)
+    assert torch.equal(rows_of(packed, x.k, 1, of_keys=True)[0], x.k[5:].transpose(0, 1))
+
+
+def test_halving_ends_and_keeps_the_kind():
+    w = Workload(4, 32, 4, 1, 8192, 320, 320, causal=True)
+    while (smaller := halved(w)) is not None:
+        assert flops.nominal_flops(smaller) < flops.nominal_flops(w)
+        w = smaller
+    assert w == Workload(1, 8, 1, 1, 64, 320, 320, causal=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_truth_judges_every_row_it_claims_to(backward, packed):
+    """The sampled blocks are those of the whole problem: the oracle itself passes, one wrong value does not."""
+    w = Workload(2, 4, 2, 300, 200, 16, 16, "bf16", causal=True, packed=packed, backward=backward)
+    truth = Truth(w, "cpu", seed=0)
+
+    def dense(x):
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        parts = [
+            oracle.attention(*(rows_of(w, t, i, j > 0) for j, t in enumerate(leaves)), causal=True)[0]
+            for i in range(w.batch)
+        ]
+        out = torch.cat([part[0].transpose(0, 1) for part in parts]) if packed else torch.cat(parts)
+        return torch.autograd.grad(out, leaves, x.grad.double()) if backward else (out.bfloat16(),)
+
+    assert truth.verdict(dense).problem is None
+
+    def broken(x):
+        results = [t.clone() for t in dense(x)]
+        for t in results:
+            t[-1, -1] = torch.nan
+        return tuple(results)
+
+    verdict = truth.verdict(broken)
+    assert verdict.max_error == float("inf") and all(
+        name in verdict.problem for name in (["dq", "dk", "dv"] if backward else ["out"])
+    )
+
+
+# ---- a recorded run of a GPU that nobody has ----
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Record:
+    """Speeds are made up: SDPA 100 T, each of ours a round number of times faster; FlexAttention ends at 384."""
+    record = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, {"iters": 3})
+    ceilings = Ceilings("torch.mm bfloat16 8192^3", 800.0, "copy", 4000.0)
+    for d in (320, 384, 448):
+        w = Workload(1, 48, 48, 8192, 8192, d, d)
+
+        def row(tag, tflops, w=w, **facts):
+            ms = flops.nominal_flops(w) / tflops * 1e-9
+            provider = Provider(tag, facts.pop("kernel", "made_up"), lambda x: x.q, **facts)
+            return Row.of(provider, w, [ms, 1.1 * ms, 0.9 * ms], ceilings, 1 << 30, Verdict(1e-3, None))
+
+        ours = {"is_ffpa": True, "own_kernel": True}
+        rows = [row("(sdpa)", 100, kernel="efficient")]
+        for acc, speed in (("f32", 200), ("f16", 300), ("mixed", 250)):
+            for level in (1, 3):
+                for stage in (1, 2):
+                    tag = f"(ffpa+acc+{acc}+L{level}+stage{stage})"
+                    rows.append(row(tag, speed + 20 * level + stage, acc=acc, level=level, num_stages=stage, **ours))
+        rows.append(row("(ffpa+auto)", 400, **ours))
+        rows += [row("(flex)", 90)] if d <= 384 else []
+        record.results.append(Result(w, ceilings, rows, []))
+    record.save(tmp_path / "recorded")
+    return Record.load(tmp_path / "recorded.json")
+
+
+def test_table(recorded):
+    lines = markdown(recorded).splitlines()
+    assert lines[:2] == ["|Algorithm|320|384|448|", "|:---:|:---:|:---:|:---:|"]
+    assert lines[2] == "|SDPA EA|100T|100T|100T|"
+    assert lines[3:5] == ["|FFPA L1*|222T|222T|222T|", "|Speedup|2.22x|2.22x|2.22x|"]
+    names = [line.split("|")[1] for line in lines[2:] if line.startswith("|")]
+    assert [name for name in names if name != "Speedup"] == [
+        "SDPA EA", "FFPA L1*", "FFPA L1^", "FFPA L1*^", "FFPA L3*", "FFPA L3^", "FFPA L3*^", "FFPA auto", "flex", "Ceiling",
+    ]  # fmt: skip
+    assert "|flex|90T|90T|-|" in lines
+    assert "Imaginary GPU, B=1, H=48, N=8192, fp16; medians of 3 calls" in lines[-2]
+    assert "†" not in markdown(recorded)
+
+
+def fall_back(rows: list[Row]) -> None:
+    """The automatic row as it is where no kernel of ours runs."""
+    auto = next(row for row in rows if row.tag == "(ffpa+auto)")
+    rows[rows.index(auto)] = replace(auto, kernel="sdpa", own_kernel=False)
+
+
+def test_a_fallback_is_no_number_of_ours(recorded):
+    fall_back(recorded.results[0].rows)
+    shown = markdown(recorded)
+    assert "|FFPA auto|400T†|400T|400T|" in shown and "† ran on sdpa, not on a kernel of this project." in shown
+
+
+def test_pictures(recorded, tmp_path):
+    names = [path.name for path in plots.save_plots(recorded, tmp_path / "x")]
+    assert names == ["x_TFLOPS.png", *(f"x_ffpa+acc+{acc}_Speedup.png" for acc in ("f32", "f16", "mixed"))]
+    lines = plots.tflops_figure(recorded).axes[0].get_lines()
+    assert len(lines) == 10 and list(lines[-1].get_ydata()) == [800.0] * 3
+    bars = plots.speedup_figure(recorded, "f32").axes[0]
+    assert "Imaginary GPU" in bars.get_title(loc="left")
+    assert [text.get_text() for text in bars.get_legend().get_texts()] == ["SDPA EA", "FFPA L1", "FFPA L3", "FFPA auto"]
+    assert [round(float(bar.get_height()), 2) for bar in bars.patches] == [2.22] * 3 + [2.62] * 3 + [4.0] * 3
+
+
+def test_the_readme_shows_what_was_recorded(recorded, tmp_path):
+    text = "# x\n<!-- bench: recorded -->\nan old table\n<!-- /bench -->\ny\n"
+    shown = readme.generated(text, tmp_path)
+    assert shown == f"# x\n<!-- bench: recorded -->\n{markdown(recorded)}<!-- /bench -->\ny\n"
+    assert readme.generated(shown, tmp_path) == shown
+    assert readme.generated(readme.README.read_text(), readme.RESULTS) == readme.README.read_text()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda record: record.source.update(tree="0-dirty"), "no commit"),
+        (lambda record: setattr(record, "interrupted", True), "interrupted"),
+        (lambda record: fall_back(record.results[0].rows), "ran on sdpa, not on a kernel of this project"),
+    ],
+)
+def test_the_readme_shows_nothing_that_is_not_ours(change, message, recorded, tmp_path):
+    change(recorded)
+    recorded.save(tmp_path / "changed")
+    with pytest.raises(ValueError, match=message):
+        readme.generated("<!-- bench: changed -->\n<!-- /bench -->", tmp_path)
+
+
+def test_another_format_is_refused(tmp_path):
+    (tmp_path / "old.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match="no record of format"):
+        Record.load(tmp_path / "old.json")
+
+
+def test_host_overhead():
+    before = dict(overhead.ops._FORWARD)
+    found = overhead.measure("cpu", rounds=2, calls=20)
+    assert dict(overhead.ops._FORWARD) == before
+    assert [x.mode for x in found] == ["no grad", "inference mode", "with grad"]
+    assert all(0 < x.host_us < 5000 and x.allocation_us > 0 for x in found)
+    assert overhead.table(found).count("\n") == 4
+
+
+def test_host_overhead_runs_as_a_program():
+    command = [sys.executable, overhead.__file__]
+    done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0 and "| with grad |" in done.stdout, done.stderr

@@ -1,0 +1,245 @@
+"""The bench people run, `python tests/test_ffpa_attn.py --gen-bench --plot`; under pytest, the proof that it works."""
+
+import sys
+from pathlib import Path
+
+# This tree's package first, installed or not: the record names the commit that was measured.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import cli
+
+if __name__ == "__main__":  # before pytest is imported: the bench needs none
+    sys.exit(cli.main())
+
+import csv
+import re
+import subprocess
+
+import compare
+import measure
+import oracle
+import providers
+import pytest
+import torch
+from ffpa_attn import env, ffpa
+from record import Record
+from workload import Workload, make_inputs
+
+SMALL = ["--device", "cpu", "--N", "32", "--H", "1", "--sleep", "0"]
+VERBATIM = (
+    "--B 1 --H 48 --N 8192 --show-all --D 320",
+    "--gen-bench --show-all --plot",
+    "--B 1 --H 32 --N 1024 --check --show-all --D 64",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So small are these sizes that threads only wait for each other, long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(tmp_path, *flags: str) -> int:
+    return cli.main([*SMALL, "--save-dir", str(tmp_path), *flags])
+
+
+def saved(tmp_path, ending: str) -> list[Path]:
+    return sorted(path for path in tmp_path.iterdir() if path.name.endswith(ending))
+
+
+@pytest.mark.parametrize("d", range(320, 1025, 64))
+def test_smoke_of_the_numbers(d, device):
+    x = make_inputs(Workload(1, 2, 1, 40, 72, d, d, "bf16"), device, seed=d)
+    want = oracle.attention(x.q, x.k, x.v, causal=True)[0]
+    base = compare.baseline(x.q, x.k, x.v, causal=True)[0]
+    compare.assert_close("out", ffpa(x.q, x.k, x.v, causal=True), want, base)
+
+
+@pytest.mark.parametrize("call", VERBATIM)
+def test_calls_people_know(call, monkeypatch, tmp_path, capsys):
+    """As they are, but for the place of the files and the device; on a CPU big sizes are reduced, and that is said."""
+    for toggle in ("ENABLE_FFPA_PERSIST_Q_G2S", "ENABLE_FFPA_PERSIST_KV_G2S"):
+        monkeypatch.setenv(toggle, "1")
+    assert cli.main([*call.split(), "--device", "cpu", "--save-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "no claim of speed" in shown
+    assert ("Reduced, since the CPU would take very long" in shown) == ("8192" in call or "1024" in call)
+    if "--plot" in call:
+        assert "|Algorithm|320|384|448|512|576|640|704|768|832|896|960|1024|" in shown
+        assert len(saved(tmp_path, ".png")) == 2 and saved(tmp_path, ".json")
+        flags = Record.load(saved(tmp_path, ".json")[0]).source["flags"]
+        assert flags == {"ENABLE_FFPA_PERSIST_Q_G2S": True, "ENABLE_FFPA_PERSIST_KV_G2S": True}
+
+
+def test_runs_as_a_program(tmp_path):
+    """From the repository root, with nothing but this file on the command line."""
+    here = Path(__file__)
+    command = [sys.executable, here.relative_to(here.parents[1]), *SMALL, "--D", "64", "--check", "--dir", tmp_path]
+    done = subprocess.run(
+        command, cwd=here.parents[1], env=env.child_environment(), capture_output=True, text=True, timeout=80
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ +\(sdpa\): .*\(~1.00x\)", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +\(ffpa\+auto\): .*max error", done.stdout, re.MULTILINE)
+
+
+def test_line(tmp_path, capsys):
+    """Right-aligned tag, output values, time, TFLOPS, gain over the best so far, speedup, then what is new."""
+    assert run(tmp_path, "--D", "64", "--show-all") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "(ffpa+auto)" in line)
+    number = r"[\d.e+-]+"
+    assert re.fullmatch(
+        rf" +\(ffpa\+auto\): \['{number}', '{number}', '{number}'\], time:{number}ms, TFLOPS:{number} *"
+        rf" \(\+{number} *%\)\(~\d+\.\d\dx\) {number}% of (GEMM|copy), (sdpa|reference)",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--backward --causal --check-all",
+        "--heads-kv 1 --H 4 --causal --n-kv 70 --check-all --torch",
+        "--varlen --n-kv 50 --check-all --torch",
+        "--varlen --causal --backward --check-all",
+        "--n-q 1 --n-kv 200 --dtype bf16 --check-all --D-v 128",
+        "--n-q 50 --n-kv 20 --causal --check",
+        "--no-rand-qkv --show-matrix --show-less --verbose",
+        "--no-rq --no-rk --no-rv --seed 3 --flops-mm --w 2 --i 2 --debug",
+        "--flash --peers all --tags auto,stage2 --build",
+    ],
+)
+def test_options(flags, tmp_path):
+    assert run(tmp_path, "--D", "64", "--i", "1", *flags.split()) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags", ["--D 0", "--D x", "--MAX-D 256", "--H 5 --heads-kv 2", "--peers nobody", "--check-al"]
+)
+def test_refused_flags(flags, capsys):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(flags.split())
+    assert refused.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"ENABLE_FFPA_PERSIST_KV_G2S": "1", "ENABLE_FFPA_PERSIST_Q_G2S": "0"}, "exclude each other"),
+        ({"FFPA_EMULATE": "1"}, "times in the emulator mean nothing"),
+    ],
+)
+def test_refused_environment(flags, message, monkeypatch, capsys):
+    for name, value in flags.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.main(["--D", "64"])
+    assert message in capsys.readouterr().err
+
+
+def test_a_problem_that_ffpa_refuses_is_a_failure(tmp_path, capsys):
+    assert run(tmp_path, "--D", "60") == 1
+    assert "FAILED ffpa on B=1, H=1, N=32, D=60, fp16: ValueError: `q` has head dim 60" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--check", "--check-all --backward", "--check --no-rand-qkv"])
+def test_a_wrong_result_fails_the_check(flags, monkeypatch, tmp_path, capsys):
+    """Even one that all-ones inputs would hide: the last key is dropped."""
+    monkeypatch.setattr(providers, "ffpa", lambda q, k, v, **rule: ffpa(q, k[:, :, :-1], v[:, :, :-1], **rule))
+    assert run(tmp_path, "--D", "64", *flags.split()) == 1
+    assert "FAILED (ffpa+auto)" in capsys.readouterr().err
+
+
+def test_a_raising_row_of_ours_fails_and_a_peer_is_skipped(monkeypatch, tmp_path, capsys):
+    def broken(*args, **rule):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(providers, "ffpa", broken)
+    assert run(tmp_path, "--D", "64") == 1
+    assert "RuntimeError: out of order" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setitem(providers.PEERS, "unfused", lambda w, x: providers.Provider("(unfused)", "none", broken))
+    assert run(tmp_path, "--D", "64", "--torch") == 0
+    assert "(unfused): not measured: RuntimeError: out of order" in capsys.readouterr().out
+
+
+def test_running_out_of_memory_loses_nothing(monkeypatch, tmp_path, capsys):
+    def make(w, *args, **options):
+        if w.d == 384:
+            raise torch.OutOfMemoryError("not that much")
+        return make_inputs(w, *args, **options)
+
+    monkeypatch.setattr(measure, "make_inputs", make)
+    assert run(tmp_path, "--MAX-D", "448", "--gen-bench") == 1
+    shown = capsys.readouterr()
+    assert "|Algorithm|320|448|" in shown.out and "OutOfMemoryError: not that much" in shown.err
+
+
+def test_a_missing_record_is_said(tmp_path, capsys):
+    assert cli.main(["--from", str(tmp_path / "none.json"), "--plot"]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
+    (tmp_path / "ffpa_attn").mkdir()
+    (tmp_path / "ffpa_attn" / "__init__.py").write_text(
+        "import torch.nn.functional as F\n__version__ = '0.0'\nprint('noise')\n"
+        "def ffpa_attn_func(q, k, v, is_causal, enable_gqa):\n"
+        "    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)\n"
+    )
+    assert run(tmp_path, "--MAX-D", "384", "--causal", "--show", "--check-all", "--pypi", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(ffpa-pypi): [") == 2 and "ffpa-attn 0.0 of PyPI" in shown
+    assert run(tmp_path, "--D", "64", "--varlen", "--pypi", str(tmp_path)) == 0
+    assert "(ffpa-pypi): not measured: RuntimeError: NotImplementedError" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
+    calls = []
+
+    def impatient(q, k, v, **rule):
+        calls.append(q.shape[-1])
+        if calls.count(384) == 5:
+            raise KeyboardInterrupt
+        return ffpa(q, k, v, **rule)
+
+    monkeypatch.setattr(providers, "ffpa", impatient)
+    assert run(tmp_path) == 130
+    record = Record.load(saved(tmp_path, ".json")[0])
+    assert record.interrupted and [result.workload.d for result in record.results] == [320, 384]
+    assert all(len(row.times_ms) == 5 for row in record.results[0].rows)
+    assert all(0 < len(row.times_ms) < 5 for row in record.results[1].rows)
+    assert "saved" in capsys.readouterr().out
+
+
+def test_record_and_pictures(tmp_path, capsys):
+    """--plot alone works; a record comes back as it was; table and pictures need nothing but the record."""
+    assert run(tmp_path, "--MAX-D", "384", "--plot", "--causal", "--tag", "mine", "--torch") == 0
+    stored = saved(tmp_path, "_mine_causal.json")[0]
+    record = Record.load(stored)
+    record.save(tmp_path / "again")
+    assert (tmp_path / "again.json").read_text() == stored.read_text()
+    assert record.source["tree"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record.source["tree"])
+    with stored.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["d"], row["tag"]) for row in rows] == [
+        (d, tag) for d in ("320", "384") for tag in ("(sdpa)", "(ffpa+auto)", "(unfused)")
+    ]
+    assert all(float(row["halved_tflops"]) > 0 and len(row["times_ms"].split()) == 5 for row in rows)
+
+    pictures = tmp_path / "pictures"
+    capsys.readouterr()
+    assert cli.main(["--from", str(stored), "--plot", "--gen-bench", "--dir", str(pictures)]) == 0
+    assert "|Algorithm|320|384|" in capsys.readouterr().out
+    assert {path.name.split("causal_")[1] for path in pictures.iterdir()} == {
+        "TFLOPS.png",
+        "ffpa+acc+f32_Speedup.png",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())
