@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds tests/conform/conform.cu for the GPU of this machine and for the emulator, runs both, and compares the results.
-# Needs a GPU (sm_80 or later), nvcc, g++, and Python with numpy.
+# Needs a GPU (sm_80 or later), nvcc, g++, and Python with numpy ($PYTHON, or python3).
 #   usage: .dev/conform.sh [output directory]
 #   FFPA_CONFORM_BUILD_ONLY=1: build both programs and run the emulator's alone, on a machine without a GPU, for sm_90.
 set -euo pipefail
@@ -36,4 +36,4 @@ if [[ ${FFPA_CONFORM_BUILD_ONLY:-0} == 1 ]]; then
   exit 0
 fi
 "$out/conform_gpu" "$out/gpu.bin" "$arch"
-python3 tests/conform/compare.py "$out/gpu.bin" "$out/emulated.bin" --arch "$arch"
+"${PYTHON:-python3}" tests/conform/compare.py "$out/gpu.bin" "$out/emulated.bin" --arch "$arch"
