@@ -39,6 +39,7 @@ std::vector<Kernel> misuse_kernels();
 std::vector<Kernel> misuse_sm90_kernels();
 std::vector<Kernel> split_d_kernels();
 std::vector<Kernel> split_d_sm90_kernels();
+std::vector<Kernel> split_d_sm90_bugs();
 
 // nullptr if there is none.
 const Kernel* find_kernel(const std::string& name);

@@ -165,3 +165,14 @@ def test_every_function_is_used_by_a_case():
     text += (ROOT / "csrc/tile/stage_ring.cuh").read_text()
     missing = [name for name in sorted(functions_of("native")) if not re.search(rf"\b{name}\b[<(]", text)]
     assert not missing
+
+
+def test_conform_list_is_the_case_table(emulator):
+    """tests/conform must compare what is tested here, and nobody may forget to list a case."""
+    counts = {}
+    for case in emulator.module.cases():
+        function = case["name"].split("/")[0]
+        counts[function] = (case["arch"], counts.get(function, (0, 0))[1] + 1)
+    lines = (ROOT / "tests/conform/functions.txt").read_text().splitlines()
+    listed = [line.split() for line in lines if not line.startswith("#")]
+    assert {name: (int(arch), int(count)) for name, arch, count in listed} == counts

@@ -59,8 +59,7 @@ BUGS = [
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("bug", range(len(BUGS)), ids=[name for name, _ in BUGS])
 def test_bug_is_found(emulator, bug, seed):
-    suffix = "_cluster" if BUGS[bug][0] == "only local release" else ""
-    result = run(emulator, f"bug_{bug}{suffix}", 128, 200, 200, seed=seed)
+    result = run(emulator, f"bug_{bug}", 128, 200, 200, seed=seed)
     kinds = set(result.kinds)
     if not kinds and not result.error < TOLERANCE:
         kinds.add("wrong result")

@@ -65,7 +65,7 @@ inline std::vector<Case> arithmetic_cases() {
       {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
       {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
       warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),
-      warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 16),
+      warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 8),
       warp_case<math_kernel<2>>("rcp", Input::kPositiveFloats, kValues, kValues, 80, 2),
       warp_case<math_kernel<3>>("tanh_approx", Input::kFloats, kValues, kValues, 80, 8192),
       {"ex2/special", 80, Input::kBits, 1, 8, 0, run_kernel<ex2_special_kernel, 32, 0>},

@@ -5,6 +5,7 @@
 #include "ptx/emulated/machine/context_switch.h"
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__SANITIZE_ADDRESS__)
 extern "C" {
@@ -46,13 +47,14 @@ ffpa_emu_switch_stacks:
 
 namespace ffpa::emu {
 
-void prepare(Context& context, char* stack_low, size_t stack_bytes, void (*entry)()) {
+void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poisoned_bytes, void (*entry)()) {
   context.stack_low = stack_low;
   context.stack_bytes = stack_bytes;
   context.sanitizer_state = nullptr;
 #if FFPA_EMU_ASAN
   __asan_unpoison_memory_region(stack_low, stack_bytes);  // a launch that was given up leaves its frames poisoned
 #endif
+  std::memset(stack_low + stack_bytes - poisoned_bytes, 0xff, poisoned_bytes);
 #if FFPA_EMU_FAST_SWITCH
   constexpr int kSavedRegisters = 6;
   void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_low + stack_bytes) & ~uintptr_t(15));

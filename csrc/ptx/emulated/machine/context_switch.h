@@ -24,8 +24,9 @@ struct Context {
   void* sanitizer_state = nullptr;
 };
 
-// Makes `context` start in `entry` on the given stack when it is first switched to. `entry` must never return.
-void prepare(Context& context, char* stack_low, size_t stack_bytes, void (*entry)());
+// Makes `context` start in `entry` on the given stack when it is first switched to. `entry` must never return. The
+// first `poisoned_bytes` it will use are NaN, so that variables nobody has set show.
+void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poisoned_bytes, void (*entry)());
 
 // Saves the running flow in `from` and resumes `to`. `from_is_finished`: nobody will resume `from` again.
 void switch_to(Context& from, Context& to, bool from_is_finished = false);

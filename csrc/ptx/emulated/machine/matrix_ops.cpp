@@ -55,7 +55,7 @@ void ldmatrix(uint32_t* tile_registers, int tiles, bool transposed, uint32_t row
 }
 
 void stmatrix(uint32_t row_address, const uint32_t* tile_registers, int tiles, bool transposed, CallSite site) {
-  require_arch(90, "stmatrix", site);
+  require_arch(kSm90, "stmatrix", site);
   MatrixArguments arguments{const_cast<uint32_t*>(tile_registers), row_address};
   collective(WarpOp::kStmatrix, &arguments, site, [&](Warp& warp) {
     SharedInstruction access{"stmatrix", site, int(kTileRowBytes), 0, {}};

@@ -9,10 +9,9 @@ namespace ffpa::emu {
 namespace {
 
 constexpr uint32_t kMbarrierBytes = 8;
-constexpr int kArch = 90;
 
 Mbarrier& find_mbarrier(uint32_t address, const char* instruction, CallSite site) {
-  require_arch(kArch, instruction, site);
+  require_arch(kSm90, instruction, site);
   count_step(site);
   Block& block = block_of(address);
   shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, instruction, site);
@@ -49,7 +48,7 @@ void complete_phase_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
 }  // namespace
 
 void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site) {
-  require_arch(kArch, "mbarrier.init", site);
+  require_arch(kSm90, "mbarrier.init", site);
   Warp& warp = *current->warp;
   Block& block = *current->block;
   shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, "mbarrier.init", site);
@@ -114,7 +113,7 @@ void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes, con
 }
 
 void cluster_arrive(CallSite site) {
-  require_arch(kArch, "barrier.cluster.arrive", site);
+  require_arch(kSm90, "barrier.cluster.arrive", site);
   collective(WarpOp::kClusterArrive, nullptr, site, [&](Warp& warp) {
     if (warp.cluster_arrivals != warp.cluster_waits) {
       fail("cluster", site, "barrier.cluster.arrive twice without a wait between");
@@ -137,7 +136,7 @@ void cluster_arrive(CallSite site) {
 }
 
 void cluster_wait(CallSite site) {
-  require_arch(kArch, "barrier.cluster.wait", site);
+  require_arch(kSm90, "barrier.cluster.wait", site);
   collective(WarpOp::kClusterWait, nullptr, site, [&](Warp& warp) {
     if (warp.cluster_arrivals == warp.cluster_waits) fail("cluster", site, "barrier.cluster.wait without an arrive");
     return machine->cluster_rounds >= warp.cluster_arrivals ? After::kContinue : After::kSleep;
@@ -151,7 +150,7 @@ void cluster_wait(CallSite site) {
 }
 
 bool elect_one(CallSite site) {
-  require_arch(kArch, "elect.sync", site);
+  require_arch(kSm90, "elect.sync", site);
   collective(WarpOp::kElect, nullptr, site, [](Warp&) { return After::kContinue; });
   // The leader is the same for a whole run, but it need not be lane 0.
   const int leader = machine->random_schedule() ? int(machine->options.seed % kWarpSize) : 0;

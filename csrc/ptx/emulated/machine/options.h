@@ -25,6 +25,8 @@ struct Options {
   int64_t max_steps = int64_t(2) * 1000 * 1000 * 1000;  // emulated instructions of one cluster, then it counts as hung
 };
 
+inline constexpr int kSm90 = 90;  // the architecture that brought TMA, wgmma and clusters
+
 // Dynamic shared memory one block may ask for.
 inline uint32_t max_shared_bytes(int arch) {
   switch (arch) {

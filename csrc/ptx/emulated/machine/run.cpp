@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstring>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -80,8 +79,7 @@ void reset_lane(Lane& lane, char* stack, Warp& warp, int index) {
   // Stacks whose tops are all page-aligned would compete for the same sets of the L1 cache (15 to 29% slower).
   const size_t stagger = size_t(&lane - machine->lanes.data()) % 61 * 1088;
   const size_t bytes = machine->options.stack_bytes - stagger;
-  if (machine->options.poison) std::memset(stack + bytes - kPoisonedStackBytes, 0xff, kPoisonedStackBytes);
-  prepare(lane.context, stack, bytes, lane_entry);
+  prepare(lane.context, stack, bytes, machine->options.poison ? kPoisonedStackBytes : 0, lane_entry);
 }
 
 uint64_t hash_seed(uint64_t seed, const Dim3& block) {

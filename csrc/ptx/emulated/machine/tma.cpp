@@ -73,9 +73,8 @@ const char* problem_with_tensor_map(const TensorMapSpec& spec) {
 
 void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier, const int* coordinates,
               int coordinate_count, uint16_t block_mask, CallSite site) {
-  constexpr int kArch = 90;
   constexpr uint32_t kDestinationAlignment = 128;
-  require_arch(kArch, "cp.async.bulk.tensor", site);
+  require_arch(kSm90, "cp.async.bulk.tensor", site);
   if (spec.rank != coordinate_count) {
     fail("tma", site, format("%d coordinates for a tensor map of rank %d", coordinate_count, spec.rank));
   }

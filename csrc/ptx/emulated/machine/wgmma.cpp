@@ -43,7 +43,6 @@ struct WgmmaQueue {
 
 namespace {
 
-constexpr int kArch = 90;
 constexpr int kWarpsPerGroup = 4;
 constexpr uint32_t kPoisonBits = 0xffffffff;
 
@@ -195,7 +194,7 @@ void compare_with_warpgroup(Warp& warp, WgmmaQueue& queue, const WgmmaOperands& 
 }  // namespace
 
 void wgmma(const WgmmaOperands& operands, CallSite site) {
-  require_arch(kArch, "wgmma", site);
+  require_arch(kSm90, "wgmma", site);
   WgmmaOperands mine = operands;
   collective(WarpOp::kWgmma, &mine, site, [&](Warp& warp) {
     if (warp.block->threads % (kWarpSize * kWarpsPerGroup)) {
@@ -233,7 +232,7 @@ void wgmma(const WgmmaOperands& operands, CallSite site) {
 }
 
 void wgmma_fence(CallSite site) {
-  require_arch(kArch, "wgmma.fence", site);
+  require_arch(kSm90, "wgmma.fence", site);
   collective(WarpOp::kWgmmaFence, nullptr, site, [](Warp& warp) {
     queue_of(warp).fenced = true;
     return After::kContinue;
@@ -241,7 +240,7 @@ void wgmma_fence(CallSite site) {
 }
 
 void wgmma_commit_group(CallSite site) {
-  require_arch(kArch, "wgmma.commit_group", site);
+  require_arch(kSm90, "wgmma.commit_group", site);
   collective(WarpOp::kWgmmaCommit, nullptr, site, [](Warp& warp) {
     ++queue_of(warp).open_group;
     return After::kContinue;
@@ -249,7 +248,7 @@ void wgmma_commit_group(CallSite site) {
 }
 
 void wgmma_wait_group(int pending_groups, CallSite site) {
-  require_arch(kArch, "wgmma.wait_group", site);
+  require_arch(kSm90, "wgmma.wait_group", site);
   maybe_preempt();
   collective(WarpOp::kWgmmaWait, nullptr, site, [&](Warp& warp) {
     WgmmaQueue& queue = queue_of(warp);
@@ -274,7 +273,7 @@ void wgmma_wait_group(int pending_groups, CallSite site) {
 }
 
 void set_max_registers(int registers, CallSite site) {
-  require_arch(kArch, "setmaxnreg", site);
+  require_arch(kSm90, "setmaxnreg", site);
   collective(WarpOp::kSetMaxRegisters, nullptr, site, [&](Warp&) {
     if (registers % 8 || registers < 24 || registers > 256) {
       fail("setmaxnreg", site, format("%d registers; must be 24, 32, … 256", registers));

@@ -1,0 +1,110 @@
+"""What the emulator runs is what nvcc compiles, and the build of the emulator itself holds what it promises."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc"
+
+# Everything that takes part in a device compilation; the launches by name come along.
+SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "case_table_sm80.cu"]
+SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "case_table.cu"]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [(source, "80") for source in SM80_SOURCES] + [(source, "90a") for source in SM90_SOURCES],
+)
+def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
+    path = HERE / source
+    if source == "case_table_sm80.cu":  # the cases without those that sm_80 has no instructions for
+        path = tmp_path / source
+        headers = ["arithmetic", "matrix", "memory", "special_registers", "tile", "warp"]
+        path.write_text(
+            "".join(f'#include "cases/{header}.cuh"\n' for header in headers)
+            + "const std::vector<ffpa::cases::Case> table = ffpa::cases::sm80_cases();\n"
+        )
+    command = ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    command += [f"-I{CSRC}", f"-I{HERE}", "-c", str(path), "-o", str(tmp_path / "out.o")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "warning" not in result.stderr, result.stderr
+
+
+def sources(*patterns):
+    return [path for pattern in patterns for path in CSRC.rglob(pattern)]
+
+
+def test_asm_only_in_ptx_native_and_the_context_switch():
+    allowed = {CSRC / "ptx/emulated/machine/context_switch.cpp"}
+    for path in sources("*.h", "*.cuh", "*.cpp", "*.cu"):
+        if path in allowed or CSRC / "ptx/native" in path.parents:
+            continue
+        assert not re.search(r"\basm\s*(volatile)?\s*\(", path.read_text()), path
+
+
+def test_compiler_questions_only_in_base_and_ptx():
+    for path in sources("*.h", "*.cuh", "*.cpp", "*.cu"):
+        text = path.read_text()
+        if path != CSRC / "base/compiler.h":
+            assert "__CUDACC__" not in text and "__CUDA_ARCH__" not in text, path
+        if (CSRC / "ptx") not in path.parents and (CSRC / "base") not in path.parents:
+            assert "FFPA_CUDA" not in text and "emu::" not in text, path
+
+
+# What each layer may include.
+LAYERS = {
+    "base": {"base"},
+    "ptx": {"ptx", "base"},
+    "tile": {"tile", "ptx", "base"},
+    "launch": {"launch", "attention", "tile", "ptx", "base"},
+}
+
+
+@pytest.mark.parametrize("layer", sorted(LAYERS))
+def test_includes_go_one_way(layer):
+    for path in (CSRC / layer).rglob("*"):
+        if not path.is_file():
+            continue
+        for included in re.findall(r'#include "(\w+)/', path.read_text()):
+            assert included in LAYERS[layer], f"{path} includes {included}"
+
+
+def build_standalone(tmp_path, flags):
+    """standalone_main.cpp and the emulator in one translation unit."""
+    program = tmp_path / "standalone"
+    unity = tmp_path / "unity.cpp"
+    parts = [HERE / "standalone_main.cpp", *sorted((CSRC / "ptx/emulated/machine").glob("*.cpp"))]
+    unity.write_text("".join(f'#include "{part}"\n' for part in parts))
+    command = ["g++", "-std=c++17", "-O1", "-g1", "-pthread", "-ffp-contract=off", *flags, f"-I{CSRC}", f"-I{HERE}"]
+    subprocess.run([*command, str(unity), "-o", str(program)], check=True)
+    return program
+
+
+def run_standalone(program, *arguments):
+    # A lane that is given up never returns, and what its frames own is lost: leaks are no finding.
+    command = ["env", "ASAN_OPTIONS=detect_leaks=0", str(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_ucontext_fallback(tmp_path):
+    """Other machines than x86-64 switch contexts through libc."""
+    result = run_standalone(build_standalone(tmp_path, ["-DFFPA_EMU_UCONTEXT"]))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all right" in result.stdout
+
+
+def test_address_sanitizer_sees_register_array_overruns(tmp_path):
+    """Arrays that are registers on a GPU are outside the emulator's sight; AddressSanitizer understands its stacks."""
+    program = build_standalone(tmp_path, ["-fsanitize=address"])
+    result = run_standalone(program)
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = run_standalone(program, "overrun")
+    assert result.returncode != 0
+    assert "stack-buffer-overflow" in result.stderr
