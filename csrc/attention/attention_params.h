@@ -39,4 +39,47 @@ struct AttentionParams {
   bool q_resident;  // Q stays in shared memory; otherwise its columns come along with those of K
 };
 
+// A tensor as a caller knows it, [batch, heads, rows, columns].
+struct HostTensor {
+  void* data;
+  int64_t sizes[4];
+  int64_t strides[4];
+
+  TensorView view() const { return {static_cast<uint16_t*>(data), strides[0], strides[1], strides[2]}; }
+};
+
+struct ForwardOptions {
+  double scale;
+  int64_t left, right;  // -1 is unbounded
+  bool top_left;
+  int64_t stages;
+  bool q_resident;
+};
+
+// The parameters of a forward call, for a launch on a GPU and in the emulator alike; sizes and strides are checked ones.
+inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, const HostTensor& v,
+                                      const HostTensor& out, float* lse, const ForwardOptions& options) {
+  AttentionParams params{};
+  params.q = q.view();
+  params.k = k.view();
+  params.v = v.view();
+  params.out = out.view();
+  params.lse = lse;
+  params.batch = int(q.sizes[0]);
+  params.heads_q = int(q.sizes[1]);
+  params.group = int(q.sizes[1] / k.sizes[1]);
+  params.n_q = int(q.sizes[2]);
+  params.n_k = int(k.sizes[2]);
+  params.d_qk = int(q.sizes[3]);
+  params.d_v = int(v.sizes[3]);
+  const int everything = params.n_q + params.n_k;
+  params.shift = options.top_left ? 0 : params.n_k - params.n_q;
+  params.left = options.left < 0 || options.left > everything ? everything : int(options.left);
+  params.right = options.right < 0 || options.right > everything ? everything : int(options.right);
+  params.scale_log2 = float(options.scale * 1.4426950408889634);
+  params.stages = int(options.stages);
+  params.q_resident = options.q_resident;
+  return params;
+}
+
 }  // namespace ffpa

@@ -239,20 +239,19 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
       const uint32_t k_slot = next_slot();
       const uint32_t q_slot = params.q_resident ? q_smem + step * Config::kQueryStepBytes : k_slot + Config::kKeyStepBytes;
       const int columns = params.d_qk - step * kKeyColumns;  // beyond them there are zeros only
-      FFPA_UNROLL
-      for (int depth = 0; depth < kKeyColumns / 16; ++depth) {
-        if (depth * 16 >= columns) break;
+      FFPA_NO_UNROLL
+      for (int depth = 0; depth < min_of(kKeyColumns, columns); depth += 16) {
         uint32_t a[kScoreM][4];
         FFPA_UNROLL
         for (int m = 0; m < kScoreM; ++m) {
           const tile::Coordinate at = tile::ldmatrix_a(lane);
-          ptx::ldmatrix_x4(a[m], q_slot + kStepLayout.offset(score_row + m * 16 + at.row, depth * 2 + at.column));
+          ptx::ldmatrix_x4(a[m], q_slot + kStepLayout.offset(score_row + m * 16 + at.row, depth / 8 + at.column));
         }
         FFPA_UNROLL
         for (int n = 0; n < kScoreN; n += 2) {
           uint32_t b[4];
           const tile::Coordinate at = tile::ldmatrix_b_pair(lane);
-          ptx::ldmatrix_x4(b, k_slot + kStepLayout.offset(score_key + n * 8 + at.row, depth * 2 + at.column));
+          ptx::ldmatrix_x4(b, k_slot + kStepLayout.offset(score_key + n * 8 + at.row, depth / 8 + at.column));
           FFPA_UNROLL
           for (int m = 0; m < kScoreM; ++m) {
             ptx::mma_m16n8k16_f32<Element>(s[m][n], a[m], b[0], b[1]);

@@ -38,7 +38,7 @@ FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunks = kRows * kChunksPerRow;
   constexpr int kSteps = ceil_div(kChunks, kThreads);
-  FFPA_UNROLL
+  FFPA_NO_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     const int i = step * kThreads + thread;
     if (kChunks % kThreads != 0 && i >= kChunks) break;

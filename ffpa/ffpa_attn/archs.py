@@ -78,3 +78,10 @@ def runs(target: str, gpu: str) -> bool:
 def exact_target(kernel: str, gpu: str) -> str:
     """What to compile a kernel to for this GPU alone."""
     return f"sm_{_parse(gpu)[1]}{_parse(kernel)[2]}"
+
+
+def shared_memory_bytes(gpu: str) -> int:
+    """What one block may ask for. Parts of the 8.6 kind have less than those of 8.0; newer ones than 9.0 are not known."""
+    _, number, _ = _parse(gpu)
+    kilobytes = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(number, 227 if number >= 90 else 99)
+    return kilobytes << 10

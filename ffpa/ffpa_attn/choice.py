@@ -1,7 +1,7 @@
-"""Which kernel runs a problem, and why. Pure: no tensors, no GPU, no torch.
+"""Which kernel runs a problem, and why. Needs no tensors and no GPU.
 
-Candidates are tried in order of speed; each says why it cannot run a problem, or None when it can. Only what a caller
-forces (`level=`, FFPA_BACKEND) narrows the list, and on a GPU nothing else is then tried.
+Candidates are tried in order of speed; each plans how it would run a problem, or says why it cannot. Only what a caller
+forces (`level=`, FFPA_BACKEND, FFPA_EMULATE) narrows the list, and on a GPU nothing else is then tried.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import mma, native
+from .mma import MmaPlan
 from .spec import Problem
+
+Flags = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Choice:
     problem: Problem
     kernel: str  # the name of what runs
     backend: str
+    plan: MmaPlan | None  # how one of our kernels runs it
     why: str
     rejected: tuple[tuple[str, str], ...]  # (backend, why it cannot run this problem)
     fallback: str | None  # what to warn about (and to raise under FFPA_STRICT), or None
@@ -28,16 +33,29 @@ class Choice:
         return "\n".join(lines)
 
 
-def _no_kernel(family: str) -> Callable[[Problem], str | None]:
-    def why_not(p: Problem) -> str | None:
+# A candidate answers with its plan, with None where it needs none, or with a reason why it cannot run the problem.
+Candidate = Callable[[Problem, Flags], MmaPlan | None | str]
+
+
+def _no_kernel(family: str) -> Candidate:
+    def candidate(p: Problem, flags: Flags) -> str:
         if p.device != "cuda":
             return f"{family} kernels run on CUDA GPUs, and the tensors are on the {p.device}"
         return f"this installation holds no {family} kernel"
 
-    return why_not
+    return candidate
 
 
-def _sdpa_why_not(p: Problem) -> str | None:
+def _mma(p: Problem, flags: Flags) -> MmaPlan | str:
+    if flags["FFPA_EMULATE"]:
+        return mma.plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")), flags)
+    if p.device != "cuda":
+        return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
+    plan = mma.plan(p, flags)
+    return plan if isinstance(plan, str) else native.why_not(plan.spec, p.arch) or plan
+
+
+def _sdpa(p: Problem, flags: Flags) -> str | None:
     """PyTorch's own fused attention, only where it means exactly the same and never materialises N^2."""
     if p.direction != "forward" or p.needs_lse:
         return "SDPA returns no LSE"
@@ -61,21 +79,21 @@ def _sdpa_why_not(p: Problem) -> str | None:
     return None
 
 
-def _reference_why_not(p: Problem) -> str | None:
+def _reference(p: Problem, flags: Flags) -> None:
     return None
 
 
-CANDIDATES: Mapping[str, Callable[[Problem], str | None]] = {
+CANDIDATES: Mapping[str, Candidate] = {
     "hopper": _no_kernel("hopper"),
-    "mma": _no_kernel("mma"),
+    "mma": _mma,
     "triton": _no_kernel("triton"),
-    "sdpa": _sdpa_why_not,
-    "reference": _reference_why_not,
+    "sdpa": _sdpa,
+    "reference": _reference,
 }
 _OUR_KERNELS = ("hopper", "mma", "triton")
 
 
-def _demand(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | None:
+def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
     """(backend, who asked) when the caller forces one."""
     backend = flags["FFPA_BACKEND"]
     if p.level is not None and p.direction == "forward":
@@ -84,33 +102,36 @@ def _demand(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | None:
                 f"`level` is {p.level}, which means the mma family, but FFPA_BACKEND={backend}; unset one of them"
             )
         return "mma", f"level={p.level}"
-    return None if backend == "auto" else (backend, f"FFPA_BACKEND={backend}")
+    if backend != "auto":
+        return backend, f"FFPA_BACKEND={backend}"
+    if flags["FFPA_EMULATE"] and p.direction == "forward":
+        return "mma", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
+    return None
 
 
-def choose(p: Problem, flags: Mapping[str, Any]) -> Choice:
-    if flags["FFPA_EMULATE"] is not None:
-        raise NotImplementedError(
-            f"FFPA_EMULATE={flags['FFPA_EMULATE']}: this installation holds no kernel to emulate for {p}"
-        )
+def _chosen(p: Problem, name: str, plan: MmaPlan | None, why: str, rejected=(), fallback: str | None = None) -> Choice:
+    return Choice(p, plan.spec.name if plan else name, name, plan, why, tuple(rejected), fallback)
+
+
+def choose(p: Problem, flags: Flags) -> Choice:
     demand = _demand(p, flags)
-    names = list(CANDIDATES)
     fallback = None
     if demand:
         backend, asked_by = demand
-        reason = CANDIDATES[backend](p)
-        if reason is None:
-            return Choice(p, backend, backend, f"{asked_by} asks for it", (), None)
-        if p.device == "cuda" or backend not in _OUR_KERNELS:
-            raise NotImplementedError(f"{asked_by} cannot run {p}: {reason}; drop {asked_by} to choose automatically")
-        fallback = f"{asked_by} is ignored: {reason}"
+        answer = CANDIDATES[backend](p, flags)
+        if not isinstance(answer, str):
+            return _chosen(p, backend, answer, f"{asked_by} asks for it")
+        if p.device == "cuda" or backend not in _OUR_KERNELS or flags["FFPA_EMULATE"]:
+            raise NotImplementedError(f"{asked_by} cannot run {p}: {answer}; drop {asked_by} to choose automatically")
+        fallback = f"{asked_by} is ignored: {answer}"
 
     rejected = []
-    for name in names:
-        reason = CANDIDATES[name](p)
-        if reason is None:
+    for name, candidate in CANDIDATES.items():
+        answer = candidate(p, flags)
+        if not isinstance(answer, str):
             break
-        rejected.append((name, reason))
+        rejected.append((name, answer))
     if p.device == "cuda" and name not in _OUR_KERNELS:
         fallback = f"runs on {name}, not on a kernel of ours: " + "; ".join(reason for _, reason in rejected)
-    why = "the first of hopper, mma, triton, sdpa and reference that can" if rejected else "the fastest that can"
-    return Choice(p, name, name, why, tuple(rejected), fallback)
+    why = f"the first of {', '.join(CANDIDATES)} that can" if rejected else "the fastest that can"
+    return _chosen(p, name, answer, why, rejected, fallback)

@@ -9,8 +9,9 @@ This file imports nothing but the standard library: setup.py loads it before tor
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -233,6 +234,20 @@ def run_flags() -> Flags:
     if flags is None:
         flags = _parsed[raws] = Flags(RUN_FLAGS, _read(RUN_FLAGS))
     return flags
+
+
+@contextlib.contextmanager
+def overridden(name: str, value: str) -> Iterator[None]:
+    """The flag set in the environment for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def all_flags() -> Flags:

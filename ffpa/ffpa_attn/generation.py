@@ -51,6 +51,18 @@ const ffpa::Instance {symbol} =
 """
 
 
+def emulated_source(spec: KernelSpec) -> str:
+    """The same Config and kernel, as an instance of the emulator's module."""
+    return f"""// Written by ffpa_attn/generation.py.
+#include "launch/emulated_instance.h"
+{config_source(spec)}
+static const bool registered =
+    ffpa::emulated_instances()
+        .emplace("{spec.name}", &ffpa::launch_emulated<{spec.name}, ffpa::{spec.family}<{spec.name}>>)
+        .second;
+"""
+
+
 def table_source(specs: Iterable[KernelSpec]) -> str:
     """The registry's table of what is compiled into the wheel's library."""
     symbols = [instance_symbol(spec) for spec in specs]

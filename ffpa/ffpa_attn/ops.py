@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import _C
 from torch.nn.attention import SDPBackend
 
-from . import checks, env, reference
+from . import checks, env, mma, reference
 from .choice import Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -199,7 +199,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = q.new_empty(plan.out_shape)
     lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-    _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan.rule, plan.workspace_cap)
+    _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
     return out, lse
 
 
@@ -213,23 +213,27 @@ def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
     return _decide(form, "forward", q, k, v, options, flags)
 
 
-def _reference_forward(form, q, k, v, out, lse, rule, cap) -> None:
+def _reference_forward(form, q, k, v, out, lse, plan) -> None:
     out.zero_()
     lse.fill_(-float("inf"))
     q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
-    reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, form.sequences(q, k), rule, cap)
+    reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, form.sequences(q, k), plan.rule, plan.workspace_cap)
 
 
-def _sdpa_forward(form, q, k, v, out, lse, rule, cap) -> None:
+def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
     heads_first = [form.heads_first(x) for x in (q, k, v)]
-    causal = rule.visibility.right == 0
+    causal, scale = plan.rule.visibility.right == 0, plan.rule.scale
     # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
-    if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
-        return _reference_forward(form, q, k, v, out, lse, rule, cap)
-    form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=rule.scale))
+    if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
+        return _reference_forward(form, q, k, v, out, lse, plan)
+    form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
 
 
-_FORWARD = {"reference": _reference_forward, "sdpa": _sdpa_forward}
+def _mma_forward(form, q, k, v, out, lse, plan) -> None:
+    mma.forward(plan.choice.plan, *(form.heads_first(x) for x in (q, k, v, out)), lse, plan.rule)
+
+
+_FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}
 
 
 # ---- backward ----

@@ -133,6 +133,31 @@ class ScaledCopy(KernelSpec):
     unroll: int  # elements of one thread
 
 
+@dataclass(frozen=True)
+class ForwardMmaL1(KernelSpec):
+    """Split-D forward with O in registers; one spec serves every D_qk, and each D_v up to head_dim."""
+
+    family = "forward_mma_l1"
+    arch = "sm_80"
+    allowed_spill_bytes = 32  # at head_dim 640: two registers, once a tile
+
+    dtype: str
+    head_dim: int  # columns of O
+    rows: int  # of a tile
+    keys: int
+
+    @staticmethod
+    def of(dtype: str, d_v: int) -> ForwardMmaL1:
+        """The spec for values of this width: as many rows as the registers hold of O."""
+        head_dim = -(-d_v // 64) * 64
+        rows, keys = (128, 64) if head_dim <= 320 else (64, 128) if head_dim <= 640 else (32, 256)
+        return ForwardMmaL1(dtype, head_dim, rows, keys)
+
+
+L1_HEAD_DIMS = range(64, 1024 + 1, 64)
+
+
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
-    return (ScaledCopy("f16", 4),)
+    head_dims = (512,) if flags["ENABLE_FFPA_DEBUG"] else L1_HEAD_DIMS
+    return (ScaledCopy("f16", 4), *(ForwardMmaL1.of(dtype, d) for dtype in ("f16", "bf16") for d in head_dims))

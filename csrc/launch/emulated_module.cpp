@@ -1,0 +1,96 @@
+// Python's view of the kernels in the emulator: the calls of csrc/torch_ops, on CPU memory. Built with the generated
+// instances and the machine (ffpa_attn/testing); no torch header, so that it compiles in seconds.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "attention/attention_params.h"
+#include "launch/emulated_instance.h"
+#include "ptx/emulated/machine/run.h"
+
+namespace py = pybind11;
+
+namespace ffpa {
+namespace {
+
+// (address, sizes, strides) of a tensor of 16-bit elements.
+using TensorTuple = std::tuple<uintptr_t, std::array<int64_t, 4>, std::array<int64_t, 4>>;
+
+HostTensor host_tensor(const TensorTuple& tuple) {
+  const auto& [address, sizes, strides] = tuple;
+  HostTensor host{reinterpret_cast<void*>(address), {}, {}};
+  for (int dim = 0; dim < 4; ++dim) {
+    host.sizes[dim] = sizes[dim];
+    host.strides[dim] = strides[dim];
+  }
+  return host;
+}
+
+size_t extent_bytes(const HostTensor& x) {
+  int64_t last = 0;
+  for (int dim = 0; dim < 4; ++dim) {
+    if (x.sizes[dim] == 0) return 0;
+    last += (x.sizes[dim] - 1) * x.strides[dim];
+  }
+  return size_t(last + 1) * sizeof(uint16_t);
+}
+
+emu::Accumulation accumulation_of(int arch, bool exact) {
+  if (!exact) return emu::Accumulation::kPlain;
+  return arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
+}
+
+void configure(int arch, uint64_t seed, bool exact, int os_threads) {
+  emu::Options options;
+  options.arch = arch;
+  options.seed = seed;
+  options.accumulation = accumulation_of(arch, exact);
+  options.os_threads = os_threads;
+  emu::set_current_options(options);
+}
+
+// The message of a failed run, empty after a good one.
+std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
+                              const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, int64_t left,
+                              int64_t right, bool top_left, int64_t stages, bool q_resident) {
+  const auto found = emulated_instances().find(kernel);
+  if (found == emulated_instances().end()) throw py::key_error(kernel);
+  const HostTensor tensors[] = {host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out)};
+  const HostTensor& result = tensors[3];
+  const emu::RegisteredRange ranges[] = {
+      {tensors[0].data, extent_bytes(tensors[0]), emu::Access::kReadOnly},
+      {tensors[1].data, extent_bytes(tensors[1]), emu::Access::kReadOnly},
+      {tensors[2].data, extent_bytes(tensors[2]), emu::Access::kReadOnly},
+      {result.data, extent_bytes(result), emu::Access::kReadWrite},
+      {reinterpret_cast<void*>(lse), lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0,
+       emu::Access::kReadWrite},
+  };
+  const AttentionParams params = forward_params(tensors[0], tensors[1], tensors[2], result,
+                                                reinterpret_cast<float*>(lse),
+                                                {scale, left, right, top_left, stages, q_resident});
+  const py::gil_scoped_release release;
+  return found->second(&params).message;
+}
+
+py::dict take_report() {
+  const emu::Report report = emu::take_session_report();
+  int64_t wavefronts = 0, ideal = 0;
+  for (const emu::BankConflicts& entry : report.bank_conflicts) {
+    wavefronts += entry.wavefronts;
+    ideal += entry.ideal_wavefronts;
+  }
+  return py::dict(py::arg("mma") = report.counters.mma, py::arg("wgmma") = report.counters.wgmma,
+                  py::arg("barriers") = report.counters.barriers, py::arg("blocks") = report.counters.blocks,
+                  py::arg("bytes_global_to_shared") = report.counters.bytes_global_to_shared,
+                  py::arg("bank_conflict_ratio") = ideal ? double(wavefronts) / double(ideal) : 1.0);
+}
+
+}  // namespace
+}  // namespace ffpa
+
+PYBIND11_MODULE(ffpa_emulated, module) {
+  module.def("configure", &ffpa::configure);
+  module.def("attention_forward", &ffpa::attention_forward);
+  module.def("take_report", &ffpa::take_report);
+}

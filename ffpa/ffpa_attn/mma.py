@@ -1,0 +1,95 @@
+"""The split-D forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
+
+`plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from . import archs
+from .spec import L1_HEAD_DIMS, ForwardMmaL1, KernelSpec, Problem
+
+# What the kernel does now, whatever is asked: a toggle forced to anything else cannot be honoured.
+_FIXED = {
+    "ENABLE_FFPA_FORCE_QK_F16": False,
+    "ENABLE_FFPA_FORCE_PV_F16": False,
+    "ENABLE_FFPA_QKV_SMEM_SHARE": False,
+    "ENABLE_FFPA_SMEM_SWIZZLE_Q": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_K": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_V": True,
+    "ENABLE_FFPA_PERSIST_KV_G2S": False,
+    "ENABLE_FFPA_PERSIST_Q_S2R": False,
+    "ENABLE_FFPA_PERSIST_V_S2R": False,
+    "ENABLE_FFPA_REGISTERS_PIPE_KV": False,
+    "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
+}
+
+
+class MmaPlan(NamedTuple):
+    spec: KernelSpec
+    stages: int
+    q_resident: bool
+
+
+def smem_bytes(spec: ForwardMmaL1, d_qk: int, stages: int, q_resident: bool) -> int:
+    """As ForwardMmaL1Config::smem_bytes; a test compares the two."""
+    key_columns = min(32768 // (spec.keys * 2), 128)
+    value_rows = min(spec.keys, 64) if spec.head_dim <= 256 else 32 if spec.head_dim <= 512 else 16
+    query_step = spec.rows * key_columns * 2
+    slot = max(spec.keys * key_columns * 2 + (0 if q_resident else query_step), value_rows * spec.head_dim * 2)
+    statistics = (spec.keys // 32 + 1) * spec.rows * 4
+    resident = -(-d_qk // key_columns) * query_step if q_resident else 0
+    return stages * slot + spec.rows * spec.keys * 2 + statistics + resident
+
+
+def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | None:
+    """(stages, q_resident): a resident Q before a longer ring, and a ring as long as fits, if nothing is forced."""
+    stages = [p.num_stages] if p.num_stages else [1, 2] if flags["ENABLE_FFPA_PREFETCH_QKV"] is False else [3, 2, 1]
+    if flags["ENABLE_FFPA_PREFETCH_QKV"] is False:
+        stages = [s for s in stages if s == 1]
+    resident = flags["ENABLE_FFPA_PERSIST_Q_G2S"]
+    for q_resident in (True, False) if resident is None else (resident,):
+        for n in stages:
+            if (n > 1 or not q_resident or stages == [1] or resident) and smem_bytes(spec, p.d_qk, n, q_resident) <= limit:
+                return n, q_resident
+    return None
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
+    """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
+    if p.direction != "forward":
+        return "there is no mma backward kernel"
+    if p.level in (2, 3):
+        return f"there is no mma kernel of level {p.level}"
+    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks"), (p.softcap, "a softcap")):
+        if wanted:
+            return f"the mma forward has no {what}"
+    if p.acc != "f32":
+        return f"the mma forward accumulates in f32, not {p.acc}"
+    if p.d_v > L1_HEAD_DIMS[-1]:
+        return f"level 1 keeps O in registers, which hold {L1_HEAD_DIMS[-1]} columns of it and not {p.d_v}"
+    for name, value in _FIXED.items():
+        if flags[name] not in (None, value):
+            return f"the mma forward does not know {name}={int(flags[name])}"
+    spec = ForwardMmaL1.of(p.dtype, p.d_v)
+    settings = _settings(spec, p, flags, archs.shared_memory_bytes(p.arch))
+    if settings is None:
+        return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
+    return MmaPlan(spec, *settings)
+
+
+def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty."""
+    see = rule.visibility
+    options = (rule.scale, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
+    if q.is_cuda:
+        from . import native
+
+        kernel = native.kernel(plan.spec, native.gpu_of(q.device))
+        native.library().attention_forward(kernel, q, k, v, out, lse, *options)
+    else:
+        from .testing import emulation
+
+        emulation.attention_forward(plan.spec, q, k, v, out, lse, *options)
