@@ -83,5 +83,7 @@ NUMERICALLY_VISIBLE = ["no wait", "wait too short", "stages overlap"]
 @pytest.mark.parametrize("name", NUMERICALLY_VISIBLE)
 def test_poison_makes_missing_waits_visible(emulator, name):
     bug = [entry[0] for entry in BUGS].index(name)
-    errors = [SplitD(emulator, "split_d/f16_64").run(64, 130, bug=bug, seed=s, check_races=False).error for s in range(6)]
+    errors = [
+        SplitD(emulator, "split_d/f16_64").run(64, 130, bug=bug, seed=s, check_races=False).error for s in range(6)
+    ]
     assert any(not error < TOLERANCE["f16"] for error in errors)
