@@ -72,8 +72,8 @@ def test_bug_is_found(emulator, bug, seed):
     assert expected <= found(run), run.status
     if "race" not in expected:  # a race may have any consequence
         assert found(run) == expected, run.status
-    for error in run.errors:
-        assert error["file"].endswith(".cuh") and error["line"] > 0
+    for error in run.errors:  # also of what happens inside tile functions: their caller's line
+        assert error["file"].endswith("split_d_kernel.cuh") and error["line"] > 0
 
 
 # Without the race check, deferral and poison alone have to show these as wrong numbers, under some seed.
