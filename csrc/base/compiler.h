@@ -13,7 +13,7 @@
 
 #if FFPA_CUDA
 
-// Kernels and device functions are always inlined: registers arrays passed by reference must not become memory.
+// Device functions are always inlined: register arrays passed by reference must not become memory.
 #define FFPA_DEVICE __device__ __forceinline__
 #define FFPA_HOST_DEVICE __host__ __device__ __forceinline__
 

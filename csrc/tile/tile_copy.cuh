@@ -6,6 +6,7 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/async_copy.cuh"
+#include "ptx/call_site.cuh"
 #include "ptx/memory.cuh"
 #include "tile/smem_layout.cuh"
 
@@ -33,7 +34,8 @@ FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_
 // group. Rows and columns that the window does not have become zeros (a NaN that lay there would survive any mask:
 // 0 · NaN = NaN). The caller commits, waits, and synchronises.
 template <int kRows, int kColumns, int kThreads, class Layout>
-FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread) {
+FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
+                                 ptx::CallSite site = ptx::CallSite()) {
   constexpr int kChunksPerRow = kColumns / kChunkElements;
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunks = kRows * kChunksPerRow;
@@ -49,7 +51,7 @@ FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const
     const int elements = row_exists ? clamp(window.columns - column, 0, kChunkElements) : 0;
     // A copy of 0 bytes reads nothing, but its address should still be one of the tensor's.
     const uint16_t* source = elements > 0 ? window.origin + row * window.row_stride + column : window.origin;
-    ptx::cp_async_16(tile_smem + layout.offset(row, chunk), source, elements * int(sizeof(uint16_t)));
+    ptx::cp_async_16(tile_smem + layout.offset(row, chunk), source, elements * int(sizeof(uint16_t)), site);
   }
 }
 
@@ -64,7 +66,8 @@ struct GmemOutput {
 // Writes kRows × kColumns elements from shared memory, 16 bytes a thread. `columns` must be a multiple of 8. The caller
 // has synchronised the writers of the tile with all threads of the group.
 template <int kRows, int kColumns, int kThreads, class Layout>
-FFPA_DEVICE void store_tile(const GmemOutput& output, uint32_t tile_smem, const Layout& layout, int thread) {
+FFPA_DEVICE void store_tile(const GmemOutput& output, uint32_t tile_smem, const Layout& layout, int thread,
+                            ptx::CallSite site = ptx::CallSite()) {
   constexpr int kChunksPerRow = kColumns / kChunkElements;
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunks = kRows * kChunksPerRow;
@@ -76,8 +79,8 @@ FFPA_DEVICE void store_tile(const GmemOutput& output, uint32_t tile_smem, const 
     const int chunk = i % kChunksPerRow;
     if (row >= output.rows || chunk * kChunkElements >= output.columns) continue;
     uint32_t value[4];
-    ptx::ld_shared_16(value, tile_smem + layout.offset(row, chunk));
-    ptx::st_global_16(output.origin + row * output.row_stride + chunk * kChunkElements, value);
+    ptx::ld_shared_16(value, tile_smem + layout.offset(row, chunk), site);
+    ptx::st_global_16(output.origin + row * output.row_stride + chunk * kChunkElements, value, site);
   }
 }
 

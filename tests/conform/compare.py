@@ -79,7 +79,9 @@ def main():
     wanted = read_list(arguments.list, arguments.arch)
     for function, configurations in wanted.items():
         if compared[function] < configurations:
-            wrong.append(f"{function}: {compared[function]} configurations compared, the list asks for {configurations}")
+            wrong.append(
+                f"{function}: {compared[function]} configurations compared, the list asks for {configurations}"
+            )
     listed = sum(1 for function in compared if function in wanted)
     print(f"compared {listed} listed functions, {sum(compared.values())} configurations, {values} values")
     for line in wrong:

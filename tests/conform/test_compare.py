@@ -27,7 +27,16 @@ def compare(tmp_path, gpu, emulated, arch=80):
     write(tmp_path / "gpu.bin", gpu)
     write(tmp_path / "emu.bin", emulated)
     (tmp_path / "list.txt").write_text(LIST)
-    command = [sys.executable, str(HERE / "compare.py"), "gpu.bin", "emu.bin", "--list", "list.txt", "--arch", str(arch)]
+    command = [
+        sys.executable,
+        str(HERE / "compare.py"),
+        "gpu.bin",
+        "emu.bin",
+        "--list",
+        "list.txt",
+        "--arch",
+        str(arch),
+    ]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
 

@@ -31,5 +31,7 @@ class SplitD:
         output = np.full(shapes[0], 0x7FFF, np.uint16)
         scale = self.head_dim**-0.5
         run = self.emulator.run(self.kernel, inputs, [output], [heads, nq, nk, bug], [scale], **options)
-        run.error = np.abs(decode(output, self.element) - attention(*(decode(x, self.element) for x in inputs), scale)).max()
+        run.error = np.abs(
+            decode(output, self.element) - attention(*(decode(x, self.element) for x in inputs), scale)
+        ).max()
         return run

@@ -42,7 +42,7 @@ class Emulator:
         self.module.configure(**options)
         inputs, results = [apart(array) for array in inputs], [apart(array) for array in outputs]
         status, report = self.module.run(name, inputs, results, list(integers), list(numbers))
-        for output, result in zip(outputs, results):
+        for output, result in zip(outputs, results, strict=True):
             output[...] = result
         assert bool(status) == bool(report["errors"]), "a launch fails exactly when its report has errors"
         return Run(status, report)

@@ -136,7 +136,11 @@ def c_fragment(matrix):
 
 def mma_operands(words, element, half_accumulators):
     """Yields (A, B, C) of each product as float64."""
-    decode = (lambda w: w.view(np.uint16).view(np.float16)) if element == "f16" else (lambda w: bfloat16_values(w.view(np.uint16)))
+    decode = (
+        (lambda w: w.view(np.uint16).view(np.float16))
+        if element == "f16"
+        else (lambda w: bfloat16_values(w.view(np.uint16)))
+    )
     for product in words.reshape(-1, 32, 10):
         a = decode(np.ascontiguousarray(product[:, :4])).astype(np.float64).reshape(32, 4, 2)
         b = decode(np.ascontiguousarray(product[:, 4:6])).astype(np.float64).reshape(32, 2, 2)
@@ -161,7 +165,11 @@ def round_to_float_toward_zero(exact):
 
 def fused_dot_add(a, b, c, bits, half_accumulators):
     """One step of a tensor core in exact arithmetic: align to the largest exponent, truncate, add, round once."""
-    terms = [(Fraction(float(x)) * Fraction(float(y)), exponent(x) + exponent(y)) for x, y in zip(a, b) if x and y]
+    terms = [
+        (Fraction(float(x)) * Fraction(float(y)), exponent(x) + exponent(y))
+        for x, y in zip(a, b, strict=True)
+        if x and y
+    ]
     if c:
         terms.append((Fraction(float(c)), exponent(c)))
     if not terms:
@@ -284,9 +292,9 @@ def tma_box(sizes, strides, box, start, swizzled):
         elements = words.view(np.uint16)
         out = np.zeros([*reversed(box)], np.uint16)
         for index in np.ndindex(*out.shape):
-            position = [c + i for c, i in zip(start, reversed(index))]
-            if all(0 <= p < n for p, n in zip(position, sizes)):
-                out[index] = elements[sum(p * s for p, s in zip(position, strides))]
+            position = [c + i for c, i in zip(start, reversed(index), strict=True)]
+            if all(0 <= p < n for p, n in zip(position, sizes, strict=True)):
+                out[index] = elements[sum(p * s for p, s in zip(position, strides, strict=True))]
         return swizzle_chunks(out, 2 * box[0]) if swizzled else out.ravel().view(np.uint32)
 
     return define
@@ -356,7 +364,9 @@ EXACT = {
     "tile/stage_ring": stage_ring,
     "mbarrier_wait": mbarrier_wait,
     "elect_one": lambda words: np.ones(32, np.uint32),
-    "increase_registers": lambda words: (words.astype(np.uint64) + np.repeat([1, 2], 128).astype(np.uint64)).astype(np.uint32),
+    "increase_registers": lambda words: (words.astype(np.uint64) + np.repeat([1, 2], 128).astype(np.uint64)).astype(
+        np.uint32
+    ),
     "tma_load_2d/inside": tma(2, 24, [8, 2], swizzled=False),
     "tma_load_2d/outside": tma(2, 24, [24, -3], swizzled=False),
     "tma_load_2d/swizzle_32": tma(2, 16, [8, 2]),

@@ -30,7 +30,15 @@ def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
             "".join(f'#include "cases/{header}.cuh"\n' for header in headers)
             + "const std::vector<ffpa::cases::Case> table = ffpa::cases::sm80_cases();\n"
         )
-    command = ["nvcc", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-O3",
+        "-Xcompiler",
+        "-Wall,-Wextra",
+        "-gencode",
+        f"arch=compute_{arch},code=sm_{arch}",
+    ]
     command += [f"-I{CSRC}", f"-I{HERE}", "-c", str(path), "-o", str(tmp_path / "out.o")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

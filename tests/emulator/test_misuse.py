@@ -36,7 +36,11 @@ def lines_of(kernel):
     """Line numbers of the body of a kernel in misuse_kernels.cuh."""
     lines = SOURCE.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if re.search(rf"\b{kernel}_kernel\(", line))
-    end = next(i for i in range(start, len(lines)) if re.search(r"^}|\}$", lines[i]) and lines[i].count("}") >= 1 and not lines[i].startswith("  "))
+    end = next(
+        i
+        for i in range(start, len(lines))
+        if re.search(r"^}|\}$", lines[i]) and lines[i].count("}") >= 1 and not lines[i].startswith("  ")
+    )
     return range(start + 1, end + 2)
 
 

@@ -41,7 +41,11 @@ def test_exact(emulator, name, schedule):
     np.testing.assert_array_equal(output[: expected.size], expected)
 
 
-MMA = {"mma_m16n8k16_f32/f16": ("f16", False), "mma_m16n8k16_f32/bf16": ("bf16", False), "mma_m16n8k16_f16": ("f16", True)}
+MMA = {
+    "mma_m16n8k16_f32/f16": ("f16", False),
+    "mma_m16n8k16_f32/bf16": ("bf16", False),
+    "mma_m16n8k16_f16": ("f16", True),
+}
 
 
 @pytest.mark.parametrize("name", sorted(MMA))
@@ -50,7 +54,9 @@ def test_mma_plain(emulator, name):
     words, output, result = run(emulator, name)
     assert result.counters["mma"] == 64
     values = (scalar.halves(output) if half_accumulators else output.view(np.float32)).astype(np.float64)
-    for (a, b, c), d in zip(scalar.mma_operands(words, element, half_accumulators), values.reshape(64, 32, 4)):
+    for (a, b, c), d in zip(
+        scalar.mma_operands(words, element, half_accumulators), values.reshape(64, 32, 4), strict=True
+    ):
         exact = a @ b + c
         magnitude = np.abs(a) @ np.abs(b) + np.abs(c)
         ulp = 2.0**-11 if half_accumulators else 2.0**-23 * 16

@@ -72,8 +72,8 @@ def test_bug_is_found(emulator, bug, seed):
     assert expected <= found(run), run.status
     if "race" not in expected:  # a race may have any consequence
         assert found(run) == expected, run.status
-    for error in run.errors:
-        assert error["file"].endswith(".cuh") and error["line"] > 0
+    for error in run.errors:  # also of what happens inside tile functions: their caller's line
+        assert error["file"].endswith("split_d_kernel.cuh") and error["line"] > 0
 
 
 # Without the race check, deferral and poison alone have to show these as wrong numbers, under some seed.
@@ -83,5 +83,7 @@ NUMERICALLY_VISIBLE = ["no wait", "wait too short", "stages overlap"]
 @pytest.mark.parametrize("name", NUMERICALLY_VISIBLE)
 def test_poison_makes_missing_waits_visible(emulator, name):
     bug = [entry[0] for entry in BUGS].index(name)
-    errors = [SplitD(emulator, "split_d/f16_64").run(64, 130, bug=bug, seed=s, check_races=False).error for s in range(6)]
+    errors = [
+        SplitD(emulator, "split_d/f16_64").run(64, 130, bug=bug, seed=s, check_races=False).error for s in range(6)
+    ]
     assert any(not error < TOLERANCE["f16"] for error in errors)

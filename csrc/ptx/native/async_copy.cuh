@@ -4,13 +4,15 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "ptx/native/call_site.cuh"
 
 namespace ffpa::ptx {
 
 // cp.async, "Data Movement and Conversion Instructions: cp.async". `.cg` caches in L2 only: a tile is read once per
 // block, so L1 is better left to others. `.L2::128B` asks L2 to fetch whole lines: rows are read to their end anyway.
 // The copy writes 16 bytes; those from `source_bytes` on (0 … 16) are zero, and are not read.
-FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16) {
+FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16,
+                             CallSite = CallSite()) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination_smem), "l"(source_gmem),
                "r"(source_bytes)
                : "memory");

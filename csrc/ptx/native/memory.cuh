@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "ptx/native/call_site.cuh"
 
 namespace ffpa::ptx {
 
@@ -25,7 +26,7 @@ FFPA_DEVICE void ld_shared_8(uint32_t (&value)[2], uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value[0]), "=r"(value[1]) : "r"(address) : "memory");
 }
 
-FFPA_DEVICE void ld_shared_16(uint32_t (&value)[4], uint32_t address) {
+FFPA_DEVICE void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite = CallSite()) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "r"(address)
@@ -44,7 +45,7 @@ FFPA_DEVICE void st_shared_8(uint32_t address, const uint32_t (&value)[2]) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(value[0]), "r"(value[1]) : "memory");
 }
 
-FFPA_DEVICE void st_shared_16(uint32_t address, const uint32_t (&value)[4]) {
+FFPA_DEVICE void st_shared_16(uint32_t address, const uint32_t (&value)[4], CallSite = CallSite()) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
                "r"(value[3])
                : "memory");
@@ -67,7 +68,7 @@ FFPA_DEVICE void ld_global_8(uint32_t (&value)[2], const void* address) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(value[0]), "=r"(value[1]) : "l"(address) : "memory");
 }
 
-FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address) {
+FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSite = CallSite()) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "l"(address)
@@ -94,7 +95,7 @@ FFPA_DEVICE void st_global_8(void* address, const uint32_t (&value)[2]) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(value[0]), "r"(value[1]) : "memory");
 }
 
-FFPA_DEVICE void st_global_16(void* address, const uint32_t (&value)[4]) {
+FFPA_DEVICE void st_global_16(void* address, const uint32_t (&value)[4], CallSite = CallSite()) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value[0]), "r"(value[1]), "r"(value[2]),
                "r"(value[3])
                : "memory");

@@ -24,7 +24,7 @@ FFPA_DEVICE void wgmma_wait_group() {
 
 // The instruction lists every accumulator register by name, so each width needs its own text. The macros below spell
 // out eight registers at a time; operands after the accumulators are numbered by the caller.
-// clang-format off
+
 #define FFPA_WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FFPA_WGMMA_NAMES_1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define FFPA_WGMMA_NAMES_2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -41,35 +41,50 @@ FFPA_DEVICE void wgmma_wait_group() {
 #define FFPA_WGMMA_NAMES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FFPA_WGMMA_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FFPA_WGMMA_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define FFPA_WGMMA_ACCUMULATORS_64 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 "}"
-#define FFPA_WGMMA_ACCUMULATORS_128 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 "}"
-#define FFPA_WGMMA_ACCUMULATORS_192 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 "}"
-#define FFPA_WGMMA_ACCUMULATORS_256 "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 ", " FFPA_WGMMA_NAMES_12 ", " FFPA_WGMMA_NAMES_13 ", " FFPA_WGMMA_NAMES_14 ", " FFPA_WGMMA_NAMES_15 "}"
-#define FFPA_WGMMA_BIND_8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FFPA_WGMMA_ACCUMULATORS_64 \
+  "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 "}"
+#define FFPA_WGMMA_ACCUMULATORS_128                                                              \
+  "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3 \
+  ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 "}"
+#define FFPA_WGMMA_ACCUMULATORS_192                                                               \
+  "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3  \
+  ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7 \
+  ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 "}"
+#define FFPA_WGMMA_ACCUMULATORS_256                                                                 \
+  "{" FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3    \
+  ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 ", " FFPA_WGMMA_NAMES_7   \
+  ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11 \
+  ", " FFPA_WGMMA_NAMES_12 ", " FFPA_WGMMA_NAMES_13 ", " FFPA_WGMMA_NAMES_14 ", " FFPA_WGMMA_NAMES_15 "}"
+#define FFPA_WGMMA_BIND_8(d, i)                                                                               \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define FFPA_WGMMA_BIND_64(d) \
   FFPA_WGMMA_BIND_8(d, 0), FFPA_WGMMA_BIND_8(d, 8), FFPA_WGMMA_BIND_8(d, 16), FFPA_WGMMA_BIND_8(d, 24)
-#define FFPA_WGMMA_BIND_128(d) \
-  FFPA_WGMMA_BIND_64(d), FFPA_WGMMA_BIND_8(d, 32), FFPA_WGMMA_BIND_8(d, 40), FFPA_WGMMA_BIND_8(d, 48), FFPA_WGMMA_BIND_8(d, 56)
-#define FFPA_WGMMA_BIND_192(d) \
-  FFPA_WGMMA_BIND_128(d), FFPA_WGMMA_BIND_8(d, 64), FFPA_WGMMA_BIND_8(d, 72), FFPA_WGMMA_BIND_8(d, 80), FFPA_WGMMA_BIND_8(d, 88)
-#define FFPA_WGMMA_BIND_256(d) \
-  FFPA_WGMMA_BIND_192(d), FFPA_WGMMA_BIND_8(d, 96), FFPA_WGMMA_BIND_8(d, 104), FFPA_WGMMA_BIND_8(d, 112), FFPA_WGMMA_BIND_8(d, 120)
+#define FFPA_WGMMA_BIND_128(d)                                                                         \
+  FFPA_WGMMA_BIND_64(d), FFPA_WGMMA_BIND_8(d, 32), FFPA_WGMMA_BIND_8(d, 40), FFPA_WGMMA_BIND_8(d, 48), \
+      FFPA_WGMMA_BIND_8(d, 56)
+#define FFPA_WGMMA_BIND_192(d)                                                                          \
+  FFPA_WGMMA_BIND_128(d), FFPA_WGMMA_BIND_8(d, 64), FFPA_WGMMA_BIND_8(d, 72), FFPA_WGMMA_BIND_8(d, 80), \
+      FFPA_WGMMA_BIND_8(d, 88)
+#define FFPA_WGMMA_BIND_256(d)                                                                            \
+  FFPA_WGMMA_BIND_192(d), FFPA_WGMMA_BIND_8(d, 96), FFPA_WGMMA_BIND_8(d, 104), FFPA_WGMMA_BIND_8(d, 112), \
+      FFPA_WGMMA_BIND_8(d, 120)
 
 // `accumulate` is a predicate: false overwrites D, which saves clearing it. The two 1s are the signs of A and B.
-#define FFPA_WGMMA_SS(n, type, A, B, SCALE, TRANS_A, TRANS_B)                                                          \
-  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE ", 0;\n"                                \
-               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n        \
-               ", " A ", " B ", accumulate, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                        \
-               : FFPA_WGMMA_BIND_##n(d)                                                                                \
+#define FFPA_WGMMA_SS(n, type, A, B, SCALE, TRANS_A, TRANS_B)                                                    \
+  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE                                   \
+               ", 0;\n"                                                                                          \
+               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n \
+               ", " A ", " B ", accumulate, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                  \
+               : FFPA_WGMMA_BIND_##n(d)                                                                          \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kA)), "n"(int(kB)))
-#define FFPA_WGMMA_RS(n, type, A, B, SCALE, TRANS_B)                                                                   \
-  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE ", 0;\n"                                \
-               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n        \
-               ", {" A "}, " B ", accumulate, 1, 1, " TRANS_B ";\n}"                                                   \
-               : FFPA_WGMMA_BIND_##n(d)                                                                                \
+#define FFPA_WGMMA_RS(n, type, A, B, SCALE, TRANS_B)                                                             \
+  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE                                   \
+               ", 0;\n"                                                                                          \
+               "  wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " FFPA_WGMMA_ACCUMULATORS_##n \
+               ", {" A "}, " B ", accumulate, 1, 1, " TRANS_B ";\n}"                                             \
+               : FFPA_WGMMA_BIND_##n(d)                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kB)))
-// clang-format on
 
 // d += A · B with both operands in shared memory. kA and kB say along which dimension the operands are contiguous.
 template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>

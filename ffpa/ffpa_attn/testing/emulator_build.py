@@ -20,7 +20,18 @@ EMULATOR_SOURCES = "ptx/emulated/machine/*.cpp"
 
 # -ffp-contract=off: fused multiply-adds would change the last bit with the optimisation level.
 # -g1: line tables, for debuggers; the source lines in reports come from the code itself.
-COMPILE_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+]
 
 
 class EmulatorBuildError(RuntimeError):

@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 #include "base/math.h"
 #include "base/types.h"
@@ -145,15 +142,6 @@ void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
 }
 
 }  // namespace
-
-float to_float(InputType type, uint16_t bits) {
-  if (type == InputType::kBFloat16) return ffpa::to_float(BFloat16{bits});
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);  // the same values, a third of the time of a whole mma
-#else
-  return ffpa::to_float(Half{bits});
-#endif
-}
 
 void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
   if (model == Accumulation::kPlain) {

@@ -1,0 +1,8 @@
+// GPU side of ptx/call_site.cuh.
+#pragma once
+
+namespace ffpa::ptx {
+
+struct CallSite {};
+
+}  // namespace ffpa::ptx
