@@ -5,7 +5,7 @@ import warnings
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import env, explain, ffpa, ops
+from ffpa_attn import env, explain, ffpa, native, ops
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
 
@@ -21,6 +21,8 @@ def flags(**values):
 
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch):
+    """And no kernel in the installation: what is there is tests/test_mma.py's."""
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: f"{spec.name} is left out of this installation")
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(ops, "_warned", set())
 
@@ -75,7 +77,7 @@ class TestForced:
     def test_level_never_falls_back_on_a_gpu(self, level):
         with pytest.raises(
             NotImplementedError,
-            match=f"level={level} cannot run forward bf16 .* D=512/512 .*: this installation holds no mma kernel",
+            match=rf"level={level} cannot run forward bf16 .* D=512/512 .*: (\S+ is left out|there is no mma kernel of level)",
         ):
             choose(PROBLEM._replace(level=level), flags())
 
@@ -83,7 +85,7 @@ class TestForced:
     def test_backend_never_falls_back_on_a_gpu(self, backend):
         with pytest.raises(
             NotImplementedError,
-            match=f"FFPA_BACKEND={backend} cannot run .*no {backend} kernel.*drop FFPA_BACKEND={backend}",
+            match=f"FFPA_BACKEND={backend} cannot run .*(no {backend} kernel|{backend}_.* is left out).*drop FFPA_BACKEND={backend}",
         ):
             choose(PROBLEM, flags(FFPA_BACKEND=backend))
 
@@ -101,8 +103,10 @@ class TestForced:
 
     def test_emulation_is_refused_rather_than_replaced(self, monkeypatch):
         monkeypatch.setenv("FFPA_EMULATE", "1")
-        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80"):
-            ffpa(q(), q(), q())
+        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*no softcap"):
+            ffpa(q(), q(), q(), softcap=3.0)
+        with pytest.raises(NotImplementedError, match="level=2 cannot run .*no mma kernel of level 2"):
+            ffpa(q(), q(), q(), level=2)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_level_on_a_gpu(self):
@@ -138,7 +142,7 @@ class TestWarnings:
         choice = choose(PROBLEM._replace(softcap=3.0), flags())
         assert (
             "runs on reference" in choice.fallback
-            and "no mma kernel" in choice.fallback
+            and "no hopper kernel" in choice.fallback
             and "softcap" in choice.fallback
         )
 
@@ -179,7 +183,7 @@ class TestExplain:
         x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
         said = explain(x, x, x, causal=True, arch="sm_90")
         assert said.problem.arch == "sm_90" and said.problem.device == "cuda"
-        assert said.kernel == "sdpa" and "no mma kernel" in str(said) and "D=512/512" in str(said)
+        assert said.kernel == "sdpa" and "is left out" in str(said) and "D=512/512" in str(said)
 
     def test_gradients_want_the_lse(self):
         x = q().requires_grad_()
@@ -195,10 +199,10 @@ class TestExplain:
 
 
 def test_every_candidate_gives_a_reason_or_none():
-    for name, why_not in CANDIDATES.items():
+    for name, candidate in CANDIDATES.items():
         for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=True)):
-            reason = why_not(problem)
-            assert reason is None or (isinstance(reason, str) and len(reason) > 10), name
+            answer = candidate(problem, flags())
+            assert answer is None or (isinstance(answer, str) and len(answer) > 10), name
 
 
 def test_plans_are_kept_and_bounded(monkeypatch):

@@ -9,17 +9,27 @@
 
 namespace ffpa {
 
-using EmulatedLaunch = LaunchStatus (*)(const void* params);
+struct EmulatedInstance {
+  LaunchStatus (*launch)(const void* params);
+  LaunchShape (*shape)(const void* params);
+};
 
-inline std::map<std::string, EmulatedLaunch>& emulated_instances() {
-  static std::map<std::string, EmulatedLaunch> instances;
+inline std::map<std::string, EmulatedInstance>& emulated_instances() {
+  static std::map<std::string, EmulatedInstance> instances;
   return instances;
 }
 
 template <class Config, auto kKernel>
-LaunchStatus launch_emulated(const void* params) {
-  const auto& typed = *static_cast<const typename Config::Params*>(params);
-  return launch(Config::launch_shape(typed), nullptr, kKernel, typed);
-}
+struct Emulated {
+  static LaunchShape shape(const void* params) {
+    return Config::launch_shape(*static_cast<const typename Config::Params*>(params));
+  }
+
+  static LaunchStatus launch(const void* params) {
+    return ffpa::launch(shape(params), nullptr, kKernel, *static_cast<const typename Config::Params*>(params));
+  }
+
+  static constexpr EmulatedInstance instance() { return {&launch, &shape}; }
+};
 
 }  // namespace ffpa

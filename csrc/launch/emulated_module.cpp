@@ -54,8 +54,7 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, int64_t left,
                               int64_t right, bool top_left, int64_t stages, bool q_resident) {
-  const auto found = emulated_instances().find(kernel);
-  if (found == emulated_instances().end()) throw py::key_error(kernel);
+  const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out)};
   const HostTensor& result = tensors[3];
   const emu::RegisteredRange ranges[] = {
@@ -70,7 +69,16 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
                                                 reinterpret_cast<float*>(lse),
                                                 {scale, left, right, top_left, stages, q_resident});
   const py::gil_scoped_release release;
-  return found->second(&params).message;
+  return instance.launch(&params).message;
+}
+
+uint32_t smem_bytes(const std::string& kernel, int d_qk, int stages, bool q_resident) {
+  AttentionParams params{};
+  params.d_qk = d_qk;
+  params.stages = stages;
+  params.q_resident = q_resident;
+  params.n_q = params.batch = params.heads_q = 1;
+  return emulated_instances().at(kernel).shape(&params).smem_bytes;
 }
 
 py::dict take_report() {
@@ -92,5 +100,6 @@ py::dict take_report() {
 PYBIND11_MODULE(ffpa_emulated, module) {
   module.def("configure", &ffpa::configure);
   module.def("attention_forward", &ffpa::attention_forward);
+  module.def("smem_bytes", &ffpa::smem_bytes);
   module.def("take_report", &ffpa::take_report);
 }

@@ -24,7 +24,6 @@ HostTensor host_tensor(const Tensor& x) {
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
                        double scale, int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident) {
-  if (out.numel() == 0) return;
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data,

@@ -58,7 +58,7 @@ def emulated_source(spec: KernelSpec) -> str:
 {config_source(spec)}
 static const bool registered =
     ffpa::emulated_instances()
-        .emplace("{spec.name}", &ffpa::launch_emulated<{spec.name}, ffpa::{spec.family}<{spec.name}>>)
+        .emplace("{spec.name}", ffpa::Emulated<{spec.name}, ffpa::{spec.family}<{spec.name}>>::instance())
         .second;
 """
 

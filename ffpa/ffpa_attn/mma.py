@@ -63,7 +63,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         return "there is no mma backward kernel"
     if p.level in (2, 3):
         return f"there is no mma kernel of level {p.level}"
-    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks"), (p.softcap, "a softcap")):
+    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks"), (p.softcap, "softcap")):
         if wanted:
             return f"the mma forward has no {what}"
     if p.acc != "f32":
@@ -82,6 +82,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
 
 def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
     """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty."""
+    if not out.numel():
+        return
     see = rule.visibility
     options = (rule.scale, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
     if q.is_cuda:
@@ -90,6 +92,6 @@ def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
         kernel = native.kernel(plan.spec, native.gpu_of(q.device))
         native.library().attention_forward(kernel, q, k, v, out, lse, *options)
     else:
-        from .testing import emulation
+        from . import emulated
 
-        emulation.attention_forward(plan.spec, q, k, v, out, lse, *options)
+        emulated.attention_forward(plan.spec, q, k, v, out, lse, *options)

@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from .. import env, generation
-from ..spec import KernelSpec, ScaledCopy, aot_specs
+from . import env, generation
+from .spec import KernelSpec, ScaledCopy, aot_specs
 from .emulator_build import default_cache_dir, find_csrc, load_emulated_module
 
 
@@ -47,6 +47,11 @@ def _module(extra: KernelSpec | None = None):
             temporary.replace(source)
         sources.append(source)
     return load_emulated_module("ffpa_emulated", [find_csrc() / "launch" / "emulated_module.cpp", *sources])
+
+
+def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool) -> int:
+    """What the kernel itself asks for."""
+    return _module().smem_bytes(spec.name, d_qk, stages, q_resident)
 
 
 def _described(x: torch.Tensor) -> tuple:

@@ -40,7 +40,7 @@ class EmulatorBuildError(RuntimeError):
 
 def find_csrc() -> Path:
     """The C++ sources: inside the installed package, or at the root of a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     for candidate in (package / "csrc", package.parents[1] / "csrc"):
         if (candidate / "ptx" / "emulated").is_dir():
             return candidate

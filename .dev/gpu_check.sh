@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: build with all cores, conform, the whole suite, a short benchmark; results in $1 (build/gpu_check),
+# a short table last. SANITIZE=1 adds a compute-sanitizer pass over the kernels; SKIP="conform tests bench" leaves steps out.
+set -u
+. "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
+cd "$root"
+out=${1:-build/gpu_check}
+mkdir -p "$out"
+failed=0
+
+step() { # step NAME COMMAND…: runs it into $out/NAME.log and notes time and outcome
+  local name=$1 start=$SECONDS status=ok
+  shift
+  case " ${SKIP:-} " in *" $name "*) return ;; esac
+  "$@" >"$out/$name.log" 2>&1 || { status=FAILED failed=1; }
+  printf '%-9s %-6s %4d s  %s\n' "$name" "$status" $((SECONDS - start)) "$(grep -v '^$' "$out/$name.log" | tail -1 | cut -c1-150)" |
+    tee -a "$out/summary.txt"
+}
+
+: >"$out/summary.txt"
+step build "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+step doctor "$PY" -m ffpa_attn.doctor
+step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
+step tests "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py
+step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
+[ -z "${SANITIZE:-}" ] || step sanitize compute-sanitizer --tool racecheck "$PY" -m pytest -q tests/test_mma.py -k "cuda and sanitize"
+echo
+cat "$out"/*.md 2>/dev/null
+cat "$out/summary.txt"
+exit $failed
