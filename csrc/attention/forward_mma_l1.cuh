@@ -61,7 +61,7 @@ struct ForwardMmaL1Config : Fields {
   // A step is what one barrier of the ring covers: about 32 KB, or the whole tile where that is less.
   static constexpr int kStepBytes = 32 * 1024;
   static constexpr int kKeyColumns = min_of(kStepBytes / (kKeys * 2), 128);
-  static constexpr int kValueRows = kHeadDim <= 256 ? min_of(kKeys, 64) : kHeadDim <= 512 ? 32 : 16;
+  static constexpr int kValueRows = kHeadDim <= 128 ? 64 : kHeadDim <= 512 ? 32 : 16;
   static_assert(kKeys % kValueRows == 0, "a tile is a whole number of V steps");
 
   // Shared memory: slots, then P, then row statistics, then Q where it is resident.

@@ -46,7 +46,7 @@ def _module(extra: KernelSpec | None = None):
             temporary.write_text(text)
             temporary.replace(source)
         sources.append(source)
-    return load_emulated_module("ffpa_emulated", [find_csrc() / "launch" / "emulated_module.cpp", *sources])
+    return load_emulated_module("ffpa_emulated", [find_csrc() / "launch" / "emulated" / "module.cpp", *sources])
 
 
 def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool) -> int:

@@ -54,7 +54,7 @@ const ffpa::Instance {symbol} =
 def emulated_source(spec: KernelSpec) -> str:
     """The same Config and kernel, as an instance of the emulator's module."""
     return f"""// Written by ffpa_attn/generation.py.
-#include "launch/emulated_instance.h"
+#include "launch/emulated/instance.h"
 {config_source(spec)}
 static const bool registered =
     ffpa::emulated_instances()

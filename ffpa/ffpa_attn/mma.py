@@ -36,7 +36,7 @@ class MmaPlan(NamedTuple):
 def smem_bytes(spec: ForwardMmaL1, d_qk: int, stages: int, q_resident: bool) -> int:
     """As ForwardMmaL1Config::smem_bytes; a test compares the two."""
     key_columns = min(32768 // (spec.keys * 2), 128)
-    value_rows = min(spec.keys, 64) if spec.head_dim <= 256 else 32 if spec.head_dim <= 512 else 16
+    value_rows = 64 if spec.head_dim <= 128 else 32 if spec.head_dim <= 512 else 16
     query_step = spec.rows * key_columns * 2
     slot = max(spec.keys * key_columns * 2 + (0 if q_resident else query_step), value_rows * spec.head_dim * 2)
     statistics = (spec.keys // 32 + 1) * spec.rows * 4

@@ -6,7 +6,7 @@
 #include <array>
 
 #include "attention/attention_params.h"
-#include "launch/emulated_instance.h"
+#include "launch/emulated/instance.h"
 #include "ptx/emulated/machine/run.h"
 
 namespace py = pybind11;
