@@ -28,7 +28,7 @@ def _explain(w: Workload, x: Inputs, **forced) -> Choice:
     if not w.packed:
         return explain(x.q, x.k, x.v, causal=w.causal, direction=direction, **forced)
     options = {"causal": w.causal, "return_lse": w.backward, **forced}
-    return choose(ops.describe(ops._Packed(*x.offsets), direction, x.q, x.k, x.v, options), env.run_flags())
+    return choose(ops.describe(ops.Packed(*x.offsets), direction, x.q, x.k, x.v, options), env.run_flags())
 
 
 def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:

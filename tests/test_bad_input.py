@@ -105,7 +105,7 @@ BAD = [
     ("scale a bool", lambda: call(scale=True), TypeError, r"`scale` is True \(bool\)"),
     ("scale a tensor", lambda: call(scale=torch.tensor(0.1)), TypeError, "`scale` is a tensor; pass a Python float"),
     ("softcap negative", lambda: call(softcap=-1.0), ValueError, "`softcap` is -1.0; it must be >= 0"),
-    ("softcap infinite", lambda: call(softcap=float("inf")), ValueError, "`softcap` is inf; it must be finite, 0.0 for none"),
+    ("softcap infinite", lambda: call(softcap=float("inf")), ValueError, "`softcap` is inf; it must be finite .in float32., 0.0 for none"),
     ("softcap None", lambda: call(softcap=None), TypeError, "`softcap` is None"),
     ("window a number", lambda: call(window=128), TypeError, r"`window` is 128 \(int\); pass \(left, right\)"),
     ("window of three", lambda: call(window=(1, 2, 3)), ValueError, r"`window` has 3 entries; pass \(left, right\)"),

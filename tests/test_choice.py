@@ -11,7 +11,7 @@ from ffpa_attn.spec import Problem, Visibility
 
 ALL_KEYS = Visibility(-1, -1, False)
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, ALL_KEYS, 0.0, None, False, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, ALL_KEYS, 0.04, 0.0, None, False, None, "f32", None
 )  # fmt: skip
 
 
@@ -48,7 +48,11 @@ class TestSdpaMeansTheSame:
             ({"visibility": Visibility(-1, 0, False), "n_q": 100}, "top-left"),
             ({"heads_kv": 4}, "grouped heads"),
             ({"d_v": 256}, "D_v"),
-            ({"n_k": 0}, "nothing"),
+            ({"n_k": 0}, "without keys"),
+            ({"scale": 0.0}, "scale"),
+            ({"scale": -1.0}, "scale"),
+            ({"heads_q": 70000, "heads_kv": 70000, "n_q": 8}, "heads"),
+            ({"n_q": 2**20}, "workspace"),
         ],
         ids=str,
     )

@@ -35,7 +35,7 @@ struct AttentionParams {
 
   float scale_log2;  // softmax scale · log2(e): scores are kept in base 2
 
-  int stages;  // 1 … 4 buffers in the ring of K and V steps
+  int stages;       // 1 … 4 buffers in the ring of K and V steps
   bool q_resident;  // Q stays in shared memory; otherwise its columns come along with those of K
 };
 
@@ -56,7 +56,8 @@ struct ForwardOptions {
   bool q_resident;
 };
 
-// The parameters of a forward call, for a launch on a GPU and in the emulator alike; sizes and strides are checked ones.
+// The parameters of a forward call, for a launch on a GPU and in the emulator alike; sizes and strides are checked
+// ones.
 inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, const HostTensor& v,
                                       const HostTensor& out, float* lse, const ForwardOptions& options) {
   AttentionParams params{};

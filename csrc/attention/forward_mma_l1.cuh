@@ -6,10 +6,10 @@
 //   2. softmax       row maxima meet in shared memory; P goes to shared memory as 16-bit numbers;
 //   3. O = αO + P V  in steps of kValueRows keys, each over the whole width of O.
 //
-// The warps split S by 32 × 32 and O by columns: two different grids, which is why P crosses shared memory. K and V steps
-// come through one ring of 1 … 4 slots; before a step is used, everybody waits for it at one barrier, and that barrier
-// also says that the slot used before is free. Only the V steps and O depend on the head dim of V; that of Q and K is a
-// loop count.
+// The warps split S by 32 × 32 and O by columns: two different grids, which is why P crosses shared memory. K and V
+// steps come through one ring of 1 … 4 slots; before a step is used, everybody waits for it at one barrier, and that
+// barrier also says that the slot used before is free. Only the V steps and O depend on the head dim of V; that of Q
+// and K is a loop count.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -49,7 +49,8 @@ struct ForwardMmaL1Config : Fields {
   static constexpr int kScoreWarpRows = 32;
   static constexpr int kScoreWarpKeys = 32;
   static constexpr int kScoreWarpsByKeys = kKeys / kScoreWarpKeys;
-  static_assert(kRows / kScoreWarpRows * kScoreWarpsByKeys == kWarps, "a tile has one 32 × 32 block of S for each warp");
+  static_assert(kRows / kScoreWarpRows * kScoreWarpsByKeys == kWarps,
+                "a tile has one 32 × 32 block of S for each warp");
 
   // O: as few warps along the rows as registers allow, since each warp reads its columns of V once for all its rows.
   static constexpr int kOutWarpsByRows = kRows == 32 ? 1 : 2;
@@ -130,8 +131,9 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
   const uint32_t slot_bytes = Config::slot_bytes(params);
   const uint32_t p_smem = slots_smem + params.stages * slot_bytes;
   const uint32_t partial_smem = p_smem + Config::kProbabilityBytes;  // [kScoreWarpsByKeys][kRows]: maxima, sums
-  const uint32_t factor_smem = partial_smem + Config::kScoreWarpsByKeys * Config::kStatisticBytes;  // [kRows]: α, maxima
-  const uint32_t q_smem = factor_smem + Config::kStatisticBytes;  // resident Q: [key step][kRows][kKeyColumns]
+  const uint32_t factor_smem =
+      partial_smem + Config::kScoreWarpsByKeys * Config::kStatisticBytes;  // [kRows]: α, maxima
+  const uint32_t q_smem = factor_smem + Config::kStatisticBytes;           // resident Q: [key step][kRows][kKeyColumns]
 
   // ---- the ring ----
 
@@ -237,7 +239,8 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
     }
     for (int step = 0; step < key_steps; ++step) {
       const uint32_t k_slot = next_slot();
-      const uint32_t q_slot = params.q_resident ? q_smem + step * Config::kQueryStepBytes : k_slot + Config::kKeyStepBytes;
+      const uint32_t q_slot =
+          params.q_resident ? q_smem + step * Config::kQueryStepBytes : k_slot + Config::kKeyStepBytes;
       const int columns = params.d_qk - step * kKeyColumns;  // beyond them there are zeros only
       FFPA_NO_UNROLL
       for (int depth = 0; depth < min_of(kKeyColumns, columns); depth += 16) {

@@ -71,7 +71,7 @@ def ffpa(
     scale       default D ** -0.5.
     level       None picks the fastest kernel; 1, 2 or 3 forces the split-D mma kernels at that level.
     acc         "f32", "f16" or "mixed" (QK^T in f32, PV in f16): what tensor cores accumulate in.
-    num_stages  1..4 pipeline stages of those kernels; None = automatic.
+    num_stages  1..4 pipeline stages of those kernels; None = automatic. Both say nothing where no such kernel runs.
     out         where to write the result (`o` is the first release's name); no gradients then.
 
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic.
@@ -152,8 +152,8 @@ def merge(o1, lse1, o2, lse2, *, layout="BHND"):
     shares = [torch.where(empty, 0.0, w / torch.where(empty, 1.0, total))[..., None] for w in weights]
     if rows_first:
         shares = [share.transpose(-3, -2) for share in shares]
-    # A part without keys must not pass on what its o holds.
-    parts = [torch.where(share == 0, 0.0, share * o.float()) for share, o in zip(shares, (o1, o2), strict=True)]
+    # A part without keys must not pass on what its o holds, forward or backward.
+    parts = [share * torch.where(share == 0, 0.0, o.float()) for share, o in zip(shares, (o1, o2), strict=True)]
     lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1.0, total).log())
     return (parts[0] + parts[1]).to(torch.promote_types(o1.dtype, o2.dtype)), lse
 
@@ -185,10 +185,16 @@ def explain(
     direction="backward" asks for the gradients. Prints as a few lines; .kernel, .why and .rejected hold the parts.
     """
     checks.only_tensors(q=q, k=k, v=v)
-    checks.one_output(o, out)
+    if mask is not None:
+        checks.only_tensors(mask=mask)
+    out = checks.one_output(o, out)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
-    form = ops._Dense(checks.layout(layout), mask)
+    form = ops.Dense(checks.layout(layout), mask)
     form.check(q, k, v)
+    if not q.is_meta:
+        checks.rows(q=q, k=k, v=v)
+    if out is not None:
+        checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
     arch = checks.arch(arch, q)
     if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from itertools import pairwise
+from numbers import Integral, Real
 
 import torch
 
 from .spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-_LARGEST = sys.float_info.max
+_LARGEST = 3.4028234663852886e38  # of float32, in which scores are kept
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
+
+
+_FARTHEST = 2**31 - 1  # no key is farther away
 
 
 # ---- Python values ----
@@ -83,10 +86,10 @@ def causal_and_align(causal, align) -> tuple[bool, str]:
 def _real(name: str, value, hint: str) -> float:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
     if not abs(value) <= _LARGEST:  # math.isfinite, in a form that traced code can hold
-        raise ValueError(f"`{name}` is {value}; it must be finite, {hint}")
+        raise ValueError(f"`{name}` is {value}; it must be finite (in float32), {hint}")
     return float(value)
 
 
@@ -115,7 +118,7 @@ def window(value) -> tuple[int, int]:
             raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
         if side < -1:
             raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
-    return value[0], value[1]
+    return min(value[0], _FARTHEST), min(value[1], _FARTHEST)
 
 
 def flag(name: str, value) -> bool:
@@ -127,11 +130,30 @@ def flag(name: str, value) -> bool:
 def max_seqlen(name: str, value) -> int:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+    if not isinstance(value, (int, torch.SymInt, Integral)) or isinstance(value, bool):
         raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
     if value < 0:
         raise ValueError(f"`{name}` is {value}; it must be >= 0")
-    return value
+    return int(value) if isinstance(value, Integral) else value
+
+
+def options(given: dict, layout_given: str = "BHND") -> None:
+    """The keyword arguments of an operator, which may be called without `ffpa`; only those given."""
+    layout(layout_given)
+    _choice("align", given.get("align", ALIGNS[0]), ALIGNS)
+    window((given.get("window_left", -1), given.get("window_right", -1)))
+    scale(given.get("scale"))
+    softcap(given.get("softcap", 0.0))
+    level(given.get("level"))
+    acc(given.get("acc", ACCS[0]))
+    num_stages(given.get("num_stages"))
+
+
+def mask_gradient(mask) -> None:
+    if mask is None or mask.dtype == torch.bool:
+        raise ValueError(
+            f"`mask_grad` is True but `mask` is {'None' if mask is None else 'bool'}; pass an additive mask"
+        )
 
 
 def only_tensors(**named) -> None:
@@ -259,7 +281,7 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise TypeError(f"`{name}` has dtype {cu.dtype}; it must be torch.int32: {name}.to(torch.int32)")
         _rank(name, cu, 1, "[B + 1], offsets of the sequences")
         if cu.shape[0] < 1:
-            raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets, the first of them 0")
+            raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets")
         if cu.device != q.device:
             raise ValueError(f"`{name}` is on {cu.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:

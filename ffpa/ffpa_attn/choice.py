@@ -55,6 +55,9 @@ def _mma(p: Problem, flags: Flags) -> MmaPlan | str:
     return plan if isinstance(plan, str) else native.why_not(plan.spec, p.arch) or plan
 
 
+_MOST_SDPA_HEADS = 65535  # a grid's second dimension
+
+
 def _sdpa(p: Problem, flags: Flags) -> str | None:
     """PyTorch's own fused attention, only where it means exactly the same and never materialises N^2."""
     if p.direction != "forward" or p.needs_lse:
@@ -65,6 +68,8 @@ def _sdpa(p: Problem, flags: Flags) -> str | None:
         return "SDPA leaves open what a row without keys gives"
     if p.softcap:
         return "SDPA has no softcap"
+    if p.scale <= 0:
+        return "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"
     see = p.visibility
     if see.left >= 0 or see.right > 0:
         return "SDPA has no window"
@@ -74,8 +79,12 @@ def _sdpa(p: Problem, flags: Flags) -> str | None:
         return "SDPA repeats K and V or materialises N^2 for grouped heads"
     if p.d_qk != p.d_v:
         return "SDPA materialises N^2 where D_qk differs from D_v"
-    if not (p.batch and p.n_q and p.n_k):
-        return "there is nothing to compute"
+    if p.heads_q > _MOST_SDPA_HEADS:
+        return f"SDPA launches no more than {_MOST_SDPA_HEADS} heads"
+    if not p.n_k:
+        return "SDPA leaves open what a row without keys gives"
+    if p.batch * p.heads_q * p.n_q * p.d_v * 2 > flags["FFPA_WORKSPACE_MB"] << 20:
+        return "SDPA's own copy of the result is larger than the workspace"
     return None
 
 

@@ -15,8 +15,8 @@ from functools import cache
 import torch
 
 from . import env, generation
-from .spec import KernelSpec, ScaledCopy, aot_specs
 from .emulator_build import default_cache_dir, find_csrc, load_emulated_module
+from .spec import KernelSpec, ScaledCopy, aot_specs
 
 
 @dataclass

@@ -52,7 +52,9 @@ def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[i
     resident = flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     for q_resident in (True, False) if resident is None else (resident,):
         for n in stages:
-            if (n > 1 or not q_resident or stages == [1] or resident) and smem_bytes(spec, p.d_qk, n, q_resident) <= limit:
+            if (n > 1 or not q_resident or stages == [1] or resident) and smem_bytes(
+                spec, p.d_qk, n, q_resident
+            ) <= limit:
                 return n, q_resident
     return None
 

@@ -17,7 +17,7 @@ from .spec import KernelSpec, ScaledCopy
 
 _PACKAGE = Path(__file__).resolve().parent
 PYTHON_ONLY = (
-    "this installation holds no CUDA kernels, because it was built where there was no nvcc; in its source, run "
+    "this installation holds no CUDA kernels, because it was not built, or built where there was no nvcc; in its source, run "
     "`.dev/install.sh`, which fetches one, or set CUDA_HOME and run `pip install --no-build-isolation .`"
 )
 

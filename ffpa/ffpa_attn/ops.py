@@ -7,6 +7,7 @@ code holds nothing but the operator.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from typing import NamedTuple
@@ -14,9 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import _C
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import checks, env, mma, reference
+from . import checks, env, mma, native, reference
 from .choice import Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -69,13 +71,6 @@ def _seen(x) -> tuple | None:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT)
 
 
-def _arch(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
 def _decide(form, direction, q, k, v, options, flags) -> _Plan:
     problem = describe(form, direction, q, k, v, options)
     choice = choose(problem, flags)
@@ -83,13 +78,21 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
         raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
     if choice.fallback and choice.fallback not in _warned:
         _warned.add(choice.fallback)
-        warnings.warn(f"ffpa_attn: {problem}: {choice.fallback} (this is said once)", stacklevel=2)
+        message = f"ffpa_attn: {problem}: {choice.fallback} (this is said once)"
+        warnings.warn(message, stacklevel=_frames_to_the_caller())
     if flags["FFPA_LOG"]:
         print(f"ffpa_attn: {choice}", file=sys.stderr)
-    scale = options.get("scale")
-    rule = reference.Rule(q.shape[-1] ** -0.5 if scale is None else scale, problem.softcap, problem.visibility)
+    rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
     return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20)
+
+
+def _frames_to_the_caller() -> int:
+    """As warnings.warn in the function above counts them: to the first frame outside this package and PyTorch."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ffpa_attn", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _remember(key: tuple, plan: _Plan) -> _Plan:
@@ -102,7 +105,7 @@ def _remember(key: tuple, plan: _Plan) -> _Plan:
 # ---- the two forms of a call: dense tensors, packed sequences ----
 
 
-class _Dense:
+class Dense:
     """[B, H, N, D] or [B, N, H, D], with a mask or none."""
 
     def __init__(self, layout: str, mask: torch.Tensor | None):
@@ -134,10 +137,11 @@ class _Dense:
         return reference.dense_sequences(q, k, reference.align_mask(self.mask))
 
 
-class _Packed:
+class Packed:
     """[T, H, D] with offsets [B + 1] of the sequences."""
 
     mask = None
+    layout = "BHND"  # none to choose
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int):
         self.offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -175,6 +179,11 @@ class _Packed:
         return reference.packed_sequences(q, k, *self.offsets)
 
 
+def _scale(q, options) -> float:
+    scale = options.get("scale")
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
 def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
     """The problem of a call with checked arguments; device and arch as asked for, else those of the tensors."""
     get = options.get
@@ -182,8 +191,8 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
         get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)
     )
     return Problem(
-        direction, device or q.device.type, arch or _arch(q.device), checks.DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], isinstance(form, _Packed), see, get("softcap", 0.0), checks.mask_kind(form.mask),
+        direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), checks.DTYPES[q.dtype], *form.sizes(q, k),
+        q.shape[-1], v.shape[-1], isinstance(form, Packed), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
     )  # fmt: skip
 
@@ -198,26 +207,38 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     form.check_values(q, k, flags)
     if out is None:
         out = q.new_empty(plan.out_shape)
+    else:
+        checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
     lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-    _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
+    if out.numel():
+        _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
     return out, lse
 
 
 def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
     form.check(q, k, v)
+    checks.options(options, form.layout)
     checks.rows(q=q, k=k, v=v)
     if out is not None:
         checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
         checks.rows(out=out)
-        checks.writable(out, q=q, k=k, v=v, mask=form.mask)
     return _decide(form, "forward", q, k, v, options, flags)
 
 
+@contextlib.contextmanager
+def _plain_torch(device: torch.device):
+    """PyTorch's own operators as the reference path means them: no graph is recorded, nothing is cast."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
 def _reference_forward(form, q, k, v, out, lse, plan) -> None:
-    out.zero_()
-    lse.fill_(-float("inf"))
-    q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
-    reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, form.sequences(q, k), plan.rule, plan.workspace_cap)
+    with _plain_torch(q.device):
+        out.zero_()
+        lse.fill_(-float("inf"))
+        q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
+        sequences = form.sequences(q, k)
+        reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, sequences, plan.rule, plan.workspace_cap)
 
 
 def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
@@ -226,7 +247,8 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
     # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
     if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
         return _reference_forward(form, q, k, v, out, lse, plan)
-    form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
+    with _plain_torch(q.device):
+        form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
 
 
 def _mma_forward(form, q, k, v, out, lse, plan) -> None:
@@ -246,26 +268,26 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
     )
     form.check_values(q, k, flags)
+    if mask_grad:
+        checks.mask_gradient(form.mask)
 
-    if checks.rows_problem(grad_out):  # autograd hands over what it has, such as one expanded scalar
-        grad_out = grad_out.contiguous()
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=torch.float32 if fp32_grads else x.dtype, device=x.device) for x in (q, k, v)
-    )
-    saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
-    sequences = form.sequences(saved[2], saved[3])
-    reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, plan.rule, plan.workspace_cap)
-    if not mask_grad:
-        return dq, dk, dv, q.new_empty(0)
-    mask = form.mask
-    dmask = torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device)
-    masks = reference.align_mask(mask), reference.align_mask(dmask)
-    reference.mask_gradient(*saved, *masks, plan.rule, plan.workspace_cap)
-    return dq, dk, dv, dmask
+    with _plain_torch(q.device):
+        dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
+        dq, dk, dv = (torch.zeros(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
+        saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+        sequences = form.sequences(saved[2], saved[3])
+        reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, plan.rule, plan.workspace_cap)
+        if not mask_grad:
+            return dq, dk, dv, q.new_empty(0)
+        dmask = torch.zeros(form.mask.shape, dtype=form.mask.dtype, device=q.device)
+        masks = reference.align_mask(form.mask), reference.align_mask(dmask)
+        reference.mask_gradient(*saved, *masks, plan.rule, plan.workspace_cap)
+        return dq, dk, dv, dmask
 
 
 def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> _Plan:
     form.check(q, k, v)
+    checks.options(options, form.layout)
     for name, x in (("out", out), ("grad_out", grad_out)):
         checks.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
@@ -279,25 +301,25 @@ def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) 
 
 
 def _forward_dense(q, k, v, mask=None, *, layout="BHND", **options):
-    return _forward(_Dense(layout, mask), q, k, v, None, options)
+    return _forward(Dense(layout, mask), q, k, v, None, options)
 
 
 def _forward_out_dense(q, k, v, out, mask=None, *, layout="BHND", **options):
-    return _forward(_Dense(layout, mask), q, k, v, out, options)[1]
+    return _forward(Dense(layout, mask), q, k, v, out, options)[1]
 
 
 def _forward_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, None, options)
+    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, None, options)
 
 
 def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
+    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
 
 
 def _backward_dense(
     grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options
 ):
-    return _backward(_Dense(layout, mask), grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+    return _backward(Dense(layout, mask), grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
 
 
 def _backward_packed(
@@ -316,7 +338,7 @@ def _backward_packed(
     fp32_grads=False,
     **options,
 ):
-    form = _Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    form = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
 
 
@@ -356,32 +378,32 @@ def _fake_backward(form, q, k, v, fp32_grads, mask_grad):
 
 @torch.library.register_fake("ffpa_attn::forward", lib=_lib)
 def _(q, k, v, mask=None, *, layout="BHND", **options):
-    return _fake_forward(_Dense(layout, mask), q, k, v, options)
+    return _fake_forward(Dense(layout, mask), q, k, v, options)
 
 
 @torch.library.register_fake("ffpa_attn::forward_out", lib=_lib)
 def _(q, k, v, out, mask=None, *, layout="BHND", **options):
-    return _fake_out(_Dense(layout, mask), q, k, v, out, options)
+    return _fake_out(Dense(layout, mask), q, k, v, out, options)
 
 
 @torch.library.register_fake("ffpa_attn::varlen_forward", lib=_lib)
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _fake_forward(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, options)
+    return _fake_forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, options)
 
 
 @torch.library.register_fake("ffpa_attn::varlen_forward_out", lib=_lib)
 def _(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _fake_out(_Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)
+    return _fake_out(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)
 
 
 @torch.library.register_fake("ffpa_attn::backward", lib=_lib)
 def _(grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options):
-    return _fake_backward(_Dense(layout, mask), q, k, v, fp32_grads, mask_grad)
+    return _fake_backward(Dense(layout, mask), q, k, v, fp32_grads, mask_grad)
 
 
 @torch.library.register_fake("ffpa_attn::varlen_backward", lib=_lib)
 def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_grads=False, **options):
-    return _fake_backward(_Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
+    return _fake_backward(Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
 
 
 # ---- autograd: a plain Function at the Autograd key (register_autograd costs twice as much a call) ----
@@ -420,7 +442,8 @@ class _Attention(torch.autograd.Function):
 
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
-        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+        # Forward-mode AD must come to the Function too: it says there that it has no formula.
+        if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
             return _Attention.apply(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
 
@@ -454,5 +477,7 @@ def _autocast(op, device: str, key):
 for _name in ("forward", "varlen_forward"):
     _op = getattr(_ops, _name).default
     _lib.impl(_name, _autograd(_op, _BODIES[_name]), "Autograd", with_keyset=True)
+for _name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
+    _op = getattr(_ops, _name).default
     _lib.impl(_name, _autocast(_op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
     _lib.impl(_name, _autocast(_op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)

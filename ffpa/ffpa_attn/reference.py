@@ -109,9 +109,11 @@ def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_se
     def side(x, cu, longest):
         total = x.shape[1]
         bound = min(longest, total)
+        on_host = not cu.is_cuda  # then the true lengths may be known, and save work
         starts = cu[:-1].clamp(0, total)
         lengths = torch.minimum((cu[1:].clamp(0, total) - starts), torch.full_like(starts, bound)).clamp_(min=0)
-        return [Packed(start, length, bound, total) for start, length in zip(starts, lengths, strict=True)]
+        bounds = lengths.tolist() if on_host else [bound] * len(lengths)
+        return [Packed(*one, total) for one in zip(starts, lengths, bounds, strict=True)]
 
     for queries, keys in zip(side(q, cu_seqlens_q, max_seqlen_q), side(k, cu_seqlens_k, max_seqlen_k), strict=True):
         yield Sequence(queries, keys, None)
@@ -297,12 +299,17 @@ class _Gradients:
         load, load_lse = seq.queries.load, seq.queries.load_lse
         q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
         lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
-        lse = lse.masked_fill(lse == -_INF, _INF)  # a row without keys: P = exp(s - inf) = 0
         delta = (d_out.float() * out.float()).sum(-1, keepdim=True)
         if self.grad_lse is not None:
-            d_lse = _fold(load_lse(self.grad_lse, heads, rows), n)[..., None]
-            delta -= d_lse.masked_fill(d_lse == -_INF, 0.0)
-        return q, d_out, lse, delta
+            delta -= _fold(load_lse(self.grad_lse, heads, rows), n)[..., None]
+        # A row without keys passes on nothing, whatever it holds: P = exp(0 - inf) = 0.
+        empty = lse == -_INF
+        return (
+            q.masked_fill(empty, 0),
+            d_out.masked_fill(empty, 0),
+            lse.masked_fill(empty, _INF),
+            delta.masked_fill_(empty, 0),
+        )
 
     def key_side(self, seq: Sequence, heads: slice, keys: Block):
         return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)

@@ -45,7 +45,8 @@ class Visibility(NamedTuple):
 
     @staticmethod
     def of(causal: bool, align: str, window_left: int, window_right: int) -> Visibility:
-        return Visibility(window_left, 0 if causal else window_right, align == "top_left")
+        right = 0 if causal else window_right
+        return Visibility(min(window_left, 2**31 - 1), min(right, 2**31 - 1), align == "top_left")
 
     @property
     def bounded(self) -> bool:
@@ -68,6 +69,7 @@ class Problem(NamedTuple):
     d_v: int
     packed: bool  # varlen
     visibility: Visibility
+    scale: float
     softcap: float
     mask: str | None  # None | "bool" | "additive"
     needs_lse: bool
@@ -86,6 +88,7 @@ class Problem(NamedTuple):
             f"N={self.n_q}x{self.n_k} D={self.d_qk}/{self.d_v}",
             "packed" if self.packed else "",
             f"window=({v.left}, {v.right}) {'top_left' if v.top_left else 'bottom_right'}" if v.bounded else "",
+            f"scale={self.scale:.4g}" if self.scale <= 0 else "",
             f"softcap={self.softcap}" if self.softcap else "",
             f"{self.mask} mask" if self.mask else "",
             f"level={self.level}" if self.level else "",

@@ -62,12 +62,12 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       {tensors[1].data, extent_bytes(tensors[1]), emu::Access::kReadOnly},
       {tensors[2].data, extent_bytes(tensors[2]), emu::Access::kReadOnly},
       {result.data, extent_bytes(result), emu::Access::kReadWrite},
-      {reinterpret_cast<void*>(lse), lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0,
-       emu::Access::kReadWrite},
+      {reinterpret_cast<void*>(lse),
+       lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0, emu::Access::kReadWrite},
   };
-  const AttentionParams params = forward_params(tensors[0], tensors[1], tensors[2], result,
-                                                reinterpret_cast<float*>(lse),
-                                                {scale, left, right, top_left, stages, q_resident});
+  const AttentionParams params =
+      forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse),
+                     {scale, left, right, top_left, stages, q_resident});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }
