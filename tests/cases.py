@@ -124,6 +124,11 @@ CASES: list[Case] = [
     _base.with_(n_q=90, n_k=60, d=512, rule={"causal": True, "window": (10, 30)}),
     _base.with_(n_q=60, n_k=90, d=256, heads_q=4, heads_kv=2, rule={"causal": True, "window": (0, 0)}),
     # scale and softcap
+    *[
+        _base.with_(d=64, n_q=200, n_k=200, dtype=_f16, rule={"scale": scale, "causal": causal})
+        for scale in (0.0, -0.3)
+        for causal in (False, True)
+    ],
     *[_base.with_(d=512, n_k=90, rule={"scale": scale}) for scale in (1.0, 0.01, 0.0, -0.3)],
     *[_base.with_(d=256, n_k=90, dtype=_f16, rule={"softcap": cap, "scale": 1.0, "causal": causal}) for cap, causal in ((5.0, False), (30.0, True))],
     # masks

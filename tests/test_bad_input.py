@@ -51,11 +51,17 @@ def with_grad(name):
     return ffpa(q, k, v, out=t(2, 4, 10, 64).requires_grad_(name == "out"))
 
 
-def backward(**changes):
+def forward_op(**options):
+    """The operator itself, as ring attention calls it."""
+    q = t(2, 4, 10, 64)
+    return torch.ops.ffpa_attn.forward(q, q, q, **options)
+
+
+def backward(mask_grad=False, **changes):
     q = t(2, 4, 10, 64)
     out, lse = torch.ops.ffpa_attn.forward(q, q, q)
-    args = {"grad_out": out, "grad_lse": None, "q": q, "k": q, "v": q, "out": out, "lse": lse} | changes
-    return torch.ops.ffpa_attn.backward(*args.values())
+    args = {"grad_out": out, "grad_lse": None, "q": q, "k": q, "v": q, "out": out, "lse": lse, "mask": None} | changes
+    return torch.ops.ffpa_attn.backward(*args.values(), mask_grad=mask_grad)
 
 
 good = partial(t, 2, 4, 10)
@@ -155,11 +161,11 @@ BAD = [
     ("offsets strided", lambda: packed(cu_q=i32(0, 0, 10, 10, 20, 20)[::2]), ValueError, r"`cu_seqlens_q` is not contiguous.*contiguous\(\)"),
     ("offsets of different lengths", lambda: packed(cu_k=i32(0, 20)), ValueError, "`cu_seqlens_k` has 2 entries but `cu_seqlens_q` has 3"),
     ("offsets elsewhere", lambda: packed(cu_q=i32(0, 10, 20).to("meta")), ValueError, "`cu_seqlens_q` is on meta but `q` is on cpu"),
-    ("offsets fall", lambda: packed(cu_q=i32(0, 15, 10)), ValueError, "`cu_seqlens_q` falls from 15 to 10 at entry 2|`max_seqlen_q` is 10"),
+    ("offsets past the longest", lambda: packed(cu_q=i32(0, 15, 20)), ValueError, "`max_seqlen_q` is 10 but sequence 0 has 15 rows"),
     ("offsets fall within the longest", lambda: packed(cu_q=i32(0, 10, 5)), ValueError, "`cu_seqlens_q` falls from 10 to 5 at entry 2"),
     ("offsets past the end", lambda: packed(cu_k=i32(0, 10, 21), max_k=11), ValueError, r"`cu_seqlens_k` spans 0..21; the tensor has rows 0..20"),
     ("offsets negative", lambda: packed(cu_k=i32(-1, 10, 20)), ValueError, "`cu_seqlens_k` spans -1..20"),
-    ("offsets past the end inside", lambda: packed(cu_q=i32(0, 25, 20), max_q=25), ValueError, "`cu_seqlens_q` .*(25|falls)"),
+    ("offsets past the end inside", lambda: packed(cu_q=i32(0, 25, 20), max_q=25), ValueError, "`cu_seqlens_q` falls from 25 to 20 at entry 2"),
     ("longest too short", lambda: packed(max_q=9), ValueError, "`max_seqlen_q` is 9 but sequence 0 has 10 rows"),
     ("longest negative", lambda: packed(max_k=-1), ValueError, "`max_seqlen_k` is -1; it must be >= 0"),
     ("longest a tensor", lambda: packed(max_q=torch.tensor(10)), TypeError, "`max_seqlen_q` is a tensor; pass a Python int"),
@@ -173,6 +179,20 @@ BAD = [
     ("backward: shape of lse", lambda: backward(lse=t(2, 10, 4, dtype=F32)), ValueError, r"`lse` has shape \(2, 10, 4\); it must be \(2, 4, 10\)"),
     ("backward: type of grad_lse", lambda: backward(grad_lse=t(2, 4, 10)), TypeError, "`grad_lse` has dtype torch.bfloat16"),
     ("backward: type of out", lambda: backward(out=good(64, dtype=F32)), TypeError, "`out` has dtype torch.float32 but `q` has"),
+    ("operator: align", lambda: forward_op(align="top-left"), ValueError, "`align` is 'top-left'; allowed"),
+    ("operator: layout", lambda: forward_op(layout="BHDN"), ValueError, "`layout` is 'BHDN'; allowed"),
+    ("operator: window", lambda: forward_op(window_left=-7), ValueError, r"`window` is \(-7, -1\)"),
+    ("operator: scale", lambda: forward_op(scale=float("nan")), ValueError, "`scale` is nan"),
+    ("operator: softcap", lambda: forward_op(softcap=-3.0), ValueError, "`softcap` is -3.0"),
+    ("operator: acc", lambda: forward_op(acc="f64"), ValueError, "`acc` is 'f64'"),
+    ("operator: level", lambda: forward_op(level=9), ValueError, "`level` is 9"),
+    ("operator: stages", lambda: forward_op(num_stages=9), ValueError, "`num_stages` is 9"),
+    ("backward: gradient of no mask", lambda: backward(mask_grad=True), ValueError, "`mask_grad` is True but `mask` is None"),
+    ("backward: gradient of a bool mask", lambda: backward(mask=torch.ones(10, 10, dtype=torch.bool), mask_grad=True), ValueError, "`mask` is bool"),
+    ("scale past float32", lambda: call(scale=1e300), ValueError, r"`scale` is 1e\+300; it must be finite .in float32."),
+    ("explain: mask", lambda: explain(good(64), good(64), good(64), mask=True), TypeError, "`mask` is True"),
+    ("explain: misaligned", lambda: explain(misaligned(2, 4, 10, 64), good(64), good(64)), ValueError, "`q` starts at an address"),
+    ("explain: out", lambda: explain(good(64), good(64), good(64), out=good(32)), ValueError, "`out` has shape"),
     # merge and explain
     ("merge: shape of o2", lambda: merge(good(64), t(2, 4, 10, dtype=F32), good(32), t(2, 4, 10, dtype=F32)), ValueError, r"`o2` has shape \(2, 4, 10, 32\)"),
     ("merge: shape of lse1", lambda: merge(good(64), t(2, 10, 4, dtype=F32), good(64), t(2, 4, 10, dtype=F32)), ValueError, r"`lse1` has shape \(2, 10, 4\).*\(2, 4, 10\)"),
@@ -206,6 +226,26 @@ def test_nothing_is_computed_before_a_check():
     with pytest.raises(ValueError, match="`k` has head dim"):
         call(k=good(128), out=out)
     assert (out == 7.0).all()
+
+
+def test_overlap_is_checked_at_every_call():
+    """A good call of the same kind comes first: addresses are part of no plan."""
+    q, k, v = (good(64) for _ in range(3))
+    before = q.clone()
+    call(q, k, v, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="`out` overlaps the memory of `q`"):
+        call(q, k, v, out=q)
+    assert torch.equal(q, before)
+
+
+def test_far_windows_are_unbounded_windows():
+    q, k, v = (good(64) for _ in range(3))
+    assert torch.equal(call(q, k, v, window=(2**40, 2**70)), call(q, k, v, window=(20, 20)))
+    assert torch.equal(call(q, k, v, causal=True, window=(2**63, -1)), call(q, k, v, causal=True, window=(20, -1)))
+
+
+def test_numbers_of_other_libraries():
+    assert packed(max_q=np.int64(10), scale=np.float32(0.125)).shape == (20, 4, 64)
 
 
 def test_slots_of_one_tensor_do_not_overlap():

@@ -143,6 +143,16 @@ def test_every_gpu_has_a_plan(arch, d, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "d, needs_lse, backend",
+    [(128, False, "sdpa"), (128, True, "mma"), (512, False, "mma"), (1024, False, "sdpa"), (1024, True, "mma")],
+)
+def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+    choice = choose(PROBLEM._replace(d_qk=d, d_v=d, needs_lse=needs_lse), env.run_flags())
+    assert choice.backend == backend and choice.fallback is None
+
+
+@pytest.mark.parametrize(
     "changes, words",
     [
         ({"direction": "backward"}, "no mma backward"),

@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import reference
+from ffpa_attn import ops
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -148,6 +148,35 @@ class TestBackwardOp:
         oracle.attention(q.detach(), k.detach(), v2)[0].sum().backward()
         torch.testing.assert_close(v.grad.double(), v2.grad, atol=5e-2, rtol=2e-2)
 
+    def test_operators_record_no_graph(self, device):
+        """Called directly with inputs that require grad, they keep no tile alive."""
+        q, k, v, _ = dense(device)
+        out, lse = (x.detach() for x in OPS.forward(q, k, v))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+            OPS.backward(torch.ones_like(out), None, q, k, v, out, lse)
+            OPS.forward_out(q, k, v, out)
+        assert not kept
+
+    def test_a_row_without_keys_passes_on_nothing(self, device):
+        """Whatever its q, dO and dLSE hold."""
+        q, k, v, _ = dense(device, grad=False)
+        mask = torch.ones(20, 33, dtype=torch.bool, device=device)
+        mask[3:5] = False
+        q[:, :, 3] = torch.nan
+        q.requires_grad_()
+        k.requires_grad_()
+        out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True)
+        g, g_lse = torch.randn_like(out), torch.randn_like(lse)
+        g[:, :, 4], g_lse[:, :, 3], g_lse[:, :, 4] = torch.nan, torch.inf, torch.nan
+        dq, dk = torch.autograd.grad([out, lse], [q, k], [g, g_lse])
+        assert torch.isfinite(dk).all() and torch.isfinite(dq).all() and not dq[:, :, 3:5].any()
+
+    def test_forward_mode_is_refused(self, device):
+        q, k, v, _ = dense(device, grad=False)
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward"):
+            torch.func.jvp(lambda q: ffpa_attn.ffpa(q, k, v), (q,), (torch.ones_like(q),))
+
     def test_second_derivative_is_refused(self, device):
         q, k, v, _ = dense(device)
         (dq,) = torch.autograd.grad(ffpa_attn.ffpa(q, k, v).sum(), q, create_graph=True)
@@ -170,6 +199,17 @@ class TestAutocast:
         q, k, v, *offsets = packed(device, grad=False)
         with torch.autocast(device, dtype=torch.float16):
             assert ffpa_attn.ffpa_varlen(q.float(), k.float(), v.float(), *offsets).dtype == torch.float16
+
+    def test_out_and_gradients_are_not_cast(self, device):
+        """The body of an operator means what it says inside an autocast region too."""
+        q, k, v, _ = dense(device, grad=False, d_v=64)
+        wanted = ffpa_attn.ffpa(q, k, v, return_lse=True)
+        saved = OPS.backward(*wanted[:1], None, q, k, v, *wanted, fp32_grads=True)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = torch.empty_like(q)
+            got = ffpa_attn.ffpa(q.float(), k.float(), v.float(), out=out, return_lse=True)
+            again = OPS.backward(*wanted[:1], None, q, k, v, *wanted, fp32_grads=True)
+        assert all(torch.equal(a, b) for a, b in zip((*got, *again), (*wanted, *saved), strict=True))
 
     def test_16_bit_stays(self, device):
         q, k, v, _ = dense(device, grad=False)
@@ -249,8 +289,8 @@ class TestCheckpointing:
     def test_selective_checkpointing_saves_by_name(self, device, saved, monkeypatch):
         q, k, v, _ = dense(device)
         runs = []
-        forward = reference.forward
-        monkeypatch.setattr(reference, "forward", lambda *args: (runs.append(1), forward(*args)))
+        for name, body in list(ops._FORWARD.items()):
+            monkeypatch.setitem(ops._FORWARD, name, lambda *args, body=body: (runs.append(1), body(*args)))
 
         def policy(ctx, op, *args, **kwargs):
             keep = saved and op is OPS.forward.default

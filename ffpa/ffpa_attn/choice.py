@@ -1,6 +1,6 @@
 """Which kernel runs a problem, and why. Needs no tensors and no GPU.
 
-Candidates are tried in order of speed; each plans how it would run a problem, or says why it cannot. Only what a caller
+Candidates are tried in order of speed (`_by_speed`); each plans how it would run a problem, or says why it cannot. Only what a caller
 forces (`level=`, FFPA_BACKEND, FFPA_EMULATE) narrows the list, and on a GPU nothing else is then tried.
 """
 
@@ -122,6 +122,15 @@ def _chosen(p: Problem, name: str, plan: MmaPlan | None, why: str, rejected=(), 
     return Choice(p, plan.spec.name if plan else name, name, plan, why, tuple(rejected), fallback)
 
 
+def _by_speed(p: Problem) -> list[str]:
+    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels win up to 256 columns, its other one above 704."""
+    names = list(CANDIDATES)
+    if not 256 < max(p.d_qk, p.d_v) <= 704:
+        names.remove("sdpa")
+        names.insert(names.index("mma"), "sdpa")
+    return names
+
+
 def choose(p: Problem, flags: Flags) -> Choice:
     demand = _demand(p, flags)
     fallback = None
@@ -135,12 +144,13 @@ def choose(p: Problem, flags: Flags) -> Choice:
         fallback = f"{asked_by} is ignored: {answer}"
 
     rejected = []
-    for name, candidate in CANDIDATES.items():
-        answer = candidate(p, flags)
+    names = _by_speed(p)
+    for name in names:
+        answer = CANDIDATES[name](p, flags)
         if not isinstance(answer, str):
             break
         rejected.append((name, answer))
-    if p.device == "cuda" and name not in _OUR_KERNELS:
+    if p.device == "cuda" and name not in _OUR_KERNELS and "mma" in dict(rejected):
         fallback = f"runs on {name}, not on a kernel of ours: " + "; ".join(reason for _, reason in rejected)
-    why = f"the first of {', '.join(CANDIDATES)} that can" if rejected else "the fastest that can"
+    why = f"the first of {', '.join(names)} that can" if rejected else "the fastest that can"
     return _chosen(p, name, answer, why, rejected, fallback)

@@ -122,7 +122,7 @@ def _cache() -> Iterator[Finding]:
 def _flags() -> Iterator[Finding]:
     flags = env.all_flags()
     changed = [f"{flag.name}={flags[flag.name]}" for flag in env.FLAGS if flags[flag.name] != flag.default]
-    yield Finding("flags", ", ".join(changed) or "all at their defaults; `python -m ffpa_attn.env` lists them")
+    yield Finding("flags", ", ".join(changed) or "all at their defaults; the README lists them")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
