@@ -33,25 +33,36 @@ FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_
 // Starts the copy of kRows × kColumns elements into shared memory at `tile_smem`, by threads 0 … kThreads - 1 of a
 // group. Rows and columns that the window does not have become zeros (a NaN that lay there would survive any mask:
 // 0 · NaN = NaN). The caller commits, waits, and synchronises.
+//
+// A team of lanes copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows and 8
+// chunks: where a thread's steps are multiples of both, all its addresses lie at constant distances from its first ones.
 template <int kRows, int kColumns, int kThreads, class Layout>
 FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
                                  ptx::CallSite site = ptx::CallSite()) {
-  constexpr int kChunksPerRow = kColumns / kChunkElements;
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
-  constexpr int kChunks = kRows * kChunksPerRow;
-  constexpr int kSteps = ceil_div(kChunks, kThreads);
-  FFPA_NO_UNROLL
-  for (int step = 0; step < kSteps; ++step) {
-    const int i = step * kThreads + thread;
-    if (kChunks % kThreads != 0 && i >= kChunks) break;
-    const int row = i / kChunksPerRow;
-    const int chunk = i % kChunksPerRow;
-    const int column = chunk * kChunkElements;
-    const bool row_exists = row < window.rows;
-    const int elements = row_exists ? clamp(window.columns - column, 0, kChunkElements) : 0;
-    // A copy of 0 bytes reads nothing, but its address should still be one of the tensor's.
-    const uint16_t* source = elements > 0 ? window.origin + row * window.row_stride + column : window.origin;
-    ptx::cp_async_16(tile_smem + layout.offset(row, chunk), source, elements * int(sizeof(uint16_t)), site);
+  constexpr int kChunksPerRow = kColumns / kChunkElements;
+  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, 32);  // lanes: a power of two that divides a row
+  constexpr int kTeams = kThreads / kTeam;
+  constexpr bool kConstantSteps = kTeams % 8 == 0 && (kTeam == kChunksPerRow || kTeam % 8 == 0);
+  const int first_row = thread / kTeam;
+  const int first_chunk = thread % kTeam;
+  const uint32_t target = tile_smem + layout.offset(first_row, first_chunk);
+  const uint16_t* source = window.origin + first_row * window.row_stride + first_chunk * kChunkElements;
+  FFPA_UNROLL
+  for (int row = 0; row < kRows; row += kTeams) {
+    const bool row_exists = first_row + row < window.rows;
+    if (kRows % kTeams != 0 && first_row + row >= kRows) break;
+    FFPA_UNROLL
+    for (int chunk = 0; chunk < kChunksPerRow; chunk += kTeam) {
+      const int missing = (first_chunk + chunk + 1) * kChunkElements - window.columns;
+      const int elements = row_exists ? clamp(kChunkElements - missing, 0, kChunkElements) : 0;
+      // A copy of 0 bytes reads nothing, but its address should still be one of the tensor's.
+      const uint16_t* from = elements > 0 ? source + chunk * kChunkElements : window.origin;
+      const uint32_t to = kConstantSteps ? target + layout.offset(row, chunk)
+                                         : tile_smem + layout.offset(first_row + row, first_chunk + chunk);
+      ptx::cp_async_16(to, from, elements * int(sizeof(uint16_t)), site);
+    }
+    source += kTeams * window.row_stride;
   }
 }
 
