@@ -48,6 +48,8 @@ def _no_kernel(family: str) -> Candidate:
 
 def _mma(p: Problem, flags: Flags) -> MmaPlan | str:
     if flags["FFPA_EMULATE"]:
+        if p.device != "cpu":
+            return f"the emulator takes CPU tensors, and these are on {p.device}"
         return mma.plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")), flags)
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
@@ -123,9 +125,9 @@ def _chosen(p: Problem, name: str, plan: MmaPlan | None, why: str, rejected=(), 
 
 
 def _by_speed(p: Problem) -> list[str]:
-    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels win up to 256 columns, its other one above 704."""
+    """Measured on an H200 (.dev/measurements.md): up to 256 columns SDPA's flash kernels are faster than the mma family."""
     names = list(CANDIDATES)
-    if not 256 < max(p.d_qk, p.d_v) <= 704:
+    if max(p.d_qk, p.d_v) <= 256:
         names.remove("sdpa")
         names.insert(names.index("mma"), "sdpa")
     return names
