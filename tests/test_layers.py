@@ -17,8 +17,8 @@ PYTHON_LAYERS = (
     ("env", "version"),
     ("spec",),
     ("archs", "generation", "toolchain"),
-    ("build", "emulator_build"),
-    ("jit",),
+    ("build", "cache"),
+    ("jit", "emulator_build"),
     ("native", "emulated"),
     ("mma",),
     ("checks", "choice", "reference"),
@@ -114,7 +114,10 @@ def test_imports_go_down(path):
         assert rank(module) < rank(own), module
 
 
-@pytest.mark.parametrize("module", ["env", "version", "spec", "archs", "generation", "toolchain", "build", "jit"])
+@pytest.mark.parametrize(
+    "module",
+    ["env", "version", "spec", "archs", "generation", "toolchain", "build", "cache", "jit", "emulator_build"],
+)
 def test_what_the_build_uses_imports_no_torch(module):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

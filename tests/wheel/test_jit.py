@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ffpa_attn import build, jit, toolchain
+from ffpa_attn.cache import cache_directory
 from ffpa_attn.spec import ScaledCopy
 from ffpa_attn.toolchain import BuildError
 from wheel_support import needs_nvcc
@@ -31,7 +32,7 @@ def test_compiled_once_with_a_line_on_stderr(fake_nvcc, cache, capfd):
 def test_the_default_cache_is_in_the_home(monkeypatch, tmp_path):
     monkeypatch.delenv("FFPA_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.cache_directory() == tmp_path / ".cache" / "ffpa_attn"
+    assert cache_directory() == tmp_path / ".cache" / "ffpa_attn"
 
 
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
