@@ -116,6 +116,17 @@ def test_bit_exact_sums_emulated():
     assert not any(torch.equal(a, b) for a, b in ((lses[0], lses[1]), (lses[0], lses[2]), (lses[1], lses[2])))
 
 
+@pytest.mark.parametrize("d, d_v, arch", [(1160, 64, "sm_80"), (2056, 512, "sm_80"), (3080, 704, "sm_90a")])
+def test_scores_wider_than_the_values_emulated(d, d_v, arch):
+    """Beyond 1024 columns of Q and K, where Q no longer stays in shared memory."""
+    case = Case(heads_q=2, heads_kv=1, n_q=37, n_k=140, d=d, d_v=d_v, rule={"causal": True})
+    inputs = make_inputs(case, "cpu")
+    with emulate(arch, seed=4):
+        check(case, inputs, *ffpa(*inputs[:3], return_lse=True, **case.rule))
+    problem = PROBLEM._replace(arch=arch.rstrip("a"), d_qk=d, d_v=d_v)
+    assert not mma.plan(problem, env.run_flags()).q_resident
+
+
 def test_without_an_lse_emulated():
     inputs = make_inputs(Case(n_q=70, n_k=80, d=64), "cpu")
     with emulate():

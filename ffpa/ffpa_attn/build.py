@@ -42,12 +42,14 @@ def csrc() -> Path:
 
 @cache
 def sources_hash() -> str:
-    """Changes with every change to a header or to the text around it."""
+    """Changes with every change to what nvcc reads or to the text around it; the emulator is neither."""
     digest = hashlib.sha256()
     root = csrc()
-    files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
-    for path in (*files, Path(generation.__file__), Path(__file__)):
-        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes() + b"\0")
+    files = {path.relative_to(root): path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
+    files = {name: path for name, path in files.items() if "emulated" not in name.parts}
+    files |= {Path(path).name: path for path in (Path(generation.__file__), Path(__file__))}
+    for name in sorted(files, key=str):
+        digest.update(f"{name}\0".encode() + files[name].read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
