@@ -23,7 +23,8 @@ step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
 step tests "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
-[ -z "${SANITIZE:-}" ] || step sanitize compute-sanitizer --tool racecheck "$PY" -m pytest -q tests/test_mma.py -k "cuda and sanitize"
+[ -z "${SANITIZE:-}" ] || step sanitize compute-sanitizer --tool racecheck --error-exitcode 1 \
+  "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py -k test_cases_on_a_gpu
 echo
 cat "$out"/*.md 2>/dev/null
 cat "$out/summary.txt"

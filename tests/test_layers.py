@@ -17,8 +17,8 @@ PYTHON_LAYERS = (
     ("env", "version"),
     ("spec",),
     ("archs", "generation", "toolchain"),
-    ("build", "emulator_build"),
-    ("jit",),
+    ("build", "cache"),
+    ("jit", "emulator_build"),
     ("native", "emulated"),
     ("mma",),
     ("checks", "choice", "reference"),
@@ -79,6 +79,17 @@ def test_only_base_and_ptx_ask_who_compiles():
     assert not offenders(macros, lambda name: name.startswith(("base/", "ptx/")))
 
 
+def test_only_ptx_and_the_emulators_module_know_the_machine():
+    allowed = lambda name: name.startswith(("ptx/emulated/", "launch/emulated/"))  # noqa: E731
+    assert not offenders(r"\bemu::", allowed)
+
+
+def test_shared_memory_is_allowed_in_one_place():
+    """Once for each kernel and GPU: the attribute is the kernel's, and a launch that lowered it would fail another's."""
+    users = offenders(r"MaxDynamicSharedMemorySize\b", lambda name: False)
+    assert users == ["csrc/launch/launcher.cuh"]
+
+
 def rank(module: str) -> int:
     """Of a module of the package, "ops"; a module that is nowhere in the list has to be put there."""
     return next(i for i, names in enumerate(PYTHON_LAYERS) if module in names)
@@ -103,7 +114,10 @@ def test_imports_go_down(path):
         assert rank(module) < rank(own), module
 
 
-@pytest.mark.parametrize("module", ["env", "version", "spec", "archs", "generation", "toolchain", "build", "jit"])
+@pytest.mark.parametrize(
+    "module",
+    ["env", "version", "spec", "archs", "generation", "toolchain", "build", "cache", "jit", "emulator_build"],
+)
 def test_what_the_build_uses_imports_no_torch(module):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

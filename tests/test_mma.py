@@ -1,5 +1,7 @@
 """The split-D kernels on mma.sync: the shipped, unmodified ones, in the emulator everywhere and on a GPU where there is one."""
 
+import math
+
 import compare
 import oracle
 import pytest
@@ -105,9 +107,52 @@ def test_stages_and_resident_q_emulated(stages, q_resident, monkeypatch):
 def test_bit_exact_sums_emulated():
     case = Case(n_q=70, n_k=80, d=64)
     inputs = make_inputs(case, "cpu")
-    for arch in ("sm_80", "sm_90a"):
-        with emulate(arch, exact=True):
-            check(case, inputs, *ffpa(*inputs[:3], return_lse=True))
+    lses = []
+    for arch, exact in (("sm_80", False), ("sm_80", True), ("sm_90a", True)):
+        with emulate(arch, exact=exact):
+            out, lse = ffpa(*inputs[:3], return_lse=True)
+        check(case, inputs, out, lse)
+        lses.append(lse)
+    assert not any(torch.equal(a, b) for a, b in ((lses[0], lses[1]), (lses[0], lses[2]), (lses[1], lses[2])))
+
+
+@pytest.mark.parametrize("d, d_v, arch", [(1160, 64, "sm_80"), (2056, 512, "sm_80"), (3080, 704, "sm_90a")])
+def test_scores_wider_than_the_values_emulated(d, d_v, arch):
+    """Beyond 1024 columns of Q and K, where Q no longer stays in shared memory."""
+    case = Case(heads_q=2, heads_kv=1, n_q=37, n_k=140, d=d, d_v=d_v, rule={"causal": True})
+    inputs = make_inputs(case, "cpu")
+    with emulate(arch, seed=4):
+        check(case, inputs, *ffpa(*inputs[:3], return_lse=True, **case.rule))
+    problem = PROBLEM._replace(arch=arch.rstrip("a"), d_qk=d, d_v=d_v)
+    assert not mma.plan(problem, env.run_flags()).q_resident
+
+
+def test_without_an_lse_emulated():
+    inputs = make_inputs(Case(n_q=70, n_k=80, d=64), "cpu")
+    with emulate():
+        want, _ = ffpa(*inputs[:3], return_lse=True)
+        assert torch.equal(ffpa(*inputs[:3]), want)
+
+
+@pytest.mark.parametrize(
+    "n_q, n_k, rule",
+    [
+        (1, 2**31 - 2000, {"window": (100, -1)}),
+        (1, 2**31 - 2000, {"window": (100, 2**31 - 1)}),
+        (40, 2**30 + 5, {"window": (100, 0)}),
+    ],
+    ids=str,
+)
+def test_positions_near_the_end_of_32_bits_emulated(n_q, n_k, rule):
+    """One row, many times over (a stride of 0): what is seen counts in the LSE, and each out row is that of V."""
+    q, k, v = (torch.randn(1, 1, 1, 64, dtype=torch.float16) for _ in range(3))
+    with emulate("sm_90a"):
+        out, lse = ffpa(
+            q.expand(1, 1, n_q, 64), k.expand(1, 1, n_k, 64), v.expand(1, 1, n_k, 64), return_lse=True, **rule
+        )
+    assert torch.equal(out, v.expand(1, 1, n_q, 64))
+    score = (q.float() * k.float()).sum() / 8
+    torch.testing.assert_close(lse, (score + math.log(101)).expand(1, 1, n_q), atol=1e-3, rtol=1e-4)
 
 
 def test_gradients_of_an_emulated_forward():
@@ -163,6 +208,8 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
         ({"acc": "f16"}, "accumulates in f32, not f16"),
         ({"d_v": 1152}, "registers"),
         ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
+        ({"n_q": 1, "n_k": 2**31}, "counts positions in 32 bits"),
+        ({"n_q": 1, "batch": 2**16, "heads_q": 2**16}, "more blocks than a grid holds"),
     ],
     ids=str,
 )
@@ -175,6 +222,21 @@ def test_a_toggle_it_does_not_know_is_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match="does not know ENABLE_FFPA_SMEM_SWIZZLE_K=0"), emulate():
         x = torch.randn(1, 1, 8, 64, dtype=torch.float16)
         ffpa(x, x, x, level=1)
+
+
+@pytest.mark.parametrize(
+    "prefetch, num_stages, possible", [("0", None, {1}), ("1", None, {2, 3}), ("1", 2, {2}), ("0", 1, {1})]
+)
+def test_prefetch_decides_the_stages(prefetch, num_stages, possible, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
+    assert mma.plan(PROBLEM._replace(num_stages=num_stages), env.run_flags()).stages in possible
+
+
+@pytest.mark.parametrize("prefetch, num_stages", [("0", 3), ("1", 1)])
+def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
+    reason = mma.plan(PROBLEM._replace(num_stages=num_stages), env.run_flags())
+    assert f"PREFETCH_QKV={prefetch} and num_stages={num_stages} exclude each other" in reason
 
 
 # ---- on a GPU ----

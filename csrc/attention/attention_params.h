@@ -28,7 +28,8 @@ struct AttentionParams {
   int d_qk;
   int d_v;
 
-  // Row r sees the keys from r + shift - left to r + shift + right that exist. Unbounded sides come as n_q + n_k.
+  // Row r sees the keys from r + shift - left to r + shift + right that exist. A side that reaches every key from every
+  // row, unbounded or not, comes as n_q + shift (left) or n_k - shift (right): sums stay below n_q + n_k and a tile.
   int shift;
   int left;
   int right;
@@ -73,10 +74,10 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.n_k = int(k.sizes[2]);
   params.d_qk = int(q.sizes[3]);
   params.d_v = int(v.sizes[3]);
-  const int everything = params.n_q + params.n_k;
   params.shift = options.top_left ? 0 : params.n_k - params.n_q;
-  params.left = options.left < 0 || options.left > everything ? everything : int(options.left);
-  params.right = options.right < 0 || options.right > everything ? everything : int(options.right);
+  const auto side = [](int64_t given, int farthest) { return given < 0 || given > farthest ? farthest : int(given); };
+  params.left = side(options.left, params.n_q + params.shift);
+  params.right = side(options.right, params.n_k - params.shift);
   params.scale_log2 = float(options.scale * 1.4426950408889634);
   params.stages = int(options.stages);
   params.q_resident = options.q_resident;

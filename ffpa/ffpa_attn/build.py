@@ -34,17 +34,22 @@ _MOST_LINES = 40  # of a failed build's output, in its error
 def csrc() -> Path:
     """The C++ sources: in the package when installed from a wheel, in the repository when installed editable."""
     package = Path(__file__).resolve().parent
-    return next(place for place in (package / "csrc", package.parents[1] / "csrc") if place.is_dir())
+    for place in (package / "csrc", package.parents[1] / "csrc"):
+        if place.is_dir():
+            return place
+    raise BuildError(f"the C++ sources (csrc/) are not in {package}; install ffpa-attn again")
 
 
 @cache
 def sources_hash() -> str:
-    """Changes with every change to a header or to the text around it."""
+    """Changes with every change to what nvcc reads or to the text around it; the emulator is neither."""
     digest = hashlib.sha256()
     root = csrc()
-    files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
-    for path in (*files, Path(generation.__file__), Path(__file__)):
-        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes() + b"\0")
+    files = {path.relative_to(root): path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
+    files = {name: path for name, path in files.items() if "emulated" not in name.parts}
+    files |= {Path(path).name: path for path in (Path(generation.__file__), Path(__file__))}
+    for name in sorted(files, key=str):
+        digest.update(f"{name}\0".encode() + files[name].read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -102,12 +107,12 @@ def gate(spec: KernelSpec, log: str) -> dict[str, Resources]:
 # ---- ninja ----
 
 
-def _quoted(path: Path | str) -> str:
+def quoted(path: Path | str) -> str:
     """For a command that ninja hands to the shell."""
     return shlex.quote(str(path)).replace("$", "$$")
 
 
-def _escaped(path: Path | str) -> str:
+def escaped(path: Path | str) -> str:
     """For a path that ninja itself reads."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
@@ -116,14 +121,7 @@ def _gencode(targets: tuple[str, ...]) -> str:
     return " ".join(f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
 
 
-def _tools() -> tuple[toolchain.Nvcc, Path]:
-    why = toolchain.why_no_build()
-    if why:
-        raise BuildError(why)
-    return toolchain.find_nvcc(), toolchain.find_ninja()
-
-
-def _write_if_changed(path: Path, text: str) -> None:
+def write_if_changed(path: Path, text: str) -> None:
     """Ninja compiles again what is newer than its result."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -158,36 +156,38 @@ def compile_library(
     With `torch` the registry and the operators are part of it: the wheel's library. `headers` is one more place to look
     for kernels.
     """
-    nvcc, ninja = _tools()
-    root = csrc()
+    why = toolchain.why_no_build()
+    if why:
+        raise BuildError(why)
+    nvcc, root = toolchain.find_nvcc(), csrc()
     directory.mkdir(parents=True, exist_ok=True)
-    include = [f"-I{_quoted(place)}" for place in (root, headers) if place]
-    libraries = [f"-L{_quoted(nvcc.library_path)}"] if nvcc.library_path else []
+    include = [f"-I{quoted(place)}" for place in (root, headers) if place]
+    libraries = [f"-L{quoted(nvcc.library_path)}"] if nvcc.library_path else []
     torch_flags = []
     if torch:
-        torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem {_quoted(torch.include)}"]
-        libraries += [f"-L{_quoted(torch.lib)}", "-ltorch_cpu"]
+        torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem {quoted(torch.include)}"]
+        libraries += [f"-L{quoted(torch.lib)}", "-ltorch_cpu"]
 
     builds, objects = [], []
 
     def compile_one(rule: str, source: Path, name: str, variables: str = "") -> None:
         objects.append(f"{name}.o")
-        builds.append(f"build {name}.o: {rule} {_escaped(source)}{variables}")
+        builds.append(f"build {name}.o: {rule} {escaped(source)}{variables}")
 
     for spec, targets in kernels.items():
         source = directory / f"{spec.name}.cu"
-        _write_if_changed(source, generation.instance_source(spec))
+        write_if_changed(source, generation.instance_source(spec))
         compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
     if torch:
         table = directory / "table.cpp"
-        _write_if_changed(table, generation.table_source(kernels))
+        write_if_changed(table, generation.table_source(kernels))
         compile_one("host", table, "table")
         for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
             compile_one("host", source, f"{source.parent.name}_{source.stem}")
 
     library = directory / "library.so"
     variables = {
-        "nvcc": _quoted(nvcc.path),
+        "nvcc": quoted(nvcc.path),
         "flags": " ".join((*_COMPILE_FLAGS, *include)),
         "torch_flags": " ".join(torch_flags),
         "link_flags": " ".join(_LINK_FLAGS),
@@ -195,8 +195,8 @@ def compile_library(
     }
     lines = [f"{name} = {value}" for name, value in variables.items()]
     lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
-    _write_if_changed(directory / "build.ninja", "\n".join(lines))
-    _run_ninja(ninja, directory, verbose)
+    write_if_changed(directory / "build.ninja", "\n".join(lines))
+    run_ninja(directory, verbose)
     return library, _gate_all(kernels, directory)
 
 
@@ -213,7 +213,10 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[st
     return used
 
 
-def _run_ninja(ninja: Path, directory: Path, verbose: bool) -> None:
+def run_ninja(directory: Path, verbose: bool = False) -> None:
+    ninja = toolchain.find_ninja()
+    if ninja is None:
+        raise BuildError(toolchain.NO_NINJA)
     jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
     command = [str(ninja), "-C", str(directory), "-j", str(jobs)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -267,7 +270,9 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
     kernels = wheel_kernels()
     library, resources = compile_library(kernels, directory, torch, verbose=True)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(library, destination)
+    fresh = destination.with_suffix(".new")
+    shutil.copy(library, fresh)
+    fresh.replace(destination)  # a process that runs on the old one keeps it
     record = {
         "sources": sources_hash(),
         "nvcc": toolchain.find_nvcc().version,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import archs, build, env, jit, native, toolchain
+from . import archs, build, cache, env, native, toolchain
 from .spec import ScaledCopy, aot_specs
 from .version import __version__
 
@@ -111,11 +111,11 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    directory = jit.cache_directory()
+    directory = cache.cache_directory()
     if not directory.exists():
         yield Finding("cache", f"{directory}, made when a kernel is compiled at first use")
         return
-    jit.check_owner(directory)
+    cache.check_owner(directory)
     yield Finding("cache", f"{directory}, {len(list(directory.glob('*.so')))} kernels compiled at first use")
 
 

@@ -6,7 +6,6 @@ One module holds every kernel of the wheel; it is built on first use (about a mi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,15 +13,15 @@ from functools import cache
 
 import torch
 
-from . import env, generation
-from .emulator_build import default_cache_dir, find_csrc, load_emulated_module
+from . import build, env, generation
+from .emulator_build import load_emulated_module
 from .spec import KernelSpec, ScaledCopy, aot_specs
 
 
 @dataclass
 class Settings:
     seed: int = 0
-    exact: bool = False  # sums as the tensor cores form them, bit for bit: about nine times slower
+    exact: bool = False  # sums as the tensor cores form them, bit for bit: two to three times slower
 
 
 _settings = Settings()
@@ -30,28 +29,19 @@ reports: list[dict] = []  # one for each kernel run: counts of mma and barriers,
 
 
 @cache
-def _module(extra: KernelSpec | None = None):
-    specs = [spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy)]
-    if extra is not None:
-        specs.append(extra)
-    texts = {spec.name: generation.emulated_source(spec) for spec in specs}
-    digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
-    folder = default_cache_dir() / f"instances-{digest}"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    sources = []
-    for name, text in texts.items():
-        source = folder / f"{name}.cpp"
-        if not source.exists() or source.read_text() != text:
-            temporary = source.with_suffix(f".{os.getpid()}")
-            temporary.write_text(text)
-            temporary.replace(source)
-        sources.append(source)
-    return load_emulated_module("ffpa_emulated", [find_csrc() / "launch" / "emulated" / "module.cpp", *sources])
+def _module(specs: tuple[KernelSpec, ...]):
+    texts = {f"{spec.name}.cpp": generation.emulated_source(spec) for spec in specs}
+    return load_emulated_module("ffpa_emulated", [build.csrc() / "launch" / "emulated" / "module.cpp"], generated=texts)
+
+
+def _module_with(spec: KernelSpec):
+    shipped = tuple(spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy))
+    return _module(shipped if spec in shipped else (*shipped, spec))
 
 
 def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool) -> int:
     """What the kernel itself asks for."""
-    return _module().smem_bytes(spec.name, d_qk, stages, q_resident)
+    return _module_with(spec).smem_bytes(spec.name, d_qk, stages, q_resident)
 
 
 def _described(x: torch.Tensor) -> tuple:
@@ -59,8 +49,7 @@ def _described(x: torch.Tensor) -> tuple:
 
 
 def attention_forward(spec: KernelSpec, q, k, v, out, lse, *options) -> None:
-    known = spec in aot_specs(env.all_flags())
-    module = _module() if known else _module(spec)
+    module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     message = module.attention_forward(

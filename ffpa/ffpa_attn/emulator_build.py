@@ -1,77 +1,52 @@
 """Builds Python modules whose CUDA kernels run in the CPU emulator (csrc/ptx/emulated), with g++ and ninja alone.
 
-A module is its own sources plus the emulator. The build directory is named after the compiler and its flags; a stamp
-of all sources' contents tells whether anything changed, and ninja then recompiles what did.
+A module is its own sources plus the emulator. Its directory in the cache is named after the compiler, the flags and the
+names of the sources; ninja recompiles there what changed.
 """
 
-import contextlib
-import fcntl
+from __future__ import annotations
+
 import hashlib
 import importlib.util
-import os
-import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-EMULATOR_SOURCES = "ptx/emulated/machine/*.cpp"
+from . import build, cache
+from .toolchain import BuildError
+
+_MACHINE = "ptx/emulated/machine/*.cpp"
 
 # -ffp-contract=off: fused multiply-adds would change the last bit with the optimisation level.
 # -g1: line tables, for debuggers; the source lines in reports come from the code itself.
-COMPILE_FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-g1",
-    "-fPIC",
-    "-pthread",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-psabi",
-]
+_COMPILE_FLAGS = "-std=c++17 -O2 -g1 -fPIC -pthread -ffp-contract=off -fvisibility=hidden -Wall -Wextra -Wno-psabi"
 
-
-class EmulatorBuildError(RuntimeError):
-    """The compiler or ninja failed; the message carries their output."""
-
-
-def find_csrc() -> Path:
-    """The C++ sources: inside the installed package, or at the root of a checkout."""
-    package = Path(__file__).resolve().parent
-    for candidate in (package / "csrc", package.parents[1] / "csrc"):
-        if (candidate / "ptx" / "emulated").is_dir():
-            return candidate
-    raise EmulatorBuildError(f"no csrc directory with the emulator beside {package}")
-
-
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "ffpa_attn" / "emulator"
+_RULES = """
+rule compile
+  command = $cxx -x c++ $flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $cxx -shared -pthread $in -o $out
+"""
 
 
 def _compiler() -> str:
-    for name in ("g++", "c++"):
-        path = shutil.which(name)
-        if path:
-            return path
-    raise EmulatorBuildError("the emulator needs a C++17 compiler: neither g++ nor c++ is on PATH")
+    path = shutil.which("g++") or shutil.which("c++")
+    if path is None:
+        raise BuildError("the emulator needs a C++17 compiler, and neither g++ nor c++ is on PATH; install g++")
+    return path
 
 
-def _ninja() -> str:
+def _pybind11() -> Path:
     try:
-        import ninja
-
-        candidate = Path(ninja.BIN_DIR) / "ninja"
-        if candidate.exists():
-            return str(candidate)
+        import pybind11
     except ImportError:
-        pass
-    path = shutil.which("ninja")
-    if path:
-        return path
-    raise EmulatorBuildError("the emulator is built with ninja: pip install ninja")
+        raise BuildError("the emulator needs pybind11; the way out: pip install pybind11") from None
+    return Path(pybind11.get_include())
 
 
 def _machine_flags() -> list[str]:
@@ -83,98 +58,47 @@ def _machine_flags() -> list[str]:
     return ["-mavx2", "-mf16c"] if " avx2 " in cpu and " f16c " in cpu else []
 
 
-def _digest_of_sources(directories: list[Path], files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    paths = set(files)
-    for directory in directories:
-        for pattern in ("*.h", "*.cuh", "*.cpp", "*.cu"):
-            paths.update(directory.rglob(pattern))
-    for path in sorted(paths):
-        digest.update(str(path).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(directory: Path):
-    with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _ninja_escape(path) -> str:
-    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def _write_ninja_file(path: Path, compiler: str, flags: list[str], sources: list[Path], target: Path) -> None:
-    lines = [
-        "ninja_required_version = 1.5",
-        f"cxx = {shlex.quote(compiler)}",
-        f"flags = {' '.join(shlex.quote(flag) for flag in flags)}",
-        "rule compile",
-        "  command = $cxx -x c++ $flags -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        "  command = $cxx -shared -pthread $in -o $out",
-    ]
-    objects = []
-    for source in sources:
-        tag = hashlib.sha256(str(source.parent).encode()).hexdigest()[:8]
-        objects.append(f"{source.stem}-{tag}.o")
-        lines.append(f"build {objects[-1]}: compile {_ninja_escape(source)}")
-    lines.append(f"build {_ninja_escape(target.name)}: link {' '.join(objects)}")
-    text = "\n".join(lines) + "\n"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-
-
 def build_emulated_module(
     name: str,
-    sources: list[Path],
-    include_dirs: list[Path] = (),
-    extra_flags: list[str] = (),
-    cache_dir: Path | None = None,
-    jobs: int | None = None,
+    sources: Iterable[Path],
+    include_dirs: Iterable[Path] = (),
+    generated: Mapping[str, str] | None = None,
 ) -> Path:
-    """Compiles ``sources`` and the emulator into the extension module ``name``; returns the shared library's path.
+    """Compiles sources and the emulator into the extension module `name`; returns the shared library's path.
 
-    ``sources`` may be .cpp or .cu files: all are read as C++. csrc is on the include path. pybind11's headers are added
-    when it is installed.
+    Sources may be .cpp or .cu files: all are read as C++, with csrc/ on the include path. `generated` holds more of them,
+    file name -> text.
     """
-    csrc = find_csrc()
-    compiler = _compiler()
-    sources = [Path(source).resolve() for source in sources] + sorted(csrc.glob(EMULATOR_SOURCES))
-    include_dirs = [csrc, *(Path(directory).resolve() for directory in include_dirs)]
-    includes = [*include_dirs, Path(sysconfig.get_paths()["include"])]
-    with contextlib.suppress(ImportError):
-        import pybind11
-
-        includes.append(Path(pybind11.get_include()))
-    flags = [*COMPILE_FLAGS, *_machine_flags(), *extra_flags, *(f"-I{directory}" for directory in includes)]
-
+    csrc, compiler, generated = build.csrc(), _compiler(), generated or {}
+    sources = [*(Path(source).resolve() for source in sources), *sorted(csrc.glob(_MACHINE))]
+    includes = [csrc, *(Path(place).resolve() for place in include_dirs), sysconfig.get_paths()["include"], _pybind11()]
+    flags = [_COMPILE_FLAGS, *_machine_flags(), *(f"-I{build.quoted(place)}" for place in includes)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    configuration = "\n".join([name, compiler, version, *flags, *map(str, sources)])
+    configuration = "\n".join([name, compiler, version, *flags, *map(str, sources), *generated])
     key = hashlib.sha256(configuration.encode()).hexdigest()[:16]
-    build_dir = (cache_dir or default_cache_dir()) / f"{name}-{key}"
-    build_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target = build_dir / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    stamp = build_dir / "sources.sha256"
+    directory = cache.open_cache() / "emulator" / f"{name}-{key}"
+    target = directory / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
-    with _locked(build_dir):
-        digest = _digest_of_sources(include_dirs, sources)
-        if target.exists() and stamp.exists() and stamp.read_text() == digest:
-            return target
-        _write_ninja_file(build_dir / "build.ninja", compiler, flags, sources, target)
-        command = [_ninja(), "-C", str(build_dir), "-j", str(jobs or os.cpu_count() or 1)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise EmulatorBuildError(f"{shlex.join(command)} failed:\n{result.stdout}{result.stderr}")
-        stamp.write_text(digest)
+    with cache.writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with cache.locked(directory / "lock", f"the emulator ({name})"):
+            for file, text in generated.items():
+                build.write_if_changed(directory / file, text)
+            lines = [f"cxx = {build.quoted(compiler)}", f"flags = {' '.join(flags)}", _RULES]
+            objects = []
+            for source in (*sources, *(directory / file for file in generated)):
+                folder = hashlib.sha256(str(source.parent).encode()).hexdigest()[:8]
+                objects.append(f"{source.stem}-{folder}.o")
+                lines.append(f"build {objects[-1]}: compile {build.escaped(source)}")
+            lines += [f"build {target.name}: link {' '.join(objects)}", ""]
+            build.write_if_changed(directory / "build.ninja", "\n".join(lines))
+            if not target.exists():
+                print(f"ffpa_attn: compiling {name} for the emulator, once, into {directory}", file=sys.stderr)
+            build.run_ninja(directory)
     return target
 
 
-def load_emulated_module(name: str, sources: list[Path], **options):
+def load_emulated_module(name: str, sources: Iterable[Path], **options):
     """Builds the module if its sources changed, and imports it."""
     path = build_emulated_module(name, sources, **options)
     loaded = sys.modules.get(name)

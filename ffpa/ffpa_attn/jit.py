@@ -6,80 +6,23 @@ want the same one wait for the first on a file lock, which the kernel drops when
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from . import archs, build, env, generation, toolchain
+from . import archs, build, cache, generation, toolchain
 from .spec import KernelSpec
 from .toolchain import BuildError
-
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-
-def cache_directory() -> Path:
-    return Path(env.run_flags()["FFPA_CACHE_DIR"] or "~/.cache/ffpa_attn").expanduser().absolute()
-
-
-def _unusable(directory: Path, why: str) -> BuildError:
-    return BuildError(f"the cache of compiled kernels, {directory}, {why}; or set FFPA_CACHE_DIR to one of your own")
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = "free some space there" if full else "make it writable"
-        raise _unusable(directory, f"cannot be written ({error}): {way_out}") from error
-
-
-def open_cache() -> Path:
-    """The cache's directory, made if need be. Libraries in it are code that we run: nobody else may write there."""
-    directory = cache_directory()
-    with _writing(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-    check_owner(directory)
-    return directory
-
-
-def check_owner(directory: Path) -> None:
-    status = directory.stat()
-    if status.st_uid != os.geteuid():
-        raise _unusable(
-            directory, f"belongs to user {status.st_uid}, and this is user {os.geteuid()}: change its owner"
-        )
-    if status.st_mode & _WRITABLE_BY_OTHERS:
-        raise _unusable(directory, f"is writable by other users (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it")
 
 
 def _key(spec: KernelSpec, target: str) -> str:
     parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.find_nvcc().release)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"ffpa_attn: waiting for another process that compiles {what}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def library(spec: KernelSpec, gpu: str) -> Path:
@@ -88,11 +31,11 @@ def library(spec: KernelSpec, gpu: str) -> Path:
     if reason:
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
     target = archs.exact_target(spec.arch, gpu)
-    directory = open_cache()
+    directory = cache.open_cache()
     stem = f"{spec.name}-{target}-{_key(spec, target)}"
     path = directory / f"{stem}.so"
     if not path.exists():
-        with _writing(directory), _locked(directory / f"{stem}.lock", stem):
+        with cache.writing(directory), cache.locked(directory / f"{stem}.lock", stem):
             if not path.exists():
                 _compile(spec, target, path)
     return path

@@ -26,6 +26,9 @@ _FIXED = {
     "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
 }
 
+_MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
+_MOST_BLOCKS = 2**31 - 1
+
 
 class MmaPlan(NamedTuple):
     spec: KernelSpec
@@ -44,19 +47,20 @@ def smem_bytes(spec: ForwardMmaL1, d_qk: int, stages: int, q_resident: bool) -> 
     return stages * slot + spec.rows * spec.keys * 2 + statistics + resident
 
 
-def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | None:
-    """(stages, q_resident): a resident Q before a longer ring, and a ring as long as fits, if nothing is forced."""
-    stages = [p.num_stages] if p.num_stages else [1, 2] if flags["ENABLE_FFPA_PREFETCH_QKV"] is False else [3, 2, 1]
-    if flags["ENABLE_FFPA_PREFETCH_QKV"] is False:
-        stages = [s for s in stages if s == 1]
-    resident = flags["ENABLE_FFPA_PERSIST_Q_G2S"]
+def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | str:
+    """(stages, q_resident), or why not: a resident Q before a longer ring, a ring as long as fits, if nothing is forced."""
+    stages = [p.num_stages] if p.num_stages else [3, 2, 1]
+    prefetch, resident = flags["ENABLE_FFPA_PREFETCH_QKV"], flags["ENABLE_FFPA_PERSIST_Q_G2S"]
+    if prefetch is not None:  # one stage is what there is without
+        stages = [n for n in stages if (n > 1) == prefetch]
+    if not stages:
+        return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
     for q_resident in (True, False) if resident is None else (resident,):
         for n in stages:
-            if (n > 1 or not q_resident or stages == [1] or resident) and smem_bytes(
-                spec, p.d_qk, n, q_resident
-            ) <= limit:
+            last_choice = q_resident and n == 1 and resident is None and len(stages) > 1
+            if not last_choice and smem_bytes(spec, p.d_qk, n, q_resident) <= limit:
                 return n, q_resident
-    return None
+    return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
@@ -76,10 +80,12 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         if flags[name] not in (None, value):
             return f"the mma forward does not know {name}={int(flags[name])}"
     spec = ForwardMmaL1.of(p.dtype, p.d_v)
+    if p.n_q + p.n_k > _MOST_POSITIONS:
+        return f"{spec.name} counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    if -(-p.n_q // spec.rows) * p.batch * p.heads_q > _MOST_BLOCKS:
+        return f"{spec.name} needs more blocks than a grid holds"
     settings = _settings(spec, p, flags, archs.shared_memory_bytes(p.arch))
-    if settings is None:
-        return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
-    return MmaPlan(spec, *settings)
+    return settings if isinstance(settings, str) else MmaPlan(spec, *settings)
 
 
 def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from . import env
 
 GET_NVCC = 'pip install "ffpa-attn[jit]", or set CUDA_HOME to a CUDA toolkit'
+NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
 OLDEST_NVCC = 12  # knows sm_90a
 
 
@@ -92,7 +93,7 @@ def why_no_build() -> str | None:
     if nvcc.major < OLDEST_NVCC:
         return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
     if find_ninja() is None:
-        return "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
+        return NO_NINJA
     if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):
         return "there is no g++ on PATH, which nvcc needs; on Debian or Ubuntu: apt-get install g++"
     return None

@@ -59,4 +59,4 @@ def emulator():
     from ffpa_attn.testing import load_emulated_module
 
     sources = [HERE / "module.cpp", *sorted(HERE.glob("*.cu"))]
-    return Emulator(load_emulated_module("ffpa_emulator_tests", sources, include_dirs=[HERE], jobs=2))
+    return Emulator(load_emulated_module("ffpa_emulator_tests", sources, include_dirs=[HERE]))

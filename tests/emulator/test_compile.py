@@ -1,6 +1,5 @@
 """What the emulator runs is what nvcc compiles, and the build of the emulator itself holds what it promises."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,45 +42,6 @@ def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "warning" not in result.stderr, result.stderr
-
-
-def sources(*patterns):
-    return [path for pattern in patterns for path in CSRC.rglob(pattern)]
-
-
-def test_asm_only_in_ptx_native_and_the_context_switch():
-    allowed = {CSRC / "ptx/emulated/machine/context_switch.cpp"}
-    for path in sources("*.h", "*.cuh", "*.cpp", "*.cu"):
-        if path in allowed or CSRC / "ptx/native" in path.parents:
-            continue
-        assert not re.search(r"\basm\s*(volatile)?\s*\(", path.read_text()), path
-
-
-def test_compiler_questions_only_in_base_and_ptx():
-    for path in sources("*.h", "*.cuh", "*.cpp", "*.cu"):
-        text = path.read_text()
-        if path != CSRC / "base/compiler.h":
-            assert "__CUDACC__" not in text and "__CUDA_ARCH__" not in text, path
-        if (CSRC / "ptx") not in path.parents and (CSRC / "base") not in path.parents:
-            assert "FFPA_CUDA" not in text and "emu::" not in text, path
-
-
-# What each layer may include.
-LAYERS = {
-    "base": {"base"},
-    "ptx": {"ptx", "base"},
-    "tile": {"tile", "ptx", "base"},
-    "launch": {"launch", "attention", "tile", "ptx", "base"},
-}
-
-
-@pytest.mark.parametrize("layer", sorted(LAYERS))
-def test_includes_go_one_way(layer):
-    for path in (CSRC / layer).rglob("*"):
-        if not path.is_file():
-            continue
-        for included in re.findall(r'#include "(\w+)/', path.read_text()):
-            assert included in LAYERS[layer], f"{path} includes {included}"
 
 
 def build_standalone(tmp_path, flags):

@@ -67,7 +67,14 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
     assert wheel.name.endswith(f"-cp310-abi3-{sysconfig.get_platform().replace('-', '_')}.whl")
     assert wheel.stat().st_size <= _MOST_BYTES
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("_native.abi3.so", "_native.json", "env.py", "csrc/launch/launcher.cuh", "csrc/torch_ops/launch.cpp"):
+    for name in (
+        *("_native.abi3.so", "_native.json", "env.py", "csrc/launch/launcher.cuh", "csrc/torch_ops/launch.cpp"),
+        *(
+            "testing/__init__.py",
+            "csrc/launch/emulated/module.cpp",
+            "csrc/ptx/emulated/machine/run.cpp",
+        ),  # the emulator
+    ):
         assert f"ffpa_attn/{name}" in names
     assert not [name for name in names if name.endswith((".o", ".cu", ".pyc"))]
 

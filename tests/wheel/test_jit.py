@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ffpa_attn import build, jit, toolchain
+from ffpa_attn.cache import cache_directory
 from ffpa_attn.spec import ScaledCopy
 from ffpa_attn.toolchain import BuildError
 from wheel_support import needs_nvcc
@@ -31,7 +32,7 @@ def test_compiled_once_with_a_line_on_stderr(fake_nvcc, cache, capfd):
 def test_the_default_cache_is_in_the_home(monkeypatch, tmp_path):
     monkeypatch.delenv("FFPA_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.cache_directory() == tmp_path / ".cache" / "ffpa_attn"
+    assert cache_directory() == tmp_path / ".cache" / "ffpa_attn"
 
 
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
@@ -50,7 +51,11 @@ def test_sources_hash_follows_the_sources(tmp_path, monkeypatch):
     fresh = build.sources_hash.__wrapped__
     before = fresh()
     (tmp_path / "a.cuh").write_text("2")
-    assert fresh() != before
+    changed = fresh()
+    assert changed != before
+    (tmp_path / "ptx" / "emulated").mkdir(parents=True)
+    (tmp_path / "ptx" / "emulated" / "a.cuh").write_text("3")  # no compiled kernel holds it
+    assert fresh() == changed
 
 
 def test_sixteen_processes_compile_once(fake_nvcc, cache, compile_in_child):

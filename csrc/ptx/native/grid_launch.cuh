@@ -9,16 +9,12 @@ namespace ffpa::ptx {
 
 inline LaunchStatus status_of(cudaError_t error) { return {static_cast<int>(error), cudaGetErrorString(error)}; }
 
-// Launches on `stream` (a cudaStream_t) and does not synchronise.
+// Launches on `stream` (a cudaStream_t) and does not synchronise. More than 48 KB of shared memory must have been
+// allowed before, once (launch/launcher.cuh): allowing what each launch needs would take it from those of other
+// threads.
 template <class... Parameters>
 LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
                          Parameters... arguments) {
-  constexpr uint32_t kSmemWithoutAsking = 48 << 10;
-  if (shape.smem_bytes > kSmemWithoutAsking) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
-    if (error != cudaSuccess) return status_of(error);
-  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = shape.cluster.x;

@@ -1,8 +1,8 @@
 """Tools for tests: the shipped kernels in the emulator, and building other kernels for it. Imported on demand only."""
 
-from ..emulator_build import build_emulated_module, find_csrc, load_emulated_module
+from ..emulator_build import build_emulated_module, load_emulated_module
 
-__all__ = ["build_emulated_module", "emulate", "find_csrc", "load_emulated_module"]
+__all__ = ["build_emulated_module", "emulate", "load_emulated_module"]
 
 
 def __getattr__(name: str):

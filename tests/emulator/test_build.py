@@ -1,0 +1,71 @@
+"""The build of an emulated module: in the cache, once, without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ffpa_attn import env
+
+PACKAGE = Path(env.__file__).parent
+
+# Writes what it is asked for.
+FAKE_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo "g++ 1"; exit 0; }
+echo "$@" >> "$(dirname "$0")/calls"
+while [ $# -gt 0 ]; do
+  [ "$1" = -o ] && out=$2
+  [ "$1" = -MF ] && echo "$2:" > "$2"
+  shift
+done
+echo "$out" > "$out"
+"""
+
+CHILD = f"""
+import sys, types
+package = types.ModuleType("ffpa_attn")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["ffpa_attn"] = package
+from ffpa_attn.emulator_build import build_emulated_module
+print(build_emulated_module("module", [], generated={{"one.cpp": sys.argv[1]}}))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Builds in a child with this text as source, and returns the child."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "g++").write_text(FAKE_COMPILER)
+    (tools / "g++").chmod(0o755)
+    path = f"{tools}:{Path(sys.executable).parent}:{env.child_environment()['PATH']}"
+
+    def start(text: str) -> subprocess.Popen:
+        environment = env.child_environment(PATH=path, FFPA_CACHE_DIR=str(tmp_path / "cache"))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", CHILD, text], text=True, env=environment, **pipes)
+
+    return start
+
+
+def test_once_in_the_cache(build, tmp_path):
+    children = [build("1") for _ in range(4)]
+    outputs = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0] * 4, outputs
+    (module,) = {Path(out.strip()) for out, _ in outputs}
+    assert module.is_file() and tmp_path / "cache" / "emulator" == module.parents[1]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert sum("compiling module for the emulator" in err for _, err in outputs) == 1
+    calls = (tmp_path / "tools" / "calls").read_text().splitlines()
+    assert len(calls) > 3 and len(set(calls)) == len(calls)
+    build("2").communicate()
+    again = (tmp_path / "tools" / "calls").read_text().splitlines()[len(calls) :]
+    assert len(again) == 2 and "one.cpp" in again[0]  # what changed, and the link
+
+
+def test_a_cache_that_others_can_write(build, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    child = build("1")
+    assert "is writable by other users" in child.communicate()[1] and child.returncode
