@@ -22,10 +22,10 @@ from .spec import KernelSpec, ScaledCopy, aot_specs
 class Settings:
     seed: int = 0
     exact: bool = False  # sums as the tensor cores form them, bit for bit: two to three times slower
+    reports: list[dict] | None = None  # one for each kernel run: counts of mma and barriers, bytes, bank conflicts
 
 
 _settings = Settings()
-reports: list[dict] = []  # one for each kernel run: counts of mma and barriers, bytes, bank conflicts
 
 
 @cache
@@ -55,7 +55,9 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, *options) -> None:
     message = module.attention_forward(
         spec.name, *map(_described, (q, k, v, out)), lse.data_ptr() if lse.numel() else 0, *options
     )
-    reports.append({"kernel": spec.name, **module.take_report()})
+    report = module.take_report()
+    if _settings.reports is not None:
+        _settings.reports.append({"kernel": spec.name, **report})
     if message:
         raise RuntimeError(f"ffpa_attn: {spec.name}: {message}")
 
@@ -69,10 +71,9 @@ def emulate(arch: str = "sm_80", seed: int = 0, exact: bool = False) -> Iterator
     """
     global _settings
     before = _settings
-    _settings = Settings(seed, exact)
-    reports.clear()
+    _settings = Settings(seed, exact, reports=[])
     with env.overridden("FFPA_EMULATE", arch):
         try:
-            yield reports
+            yield _settings.reports
         finally:
             _settings = before
