@@ -1,17 +1,20 @@
 """Edits one line at a time and expects the suite to fail: what survives shows what the tests do not see.
 
-`python .dev/mutants.py` runs all, `python .dev/mutants.py WORD` those whose name holds WORD. Works on a copy of the tree.
-Prints a Markdown table; exits with 1 if a mutant survives or no longer applies.
+`PYTHONPATH=ffpa python .dev/mutants.py` runs all, with an argument WORD those whose name or file holds WORD. Works on a
+copy of the tree, with a cache of its own for the emulator's module, which is rebuilt for each mutant of the kernel. Prints a Markdown table; exits with 1 if a mutant survives or no longer applies.
 """
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from ffpa_attn import env
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ffpa/ffpa_attn/"
@@ -23,10 +26,17 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: str
+    flags: dict[str, str]  # of the environment
 
 
-def _in(file: str, tests: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    return [Mutant(name, PACKAGE + file, old, new, tests) for name, old, new in edits]
+def _in(file: str, tests: str, *edits: tuple[str, str, str], **flags: str) -> list[Mutant]:
+    path = file if file.startswith("csrc/") else PACKAGE + file
+    return [Mutant(name, path, old, new, tests, flags) for name, old, new in edits]
+
+
+def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    """The emulator's module with D = 512 alone, and every emulated test that needs no other width."""
+    return _in("csrc/" + file, "tests/test_mma.py -k 'emulated and 512'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 MUTANTS = [
@@ -89,10 +99,144 @@ MUTANTS = [
         ("merge without the maximum", "top = torch.maximum(lse1, lse2)", "top = torch.minimum(lse1, lse2)"),
         ("merge passes on an empty part", "torch.where(share == 0, 0.0, share * o.float())", "share * o.float()"),
     ),
+    *_kernel(
+        "attention/forward_mma_l1.cuh",
+        ("ring: a step used before it has landed", "tile::wait_for_copies(stages - 2)", "tile::wait_for_copies(stages - 1)"),
+        ("ring: the only slot used before it is filled", "tile::wait_for_copies(0)", "tile::wait_for_copies(1)"),
+        ("ring: the only slot filled while in use", "ptx::sync_block();  // everybody has used the only slot", ""),
+        ("ring: other threads' copies into the only slot not awaited", "ptx::sync_block();  // everybody's copies have landed\n", "\n"),
+        ("ring: no barrier for a step", "ptx::sync_block();  // everybody's copies have landed, and", "//"),
+        ("ring: one step too many ahead", "step < stages - 1; ++step) load_next_step()", "step < stages; ++step) load_next_step()"),
+        ("ring: one step too few ahead", "step < stages - 1; ++step) load_next_step()", "step < stages - 2; ++step) load_next_step()"),
+        ("ring: one step more in a tile", "++load_step == key_steps + kValueSteps", "++load_step == key_steps + kValueSteps + 1"),
+        ("P inside the ring's last slot", "slots_smem + params.stages * slot_bytes", "slots_smem + (params.stages - 1) * slot_bytes"),
+        ("row statistics not part of shared memory", "(kScoreWarpsByKeys + 1) * kStatisticBytes", "0"),
+        ("maxima read before they are there", "ptx::sync_block();  // the maxima of all warps over a row are there", ""),
+        ("sums read before they are there", "ptx::sync_block();  // the sums of all warps are there, and", "//"),
+        ("K read without the swizzle", "kStepLayout.offset(score_key + n * 8 + at.row, depth / 8 + at.column)", "(score_key + n * 8 + at.row) * kKeyColumns * 2 + (depth / 8 + at.column) * 16"),
+        ("V read without the swizzle", "kValueLayout.offset(depth * 16 + at.row, v_chunk + at.column)", "(depth * 16 + at.row) * Config::kHeadDim * 2 + (v_chunk + at.column) * 16"),
+        ("P written without the swizzle", "kProbabilityLayout.offset(row, chunk) + within_chunk", "row * kKeys * 2 + chunk * 16 + within_chunk"),
+        ("P written one fragment to the right", "(score_key + n * 8) / tile::kChunkElements", "(score_key + (n + 1) % kScoreN * 8) / tile::kChunkElements"),
+        ("P's pair swapped", "ptx::pack<Element>(p0, p1)", "ptx::pack<Element>(p1, p0)"),
+        ("P's keys of another V step", "(step * kValueRows + depth * 16) / tile::kChunkElements", "(depth * 16) / tile::kChunkElements"),
+        ("first tile skipped", "first_tile = visible.begin() / kKeys", "first_tile = ceil_div(visible.begin(), kKeys)"),
+        ("last tile skipped", "ceil_div(visible.end(), kKeys) - first_tile", "visible.end() / kKeys - first_tile"),
+        ("one tile too many", "ceil_div(visible.end(), kKeys) - first_tile", "ceil_div(visible.end(), kKeys) + 1 - first_tile"),
+        ("last rows of the last block see too little", "first_row + kRows, params.n_q) - 1", "first_row + kRows, params.n_q) - 2"),
+        ("wrong K and V head of a group", "head / params.group", "head % (params.heads_q / params.group)"),
+        ("batch of the inputs ignored", "batch * x.batch_stride + of_head", "of_head"),
+        ("batch of the output ignored", "batch * params.out.batch_stride + head", "head"),
+        ("batch of the LSE ignored", "int64_t(head_of_all) * params.n_q", "head * params.n_q"),
+        ("V step starts at the wrong key", "key + (load_step - key_steps) * kValueRows", "key + load_step * kValueRows"),
+        ("Q's first columns with every step of K", "tile::window_at(q_gmem, 0, column)", "tile::window_at(q_gmem, 0, 0)"),
+        ("Q's first columns in every resident step", "tile::window_at(q_gmem, 0, step * kKeyColumns)", "tile::window_at(q_gmem, 0, 0)"),
+        ("resident Q: first step always used", "params.q_resident ? q_smem + step * Config::kQueryStepBytes", "params.q_resident ? q_smem"),
+        ("Q copied over K in the slot", "copy_tile_async<kRows, kKeyColumns, Config::kThreads>(slot + Config::kKeyStepBytes", "copy_tile_async<kRows, kKeyColumns, Config::kThreads>(slot"),
+        ("columns of zeros multiplied", "depth < min_of(kKeyColumns, columns)", "depth < kKeyColumns"),
+        ("S not cleared", "s[m][n][e] = 0", "(void)0"),
+        ("O not cleared", "o[m][n][e] = 0", "(void)0"),
+        ("scale forgotten", "score * params.scale_log2", "score"),
+        ("row that has seen no key: -inf minus -inf", "new_max == -kInfinity ? 0.0f : new_max", "new_max"),
+        ("maxima of the first warp ignored", "for (int by_keys = 0; by_keys < Config::kScoreWarpsByKeys; ++by_keys) {\n          new_max", "for (int by_keys = 1; by_keys < Config::kScoreWarpsByKeys; ++by_keys) {\n          new_max"),
+        ("maxima of half of the lanes ignored", "tile_max = max_of(tile_max, ptx::shfl_xor(tile_max, 2));", ""),
+        ("sums of the last warp ignored", "by_keys < Config::kScoreWarpsByKeys; ++by_keys) {\n      sum", "by_keys < Config::kScoreWarpsByKeys - 1; ++by_keys) {\n      sum"),
+        ("sums of half of the lanes ignored", "sum += ptx::shfl_xor(sum, 2);", ""),
+        ("row sum not rescaled", "row_sum[m][h] * factor + tile_sum", "row_sum[m][h] + tile_sum"),
+        ("O not rescaled", "o[m][n][2 * h] *= factor;", ""),
+        ("O rescaled in every V step", "if (step == 0) {", "{"),
+        ("row without keys divided by 0", "sum > 0 ? 1 / sum : 0.0f", "1 / sum"),
+        ("kernel's LSE in log2", "whole_row_sum(row))) * kLn2", "whole_row_sum(row)))"),
+        ("kernel's LSE without the maximum", "(row_max[m][h] + ptx::lg2", "(ptx::lg2"),
+        ("LSE written past the last row", "if (first_row + row < params.n_q) {", "if (first_row + row <= params.n_q) {"),
+        ("output written past the last row", "if (first_row + row >= params.n_q) continue;", "if (first_row + row > params.n_q) continue;"),
+        ("output written past the last column", "if (column < params.d_v) {", "if (column < params.d_v + 8) {"),
+        ("output's last columns not written", "if (column < params.d_v) {", "if (column < params.d_v - 8) {"),
+        ("output's pair swapped", "o[m][n][2 * h] * inverse, o[m][n][2 * h + 1] * inverse", "o[m][n][2 * h + 1] * inverse, o[m][n][2 * h] * inverse"),
+    ),
+    *_kernel(
+        "attention/visible_keys.cuh",
+        ("key right of the diagonal seen", "key <= diagonal + params.right", "key <= diagonal + params.right + 1"),
+        ("key on the diagonal hidden", "key <= diagonal + params.right", "key < diagonal + params.right"),
+        ("key left of the window seen", "key >= diagonal - params.left", "key >= diagonal - params.left - 1"),
+        ("first key of the window hidden", "key >= diagonal - params.left", "key > diagonal - params.left"),
+        ("key past the end seen", "&& key < params.n_k;", "&& key <= params.n_k;"),
+        ("begin one key late", "max_of(first_row_low_, 0)", "max_of(first_row_low_ + 1, 0)"),
+        ("begin from the last row", "max_of(first_row_low_, 0)", "max_of(last_row_low_, 0)"),
+        ("end one key early", "min_of(last_row_high_ + 1, n_k_)", "min_of(last_row_high_, n_k_)"),
+        ("end from the first row", "min_of(last_row_high_ + 1, n_k_)", "min_of(first_row_high_ + 1, n_k_)"),
+        ("no mask one key too far to the right", "key + count - 1 <= first_row_high_", "key + count - 2 <= first_row_high_"),
+        ("no mask one key too far to the left", "key >= last_row_low_", "key + 1 >= last_row_low_"),
+        ("no mask one key past the end", "key + count <= n_k_", "key + count - 1 <= n_k_"),
+    ),
+    *_kernel(
+        "attention/attention_params.h",
+        ("scale without log2(e)", "options.scale * 1.4426950408889634", "options.scale"),
+        ("alignment's shift with the wrong sign", "params.n_k - params.n_q", "params.n_q - params.n_k"),
+        ("top_left ignored", "options.top_left ? 0 : ", ""),
+        ("window without a left end taken literally", "options.left < 0 || ", ""),
+        ("strides of a batch taken for those of a head", "strides[0], strides[1]", "strides[0], strides[0]"),
+    ),
+    *_kernel(
+        "tile/tile_copy.cuh",
+        ("rows that do not exist copied", "row_exists = row < window.rows", "row_exists = true"),
+        ("columns that do not exist copied", "clamp(window.columns - column, 0, kChunkElements)", "kChunkElements"),
+        ("last row not copied", "row_exists = row < window.rows", "row_exists = row < window.rows - 1"),
+        ("window keeps the matrix's rows", "int(matrix.rows - row)", "matrix.rows"),
+        ("window keeps the matrix's columns", "matrix.columns - column};", "matrix.columns};"),
+        ("tile written without the swizzle", "cp_async_16(tile_smem + layout.offset(row, chunk)", "cp_async_16(tile_smem + row * kColumns * 2 + chunk * 16"),
+    ),
+    *_kernel(
+        "tile/stage_ring.cuh",
+        ("ring one slot longer", "if (index_ == stages_)", "if (index_ > stages_)"),
+        ("ring one slot shorter", "if (index_ == stages_)", "if (index_ >= stages_ - 1)"),
+        ("wait for two pending waits for three", "ptx::cp_async_wait_group<2>()", "ptx::cp_async_wait_group<3>()"),
+    ),
+    *_kernel(
+        "tile/smem_layout.cuh",
+        ("swizzle that leaves bank conflicts", "row_bytes >= 128  ? 7", "row_bytes >= 128  ? 3"),
+        ("swizzle that maps two chunks to one", "(chunk ^ ((row >> row_shift_) & chunk_mask_))", "(chunk | ((row >> row_shift_) & chunk_mask_))"),
+    ),
+    *_kernel(
+        "tile/fragments.cuh",
+        ("ldmatrix of A: rows and columns", "ldmatrix_a(int lane) { return {lane % 16, lane / 16}; }", "ldmatrix_a(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }"),
+        ("ldmatrix of K: rows and columns", "ldmatrix_b_pair(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }", "ldmatrix_b_pair(int lane) { return {lane % 16, lane / 16}; }"),
+        ("ldmatrix of V: rows and columns", "ldmatrix_b_pair_trans(int lane) { return {lane % 16, lane / 16}; }", "ldmatrix_b_pair_trans(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }"),
+        ("C's second row is the next one", "return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2}", "return {lane / 4 + value / 2, 2 * (lane % 4) + value % 2}"),
+        ("C's columns swapped in pairs", "return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2}", "return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + 1 - value % 2}"),
+    ),
+    *_in(
+        "mma.py",
+        "tests/test_mma.py -k shared_memory",
+        ("shared memory: Q's part of a slot forgotten", "(0 if q_resident else query_step)", "0"),
+        ("shared memory: one row statistic forgotten", "(spec.keys // 32 + 1)", "(spec.keys // 32)"),
+        ("shared memory: P forgotten", "stages * slot + spec.rows * spec.keys * 2", "stages * slot"),
+        ("shared memory: last columns of a resident Q forgotten", "-(-d_qk // key_columns)", "d_qk // key_columns"),
+        ENABLE_FFPA_DEBUG="1",
+    ),
+    *_in(
+        "mma.py",
+        "tests/test_mma.py -k 'plan or reasons or prefer'",
+        ("limit of shared memory ignored", ") <= limit", ") <= 2 * limit"),
+        ("shortest ring first", "else [3, 2, 1]", "else [1, 2, 3]"),
+        ("resident Q never preferred", "(True, False) if resident is None", "(False, True) if resident is None"),
+        ("resident Q at any price", "(n > 1 or not q_resident or stages == [1] or resident) and ", ""),
+        ("prefetch although forbidden", "stages = [s for s in stages if s == 1]", "pass"),
+        ("f16 accumulation granted", 'if p.acc != "f32":', "if False:"),
+        ("too wide values accepted", "if p.d_v > L1_HEAD_DIMS[-1]:", "if p.d_v > 2 * L1_HEAD_DIMS[-1]:"),
+        ("level 3 granted", "if p.level in (2, 3):", "if p.level == 2:"),
+    ),
+    *_in(
+        "mma.py",
+        "tests/test_mma.py -k 'toggle or stages and 512'",
+        ("unknown toggle ignored", "if flags[name] not in (None, value):", "if False:"),
+        ("stages asked for ignored", "[p.num_stages] if p.num_stages else", "[2] if p.num_stages else"),
+        ("toggle of a resident Q ignored", "if resident is None else (resident,)", ""),
+        ENABLE_FFPA_DEBUG="1",
+    ),
 ]  # fmt: skip
 
 
-def killed(mutant: Mutant, tree: Path) -> str | None:
+def killed(mutant: Mutant, tree: Path, home: Path) -> str | None:
     """The first failing test, or None when the mutant survives."""
     file = tree / mutant.file
     original = file.read_text()
@@ -108,17 +252,20 @@ def killed(mutant: Mutant, tree: Path) -> str | None:
             "-x",
             "--no-header",
             "--show-capture=no",
-            *mutant.tests.split(),
+            *shlex.split(mutant.tests),
         ]
-        run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=900)
+        environment = env.child_environment(HOME=str(home), **mutant.flags)
+        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
     finally:
         file.write_text(original)
+    if "EmulatorBuildError" in run.stdout:
+        raise SyntaxError(f"{mutant.name} does not compile:\n{run.stdout}")
     failures = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failures[0].split(" - ")[0].removeprefix("FAILED ") if run.returncode and failures else None
 
 
 def main(word: str = "") -> int:
-    chosen = [mutant for mutant in MUTANTS if word in mutant.name]
+    chosen = [mutant for mutant in MUTANTS if word in mutant.name or word in mutant.file]
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -127,7 +274,7 @@ def main(word: str = "") -> int:
         )
         print("| mutant | file | killed by |\n|---|---|---|")
         for mutant in chosen:
-            by = killed(mutant, tree)
+            by = killed(mutant, tree, Path(folder) / "home")
             survivors += by is None
             print(
                 f"| {mutant.name} | {mutant.file.removeprefix(PACKAGE)} | {f'`{by}`' if by else '**SURVIVED**'} |",

@@ -123,6 +123,13 @@ CASES: list[Case] = [
     ],
     _base.with_(n_q=90, n_k=60, d=512, rule={"causal": True, "window": (10, 30)}),
     _base.with_(n_q=60, n_k=90, d=256, heads_q=4, heads_kv=2, rule={"causal": True, "window": (0, 0)}),
+    # visible keys that begin or end one key from the edge of a tile, whatever its size: the first and the last tile hold
+    # one key that one row sees; all rows but the first (last) see a whole tile
+    *[
+        _base.with_(n_q=30, n_k=n_k, d=d, rule={"window": window})
+        for d in (64, 512, 1024)
+        for n_k, window in ((513, (228, 0)), (284, (-1, 0)), (600, (342, -1)), (255, (-1, -1)))
+    ],
     # scale and softcap
     *[
         _base.with_(d=64, n_q=200, n_k=200, dtype=_f16, rule={"scale": scale, "causal": causal})
@@ -140,6 +147,7 @@ CASES: list[Case] = [
     _base.with_(batch=2, n_q=30, n_k=61, d=64, mask="additive-2d", rule={"causal": True, "softcap": 8.0, "window": (25, -1)}),
     # layout
     _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=320, layout="BNHD"),
+    _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=512, d_v=456, layout="BNHD"),
     _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=192, d_v=128, layout="BNHD", mask="bool", rule={"causal": True}),
 ]  # fmt: skip
 

@@ -26,7 +26,8 @@ def clean_environment(monkeypatch):
     for flag in env.FLAGS:
         if flag.scope == "run" and flag.name != "FFPA_CACHE_DIR":
             monkeypatch.delenv(flag.name, raising=False)
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
+        torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ffpa_attn: ")
         yield

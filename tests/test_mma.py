@@ -92,15 +92,16 @@ def test_nothing_to_compute_emulated(case):
 
 @pytest.mark.parametrize("q_resident", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_stages_and_resident_q_emulated(stages, q_resident, monkeypatch):
+@pytest.mark.parametrize("d", [128, 512])
+def test_stages_and_resident_q_emulated(d, stages, q_resident, monkeypatch):
     monkeypatch.setenv("ENABLE_FFPA_PERSIST_Q_G2S", str(int(q_resident)))
-    case = Case(n_q=40, n_k=300, d=128, dtype=torch.float16, rule={"causal": True})
+    case = Case(n_q=40, n_k=300, d=d, dtype=torch.float16, rule={"causal": True})
     inputs = make_inputs(case, "cpu")
     for seed in (0, 5):
         with emulate("sm_90a", seed=seed):
             out, lse = ffpa(*inputs[:3], return_lse=True, num_stages=stages, **case.rule)
         check(case, inputs, out, lse)
-    plan = mma.plan(PROBLEM._replace(num_stages=stages, d_qk=128, d_v=128), env.run_flags())
+    plan = mma.plan(PROBLEM._replace(num_stages=stages, d_qk=d, d_v=d), env.run_flags())
     assert (plan.stages, plan.q_resident) == (stages, q_resident)
 
 
@@ -198,6 +199,18 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
 
 
 @pytest.mark.parametrize(
+    "arch, d, settings",
+    [("sm_90", 512, (4, True)), ("sm_80", 512, (2, True)), ("sm_86", 320, (1, False)), ("sm_86", 1024, (2, False))],
+)
+def test_what_a_plan_prefers(arch, d, settings, monkeypatch):
+    """(stages, q_resident): a resident Q if two stages fit beside it, then the longest ring."""
+    problem = PROBLEM._replace(arch=arch, d_qk=d, d_v=d)
+    assert mma.plan(problem, env.run_flags())[1:] == settings
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", "0")
+    assert mma.plan(problem, env.run_flags()).stages == 1
+
+
+@pytest.mark.parametrize(
     "changes, words",
     [
         ({"direction": "backward"}, "no mma backward"),
@@ -220,7 +233,7 @@ def test_reasons(changes, words):
 def test_a_toggle_it_does_not_know_is_refused(monkeypatch):
     monkeypatch.setenv("ENABLE_FFPA_SMEM_SWIZZLE_K", "0")
     with pytest.raises(NotImplementedError, match="does not know ENABLE_FFPA_SMEM_SWIZZLE_K=0"), emulate():
-        x = torch.randn(1, 1, 8, 64, dtype=torch.float16)
+        x = torch.randn(1, 1, 8, 512, dtype=torch.float16)
         ffpa(x, x, x, level=1)
 
 

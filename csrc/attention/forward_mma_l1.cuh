@@ -242,8 +242,8 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
       const uint32_t q_slot =
           params.q_resident ? q_smem + step * Config::kQueryStepBytes : k_slot + Config::kKeyStepBytes;
       const int columns = params.d_qk - step * kKeyColumns;  // beyond them there are zeros only
-      FFPA_NO_UNROLL  // unrolled, addresses take the registers that O needs
-      for (int depth = 0; depth < min_of(kKeyColumns, columns); depth += 16) {
+      FFPA_NO_UNROLL                                         // unrolled, addresses take the registers that O needs
+          for (int depth = 0; depth < min_of(kKeyColumns, columns); depth += 16) {
         uint32_t a[kScoreM][4];
         FFPA_UNROLL
         for (int m = 0; m < kScoreM; ++m) {

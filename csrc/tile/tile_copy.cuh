@@ -35,7 +35,8 @@ FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_
 // 0 · NaN = NaN). The caller commits, waits, and synchronises.
 //
 // A team of lanes copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows and 8
-// chunks: where a thread's steps are multiples of both, all its addresses lie at constant distances from its first ones.
+// chunks: where a thread's steps are multiples of both, all its addresses lie at constant distances from its first
+// ones.
 template <int kRows, int kColumns, int kThreads, class Layout>
 FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
                                  ptx::CallSite site = ptx::CallSite()) {

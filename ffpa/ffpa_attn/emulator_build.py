@@ -101,11 +101,11 @@ def build_emulated_module(
 def load_emulated_module(name: str, sources: Iterable[Path], **options):
     """Builds the module if its sources changed, and imports it."""
     path = build_emulated_module(name, sources, **options)
-    loaded = sys.modules.get(name)
-    if loaded is not None and Path(loaded.__file__) == path:
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path)
+    unique = f"{path.parent.name}.{name}"  # under a name it has seen, pybind11 gives the module it has
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[unique] = module
     spec.loader.exec_module(module)
     return module

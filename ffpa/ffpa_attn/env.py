@@ -87,10 +87,25 @@ FLAGS: tuple[Flag, ...] = (
         "ENABLE_FFPA_DEBUG", False, "build", "Compile the smallest set of instances (one head dim, one stage count)."
     ),
     _bool("ENABLE_FFPA_AMPERE", True, "build", "Compile for sm_80, with PTX that any newer GPU runs."),
-    _bool("ENABLE_FFPA_ADA", True, "build", "The first release's; no effect: parts of the 8.9 kind run what is compiled for 8.0."),
-    _bool("ENABLE_FFPA_HOPPER", True, "build", "Compile for 9.0 as well, with Hopper's own instructions where a kernel uses them."),
+    _bool(
+        "ENABLE_FFPA_ADA",
+        True,
+        "build",
+        "The first release's; no effect: parts of the 8.9 kind run what is compiled for 8.0.",
+    ),
+    _bool(
+        "ENABLE_FFPA_HOPPER",
+        True,
+        "build",
+        "Compile for 9.0 as well, with Hopper's own instructions where a kernel uses them.",
+    ),
     _bool("ENABLE_FFPA_ALL_STAGES", True, "build", "The first release's; no effect: every kernel takes 1 to 4 stages."),
-    _bool("ENABLE_FFPA_ALL_HEADDIM", False, "build", "The first release's; no effect: every kernel serves all head dims up to its own."),
+    _bool(
+        "ENABLE_FFPA_ALL_HEADDIM",
+        False,
+        "build",
+        "The first release's; no effect: every kernel serves all head dims up to its own.",
+    ),
     Flag(
         "FFPA_CUDA_ARCHS",
         "list",
@@ -131,7 +146,11 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _bool("FFPA_LOG", False, "run", "Log to stderr which kernel each new kind of call runs on, and why."),
     Flag(
-        "FFPA_CACHE_DIR", "path", None, "run", "Where kernels compiled on demand and for the emulator are kept; unset: ~/.cache/ffpa_attn."
+        "FFPA_CACHE_DIR",
+        "path",
+        None,
+        "run",
+        "Where kernels compiled on demand and for the emulator are kept; unset: ~/.cache/ffpa_attn.",
     ),
     Flag(
         "FFPA_WORKSPACE_MB",

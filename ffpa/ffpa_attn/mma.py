@@ -49,7 +49,7 @@ def smem_bytes(spec: ForwardMmaL1, d_qk: int, stages: int, q_resident: bool) -> 
 
 def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | str:
     """(stages, q_resident), or why not: a resident Q before a longer ring, a ring as long as fits, if nothing is forced."""
-    stages = [p.num_stages] if p.num_stages else [3, 2, 1]
+    stages = [p.num_stages] if p.num_stages else [4, 3, 2, 1]
     prefetch, resident = flags["ENABLE_FFPA_PREFETCH_QKV"], flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     if prefetch is not None:  # one stage is what there is without
         stages = [n for n in stages if (n > 1) == prefetch]
