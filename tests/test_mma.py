@@ -238,7 +238,7 @@ def test_a_toggle_it_does_not_know_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "prefetch, num_stages, possible", [("0", None, {1}), ("1", None, {2, 3}), ("1", 2, {2}), ("0", 1, {1})]
+    "prefetch, num_stages, possible", [("0", None, {1}), ("1", None, {2, 3, 4}), ("1", 2, {2}), ("0", 1, {1})]
 )
 def test_prefetch_decides_the_stages(prefetch, num_stages, possible, monkeypatch):
     monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
