@@ -36,4 +36,4 @@ if [[ ${FFPA_CONFORM_BUILD_ONLY:-0} == 1 ]]; then
   exit 0
 fi
 "$out/conform_gpu" "$out/gpu.bin" "$arch"
-"${PYTHON:-python3}" tests/conform/compare.py "$out/gpu.bin" "$out/emulated.bin" --arch "$arch"
+"${PYTHON:-python3}" tests/conform/compare_results.py "$out/gpu.bin" "$out/emulated.bin" --arch "$arch"

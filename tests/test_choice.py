@@ -222,3 +222,11 @@ def test_a_changed_flag_is_another_choice(monkeypatch):
     monkeypatch.setenv("FFPA_BACKEND", "sdpa")
     with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run .*LSE"):
         ffpa(x, x, x, return_lse=True)
+
+
+def test_a_misaligned_tensor_is_another_kind_of_call():
+    block = torch.zeros(8 * 64 + 8, dtype=torch.float16)
+    aligned, shifted = (block[start : start + 8 * 64].view(1, 1, 8, 64) for start in (0, 1))
+    ffpa(aligned, aligned, aligned)
+    with pytest.raises(ValueError, match="not a multiple of 16 bytes"):
+        ffpa(aligned, shifted, aligned)

@@ -200,10 +200,10 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
 
 @pytest.mark.parametrize(
     "arch, d, settings",
-    [("sm_90", 512, (4, True)), ("sm_80", 512, (2, True)), ("sm_86", 320, (1, False)), ("sm_86", 1024, (2, False))],
+    [("sm_90", 512, (4, True)), ("sm_80", 512, (2, True)), ("sm_86", 320, (1, False)), ("sm_86", 768, (2, False))],
 )
 def test_what_a_plan_prefers(arch, d, settings, monkeypatch):
-    """(stages, q_resident): a resident Q if two stages fit beside it, then the longest ring."""
+    """(stages, q_resident): a resident Q if two stages fit beside it, else the longest ring without it."""
     problem = PROBLEM._replace(arch=arch, d_qk=d, d_v=d)
     assert mma.plan(problem, env.run_flags())[1:] == settings
     monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", "0")

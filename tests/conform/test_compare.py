@@ -1,4 +1,4 @@
-"""compare.py notices what it is there to notice."""
+"""compare_results.py notices what it is there to notice."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compare import HEADER
+from compare_results import HEADER
 
 HERE = Path(__file__).resolve().parent
 LIST = "exact 80 2\napproximate 80 1\nhopper_only 90 1\n"
@@ -29,7 +29,7 @@ def compare(tmp_path, gpu, emulated, arch=80):
     (tmp_path / "list.txt").write_text(LIST)
     command = [
         sys.executable,
-        str(HERE / "compare.py"),
+        str(HERE / "compare_results.py"),
         "gpu.bin",
         "emu.bin",
         "--list",
