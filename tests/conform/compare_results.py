@@ -1,4 +1,4 @@
-"""Compares what a GPU and the emulator computed: ``compare.py gpu.bin emu.bin [--list functions.txt] [--arch 90]``.
+"""Compares what a GPU and the emulator computed: ``compare_results.py gpu.bin emu.bin [--list functions.txt] [--arch 90]``.
 
 Cases are compared bit for bit, but for the approximate functions, whose bound in ulps is part of the file. Fails when
 anything differs, and when fewer functions or configurations were compared than the list asks for.
