@@ -64,7 +64,6 @@ MUTANTS = [
         ("mask's hidden keys shown", "by_head.masked_fill_(~mask, -_INF)", "by_head.masked_fill_(mask, -_INF)"),
         ("rows past the end of a sequence", "(row >= lengths[0]) | (key >= lengths[1])", "(row >= lengths[0]) | (key > lengths[1])"),
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
-        ("spare rows written", "value.masked_fill(~inside[:, None], 0)", "value"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
     ),

@@ -179,6 +179,7 @@ PACKED_CASES = [
     PackedCase((5, 40, 0, 17), (33, 20, 12, 0), d=512, heads_q=4, heads_kv=1, dtype=_f16, rule={"causal": True}),
     PackedCase((50, 20), (30, 60), d=64, rule={"causal": True, "align": "top_left"}),
     PackedCase((50, 20), (30, 60), d=192, d_v=128, spare=9, rule={"window": (8, 3)}),
+    PackedCase((20, 50), (60, 30), d=64, spare=9, rule={"causal": True}),
     PackedCase((31,), (70,), d=256, rule={"softcap": 6.0, "scale": 1.0, "causal": True, "window": (20, -1)}),
     PackedCase((0, 0), (0, 0), spare=4),
     PackedCase((), ()),

@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
+from ffpa_attn import reference
 
 
 def by_id(cases):
@@ -82,7 +83,10 @@ def by_sequence(case: PackedCase, function, q, k, v):
 
 
 @by_id(PACKED_CASES)
-def test_packed(case: PackedCase, device):
+@pytest.mark.parametrize("lengths", ["read", "on the device"])
+def test_packed(case: PackedCase, device, lengths, monkeypatch):
+    if lengths == "on the device":  # as on a GPU
+        monkeypatch.setattr(reference, "_lengths_may_be_read", lambda cu: False)
     q, k, v, *offsets = make_packed_inputs(case, device)
     rows = q.shape[0] - case.spare
     ours, oracles, bases = leaves(q, k, v), leaves(q, k, v), leaves(q, k, v)

@@ -103,16 +103,20 @@ def dense_sequences(q, k, mask) -> Iterator[Sequence]:
         yield Sequence(Dense(b, q.shape[2]), Dense(b, k.shape[2]), entry)
 
 
+def _lengths_may_be_read(cu: torch.Tensor) -> bool:
+    """Without waiting for a GPU: the true lengths save work."""
+    return not cu.is_cuda
+
+
 def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> Iterator[Sequence]:
     """q, k: [H, T, D]. A length counts as clamped to [0, max_seqlen], and no row leaves the tensor."""
 
     def side(x, cu, longest):
         total = x.shape[1]
         bound = min(longest, total)
-        on_host = not cu.is_cuda  # then the true lengths may be known, and save work
         starts = cu[:-1].clamp(0, total)
         lengths = torch.minimum((cu[1:].clamp(0, total) - starts), torch.full_like(starts, bound)).clamp_(min=0)
-        bounds = lengths.tolist() if on_host else [bound] * len(lengths)
+        bounds = lengths.tolist() if _lengths_may_be_read(cu) else [bound] * len(lengths)
         return [Packed(*one, total) for one in zip(starts, lengths, bounds, strict=True)]
 
     for queries, keys in zip(side(q, cu_seqlens_q, max_seqlen_q), side(k, cu_seqlens_k, max_seqlen_k), strict=True):

@@ -1,5 +1,6 @@
 // One program, two compilers: nvcc builds it for a GPU, a host compiler for the emulator. It runs every case of
-// tests/emulator/cases on the same inputs and writes the outputs; compare_results.py compares two such files bit for bit.
+// tests/emulator/cases on the same inputs and writes the outputs; compare_results.py compares two such files bit for
+// bit.
 //
 //   conform OUTPUT ARCH       ARCH: 80 or 90, what the GPU is or the emulator shall be. Built with FFPA_CONFORM_SM90=0
 //                             there are no cases beyond sm_80.
