@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "base/math.h"
+
 namespace ffpa {
 
 // [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements.
@@ -34,7 +36,9 @@ struct AttentionParams {
   int left;
   int right;
 
-  float scale_log2;  // softmax scale · log2(e): scores are kept in base 2
+  // What a raw score is multiplied with: scale / softcap, and without a softcap scale · log2(e), which gives the logit.
+  float score_factor;
+  float softcap;  // 0: none
 
   int stages;       // 1 … 4 buffers in the ring of K and V steps
   bool q_resident;  // Q stays in shared memory; otherwise its columns come along with those of K
@@ -51,11 +55,14 @@ struct HostTensor {
 
 struct ForwardOptions {
   double scale;
+  double softcap;       // 0: none
   int64_t left, right;  // -1 is unbounded
   bool top_left;
   int64_t stages;
   bool q_resident;
 };
+
+inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
 
 // The parameters of a forward call, for a launch on a GPU and in the emulator alike; sizes and strides are checked
 // ones.
@@ -78,7 +85,10 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   const auto side = [](int64_t given, int farthest) { return given < 0 || given > farthest ? farthest : int(given); };
   params.left = side(options.left, params.n_q + params.shift);
   params.right = side(options.right, params.n_k - params.shift);
-  params.scale_log2 = float(options.scale * 1.4426950408889634);
+  params.score_factor =
+      finite_float(options.softcap > 0 ? options.scale / options.softcap : options.scale * 1.4426950408889634);
+  // One too small for a float is still a cap.
+  params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
   params.stages = int(options.stages);
   params.q_resident = options.q_resident;
   return params;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "attention/attention_params.h"
+#include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -267,7 +268,7 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
     // ---- 2. softmax ----
 
     const int first_key = tile_index * kKeys;
-    const bool unmasked = visible.all_see(first_key, kKeys);
+    scores_to_logits(s, params, visible.all_see(first_key, kKeys), first_row + score_row, first_key + score_key, lane);
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
@@ -277,13 +278,7 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
         FFPA_UNROLL
         for (int n = 0; n < kScoreN; ++n) {
           FFPA_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            float& score = s[m][n][2 * h + e];
-            const int key = first_key + score_key + n * 8 + tile::c_coordinate(lane, e).column;
-            const bool sees = unmasked || row_sees_key(params, first_row + row, key);
-            score = sees ? score * params.scale_log2 : -kInfinity;
-            tile_max = max_of(tile_max, score);
-          }
+          for (int e = 0; e < 2; ++e) tile_max = max_of(tile_max, s[m][n][2 * h + e]);
         }
         tile_max = max_of(tile_max, ptx::shfl_xor(tile_max, 1));
         tile_max = max_of(tile_max, ptx::shfl_xor(tile_max, 2));

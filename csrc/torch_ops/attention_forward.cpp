@@ -23,17 +23,18 @@ HostTensor host_tensor(const Tensor& x) {
 
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
-                       double scale, int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident) {
+                       double scale, double softcap, int64_t left, int64_t right, bool top_left, int64_t stages,
+                       bool q_resident) {
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data,
-                           {scale, left, right, top_left, stages, q_resident}));
+                           {scale, softcap, left, right, top_left, stages, q_resident}));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
       "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, float scale, "
-      "int left, int right, bool top_left, int stages, bool q_resident) -> ()");
+      "float softcap, int left, int right, bool top_left, int stages, bool q_resident) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CUDA, library) {

@@ -69,7 +69,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         return "there is no mma backward kernel"
     if p.level in (2, 3):
         return f"there is no mma kernel of level {p.level}"
-    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks"), (p.softcap, "softcap")):
+    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks")):
         if wanted:
             return f"the mma forward has no {what}"
     if p.acc != "f32":
@@ -93,7 +93,7 @@ def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
     if not out.numel():
         return
     see = rule.visibility
-    options = (rule.scale, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
+    options = (rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
     if q.is_cuda:
         from . import native
 

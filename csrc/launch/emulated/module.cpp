@@ -52,8 +52,8 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
 
 // The message of a failed run, empty after a good one.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
-                              const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, int64_t left,
-                              int64_t right, bool top_left, int64_t stages, bool q_resident) {
+                              const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, double softcap,
+                              int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out)};
   const HostTensor& result = tensors[3];
@@ -67,7 +67,7 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
   };
   const AttentionParams params =
       forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse),
-                     {scale, left, right, top_left, stages, q_resident});
+                     {scale, softcap, left, right, top_left, stages, q_resident});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }
