@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ptx/emulated/machine/mbarrier.h"
 #include "ptx/emulated/machine/memory_ops.h"
 
 namespace ffpa::ptx {
@@ -35,5 +36,9 @@ inline void cp_async_wait_group() {
 }
 
 inline void cp_async_wait_all() { emu::wait_for_all_copies(); }
+
+inline void cp_async_mbarrier_arrive(uint32_t barrier_smem, emu::CallSite site = emu::CallSite()) {
+  emu::mbarrier_arrive_after_copies(barrier_smem, site);
+}
 
 }  // namespace ffpa::ptx

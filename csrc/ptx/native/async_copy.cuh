@@ -55,4 +55,10 @@ FFPA_DEVICE void cp_async_wait_group() {
 // cp.async.wait_all: also covers copies that no group was committed for.
 FFPA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// cp.async.mbarrier.arrive, "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive".
+// `.noinc`: the arrival is one of those that mbarrier_init counts; without it the barrier would expect one more.
+FFPA_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier_smem) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_smem) : "memory");
+}
+
 }  // namespace ffpa::ptx
