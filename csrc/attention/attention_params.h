@@ -42,6 +42,9 @@ struct AttentionParams {
 
   int stages;       // 1 … 4 buffers in the ring of K and V steps
   bool q_resident;  // Q stays in shared memory; otherwise its columns come along with those of K
+
+  float* scratch;       // of kernels that stream O: a part for each block of the grid
+  int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
 };
 
 // A tensor as a caller knows it, [batch, heads, rows, columns].
@@ -60,6 +63,8 @@ struct ForwardOptions {
   bool top_left;
   int64_t stages;
   bool q_resident;
+  float* scratch;
+  int resident_blocks;
 };
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
@@ -91,6 +96,8 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
   params.stages = int(options.stages);
   params.q_resident = options.q_resident;
+  params.scratch = options.scratch;
+  params.resident_blocks = options.resident_blocks;
   return params;
 }
 

@@ -55,13 +55,10 @@ FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const
     if (kRows % kTeams != 0 && first_row + row >= kRows) break;
     FFPA_UNROLL
     for (int chunk = 0; chunk < kChunksPerRow; chunk += kTeam) {
-      const int missing = (first_chunk + chunk + 1) * kChunkElements - window.columns;
-      const int elements = row_exists ? clamp(kChunkElements - missing, 0, kChunkElements) : 0;
-      // A copy of 0 bytes reads nothing, but its address should still be one of the tensor's.
-      const uint16_t* from = elements > 0 ? source + chunk * kChunkElements : window.origin;
+      const bool exists = row_exists && (first_chunk + chunk) * kChunkElements < window.columns;
       const uint32_t to = kConstantSteps ? target + layout.offset(row, chunk)
                                          : tile_smem + layout.offset(first_row + row, first_chunk + chunk);
-      ptx::cp_async_16(to, from, elements * int(sizeof(uint16_t)), site);
+      ptx::cp_async_16_or_zero(exists, to, source + chunk * kChunkElements, site);
     }
     source += kTeams * window.row_stride;
   }

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <optional>
 #include <string>
 
 #include "attention/attention_params.h"
@@ -21,20 +22,22 @@ HostTensor host_tensor(const Tensor& x) {
   return host;
 }
 
-// q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted.
+// q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted; scratch: of the
+// kernels that stream O.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
                        double scale, double softcap, int64_t left, int64_t right, bool top_left, int64_t stages,
-                       bool q_resident) {
+                       bool q_resident, std::optional<Tensor> scratch, int64_t resident_blocks) {
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
+  float* scratch_data = scratch ? static_cast<float*>(scratch->data_ptr()) : nullptr;
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data,
-                           {scale, softcap, left, right, top_left, stages, q_resident}));
+                           {scale, softcap, left, right, top_left, stages, q_resident, scratch_data, int(resident_blocks)}));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
       "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, float scale, "
-      "float softcap, int left, int right, bool top_left, int stages, bool q_resident) -> ()");
+      "float softcap, int left, int right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, int resident_blocks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CUDA, library) {

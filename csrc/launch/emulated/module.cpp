@@ -53,7 +53,8 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
 // The message of a failed run, empty after a good one.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, double softcap,
-                              int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident) {
+                              int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident, uintptr_t scratch,
+                              int64_t scratch_floats, int64_t resident_blocks) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out)};
   const HostTensor& result = tensors[3];
@@ -64,10 +65,11 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       {result.data, extent_bytes(result), emu::Access::kReadWrite},
       {reinterpret_cast<void*>(lse),
        lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0, emu::Access::kReadWrite},
+      {reinterpret_cast<void*>(scratch), size_t(scratch_floats) * sizeof(float), emu::Access::kReadWrite},
   };
   const AttentionParams params =
       forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse),
-                     {scale, softcap, left, right, top_left, stages, q_resident});
+                     {scale, softcap, left, right, top_left, stages, q_resident, reinterpret_cast<float*>(scratch), int(resident_blocks)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }

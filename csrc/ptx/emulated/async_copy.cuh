@@ -13,6 +13,11 @@ inline void cp_async_16(uint32_t destination_smem, const void* source_gmem, int 
   emu::copy_async(destination_smem, source_gmem, 16, source_bytes, site);
 }
 
+inline void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
+                                emu::CallSite site = emu::CallSite()) {
+  emu::copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
+}
+
 inline void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8,
                        emu::CallSite site = emu::CallSite()) {
   emu::copy_async(destination_smem, source_gmem, 8, source_bytes, site);
