@@ -268,7 +268,8 @@ void forward_mma_l1(FFPA_GRID_CONSTANT const AttentionParams params) {
     // ---- 2. softmax ----
 
     const int first_key = tile_index * kKeys;
-    scores_to_logits(s, params, visible.all_see(first_key, kKeys), first_row + score_row, first_key + score_key, lane);
+    scores_to_logits(s, params, int(batch), int(head), visible.all_see(first_key, kKeys), first_row + score_row,
+                     first_key + score_key, lane);
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL

@@ -48,12 +48,16 @@ def _described(x: torch.Tensor) -> tuple:
     return x.data_ptr(), list(x.shape), list(x.stride())
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, *options) -> None:
+def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> None:
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     message = module.attention_forward(
-        spec.name, *map(_described, (q, k, v, out)), lse.data_ptr() if lse.numel() else 0, *options
+        spec.name,
+        *map(_described, (q, k, v, out)),
+        lse.data_ptr() if lse.numel() else 0,
+        None if mask is None else (str(mask.dtype), *_described(mask)),
+        *options,
     )
     report = module.take_report()
     if _settings.reports is not None:

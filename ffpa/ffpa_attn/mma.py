@@ -69,9 +69,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         return "there is no mma backward kernel"
     if p.level in (2, 3):
         return f"there is no mma kernel of level {p.level}"
-    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks")):
-        if wanted:
-            return f"the mma forward has no {what}"
+    if p.packed:
+        return "the mma forward has no packed sequences"
     if p.acc != "f32":
         return f"the mma forward accumulates in f32, not {p.acc}"
     if p.d_v > L1_HEAD_DIMS[-1]:
@@ -88,8 +87,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     return settings if isinstance(settings, str) else MmaPlan(spec, *settings)
 
 
-def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty."""
+def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None."""
     if not out.numel():
         return
     see = rule.visibility
@@ -98,8 +97,8 @@ def forward(plan: MmaPlan, q, k, v, out, lse, rule) -> None:
         from . import native
 
         kernel = native.kernel(plan.spec, native.gpu_of(q.device))
-        native.library().attention_forward(kernel, q, k, v, out, lse, *options)
+        native.library().attention_forward(kernel, q, k, v, out, lse, mask, *options)
     else:
         from . import emulated
 
-        emulated.attention_forward(plan.spec, q, k, v, out, lse, *options)
+        emulated.attention_forward(plan.spec, q, k, v, out, lse, mask, *options)

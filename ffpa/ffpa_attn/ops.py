@@ -252,7 +252,7 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
 
 
 def _mma_forward(form, q, k, v, out, lse, plan) -> None:
-    mma.forward(plan.choice.plan, *(form.heads_first(x) for x in (q, k, v, out)), lse, plan.rule)
+    mma.forward(plan.choice.plan, *(form.heads_first(x) for x in (q, k, v, out)), lse, form.mask, plan.rule)
 
 
 _FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}
