@@ -24,12 +24,17 @@ def by_id(cases):
 
 
 def supported(case: Case) -> bool:
-    return not case.mask and (case.d_v or case.d) <= 1024
+    return (case.d_v or case.d) <= 1024
+
+
+def run(case: Case, inputs, **options):
+    q, k, v, mask = inputs
+    return ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.rule, **options)
 
 
 def check(case: Case, inputs, out, lse):
-    q, k, v, _ = inputs
-    rule = {**case.rule, "layout": case.layout}
+    q, k, v, mask = inputs
+    rule = {**case.rule, "layout": case.layout, "mask": mask}
     want, want_lse = oracle.attention(q, k, v, **rule)
     compare.assert_close("out", out, want, compare.baseline(q, k, v, **rule)[0])
     compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
@@ -78,7 +83,7 @@ def test_every_shipped_kernel_emulated(spec, seed):
 def test_cases_emulated(case):
     inputs = make_inputs(case, "cpu")
     with emulate("sm_90a", seed=3) as reports:
-        out, lse = ffpa(*inputs[:3], return_lse=True, level=1, **case.rule, layout=case.layout)
+        out, lse = run(case, inputs, level=1)
     assert len(reports) == 1
     check(case, inputs, out, lse)
 
@@ -226,7 +231,6 @@ def test_what_a_plan_prefers(arch, d, settings, monkeypatch):
         ({"direction": "backward"}, "no mma backward"),
         ({"level": 3}, "no mma kernel of level 3"),
         ({"packed": True}, "no packed sequences"),
-        ({"mask": "bool"}, "no masks"),
         ({"acc": "f16"}, "accumulates in f32, not f16"),
         ({"d_v": 1152}, "registers"),
         ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
@@ -272,7 +276,7 @@ needs_gpu = pytest.mark.skipif(
 @by_id([case for case in CASES if supported(case)])
 def test_cases_on_a_gpu(case):
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *ffpa(*inputs[:3], return_lse=True, level=1, **case.rule, layout=case.layout))
+    check(case, inputs, *run(case, inputs, level=1))
 
 
 @needs_gpu

@@ -116,8 +116,10 @@ class ForwardMma {
     first_column_ = item % groups * kColumns;
     const int row_block = item / groups;
     head_of_all_ = row_block / row_blocks;
+    batch_ = head_of_all_ / params_.heads_q;
+    head_ = head_of_all_ % params_.heads_q;
     first_row_ = (row_blocks - 1 - row_block % row_blocks) * kRows;  // the last ones, long under a causal mask, first
-    const int64_t batch = head_of_all_ / params_.heads_q, head = head_of_all_ % params_.heads_q;
+    const int64_t batch = batch_, head = head_;
     const auto matrix = [&](const TensorView& x, int64_t of_head, int rows, int columns) {
       const uint16_t* origin = x.data + batch * x.batch_stride + of_head * x.head_stride;
       return tile::GmemWindow{origin, x.row_stride, rows, columns};
@@ -199,8 +201,8 @@ class ForwardMma {
     Scores scores;
     compute_scores(scores);
     const int key = tile * kKeys;
-    scores_to_logits(scores, params_, visible_keys().all_see(key, kKeys), first_row_ + score_row(), key + score_key(),
-                     lane_);
+    scores_to_logits(scores, params_, batch_, head_, visible_keys().all_see(key, kKeys), first_row_ + score_row(),
+                     key + score_key(), lane_);
     publish_maxima(scores);
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
     compute_probabilities(scores);
@@ -507,7 +509,7 @@ class ForwardMma {
   int key_steps_;
   typename Config::Ring ring_;
 
-  int head_of_all_, first_row_, first_column_;
+  int head_of_all_, batch_, head_, first_row_, first_column_;
   int first_tile_, end_tile_;
   tile::GmemWindow q_gmem_, k_gmem_, v_gmem_;
   uint16_t* out_gmem_;

@@ -59,13 +59,19 @@ def _described(x: torch.Tensor) -> tuple:
 RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, *options) -> None:
+def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> None:
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     *options, scratch, blocks = options
     message = module.attention_forward(
-        spec.name, *map(_described, (q, k, v, out)), _address(lse), *options, *_floats(scratch), blocks
+        spec.name,
+        *map(_described, (q, k, v, out)),
+        _address(lse),
+        None if mask is None else (str(mask.dtype), *_described(mask)),
+        *options,
+        *_floats(scratch),
+        blocks,
     )
     report = module.take_report()
     if _settings.reports is not None:

@@ -104,9 +104,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
     if p.direction != "forward":
         return "there is no mma backward kernel"
-    for wanted, what in ((p.packed, "packed sequences"), (p.mask, "masks")):
-        if wanted:
-            return f"the mma forward has no {what}"
+    if p.packed:
+        return "the mma forward has no packed sequences"
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
@@ -145,8 +144,8 @@ def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):
     return torch.empty(blocks * of_block, dtype=torch.float32, device=q.device), blocks
 
 
-def forward(plan: MmaPlan, q, k, v, out, lse, rule, workspace_cap: int) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty."""
+def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule, workspace_cap: int) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None."""
     if not out.numel():
         return
     if q.is_cuda:
@@ -163,4 +162,4 @@ def forward(plan: MmaPlan, q, k, v, out, lse, rule, workspace_cap: int) -> None:
         scratch, blocks = _scratch(plan, q, v, blocks, workspace_cap)
     see = rule.visibility
     options = (rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
-    run(kernel, q, k, v, out, lse, *options, scratch, blocks)
+    run(kernel, q, k, v, out, lse, mask, *options, scratch, blocks)

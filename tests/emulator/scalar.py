@@ -62,6 +62,10 @@ def reversed_lanes(words_per_lane):
     return lambda words: words.reshape(32, words_per_lane)[::-1].ravel()
 
 
+def ld_global_1(words):
+    return words.view(np.uint8).astype(np.uint32)
+
+
 def ld_global_2(words):
     return words.view(np.uint16)[::-1].copy().view(np.uint32)
 
@@ -349,6 +353,7 @@ EXACT = {
     "special_registers": special_registers,
     "sync_block": sync_block,
     "bar_sync": bar_sync,
+    "ld_global_1": ld_global_1,
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
     "ld_global_8": reversed_lanes(2),
