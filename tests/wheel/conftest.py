@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ffpa_attn import build, toolchain
 from ffpa_attn import native as native_module
-from wheel_support import CHILD, ROOT, FakeNvcc, have_nvcc
+from wheel_support import CHILD, ROOT, FakeNvcc
 
 
 @pytest.fixture
@@ -47,10 +47,8 @@ def compile_in_child():
 
 
 @pytest.fixture(scope="session")
-def wheel_library() -> Path:
+def wheel_library(nvcc) -> Path:
     """A directory with the library that a wheel holds, every kernel of it compiled, and its record."""
-    if not have_nvcc():
-        pytest.skip("no nvcc or no ninja")
     directory = ROOT / "build" / "tests"
     # Where setup.py builds too: what it compiled already is not compiled again.
     build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)

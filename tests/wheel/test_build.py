@@ -255,13 +255,5 @@ def test_only_what_changed_is_compiled_again(fake_nvcc, tmp_path):
     assert len(fake_nvcc.calls) == 3
 
 
-def test_one_list_of_compiler_packages():
-    """The extra, and what the install script fetches."""
-    extra = re.search(r"^jit = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE).group(1)
-    packages = {name for name in re.findall(r'"([^"]+)"', extra) if name.startswith("nvidia-")}
-    script = (ROOT / ".dev" / "install.sh").read_text()
-    assert len(packages) == 4 and packages == set(re.findall(r'"(nvidia-[^"]+)"', script))
-
-
 def test_the_root_env_is_the_packages():
     assert (ROOT / "env.py").resolve() == Path(env.__file__).resolve()

@@ -1,6 +1,8 @@
 """Every way to build and install, from a copy of the repository, with and without a compiler."""
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_support import ROOT, needs_nvcc
+from wheel_support import CHILD, ROOT, needs_nvcc
 
 _MOST_BYTES = 60 << 20
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -28,6 +30,12 @@ def run(*command, cwd: Path, **changes: str) -> str:
     return done.stdout
 
 
+def compiler_packages() -> set[str]:
+    """What the extra `jit` asks PyPI for."""
+    extra = re.search(r"^jit = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE).group(1)
+    return {name for name in re.findall(r'"([^"]+)"', extra) if name.startswith("nvidia-")}
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """The repository as a user has it, in a place with a space in its name."""
@@ -43,17 +51,39 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def no_nvcc(tmp_path) -> dict[str, str]:
-    """An environment without a compiler, whatever this machine has."""
+def no_toolkit(tmp_path) -> dict[str, str]:
+    """An environment without a CUDA toolkit, whatever this machine has."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("sh", "uname", "gcc", "g++"):
+    for tool in ("sh", "uname", "cat", "gcc", "g++", "as", "ld"):
         if shutil.which(tool):
             (tools / tool).symlink_to(shutil.which(tool))
-    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where PyPI's nvcc would be
+    return {"PATH": str(tools), "CUDA_HOME": "", "NVCC_CCBIN": ""}
+
+
+@pytest.fixture
+def no_nvcc(tmp_path, no_toolkit) -> dict[str, str]:
+    """Nor a compiler from PyPI."""
+    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where it would be
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").touch()
-    return {"PATH": str(tools), "CUDA_HOME": "", "PYTHONPATH": str(hidden.parent)}
+    return {**no_toolkit, "PYTHONPATH": str(hidden.parent)}
+
+
+@pytest.fixture
+def pypi_nvcc(no_toolkit) -> dict[str, str]:
+    """PyPI's compiler alone: the environment's, else fetched into build/ once."""
+    if any(list(Path(path).glob("nvidia/cu*/bin/nvcc")) for path in sys.path):
+        return no_toolkit
+    place = ROOT / "build" / "pypi_nvcc"
+    if not place.exists():
+        fresh = place.with_suffix(".new")
+        command = [*_PIP, "install", "--quiet", "--upgrade", "--target", str(fresh), *sorted(compiler_packages())]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:  # only beside a toolkit: without one, set-up fetched it into the environment
+            pytest.skip(f"PyPI's nvcc cannot be fetched: {done.stderr[-500:]}")
+        fresh.rename(place)
+    return {**no_toolkit, "PYTHONPATH": str(place)}
 
 
 def doctor(cwd: Path, python: str = sys.executable, **changes: str) -> str:
@@ -108,6 +138,29 @@ def test_editable(source, tmp_path):
     finally:
         for path in (source / "ffpa" / "ffpa_attn").glob("_native*"):
             path.unlink()
+
+
+@needs_nvcc
+def test_a_kernel_compiles_with_pypis_nvcc_and_gcc_alone(pypi_nvcc, tmp_path):
+    code = f"{CHILD}\nfrom ffpa_attn import toolchain\nprint(toolchain.find_nvcc().found)"
+    *_, path, found = run(
+        sys.executable, "-c", code, cwd=tmp_path, FFPA_CACHE_DIR=str(tmp_path / "cache"), **pypi_nvcc
+    ).splitlines()
+    assert found == "PyPI's nvidia-cuda-nvcc"
+    assert Path(path).parent == tmp_path / "cache" and ctypes.CDLL(path)["ffpa_instance_scaled_copy_f16_unroll4"]
+
+
+def test_set_up_fetches_nvcc_once(no_nvcc, fake_nvcc):
+    """setup_nvcc of setup_env.sh asks for the four packages where no nvcc is found, and for nothing where one is."""
+    script = f'. "{ROOT}/.dev/setup_env.sh"; _install() {{ echo "install $*"; }}; PATH=$1 CUDA_HOME=$2 setup_nvcc'
+    here = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+
+    def fetched(home: str) -> str:
+        environment = {"PATH": here, "PYTHONPATH": no_nvcc["PYTHONPATH"]}
+        return run("bash", "-c", script, "bash", no_nvcc["PATH"], home, cwd=ROOT, **environment)
+
+    assert set(re.findall(r"[^ \n]+==\S+", fetched(""))) == compiler_packages()
+    assert fetched(str(fake_nvcc.home)) == ""
 
 
 def test_python_only(source, tmp_path, no_nvcc):
