@@ -28,8 +28,11 @@ class Nvcc:
 
     @property
     def release(self) -> str:
-        """What `nvcc --version` prints, so that another compiler is another key."""
-        return _release(self.path)
+        """What `nvcc --version` prints."""
+        try:
+            return _release(self.path)
+        except BuildError as error:
+            raise BuildError(f"{error}; the way out: {GET_NVCC}") from None
 
     @property
     def version(self) -> str:
@@ -52,7 +55,7 @@ def _release(path: Path) -> str:
     try:
         return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"`{path} --version` failed: {error}; the way out: {GET_NVCC}") from None
+        raise BuildError(f"`{path} --version` failed: {error}") from None
 
 
 def find_nvcc() -> Nvcc | None:
@@ -71,6 +74,19 @@ def find_nvcc() -> Nvcc | None:
         for nvcc in sorted(Path(place).glob("cu[0-9]*/bin/nvcc"), reverse=True):
             return Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc")
     return None
+
+
+def compilers() -> str:
+    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls, flags it adds itself."""
+    flags = env.all_flags()
+    chosen = flags["NVCC_CCBIN"]
+    if chosen and not Path(chosen).is_dir():
+        hosts = [shutil.which(chosen)]
+    else:
+        hosts = [shutil.which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
+    releases = [f"{host}\n{_release(Path(host))}" for host in hosts if host]
+    added = [f"{name}={flags[name]}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+    return "\n".join([find_nvcc().release, *releases, *added])
 
 
 def find_ninja() -> Path | None:

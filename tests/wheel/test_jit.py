@@ -45,6 +45,31 @@ def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, m
     assert len(set(paths)) == 5 and all(path.exists() for path in paths)
 
 
+@pytest.mark.parametrize("how", ["on PATH", "NVCC_CCBIN", "NVCC_CCBIN, a directory"])
+def test_another_host_compiler_is_another_file(fake_nvcc, cache, monkeypatch, tmp_path, how):
+    """Another place, and another version in the same place."""
+    seen = {jit.library(SPEC, "sm_90")}
+    host = tmp_path / "host" / ("gcc" if how != "NVCC_CCBIN" else "clang++")
+    host.parent.mkdir()
+    if how == "on PATH":
+        monkeypatch.setenv("PATH", f"{host.parent}{os.pathsep}{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("NVCC_CCBIN", str(host.parent if "directory" in how else host))
+    for version in ("13.1", "14.2"):
+        host.write_text(f"#!/bin/sh\necho {version}\n")
+        host.chmod(0o755)
+        toolchain._release.cache_clear()
+        seen.add(jit.library(SPEC, "sm_90"))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
+def test_flags_that_nvcc_adds_are_another_file(fake_nvcc, cache, monkeypatch, name):
+    before = jit.library(SPEC, "sm_90")
+    monkeypatch.setenv(name, "-O1")
+    assert jit.library(SPEC, "sm_90") != before
+
+
 def test_sources_hash_follows_the_sources(tmp_path, monkeypatch):
     (tmp_path / "a.cuh").write_text("1")
     monkeypatch.setattr(build, "csrc", lambda: tmp_path)
