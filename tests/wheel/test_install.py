@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,16 +19,24 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _HERE = ("--no-build-isolation", "--no-deps", "--no-index")
 
 
-def run(*command, cwd: Path, **changes: str) -> str:
-    """What it printed; raises with it when it fails."""
+def start(*command, cwd: Path, **changes: str) -> subprocess.Popen:
     # The smallest set, for one GPU: what is tested is the way there.
     environment = {**os.environ, "ENABLE_FFPA_DEBUG": "1", "FFPA_CUDA_ARCHS": "9.0", "MAX_JOBS": "2", **changes}
     environment = {name: value for name, value in environment.items() if value}
-    done = subprocess.run(
+    return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}"
-    return done.stdout
+
+
+def printed(process: subprocess.Popen) -> str:
+    """All of it, in the end; raises with it when the process fails."""
+    out, _ = process.communicate()
+    assert process.returncode == 0, f"{process.args}:\n{out}"
+    return out
+
+
+def run(*command, cwd: Path, **changes: str) -> str:
+    return printed(start(*command, cwd=cwd, **changes))
 
 
 def compiler_packages() -> set[str]:
@@ -36,11 +45,10 @@ def compiler_packages() -> set[str]:
     return {name for name in re.findall(r'"([^"]+)"', extra) if name.startswith("nvidia-")}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """The repository as a user has it, in a place with a space in its name."""
-    copy = tmp_path_factory.mktemp("install") / "a copy"
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py", "csrc", "ffpa"):
+def copy_of_the_repository(copy: Path) -> Path:
+    """As a user has it."""
+    files = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py")
+    for name in (*files, "csrc", "ffpa", "tests", "bench", ".dev"):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("_native*", "__pycache__", "*.egg-info")
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
@@ -48,6 +56,12 @@ def source(tmp_path_factory) -> Path:
             copy.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     return copy
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """In a place with a space in its name; what one test compiled there, the next need not."""
+    return copy_of_the_repository(tmp_path_factory.mktemp("install") / "a copy")
 
 
 @pytest.fixture
@@ -116,11 +130,47 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
     assert csrc == f"{site}/ffpa_attn/csrc" and names
 
 
+def test_two_builds_at_once(fake_nvcc, tmp_path):
+    """The second waits, then finds everything compiled."""
+    source = copy_of_the_repository(tmp_path / "source")
+    fake_nvcc.set(seconds="0.3")
+    places = [tmp_path / "one", tmp_path / "two"]
+    builds = [start(*_PIP, "wheel", str(source), *_HERE, "-w", str(place), cwd=tmp_path) for place in places]
+    for build in builds:
+        printed(build)
+    (one,), (two,) = (place.glob("*.whl") for place in places)
+    names = zipfile.ZipFile(one).namelist()
+    assert names == zipfile.ZipFile(two).namelist() and "ffpa_attn/_native.abi3.so" in names
+    results = [call.split(" -o ")[1].split()[0] for call in fake_nvcc.calls]
+    assert results and len(results) == len(set(results))
+
+
 @needs_nvcc
 def test_setup_py_bdist_wheel(source, tmp_path):
     run(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source)
     (wheel,) = tmp_path.glob("*-cp310-abi3-*.whl")
     assert "ffpa_attn/_native.abi3.so" in zipfile.ZipFile(wheel).namelist()
+
+
+@needs_nvcc
+def test_sdist(tmp_path):
+    """All of the repository that builds and proves, nothing that a build made; a wheel comes out of it alone."""
+    source = copy_of_the_repository(tmp_path / "source")
+    files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    for generated in ("ffpa/ffpa_attn/_native.json", "ffpa/ffpa_attn/_native.abi3.so", "tests/__pycache__/a.pyc"):
+        (source / generated).parent.mkdir(exist_ok=True)
+        (source / generated).touch()
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path), cwd=source)
+    (sdist,) = tmp_path.glob("ffpa_attn-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not files - names
+    assert not [name for name in names if re.search(r"/_native\.|__pycache__/.|\.(so|o|pyc)$", name)]
+
+    run(*_PIP, "wheel", str(sdist), *_HERE, "-w", str(tmp_path), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*-cp310-abi3-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"ffpa_attn/_native.abi3.so", "ffpa_attn/env.py", "ffpa_attn/csrc/launch/launcher.cuh"} <= set(names)
 
 
 @needs_nvcc
