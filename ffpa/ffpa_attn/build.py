@@ -219,15 +219,16 @@ def run_ninja(directory: Path, verbose: bool = False) -> None:
         raise BuildError(toolchain.NO_NINJA)
     jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
     command = [str(ninja), "-C", str(directory), "-j", str(jobs)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     output = []
-    for line in process.stdout:
-        output.append(line)
-        if verbose:
-            print(line, end="", flush=True)
-    if process.wait() != 0:
+    with subprocess.Popen(command, **pipes) as process:
+        for line in process.stdout:
+            output.append(line)
+            if verbose:
+                print(line, end="", flush=True)
+    if process.returncode != 0:
         failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
-        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES])
+        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES]).rstrip()
         raise BuildError(f"`{shlex.join(command)}` failed: {shown}")
 
 

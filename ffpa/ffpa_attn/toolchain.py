@@ -103,11 +103,14 @@ def find_ninja() -> Path | None:
 
 def why_no_build() -> str | None:
     """Why nothing can be compiled here, and the way out; None when it can."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
-    if nvcc.major < OLDEST_NVCC:
-        return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    try:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
+        if nvcc.major < OLDEST_NVCC:
+            return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    except BuildError as error:
+        return str(error)
     if find_ninja() is None:
         return NO_NINJA
     if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):

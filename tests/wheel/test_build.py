@@ -216,6 +216,10 @@ def test_nvcc_without_torch_is_an_error(fake_nvcc, tmp_path, monkeypatch):
 
 def test_what_a_build_needs(fake_nvcc, monkeypatch):
     assert toolchain.why_no_build() is None
+    (fake_nvcc.bin / "nvcc").chmod(0o644)
+    toolchain._release.cache_clear()
+    assert re.search(r"nvcc --version` failed: .*Permission denied.*the way out: pip install", toolchain.why_no_build())
+    (fake_nvcc.bin / "nvcc").chmod(0o755)
     fake_nvcc.set(release="11.8")
     toolchain._release.cache_clear()
     assert "nvcc 11.8.1, and 12.0 is the oldest" in toolchain.why_no_build()
