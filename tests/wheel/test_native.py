@@ -188,6 +188,14 @@ def test_doctor_never_fails(native, monkeypatch, capsys):
     assert "fail       BROKEN: KeyError: 'surprise'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag, value, subject", [("MAX_JOBS", "many", "flags"), ("CUDA_HOME", "/nowhere", "compiler")])
+def test_doctor_says_a_wrong_flag_once(native, monkeypatch, capsys, flag, value, subject):
+    monkeypatch.setenv(flag, value)
+    assert doctor.main() == 1
+    out = capsys.readouterr().out
+    assert out.count(f"{flag}={value!r}") == out.count("BROKEN") == 1 and f"\nbroken: {subject}" in out
+
+
 # ---- with one ----
 
 
