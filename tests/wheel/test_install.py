@@ -223,6 +223,16 @@ def test_python_only(source, tmp_path, no_nvcc):
     assert "this installation holds no CUDA kernels" in out and "nothing is broken" in out
 
 
+def test_a_compiler_that_fails_leaves_no_wheel(fake_nvcc, tmp_path):
+    source = copy_of_the_repository(tmp_path / "source")
+    fake_nvcc.set(broken="")
+    build = start(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source)
+    out, _ = build.communicate()
+    assert build.returncode != 0 and "out of luck" in out and "Traceback" not in out
+    assert out.splitlines()[-1].startswith("ffpa_attn: `")
+    assert not list(tmp_path.glob("*.whl")) and not list(source.rglob("_native*"))
+
+
 def test_a_wrong_flag_is_one_line(source):
     environment = {**os.environ, "MAX_JOBS": "many", "CUDA_HOME": ""}
     command = [sys.executable, "setup.py", "-q", "build"]

@@ -135,6 +135,21 @@ def test_a_cache_that_cannot_be_written(fake_nvcc, cache, monkeypatch, code, way
     assert not list(cache.glob("*.so")) and not leftovers(cache)
 
 
+def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
+    path = jit.library(SPEC, "sm_90")
+    real = Path.open
+
+    def read_only(self, mode="r", *how, **more):
+        if cache in self.parents and mode != "r":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(self, mode, *how, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert jit.library(SPEC, "sm_90") == path
+    with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*make it writable.*FFPA_CACHE_DIR"):
+        jit.library(ScaledCopy("f16", 8), "sm_90")
+
+
 def test_a_cache_that_is_a_file(fake_nvcc, cache):
     cache.write_text("")
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*FFPA_CACHE_DIR"):
