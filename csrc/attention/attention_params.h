@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "base/compiler.h"
+
 #include "base/math.h"
 
 namespace ffpa {
@@ -58,6 +60,15 @@ struct AttentionParams {
 
   float* scratch;       // of kernels that stream O: a part for each block of the grid
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
+
+  // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
+  // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged afterwards.
+  int splits;
+  float* partial;
+
+  FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
+  FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
+  FFPA_HOST_DEVICE float* partial_lse(int split) const { return partial + (splits * int64_t(d_v) + split) * all_rows(); }
 };
 
 // A tensor as a caller knows it, of up to four dims: [batch, heads, rows, columns], of which the first may be missing.
@@ -91,6 +102,8 @@ struct ForwardOptions {
   bool q_resident;
   float* scratch;
   int resident_blocks;
+  int splits;
+  float* partial;
 };
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
@@ -126,6 +139,8 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.q_resident = options.q_resident;
   params.scratch = options.scratch;
   params.resident_blocks = options.resident_blocks;
+  params.splits = options.splits;
+  params.partial = options.partial;
   return params;
 }
 

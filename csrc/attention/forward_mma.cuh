@@ -114,7 +114,8 @@ class ForwardMma {
     const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
     const int row_blocks = ceil_div(params_.n_q, kRows);
     first_column_ = item % groups * kColumns;
-    const int row_block = item / groups;
+    split_ = item / groups % params_.splits;
+    const int row_block = item / groups / params_.splits;
     head_of_all_ = row_block / row_blocks;
     batch_ = head_of_all_ / params_.heads_q;
     head_ = head_of_all_ % params_.heads_q;
@@ -132,6 +133,11 @@ class ForwardMma {
     const VisibleKeys visible = visible_keys();
     first_tile_ = visible.begin() / kKeys;
     end_tile_ = max_of(ceil_div(visible.end(), kKeys), first_tile_);
+    if (params_.splits > 1) {
+      const int tiles = ceil_div(end_tile_ - first_tile_, params_.splits);
+      first_tile_ = min_of(first_tile_ + split_ * tiles, end_tile_);
+      end_tile_ = min_of(first_tile_ + tiles, end_tile_);
+    }
     load_tile_ = first_tile_;
     load_step_ = load_group_ = 0;
     FFPA_UNROLL
@@ -423,7 +429,8 @@ class ForwardMma {
       }
     }
     sync_team();
-    if (params_.lse == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
+    float* lse_gmem = params_.splits > 1 ? params_.partial_lse(split_) : params_.lse;
+    if (lse_gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
@@ -431,7 +438,7 @@ class ForwardMma {
         const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
         if (first_row_ + row >= params_.n_q) continue;
         const float lse = (row_max_[m][h] + ptx::lg2(row_sum(row))) * kLn2;  // no key: -inf + -inf
-        ptx::st_global_4(params_.lse + int64_t(head_of_all_) * params_.n_q + first_row_ + row, float_bits(lse));
+        ptx::st_global_4(lse_gmem + int64_t(head_of_all_) * params_.n_q + first_row_ + row, float_bits(lse));
       }
     }
   }
@@ -444,6 +451,39 @@ class ForwardMma {
   }
 
   FFPA_DEVICE void write(const Out& out, int first_column) const {
+    if (params_.splits > 1) {
+      write_partial(out, first_column);
+    } else {
+      write_final(out, first_column);
+    }
+  }
+
+  // In fp32, for merge_splits.
+  FFPA_DEVICE void write_partial(const Out& out, int first_column) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = out_row(m, h);
+        if (first_row_ + row >= params_.n_q) continue;
+        const float sum = row_sum(row);
+        const float inverse = sum > 0 ? 1 / sum : 0.0f;
+        float* row_gmem =
+            params_.partial_out(split_) + (int64_t(head_of_all_) * params_.n_q + first_row_ + row) * params_.d_v;
+        FFPA_UNROLL
+        for (int n = 0; n < kOutN; ++n) {
+          const int column = pair_column(n / 2) + n % 2 * 8 + tile::c_coordinate(lane_, 0).column;
+          if (first_column + column >= params_.d_v) continue;
+          float values[4];
+          out[m][n].get(values);
+          ptx::st_global_8(row_gmem + first_column + column,
+                           {float_bits(values[2 * h] * inverse), float_bits(values[2 * h + 1] * inverse)});
+        }
+      }
+    }
+  }
+
+  FFPA_DEVICE void write_final(const Out& out, int first_column) const {
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {
       FFPA_UNROLL
@@ -509,7 +549,7 @@ class ForwardMma {
   int key_steps_;
   typename Config::Ring ring_;
 
-  int head_of_all_, batch_, head_, first_row_, first_column_;
+  int head_of_all_, batch_, head_, first_row_, first_column_, split_;
   int first_tile_, end_tile_;
   tile::GmemWindow q_gmem_, k_gmem_, v_gmem_;
   uint16_t* out_gmem_;

@@ -75,9 +75,10 @@ struct ForwardMmaConfig : Fields {
   // Passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  // Work items: (head, row block) and, unless O is streamed, column group.
+  // Work items: (head, row block, part of the keys) and, unless O is streamed, column group.
   FFPA_HOST_DEVICE static int work_items(const Params& params) {
-    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q * (Fields::kStreamed ? 1 : column_groups(params));
+    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q * params.splits *
+           (Fields::kStreamed ? 1 : column_groups(params));
   }
 
   // Floats of scratch of one block, in the order of fragments.

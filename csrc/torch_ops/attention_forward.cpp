@@ -37,24 +37,24 @@ MaskView mask_view(const std::optional<Tensor>& mask) {
 }
 
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted; mask: broadcastable
-// to [B, H, N_q, N_k]; scratch: of the kernels that stream O.
+// to [B, H, N_q, N_k]; scratch and partial: see AttentionParams.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
                        std::optional<Tensor> mask, double scale, double softcap, int64_t left, int64_t right,
                        bool top_left, int64_t stages, bool q_resident, std::optional<Tensor> scratch,
-                       int64_t resident_blocks) {
+                       int64_t resident_blocks, int64_t splits, std::optional<Tensor> partial) {
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
-  float* scratch_data = scratch ? static_cast<float*>(scratch->data_ptr()) : nullptr;
+  const auto floats = [](const std::optional<Tensor>& x) { return x ? static_cast<float*>(x->data_ptr()) : nullptr; };
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data, mask_view(mask),
-                           {scale, softcap, left, right, top_left, stages, q_resident, scratch_data,
-                            int(resident_blocks)}));
+                           {scale, softcap, left, right, top_left, stages, q_resident, floats(scratch),
+                            int(resident_blocks), int(splits), floats(partial)}));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
       "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor? mask, float "
       "scale, float softcap, int left, int right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
-      "int resident_blocks) -> ()");
+      "int resident_blocks, int splits, Tensor(d!)? partial) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CUDA, library) {

@@ -63,7 +63,7 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> No
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
-    *options, scratch, blocks = options
+    *options, scratch, blocks, splits, partial = options
     message = module.attention_forward(
         spec.name,
         *map(_described, (q, k, v, out)),
@@ -72,6 +72,8 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> No
         *options,
         *_floats(scratch),
         blocks,
+        splits,
+        *_floats(partial),
     )
     report = module.take_report()
     if _settings.reports is not None:

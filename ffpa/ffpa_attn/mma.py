@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from . import archs
-from .spec import ACCUMULATORS, MOST_COLUMNS, STREAMED_COLUMNS, ForwardMma, Problem, forward_specs
+from .spec import (
+    COLUMNS,
+    MOST_COLUMNS,
+    ForwardMma,
+    MergeSplits,
+    Problem,
+    Shape,
+    Visibility,
+    forward_spec,
+    register_shapes,
+    streamed_shapes,
+)
 
 # What the kernel does now, whatever is asked: a toggle forced to anything else cannot be honoured.
 _FIXED = {
@@ -26,6 +37,7 @@ _FIXED = {
 
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
+_MOST_SPLITS = 64
 _MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
 
 
@@ -34,6 +46,8 @@ class MmaPlan(NamedTuple):
     level: int
     stages: int
     q_resident: bool
+    splits: int
+    packs_heads: bool  # one row of each query head that shares a key/value head: rows of one tile
 
 
 def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> int:
@@ -65,20 +79,46 @@ def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str
 
 
 def _columns(d_v: int) -> int:
-    return -(-d_v // 64) * 64
+    return max(-(-d_v // 64) * 64, COLUMNS[0])
 
 
-def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, ForwardMma]]:
-    """(level, spec), the fastest first as measured on an H200 (.dev/measurements.md)."""
-    groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
-    of_level = {
-        1: forward_specs(p.dtype, *acc, _columns(p.d_v)) if p.d_v <= MOST_COLUMNS else [],
-        2: forward_specs(p.dtype, *acc, _columns(-(-p.d_v // groups))),
-        3: forward_specs(p.dtype, *acc, STREAMED_COLUMNS, streamed=True),
-    }
-    for level in (p.level,) if p.level else (1, 3):
-        for spec in of_level[level]:
-            yield level, spec
+def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, int, Shape]]:
+    """(level, columns, shape)"""
+    if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
+        for shape in register_shapes(_columns(p.d_v), acc):
+            yield 1, _columns(p.d_v), shape
+    if p.level == 2:
+        groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
+        columns = _columns(-(-p.d_v // groups))
+        for shape in register_shapes(columns, acc):
+            yield 2, columns, shape
+    if p.level in (3, None):
+        for columns, shape in streamed_shapes(acc):
+            yield 3, columns, shape
+
+
+def _microseconds(p: Problem, level: int, columns: int, shape: Shape, splits: int) -> float:
+    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and one more for its ends.
+
+    Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
+    """
+    multiprocessors = archs.multiprocessors(p.arch)
+    groups = -(-p.d_v // columns)
+    rows = p.batch * p.heads_q * p.n_q
+    items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
+    width = p.d_qk + columns * (groups if level == 3 else 1)
+    compute = 2 * shape.rows * shape.keys * width / (shape.speed * 1e6 / 132)
+    tiles = -(-p.n_k // (shape.keys * splits))
+    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
+    merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
+    return max(-(-items // multiprocessors) * (tiles + 1) * compute, memory + compute) + merge
+
+
+def _splits(p: Problem, level: int, columns: int, shape: Shape, workspace_cap: int) -> int:
+    """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
+    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 1) * 4
+    most = 1 if p.packed else min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
+    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, columns, shape, splits))
 
 
 def _with_padding(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
@@ -120,20 +160,29 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     if prefetch is not None and p.num_stages and prefetch != (p.num_stages > 1):
         return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
 
+    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
+    if packs_heads:
+        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
     limit = archs.shared_memory_bytes(p.arch)
-    fits = []
-    for level, spec in _candidates(p, acc):
-        spec = _with_padding(spec, flags)
-        blocks = -(-p.n_q // spec.rows) * p.batch * p.heads_q * -(-p.d_v // spec.columns)
+    plans = []
+    for level, columns, shape in _candidates(p, acc):
+        spec = _with_padding(forward_spec(p.dtype, acc, columns, shape, streamed=level == 3), flags)
         settings = _settings(spec, p, flags, limit)
-        if settings and blocks <= _MOST_BLOCKS:
-            fits.append(MmaPlan(spec, level, *settings))
-    if not fits:
-        too_many = blocks > _MOST_BLOCKS
-        return f"{spec.name} " + (
-            "needs more blocks than a grid holds" if too_many else f"with these settings needs more shared memory than {p.arch} has"
-        )
-    return next((plan for plan in fits if plan.stages > 1), fits[0])
+        if settings is None:
+            continue
+        splits = _splits(p, level, columns, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+        cost = _microseconds(p, level, columns, shape, splits)
+        stages, q_resident = settings
+        if stages == 1:
+            cost *= 1.6  # nothing hides the loads
+        elif level == 3 and shape.rows == 64 and (stages == 2 or not q_resident):
+            cost *= 1.2
+        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, packs_heads)))
+    if not plans:
+        return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
+    _, best = min(plans, key=lambda plan: plan[0])
+    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * -(-p.d_v // best.spec.columns) * best.splits
+    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
 
 
 def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):
@@ -144,22 +193,60 @@ def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):
     return torch.empty(blocks * of_block, dtype=torch.float32, device=q.device), blocks
 
 
+def _pack_heads(q, k, v, out, mask, see: Visibility):
+    """The query heads that share a key/value head as rows of one, and K and V without what their one row does not see."""
+    group = q.shape[1] // k.shape[1]
+    diagonal = 0 if see.top_left else k.shape[2] - 1
+    first = 0 if see.left < 0 else max(diagonal - see.left, 0)
+    end = k.shape[2] if see.right < 0 else min(diagonal + see.right + 1, k.shape[2])
+    keys = slice(first, max(first, end))
+
+    def packed(x):
+        return x.unflatten(1, (x.shape[1] // group, group)).squeeze(3)
+
+    if mask is not None:
+        if mask.shape[-1] > 1:
+            mask = mask[..., keys]
+        if mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.unflatten(-3, (-1, group)).squeeze(-2)
+    return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
+
+
 def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule, workspace_cap: int) -> None:
     """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None."""
     if not out.numel():
         return
+    see = rule.visibility
+    if plan.packs_heads:
+        q, k, v, out, mask = _pack_heads(q, k, v, out, mask, see)
+        see = Visibility(-1, -1, False)
     if q.is_cuda:
         from . import native
 
-        kernel, run = native.kernel(plan.spec, native.gpu_of(q.device)), native.library().attention_forward
-        blocks = native.multiprocessors(q.device) if plan.spec.streamed else 0
+        gpu, run = native.gpu_of(q.device), native.library().attention_forward
+        blocks = native.multiprocessors(q.device)
+
+        def kernel(spec):
+            return native.kernel(spec, gpu)
     else:
         from . import emulated
 
-        kernel, run, blocks = plan.spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
-    scratch = None
+        run, blocks = emulated.attention_forward, emulated.RESIDENT_BLOCKS
+
+        def kernel(spec):
+            return spec
+
+    scratch = partial = None
     if plan.spec.streamed:
         scratch, blocks = _scratch(plan, q, v, blocks, workspace_cap)
-    see = rule.visibility
-    options = (rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
-    run(kernel, q, k, v, out, lse, mask, *options, scratch, blocks)
+    if plan.splits > 1:
+        partial = torch.empty(
+            plan.splits * out[..., 0].numel() * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
+        )
+    call = (
+        q, k, v, out, lse, mask, rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident,
+        scratch, blocks, plan.splits, partial,
+    )  # fmt: skip
+    run(kernel(plan.spec), *call)
+    if plan.splits > 1:
+        run(kernel(MergeSplits(plan.spec.dtype)), *call)
