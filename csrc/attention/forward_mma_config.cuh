@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -48,7 +49,7 @@ struct ForwardMmaConfig : Fields {
   static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
   static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
 
-  // Shared memory: slots of the ring, then P, row statistics, barriers, and Q where it is resident.
+  // Shared memory: slots of the ring, then P, row statistics, barriers, the row block, and Q where it is resident.
   using Layout = tile::RowLayout;
   FFPA_HOST_DEVICE static constexpr Layout query_layout() { return Layout(kKeyColumns * 2, Fields::kPadQ); }  // of a step
   FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
@@ -69,7 +70,7 @@ struct ForwardMmaConfig : Fields {
 
   static uint32_t smem_bytes(const Params& params) {
     return params.stages * slot_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes +
-           Ring::kBarrierBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
+           Ring::kBarrierBytes + KeptRowBlock::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
   }
 
   // Passes over the columns of O: one where registers hold them all.

@@ -144,8 +144,6 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
     if p.direction != "forward":
         return "there is no mma backward kernel"
-    if p.packed:
-        return "the mma forward has no packed sequences"
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
@@ -212,8 +210,16 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
     return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
 
 
-def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule, workspace_cap: int) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None."""
+def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None.
+
+    Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+    """
+    if offsets:  # rows of no sequence
+        out.zero_()
+        lse.fill_(-float("inf"))
+        if len(offsets[0]) < 2 or not offsets[2]:
+            return
     if not out.numel():
         return
     see = rule.visibility
@@ -244,7 +250,7 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule, workspace_cap: int) ->
             plan.splits * out[..., 0].numel() * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
         )
     call = (
-        q, k, v, out, lse, mask, rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident,
+        q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident,
         scratch, blocks, plan.splits, partial,
     )  # fmt: skip
     run(kernel(plan.spec), *call)

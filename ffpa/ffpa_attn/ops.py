@@ -117,6 +117,8 @@ def _remember(key: tuple, plan: _Plan) -> _Plan:
 class Dense:
     """[B, H, N, D] or [B, N, H, D], with a mask or none."""
 
+    offsets = None
+
     def __init__(self, layout: str, mask: torch.Tensor | None):
         self.layout, self.mask = layout, mask
 
@@ -262,7 +264,7 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
 
 def _mma_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    mma.forward(plan.choice.plan, *tensors, lse, form.mask, plan.rule, plan.workspace_cap)
+    mma.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
 _FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}
