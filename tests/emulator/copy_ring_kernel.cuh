@@ -1,5 +1,5 @@
-// A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all read
-// them. `bug` spoils one piece.
+// A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all
+// read them. `bug` spoils one piece.
 //
 // Each slot has two mbarriers. Full: every thread arrives when its copies have landed. Empty: one lane of every warp
 // arrives when the warp has read the slot.
@@ -20,6 +20,7 @@ namespace ffpa::testing {
 enum class RingBug : int {
   kNone,
   kNoFullWait,
+  kFullWaitInFirstRoundOnly,
   kNoEmptyWait,
   kWrongFullParity,
   kWrongEmptyParity,
@@ -93,7 +94,8 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   tile::StageRing reading(slots, kSlotBytes);
   for (int step = 0; step < steps; ++step) {
     fill(step + slots - 1);
-    if (bug != RingBug::kNoFullWait) {
+    const bool first_round = step < slots;
+    if (bug != RingBug::kNoFullWait && (first_round || bug != RingBug::kFullWaitInFirstRoundOnly)) {
       const int slot = bug == RingBug::kWaitsForAnotherSlot ? 0 : reading.index();
       ptx::mbarrier_wait(full + 8 * slot, reading.parity() ^ (bug == RingBug::kWrongFullParity));
     }
