@@ -35,6 +35,29 @@ enum class RingBug : int {
   kOneStepTooMany,  // filled, and never used
 };
 
+// A position that goes round a ring of slots, and how often it has, modulo 2.
+class RingPosition {
+ public:
+  FFPA_DEVICE RingPosition(int slots, uint32_t slot_bytes) : slots_(slots), slot_bytes_(slot_bytes) {}
+
+  FFPA_DEVICE int index() const { return index_; }
+  FFPA_DEVICE uint32_t parity() const { return parity_; }
+  FFPA_DEVICE uint32_t offset() const { return index_ * slot_bytes_; }
+
+  FFPA_DEVICE void advance() {
+    if (++index_ == slots_) {
+      index_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  int slots_;
+  uint32_t slot_bytes_;
+  int index_ = 0;
+  uint32_t parity_ = 0;
+};
+
 // input: [1 + steps][thread][4 words], the first of them stays for all steps. output: [steps][thread][4 words]: twice
 // the step's words of the opposite thread, plus its words that stay, plus how often the ring has come round modulo 2.
 template <int kThreads>
@@ -62,7 +85,7 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   ptx::cp_async_16(resident + mine, input + thread * 4);
   ptx::cp_async_commit_group();
 
-  tile::StageRing filling(slots, kSlotBytes);
+  RingPosition filling(slots, kSlotBytes);
   const auto fill = [&](int step) {
     if (step >= steps + (bug == RingBug::kOneStepTooMany)) return;
     const uint32_t full_slot = full + 8 * filling.index();
@@ -91,7 +114,7 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   uint32_t kept[4];
   ptx::ld_shared_16(kept, resident + opposite);
 
-  tile::StageRing reading(slots, kSlotBytes);
+  RingPosition reading(slots, kSlotBytes);
   for (int step = 0; step < steps; ++step) {
     fill(step + slots - 1);
     const bool first_round = step < slots;
