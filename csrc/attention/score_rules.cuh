@@ -69,27 +69,30 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
       const uint8_t* row_gmem = of_head + r * mask.row_stride;
       const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // nor past this
       const uint8_t* gmem = row_gmem + (key + tile::c_coordinate(lane, 0).column) * mask.key_stride;
-      const auto add = [&](auto value_at) {
+      const auto apply = [&](auto masked) {
         FFPA_UNROLL
         for (int n = 0; n < kN; ++n) {
           FFPA_UNROLL
           for (int e = 0; e < 2; ++e) {
-            logits[m][n][2 * h + e] += value_at(min_of(gmem + e * mask.key_stride, last));
+            float& logit = logits[m][n][2 * h + e];
+            logit = masked(logit, min_of(gmem + e * mask.key_stride, last));
           }
           gmem += 8 * mask.key_stride;
         }
       };
       if (mask.kind == MaskKind::kBool) {
-        add([](const uint8_t* at) { return ptx::ld_global_1(at) ? 0.0f : -kInfinity; });
+        apply([](float logit, const uint8_t* at) { return ptx::ld_global_1(at) ? logit : -kInfinity; });
       } else if (mask.kind == MaskKind::kFloat) {
-        add([](const uint8_t* at) { return in_base_2(float_from_bits(ptx::ld_global_4(at))); });
+        apply([](float logit, const uint8_t* at) {
+          return logit + in_base_2(float_from_bits(ptx::ld_global_4(at)));
+        });
       } else {
         const bool half = mask.kind == MaskKind::kHalf;
-        add([&](const uint8_t* at) {
+        apply([&](float logit, const uint8_t* at) {
           const uint32_t bits = ptx::ld_global_2(at);
           float as_half, unused;
           ptx::unpack<Half>(bits, as_half, unused);
-          return in_base_2(half ? as_half : float_from_bits(bits << 16));
+          return logit + in_base_2(half ? as_half : float_from_bits(bits << 16));
         });
       }
     }

@@ -46,8 +46,8 @@ class MmaPlan(NamedTuple):
     level: int
     stages: int
     q_resident: bool
-    splits: int
-    packs_heads: bool  # one row of each query head that shares a key/value head: rows of one tile
+    splits: int = 1
+    packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
 
 def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> int:
@@ -62,7 +62,8 @@ def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> in
     score_warps_by_keys = 4 if spec.rows == 64 else 8
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
-    return stages * slot + spec.rows * spec.keys * 2 + statistics + 64 + resident
+    barriers_and_row_block = 64 + 128
+    return stages * slot + spec.rows * spec.keys * 2 + statistics + barriers_and_row_block + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
@@ -173,7 +174,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         stages, q_resident = settings
         if stages == 1:
             cost *= 1.6  # nothing hides the loads
-        elif level == 3 and shape.rows == 64 and (stages == 2 or not q_resident):
+        elif level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
             cost *= 1.2
         plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, packs_heads)))
     if not plans:
