@@ -172,14 +172,12 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         splits = _splits(p, level, columns, shape, flags["FFPA_WORKSPACE_MB"] << 20)
         cost = _microseconds(p, level, columns, shape, splits)
         stages, q_resident = settings
-        if stages == 1:
-            cost *= 1.6  # nothing hides the loads
-        elif level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
+        if level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
             cost *= 1.2
-        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, packs_heads)))
+        plans.append((stages == 1, cost, MmaPlan(spec, level, stages, q_resident, splits, packs_heads)))
     if not plans:
         return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
-    _, best = min(plans, key=lambda plan: plan[0])
+    *_, best = min(plans, key=lambda plan: plan[:2])  # with one stage nothing hides the loads
     blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * -(-p.d_v // best.spec.columns) * best.splits
     return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
 
