@@ -64,6 +64,7 @@ def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128)
         and DTYPES[spec.dtype] == dtype
         and spec.acc_qk == spec.acc_pv == "f32"
         and spec.columns >= columns
+        and spec.rows < 128
     ]
     return min(fit, key=lambda spec: (spec.columns, spec.keys))
 

@@ -59,7 +59,7 @@ def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> in
     query = step(spec.rows, spec.key_columns, spec.pad_q)
     key = step(spec.keys, spec.key_columns, spec.pad_k) + (0 if q_resident else query)
     slot = max(key, step(spec.value_rows, spec.columns, spec.pad_v))
-    score_warps_by_keys = 4 if spec.rows == 64 else 8
+    score_warps_by_keys = 256 // spec.rows
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
     barriers_and_row_block = 64 + 128
