@@ -39,8 +39,8 @@ class StageRing {
   uint32_t parity_ = 0;
 };
 
-// Waits until at most `pending` (0 … 3) of this thread's latest copy groups are in flight; any other value waits for
-// all. A ring of s stages that commits one group a step, s - 1 steps ahead, has the current step's bytes after
+// Waits until at most `pending` (0 … 4 or 6) of this thread's latest copy groups are in flight; any other value waits
+// for all. A ring of s stages that commits one group a step, s - 1 steps ahead, has the current step's bytes after
 // wait_for_copies(s - 1) if the group of step + s - 1 is committed before the wait, after wait_for_copies(s - 2) if
 // not.
 FFPA_DEVICE void wait_for_copies(int pending) {
@@ -53,6 +53,12 @@ FFPA_DEVICE void wait_for_copies(int pending) {
       break;
     case 3:
       ptx::cp_async_wait_group<3>();
+      break;
+    case 4:
+      ptx::cp_async_wait_group<4>();
+      break;
+    case 6:
+      ptx::cp_async_wait_group<6>();
       break;
     default:
       ptx::cp_async_wait_group<0>();

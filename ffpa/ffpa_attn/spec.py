@@ -157,10 +157,47 @@ class ForwardMmaL1(KernelSpec):
         return ForwardMmaL1(dtype, head_dim, rows, keys)
 
 
+@dataclass(frozen=True)
+class ForwardMmaRows(KernelSpec):
+    """Forward for small head dims, each warp on rows of its own; a spec serves every D_qk and D_v up to head_dim."""
+
+    family = "forward_mma_rows"
+    arch = "sm_80"
+
+    dtype: str
+    head_dim: int  # columns of Q, K, V and O
+    rows: int  # of a tile
+    keys: int
+    warps: int
+    blocks: int  # that an SM should hold, which caps the registers
+    q_in_registers: bool  # or its fragments are read again for every tile
+
+    @staticmethod
+    def of(dtype: str, d: int, q_in_registers: bool | None = None) -> ForwardMmaRows:
+        """The spec for columns of this width (the wider of Q's and V's); the faster of the two if nothing is asked."""
+        head_dim = next(width for width in ROWS_HEAD_DIMS if d <= width)
+        without, within = _ROWS_TILES[head_dim]
+        return ForwardMmaRows(dtype, head_dim, *(within if q_in_registers else without), bool(q_in_registers))
+
+
+# Head dim: rows, keys, warps and blocks of an SM, with Q read from shared memory, and with Q in registers.
+_ROWS_TILES = {
+    64: ((128, 128, 4, 2), (128, 64, 4, 2)),
+    96: ((128, 64, 4, 2), (64, 64, 4, 3)),
+    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
+    192: ((64, 64, 4, 2), (64, 64, 4, 2)),
+    256: ((64, 64, 4, 2), (128, 32, 8, 1)),
+}
+ROWS_HEAD_DIMS = tuple(_ROWS_TILES)
 L1_HEAD_DIMS = range(64, 1024 + 1, 64)
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
     head_dims = (512,) if flags["ENABLE_FFPA_DEBUG"] else L1_HEAD_DIMS
-    return (ScaledCopy("f16", 4), *(ForwardMmaL1.of(dtype, d) for dtype in ("f16", "bf16") for d in head_dims))
+    rows_head_dims = (128,) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
+    return (
+        ScaledCopy("f16", 4),
+        *(ForwardMmaL1.of(dtype, d) for dtype in ("f16", "bf16") for d in head_dims),
+        *(ForwardMmaRows.of(dtype, d) for dtype in ("f16", "bf16") for d in rows_head_dims),
+    )
