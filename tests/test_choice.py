@@ -107,8 +107,8 @@ class TestForced:
 
     def test_emulation_is_refused_rather_than_replaced(self, monkeypatch):
         monkeypatch.setenv("FFPA_EMULATE", "1")
-        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*no softcap"):
-            ffpa(q(), q(), q(), softcap=3.0)
+        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*accumulates in f32"):
+            ffpa(q(), q(), q(), acc="f16")
         with pytest.raises(NotImplementedError, match="level=2 cannot run .*no mma kernel of level 2"):
             ffpa(q(), q(), q(), level=2)
 

@@ -24,12 +24,17 @@ def by_id(cases):
 
 
 def supported(case: Case) -> bool:
-    return not case.mask and not case.rule.get("softcap") and (case.d_v or case.d) <= 1024
+    return (case.d_v or case.d) <= 1024
+
+
+def run(case: Case, inputs, **options):
+    q, k, v, mask = inputs
+    return ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.rule, **options)
 
 
 def check(case: Case, inputs, out, lse):
-    q, k, v, _ = inputs
-    rule = {**case.rule, "layout": case.layout}
+    q, k, v, mask = inputs
+    rule = {**case.rule, "layout": case.layout, "mask": mask}
     want, want_lse = oracle.attention(q, k, v, **rule)
     compare.assert_close("out", out, want, compare.baseline(q, k, v, **rule)[0])
     compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
@@ -78,7 +83,7 @@ def test_every_shipped_kernel_emulated(spec, seed):
 def test_cases_emulated(case):
     inputs = make_inputs(case, "cpu")
     with emulate("sm_90a", seed=3) as reports:
-        out, lse = ffpa(*inputs[:3], return_lse=True, level=1, **case.rule, layout=case.layout)
+        out, lse = run(case, inputs, level=1)
     assert len(reports) == 1
     check(case, inputs, out, lse)
 
@@ -103,6 +108,16 @@ def test_stages_and_resident_q_emulated(d, stages, q_resident, monkeypatch):
         check(case, inputs, out, lse)
     plan = mma.plan(PROBLEM._replace(num_stages=stages, d_qk=d, d_v=d), env.run_flags())
     assert (plan.stages, plan.q_resident) == (stages, q_resident)
+
+
+@pytest.mark.parametrize("softcap", [1e-40, 1e-3, 0.8, 1e3, 1e7, 3e38])
+@pytest.mark.parametrize("d", [64, 512])
+def test_softcaps_of_any_size_emulated(d, softcap):
+    """A cap far above the scores leaves them as they are, one far below them makes them equal."""
+    case = Case(n_q=33, n_k=140, d=d, rule={"softcap": softcap, "scale": -0.05, "causal": True})
+    inputs = make_inputs(case, "cpu")
+    with emulate():
+        check(case, inputs, *ffpa(*inputs[:3], return_lse=True, **case.rule))
 
 
 def test_bit_exact_sums_emulated():
@@ -216,8 +231,6 @@ def test_what_a_plan_prefers(arch, d, settings, monkeypatch):
         ({"direction": "backward"}, "no mma backward"),
         ({"level": 3}, "no mma kernel of level 3"),
         ({"packed": True}, "no packed sequences"),
-        ({"mask": "bool"}, "no masks"),
-        ({"softcap": 2.0}, "no softcap"),
         ({"acc": "f16"}, "accumulates in f32, not f16"),
         ({"d_v": 1152}, "registers"),
         ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
@@ -263,7 +276,7 @@ needs_gpu = pytest.mark.skipif(
 @by_id([case for case in CASES if supported(case)])
 def test_cases_on_a_gpu(case):
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *ffpa(*inputs[:3], return_lse=True, level=1, **case.rule, layout=case.layout))
+    check(case, inputs, *run(case, inputs, level=1))
 
 
 @needs_gpu

@@ -12,41 +12,48 @@
 #pragma once
 
 #include "attention/attention_params.h"
+#include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/async_copy.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/copy_groups.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"
-#include "tile/stage_ring.cuh"
 #include "tile/tile_copy.cuh"
 
 namespace ffpa {
 
-// Fields: Dtype; kHeadDim, which d_qk and d_v are rounded up to; kRows and kKeys of a tile; kWarps; kBlocks that an SM
-// should hold; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile.
+// Fields: Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
+// and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile.
 template <class Fields>
 struct ForwardMmaRowsConfig : Fields {
   using Params = AttentionParams;
   using Fields::kHeadDim;
   using Fields::kKeys;
   using Fields::kRows;
-  using Fields::kWarps;
 
+  static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kMinBlocksPerSm = Fields::kBlocks;
+  static constexpr int kMinBlocksPerSm = 2;
   static constexpr int kWarpRows = kRows / kWarps;
   static_assert(kWarpRows % 16 == 0 && kWarpRows * kWarps == kRows, "warps own whole fragments of rows");
   static_assert(kKeys % 16 == 0 && kHeadDim % 32 == 0, "K and V are read in fragments of 16 × 16");
+
+  // Scores that need more than a positive factor become logits first, which takes registers that two fragments of rows
+  // do not leave.
+  static constexpr bool kLogits = kWarpRows == 16;
 
   // B fragments are loaded so many pairs before their products: about one latency of ldmatrix.
   static constexpr int kAhead = kWarpRows == 16 ? 2 : 1;
@@ -57,9 +64,7 @@ struct ForwardMmaRowsConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(ceil_div(params.n_q, kRows));
-    shape.grid.y = uint32_t(params.heads_q);
-    shape.grid.z = uint32_t(params.batch);
+    shape.grid.x = uint32_t(ceil_div(params.n_q, kRows) * params.batch * params.heads_q);
     shape.threads = kThreads;
     shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes;
     return shape;
@@ -74,7 +79,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   constexpr int kRows = Config::kRows;
   constexpr int kKeys = Config::kKeys;
   constexpr int kWarpRows = Config::kWarpRows;
-  constexpr tile::SwizzledLayout kLayout(kHeadDim * 2);  // Q, K, V and O: [rows or keys][kHeadDim]
+  constexpr tile::RowLayout kLayout(kHeadDim * 2);  // Q, K, V and O: [rows or keys][kHeadDim]
 
   const int thread = ptx::thread_x();
   const int warp = thread / 32;
@@ -82,11 +87,13 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // ---- what this block computes ----
 
+  const int row_blocks = ceil_div(params.n_q, kRows);
+  const int head_of_all = ptx::block_x() / row_blocks;
+  const int batch = head_of_all / params.heads_q;
+  const int head = head_of_all % params.heads_q;
   // The last row blocks come first: under a causal mask they are the longest.
-  const int first_row = (ptx::grid_x() - 1 - ptx::block_x()) * kRows;
-  const int head = ptx::block_y();
-  const int batch = ptx::block_z();
-  const auto matrix = [&](const TensorView& x, int of_head, int rows, int columns) {
+  const int first_row = (row_blocks - 1 - int(ptx::block_x()) % row_blocks) * kRows;
+  const auto matrix = [&](const TensorView& x, int64_t of_head, int rows, int columns) {
     const uint16_t* origin = x.data + batch * x.batch_stride + of_head * x.head_stride;
     return tile::GmemWindow{origin, x.row_stride, rows, columns};
   };
@@ -115,7 +122,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   };
   // In the order of use, K V K V …, the copies run 2 · stages - 1 tiles ahead: so far back lies the oldest one needed.
   const auto wait_for_next_tile = [&] {
-    tile::wait_for_copies(2 * stages - 2);
+    tile::wait_for_copy_groups(2 * stages - 2);
     ptx::sync_block();
   };
 
@@ -134,32 +141,28 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   constexpr int kM = kWarpRows / 16, kScoreN = kKeys / 8, kOutN = kHeadDim / 8;
   constexpr int kScoreDepths = kHeadDim / 16, kOutDepths = kKeys / 16;
 
-  // Rows 16m + 8h + lane / 4 of the warp have statistics [m][h]. The reference is what the exponents of P, the sum and O
-  // refer to: the largest score so far, or one that the largest exceeds by no more than kMostGrowth. Before any key is
-  // seen it is finite all the same, so that masked scores give P = 0 without a special case.
-  constexpr float kNothingSeen = -1e38f;
-  float o[kM][kOutN][4];  // C fragments
+  // Rows 16m + 8h + lane / 4 of the warp have statistics [m][h]. The reference is what the exponents of P, the sum and
+  // O refer to: the largest score so far, or one that the largest exceeds by no more than kMostGrowth. Before any key
+  // is seen it is finite all the same, so that hidden scores give P = 0 without a special case.
+  tile::Accumulator<typename Config::AccPv> o[kM][kOutN];
   float reference[kM][2];
   float row_sum[kM][2];  // over this thread's keys alone
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      reference[m][h] = kNothingSeen;
+      reference[m][h] = -kLargestFloat;
       row_sum[m][h] = 0;
     }
-    FFPA_UNROLL
-    for (int n = 0; n < kOutN; ++n) {
-      FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
-    }
   }
+  // In base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room.
+  constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
-  // Scores are in base 2 once multiplied by `factor`. A positive scale costs nothing: the exponent's multiply-add
-  // applies it. With any other, the largest product is not that of the largest score, so scores are scaled first.
-  const bool scales_first = !(params.scale_log2 > 0);
-  const float factor = scales_first ? 1.0f : params.scale_log2;
-  constexpr float kMostGrowth = 8;  // in base 2: P stays below 2^8, far from what 16 bits hold
+  // Plain scores only need a positive factor. They are left as they are: the exponent's multiply-add applies it at no
+  // cost.
+  const bool plain =
+      !Config::kLogits || (params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0);
+  const float factor = plain ? params.score_factor : 1.0f;
 
   // Addresses of a lane, from which every fragment lies at a constant distance.
   const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
@@ -167,7 +170,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const uint32_t k_lane_smem = k_slots_smem + lane_address(tile::ldmatrix_b_pair(lane), 0);
   const uint32_t v_lane_smem = v_slots_smem + lane_address(tile::ldmatrix_b_pair_trans(lane), 0);
 
-  const auto load_q = [&](uint32_t(&fragment)[4], int m, int depth) {
+  const auto load_q = [&](uint32_t (&fragment)[4], int m, int depth) {
     ptx::ldmatrix_x4(fragment, kLayout.moved(q_lane_smem, m * 16, depth * 2));
   };
   uint32_t q[Config::kQInRegisters ? kScoreDepths : 1][kM][4];
@@ -187,18 +190,10 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     wait_for_next_tile();  // K of this tile is there; everybody has used V of the tile before
     load_tile(v_gmem, v_slots_smem + slot_before, tile_index + stages - 1);
 
-    float s[kM][kScoreN][4];  // C fragments
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FFPA_UNROLL
-      for (int n = 0; n < kScoreN; ++n) {
-        FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
-      }
-    }
-    tile::multiply_accumulate<Element, Config::kAhead, kScoreDepths>(
-        s,
-        [&](uint32_t(&fragment)[4], int m, int depth) {
+    tile::Accumulator<typename Config::AccQk> products[kM][kScoreN];
+    tile::add_product<Element, Config::kAhead, kScoreDepths>(
+        products,
+        [&](uint32_t (&fragment)[4], int m, int depth) {
           if (Config::kQInRegisters) {
             FFPA_UNROLL
             for (int r = 0; r < 4; ++r) fragment[r] = q[depth][m][r];
@@ -206,39 +201,24 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
             load_q(fragment, m, depth);
           }
         },
-        [&](uint32_t(&fragments)[4], int depth, int pair) {
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
           ptx::ldmatrix_x4(fragments, kLayout.moved(k_lane_smem + slot, pair * 16, depth * 2));
         });
 
     // ---- 2. softmax ----
 
-    const int first_key = tile_index * kKeys;
-    if (scales_first) {
+    float s[kM][kScoreN][4];
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          FFPA_UNROLL
-          for (int e = 0; e < 4; ++e) s[m][n][e] *= params.scale_log2;
-        }
-      }
+      for (int n = 0; n < kScoreN; ++n) products[m][n].get(s[m][n]);
     }
-    if (!visible.all_see(first_key, kKeys)) {
-      FFPA_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        FFPA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          const int row = first_row + warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
-          const KeyRange seen = keys_of_row(params, row);
-          FFPA_UNROLL
-          for (int n = 0; n < kScoreN; ++n) {
-            FFPA_UNROLL
-            for (int e = 0; e < 2; ++e) {
-              if (!seen.holds(first_key + n * 8 + tile::c_coordinate(lane, e).column)) s[m][n][2 * h + e] = -kInfinity;
-            }
-          }
-        }
-      }
+    const int first_key = tile_index * kKeys;
+    const bool all_seen = visible.all_see(first_key, kKeys);
+    if (Config::kLogits && !plain) {
+      scores_to_logits(s, params, batch, head, all_seen, first_row + warp_row, first_key, lane);
+    } else if (!all_seen) {
+      hide_unseen(s, params, first_row + warp_row, first_key, lane);
     }
 
     float tile_max[kM][2];
@@ -259,18 +239,16 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     if (ptx::vote_any(grew)) {
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
+        float alpha[2];
         FFPA_UNROLL
         for (int h = 0; h < 2; ++h) {
           const float most = larger_of(reference[m][h], tile_max[m][h]);
-          const float alpha = ptx::ex2(reference[m][h] - most);
+          alpha[h] = ptx::ex2(reference[m][h] - most);
           reference[m][h] = most;
-          row_sum[m][h] *= alpha;
-          FFPA_UNROLL
-          for (int n = 0; n < kOutN; ++n) {
-            o[m][n][2 * h] *= alpha;
-            o[m][n][2 * h + 1] *= alpha;
-          }
+          row_sum[m][h] *= alpha[h];
         }
+        FFPA_UNROLL
+        for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], alpha);
       }
     }
 
@@ -279,9 +257,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     wait_for_next_tile();  // V of this tile is there; everybody has used K of this tile
     load_tile(k_gmem, k_slots_smem + slot, tile_index + stages);
 
-    tile::multiply_accumulate<Element, Config::kAhead, kOutDepths>(
+    tile::add_product<Element, Config::kAhead, kOutDepths>(
         o,
-        [&](uint32_t(&fragment)[4], int m, int depth) {
+        [&](uint32_t (&fragment)[4], int m, int depth) {
           float p[2][4];
           FFPA_UNROLL
           for (int half = 0; half < 2; ++half) {
@@ -293,7 +271,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
           }
           tile::pack_c_pair_as_a<Element>(fragment, p[0], p[1]);
         },
-        [&](uint32_t(&fragments)[4], int depth, int pair) {
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
           ptx::ldmatrix_x4_trans(fragments, kLayout.moved(v_lane_smem + slot, depth * 16, pair * 2));
         });
 
@@ -306,21 +284,28 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // O goes through shared memory, where the warp's own rows of Q were: no other warp reads or writes them.
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
+    const auto row_of = [&](int h) { return warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row; };
+    float inverse[2];
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       float sum = row_sum[m][h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
-      const int row = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
-      FFPA_UNROLL
-      for (int n = 0; n < kOutN; ++n) {
-        ptx::st_shared_4(q_smem + kLayout.offset(row, n) + tile::c_coordinate(lane, 0).column * 2,
-                         ptx::pack<Element>(o[m][n][2 * h] * inverse, o[m][n][2 * h + 1] * inverse));
-      }
-      if (params.lse != nullptr && lane % 4 == 0 && first_row + row < params.n_q) {
+      inverse[h] = sum > 0 ? ptx::rcp(sum) : 0.0f;
+      const int row = first_row + row_of(h);
+      if (params.lse != nullptr && lane % 4 == 0 && row < params.n_q) {
         const float lse = (reference[m][h] + ptx::lg2(sum)) * kLn2;  // no key: lg2(0) = -inf
-        ptx::st_global_4(params.lse + (int64_t(batch) * params.heads_q + head) * params.n_q + first_row + row, float_bits(lse));
+        ptx::st_global_4(params.lse + int64_t(head_of_all) * params.n_q + row, float_bits(lse));
+      }
+    }
+    FFPA_UNROLL
+    for (int n = 0; n < kOutN; ++n) {
+      float values[4];
+      o[m][n].get(values);
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        ptx::st_shared_4(q_smem + kLayout.offset(row_of(h), n) + tile::c_coordinate(lane, 0).column * 2,
+                         ptx::pack<Element>(values[2 * h] * inverse[h], values[2 * h + 1] * inverse[h]));
       }
     }
   }

@@ -32,17 +32,6 @@ class VisibleKeys {
   int first_row_high_, last_row_high_;  // the last one
 };
 
-// The keys that one row sees: [first, last], empty if first > last.
-struct KeyRange {
-  int first, last;
-  FFPA_DEVICE bool holds(int key) const { return key >= first && key <= last; }
-};
-
-FFPA_DEVICE KeyRange keys_of_row(const AttentionParams& params, int row) {
-  const int diagonal = row + params.shift;
-  return {diagonal - params.left, min_of(diagonal + params.right, params.n_k - 1)};
-}
-
 FFPA_DEVICE bool row_sees_key(const AttentionParams& params, int row, int key) {
   const int diagonal = row + params.shift;
   return key >= diagonal - params.left && key <= diagonal + params.right && key < params.n_k;

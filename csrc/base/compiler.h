@@ -11,6 +11,13 @@
 #define FFPA_CUDA 0
 #endif
 
+// 1 where nvcc compiles for sm_90 or later: csrc/ptx/native then uses what sm_80 has to do in another way.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define FFPA_SM90 1
+#else
+#define FFPA_SM90 0
+#endif
+
 #if FFPA_CUDA
 
 // Device functions are always inlined: register arrays passed by reference must not become memory.

@@ -1,69 +1,86 @@
-// A ring of 1 … 4 buffers ("stages") that copies fill ahead of their use. The length is known at run time only: the
-// index lives in a register, and the wait, whose operand is part of the instruction, is a uniform four-way branch.
+// A ring of 1 … 4 slots of shared memory between all threads of a block, which fill slots with cp.async, and its warps,
+// which use them. Each slot has two mbarriers, so that nobody waits for more than is needed:
+//
+//   full    every thread's copies into the slot have landed: the warps may read it;
+//   empty   every warp has read it: the threads may fill it again.
+//
+// The length is known at run time only. Fills and uses each go round the ring in order.
 #pragma once
 
 #include <cstdint>
 
 #include "base/compiler.h"
 #include "ptx/async_copy.cuh"
+#include "ptx/call_site.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warp.cuh"
 
 namespace ffpa::tile {
 
 inline constexpr int kMaxStages = 4;
 
-// The stage of step 0, 1, 2, …, without a division.
+template <int kThreads>
 class StageRing {
  public:
-  FFPA_DEVICE StageRing(int stages, uint32_t stage_bytes) : stages_(stages), stage_bytes_(stage_bytes) {}
+  static constexpr uint32_t kBarrierBytes = 2 * kMaxStages * 8;
 
-  FFPA_DEVICE int index() const { return index_; }
+  FFPA_DEVICE StageRing(uint32_t barriers_smem, uint32_t slots_smem, int stages, uint32_t slot_bytes)
+      : barriers_smem_(barriers_smem), slots_smem_(slots_smem), stages_(stages), slot_bytes_(slot_bytes) {}
 
-  // Byte offset of the stage from the first one.
-  FFPA_DEVICE uint32_t offset() const { return uint32_t(index_) * stage_bytes_; }
+  // By every thread, before a barrier of the block.
+  FFPA_DEVICE void init(int thread) const {
+    if (thread < stages_) {
+      ptx::mbarrier_init(full(thread), kThreads);
+      ptx::mbarrier_init(empty(thread), kThreads / 32);
+    }
+  }
 
-  // Changes each time the ring comes round: the parity that an mbarrier wait takes.
-  FFPA_DEVICE uint32_t parity() const { return parity_; }
+  // Slots that are filled ahead of the one in use. With three or more, one stays free of both: a warp may then be a
+  // whole step behind the others before they wait for it.
+  FFPA_DEVICE int ahead() const { return stages_ <= 2 ? stages_ - 1 : stages_ - 2; }
 
-  FFPA_DEVICE void advance() {
-    ++index_;
-    if (index_ == stages_) {
-      index_ = 0;
-      parity_ ^= 1;
+  // The slot to fill next, once every warp has read what lay there.
+  FFPA_DEVICE uint32_t begin_fill() {
+    if (filled_round_ > 0) ptx::mbarrier_wait(empty(fill_), (filled_round_ & 1) ^ 1);
+    return slots_smem_ + fill_ * slot_bytes_;
+  }
+
+  // The slot is full when the copies that this thread has started so far, and those of all others, have landed.
+  FFPA_DEVICE void end_fill() {
+    ptx::cp_async_mbarrier_arrive(full(fill_));
+    if (++fill_ == stages_) {
+      fill_ = 0;
+      ++filled_round_;
+    }
+  }
+
+  // The slot to use next, once it is full.
+  FFPA_DEVICE uint32_t begin_use() const {
+    ptx::mbarrier_wait(full(use_), used_parity_);
+    return slots_smem_ + use_ * slot_bytes_;
+  }
+
+  // By all lanes of a warp together: none of them reads the slot any more.
+  FFPA_DEVICE void end_use(int lane) {
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(empty(use_));
+    if (++use_ == stages_) {
+      use_ = 0;
+      used_parity_ ^= 1;
     }
   }
 
  private:
-  int stages_;
-  uint32_t stage_bytes_;
-  int index_ = 0;
-  uint32_t parity_ = 0;
-};
+  FFPA_DEVICE uint32_t full(int slot) const { return barriers_smem_ + slot * 8; }
+  FFPA_DEVICE uint32_t empty(int slot) const { return barriers_smem_ + (kMaxStages + slot) * 8; }
 
-// Waits until at most `pending` (0 … 4 or 6) of this thread's latest copy groups are in flight; any other value waits
-// for all. A ring of s stages that commits one group a step, s - 1 steps ahead, has the current step's bytes after
-// wait_for_copies(s - 1) if the group of step + s - 1 is committed before the wait, after wait_for_copies(s - 2) if
-// not.
-FFPA_DEVICE void wait_for_copies(int pending) {
-  switch (pending) {
-    case 1:
-      ptx::cp_async_wait_group<1>();
-      break;
-    case 2:
-      ptx::cp_async_wait_group<2>();
-      break;
-    case 3:
-      ptx::cp_async_wait_group<3>();
-      break;
-    case 4:
-      ptx::cp_async_wait_group<4>();
-      break;
-    case 6:
-      ptx::cp_async_wait_group<6>();
-      break;
-    default:
-      ptx::cp_async_wait_group<0>();
-      break;
-  }
-}
+  uint32_t barriers_smem_;
+  uint32_t slots_smem_;
+  int stages_;
+  uint32_t slot_bytes_;
+  int fill_ = 0, use_ = 0;
+  int filled_round_ = 0;
+  uint32_t used_parity_ = 0;
+};
 
 }  // namespace ffpa::tile

@@ -44,16 +44,34 @@ def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool) -> in
     return _module_with(spec).smem_bytes(spec.name, d_qk, stages, q_resident)
 
 
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None or not x.numel() else x.data_ptr()
+
+
+def _floats(x: torch.Tensor | None) -> tuple[int, int]:
+    return _address(x), 0 if x is None else x.numel()
+
+
 def _described(x: torch.Tensor) -> tuple:
     return x.data_ptr(), list(x.shape), list(x.stride())
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, *options) -> None:
+RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
+
+
+def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> None:
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
+    *options, scratch, blocks = options
     message = module.attention_forward(
-        spec.name, *map(_described, (q, k, v, out)), lse.data_ptr() if lse.numel() else 0, *options
+        spec.name,
+        *map(_described, (q, k, v, out)),
+        _address(lse),
+        None if mask is None else (str(mask.dtype), *_described(mask)),
+        *options,
+        *_floats(scratch),
+        blocks,
     )
     report = module.take_report()
     if _settings.reports is not None:

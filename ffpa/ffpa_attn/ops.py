@@ -252,7 +252,8 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
 
 
 def _mma_forward(form, q, k, v, out, lse, plan) -> None:
-    mma.forward(plan.choice.plan, *(form.heads_first(x) for x in (q, k, v, out)), lse, plan.rule)
+    tensors = (form.heads_first(x) for x in (q, k, v, out))
+    mma.forward(plan.choice.plan, *tensors, lse, form.mask, plan.rule, plan.workspace_cap)
 
 
 _FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}

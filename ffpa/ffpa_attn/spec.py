@@ -137,67 +137,109 @@ class ScaledCopy(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ForwardMmaL1(KernelSpec):
-    """Split-D forward with O in registers; one spec serves every D_qk, and each D_v up to head_dim."""
+class ForwardMma(KernelSpec):
+    """Split-D forward. One spec serves every D_qk; at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
 
-    family = "forward_mma_l1"
+    family = "forward_mma"
     arch = "sm_80"
-    allowed_spill_bytes = 32  # at head_dim 640: two registers, once a tile
+    allowed_spill_bytes = 32  # a few registers, once a tile
 
     dtype: str
-    head_dim: int  # columns of O
+    acc_qk: str  # "f32" | "f16"
+    acc_pv: str
+    columns: int  # of O in registers
     rows: int  # of a tile
     keys: int
+    key_columns: int  # of a step of Q and K
+    value_rows: int  # of a step of V
+    streamed: bool = False  # O in scratch: level 3
+    pad_q: bool = False  # rows in shared memory padded, not swizzled
+    pad_k: bool = False
+    pad_v: bool = False
 
-    @staticmethod
-    def of(dtype: str, d_v: int) -> ForwardMmaL1:
-        """The spec for values of this width: as many rows as the registers hold of O."""
-        head_dim = -(-d_v // 64) * 64
-        rows, keys = (128, 64) if head_dim <= 320 else (64, 128) if head_dim <= 640 else (32, 256)
-        return ForwardMmaL1(dtype, head_dim, rows, keys)
+    @property
+    def small(self) -> bool:
+        return self.rows == 32
 
 
 @dataclass(frozen=True)
 class ForwardMmaRows(KernelSpec):
-    """Forward for small head dims, each warp on rows of its own; a spec serves every D_qk and D_v up to head_dim."""
+    """Forward for small head dims, each warp on rows of its own; a spec serves every D_qk and D_v up to `head_dim`."""
 
     family = "forward_mma_rows"
     arch = "sm_80"
+    streamed: ClassVar[bool] = False
 
     dtype: str
+    acc_qk: str
+    acc_pv: str
     head_dim: int  # columns of Q, K, V and O
     rows: int  # of a tile
     keys: int
-    warps: int
-    blocks: int  # that an SM should hold, which caps the registers
-    q_in_registers: bool  # or its fragments are read again for every tile
-
-    @staticmethod
-    def of(dtype: str, d: int, q_in_registers: bool | None = None) -> ForwardMmaRows:
-        """The spec for columns of this width (the wider of Q's and V's); the faster of the two if nothing is asked."""
-        head_dim = next(width for width in ROWS_HEAD_DIMS if d <= width)
-        without, within = _ROWS_TILES[head_dim]
-        return ForwardMmaRows(dtype, head_dim, *(within if q_in_registers else without), bool(q_in_registers))
+    q_in_registers: bool = False  # or its fragments are read again for every tile
 
 
-# Head dim: rows, keys, warps and blocks of an SM, with Q read from shared memory, and with Q in registers.
-_ROWS_TILES = {
-    64: ((128, 128, 4, 2), (128, 64, 4, 2)),
-    96: ((128, 64, 4, 2), (64, 64, 4, 3)),
-    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
-    192: ((64, 64, 4, 2), (64, 64, 4, 2)),
-    256: ((64, 64, 4, 2), (128, 32, 8, 1)),
-}
-ROWS_HEAD_DIMS = tuple(_ROWS_TILES)
-L1_HEAD_DIMS = range(64, 1024 + 1, 64)
+ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def rows_specs(dtype: str, acc_qk: str, acc_pv: str, head_dim: int) -> list[ForwardMmaRows]:
+    """The fastest first (.dev/measurements.md). Tiles of 128 rows only know a positive scale; the last one all rules."""
+    specs = [ForwardMmaRows(dtype, acc_qk, acc_pv, head_dim, 64, 64, q_in_registers=head_dim == 192)]
+    if head_dim <= 128:
+        specs.insert(0, ForwardMmaRows(dtype, acc_qk, acc_pv, head_dim, 128, 128 if head_dim == 64 else 64))
+    return specs
+
+
+MOST_COLUMNS = 1024  # of O in registers
+
+
+def shapes(columns: int, acc_pv: str, streamed: bool) -> tuple[tuple[int, int, int, int], ...]:
+    """(rows, keys, key_columns, value_rows) that serve so many columns of O, the fastest first (bench/sweep.py).
+
+    The last one fits 99 KB of shared memory with two stages.
+    """
+    if streamed:
+        return (64, 256, 64, 64), (64, 128, 64, 32)
+    if columns <= 256:
+        return (64, 256, 64, 64), (64, 128, 64, 32)
+    if columns <= 320:
+        return (64, 128, 160, 64), (64, 128, 64, 32)
+    if columns <= 384:
+        return (64, 256, 96, 64), (64, 128, 64, 32)
+    if columns <= 576:
+        return (64, 256, 64, 32), (64, 128, 64, 16)
+    if columns <= 640:
+        return (64, 128, 128, 32), (64, 128, 64, 16)
+    if columns <= 704 or acc_pv == "f16":
+        return ((64, 128, 64, 16),)
+    return (32, 256, 64, 32), (32, 256, 32, 16)
+
+
+def forward_specs(dtype: str, acc_qk: str, acc_pv: str, columns: int, streamed: bool = False) -> list[ForwardMma]:
+    """f16 sums are for the GPUs that are faster with them, which have 99 KB: only the last shape."""
+    first = 0 if (acc_qk, acc_pv) == ("f32", "f32") else -1
+    return [
+        ForwardMma(dtype, acc_qk, acc_pv, columns, *shape, streamed=streamed)
+        for shape in shapes(columns, acc_pv, streamed)[first:]
+    ]
+
+
+STREAMED_COLUMNS = 256
+COLUMNS = range(256, MOST_COLUMNS + 1, 64)  # fewer: whole rows
+# (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
+ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
-    head_dims = (512,) if flags["ENABLE_FFPA_DEBUG"] else L1_HEAD_DIMS
-    rows_head_dims = (128,) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
-    return (
-        ScaledCopy("f16", 4),
-        *(ForwardMmaL1.of(dtype, d) for dtype in ("f16", "bf16") for d in head_dims),
-        *(ForwardMmaRows.of(dtype, d) for dtype in ("f16", "bf16") for d in rows_head_dims),
-    )
+    columns = (512,) if flags["ENABLE_FFPA_DEBUG"] else COLUMNS
+    rows_head_dims = (64, 192) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
+    kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
+    for dtype, accumulators in ACCUMULATORS.items():
+        for acc in accumulators:
+            for head_dim in rows_head_dims:
+                kernels += rows_specs(dtype, *acc, head_dim)
+            for c in columns:
+                kernels += forward_specs(dtype, *acc, c)
+            kernels += forward_specs(dtype, *acc, STREAMED_COLUMNS, streamed=True)
+    return tuple(kernels)

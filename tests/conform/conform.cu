@@ -14,6 +14,7 @@
 
 #include "cases/arithmetic.cuh"
 #include "cases/matrix.cuh"
+#include "cases/mbarrier.cuh"
 #include "cases/memory.cuh"
 #include "cases/special_registers.cuh"
 #include "cases/tile.cuh"

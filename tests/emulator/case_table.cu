@@ -1,6 +1,7 @@
 // All cases in one translation unit, and the table of everything that can be run by name.
 #include "cases/arithmetic.cuh"
 #include "cases/matrix.cuh"
+#include "cases/mbarrier.cuh"
 #include "cases/memory.cuh"
 #include "cases/sm90.cuh"
 #include "cases/special_registers.cuh"

@@ -1,4 +1,5 @@
 // Launches of the misuse kernels by name.
+#include "copy_ring_kernel.cuh"
 #include "misuse_kernels.cuh"
 #include "test_kernels.h"
 
@@ -26,6 +27,14 @@ LaunchStatus run_strided(const Arguments& arguments) {
   return launch(shape, nullptr, kKernel, int(arguments.integers.at(0)));
 }
 
+// integers: steps, slots, bug
+template <int kThreads>
+LaunchStatus run_ring(const Arguments& arguments) {
+  return run_copy_ring<kThreads>(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0),
+                                 int(arguments.integers.at(0)), int(arguments.integers.at(1)),
+                                 static_cast<RingBug>(arguments.integers.at(2)));
+}
+
 }  // namespace
 
 std::vector<Kernel> misuse_kernels() {
@@ -51,6 +60,8 @@ std::vector<Kernel> misuse_kernels() {
       misuse<no_syncthreads_kernel, 64>("misuse/no_syncthreads"),
       misuse<write_write_kernel, 64>("misuse/write_write"),
       misuse<read_uninitialised_kernel, 32>("misuse/read_uninitialised"),
+      {"copy_ring/64", run_ring<64>},
+      {"copy_ring/256", run_ring<256>},
       {"banks/store_4", run_strided<strided_store_kernel>},
       {"banks/store_16", run_strided<strided_store_16_kernel>},
       {"banks/ldmatrix_x4", run_strided<strided_ldmatrix_kernel>},

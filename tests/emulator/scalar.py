@@ -62,6 +62,10 @@ def reversed_lanes(words_per_lane):
     return lambda words: words.reshape(32, words_per_lane)[::-1].ravel()
 
 
+def ld_global_1(words):
+    return words.view(np.uint8).astype(np.uint32)
+
+
 def ld_global_2(words):
     return words.view(np.uint16)[::-1].copy().view(np.uint32)
 
@@ -274,6 +278,21 @@ def mbarrier_wait(words):
     return (10 * words.astype(np.uint64) + sum(range(10))).astype(np.uint32)[::-1]
 
 
+def tracked_and_awaited(words):
+    return np.concatenate([words + np.uint32(1), words[::-1] + np.uint32(2)])
+
+
+def copy_ring(words, threads, slots):
+    """Twice each step's words, plus those that stay, plus the round modulo 2, of the opposite thread."""
+    kept, *steps = words.reshape(-1, threads, 4)[:, ::-1]
+    rounds = [np.uint32(step // slots % 2) for step in range(len(steps))]
+    return np.concatenate([2 * step + kept + n for step, n in zip(steps, rounds, strict=True)]).ravel()
+
+
+def copy_rings(threads):
+    return lambda words: np.concatenate([copy_ring(words, threads, slots) for slots in range(1, 5)])
+
+
 def swizzle_chunks(rows, row_bytes):
     """Rows of a tile as they lie in shared memory: chunk c of row r at c xor (the row's 128-byte line)."""
     chunks = row_bytes // 16
@@ -334,6 +353,7 @@ EXACT = {
     "special_registers": special_registers,
     "sync_block": sync_block,
     "bar_sync": bar_sync,
+    "ld_global_1": ld_global_1,
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
     "ld_global_8": reversed_lanes(2),
@@ -363,6 +383,9 @@ EXACT = {
     "tile/copy_24_padded": tile_copy(24),
     "tile/stage_ring": stage_ring,
     "mbarrier_wait": mbarrier_wait,
+    "cp_async_mbarrier_arrive/and_wait_all": tracked_and_awaited,
+    "cp_async_mbarrier_arrive/ring_64": copy_rings(64),
+    "cp_async_mbarrier_arrive/ring_256": copy_rings(256),
     "elect_one": lambda words: np.ones(32, np.uint32),
     "increase_registers": lambda words: (words.astype(np.uint64) + np.repeat([1, 2], 128).astype(np.uint64)).astype(
         np.uint32

@@ -24,7 +24,7 @@ def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
     path = HERE / source
     if source == "case_table_sm80.cu":  # the cases without those that sm_80 has no instructions for
         path = tmp_path / source
-        headers = ["arithmetic", "matrix", "memory", "special_registers", "tile", "warp"]
+        headers = ["arithmetic", "matrix", "mbarrier", "memory", "special_registers", "tile", "warp"]
         path.write_text(
             "".join(f'#include "cases/{header}.cuh"\n' for header in headers)
             + "const std::vector<ffpa::cases::Case> table = ffpa::cases::sm80_cases();\n"

@@ -3,7 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "attention/attention_params.h"
 #include "launch/emulated/instance.h"
@@ -14,27 +18,31 @@ namespace py = pybind11;
 namespace ffpa {
 namespace {
 
-// (address, sizes, strides) of a tensor of 16-bit elements.
-using TensorTuple = std::tuple<uintptr_t, std::array<int64_t, 4>, std::array<int64_t, 4>>;
+using Integers = std::vector<int64_t>;
+using TensorTuple = std::tuple<uintptr_t, Integers, Integers>;             // address, sizes, strides
+using MaskTuple = std::tuple<std::string, uintptr_t, Integers, Integers>;  // the name of its type, and as above
 
-HostTensor host_tensor(const TensorTuple& tuple) {
-  const auto& [address, sizes, strides] = tuple;
-  HostTensor host{reinterpret_cast<void*>(address), {}, {}};
-  for (int dim = 0; dim < 4; ++dim) {
-    host.sizes[dim] = sizes[dim];
-    host.strides[dim] = strides[dim];
-  }
-  return host;
+HostTensor host_tensor(uintptr_t address, const Integers& sizes, const Integers& strides) {
+  return {reinterpret_cast<void*>(address), int(sizes.size()), sizes.data(), strides.data()};
 }
 
-size_t extent_bytes(const HostTensor& x) {
+size_t extent_bytes(const HostTensor& x, size_t element_bytes = sizeof(uint16_t)) {
   int64_t last = 0;
   for (int dim = 0; dim < 4; ++dim) {
     if (x.sizes[dim] == 0) return 0;
     last += (x.sizes[dim] - 1) * x.strides[dim];
   }
-  return size_t(last + 1) * sizeof(uint16_t);
+  return size_t(last + 1) * element_bytes;
 }
+
+struct MaskType {
+  MaskKind kind;
+  size_t bytes;
+};
+const std::map<std::string, MaskType> kMaskTypes = {{"torch.bool", {MaskKind::kBool, 1}},
+                                                    {"torch.float16", {MaskKind::kHalf, 2}},
+                                                    {"torch.bfloat16", {MaskKind::kBFloat16, 2}},
+                                                    {"torch.float32", {MaskKind::kFloat, 4}}};
 
 emu::Accumulation accumulation_of(int arch, bool exact) {
   if (!exact) return emu::Accumulation::kPlain;
@@ -52,10 +60,13 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
 
 // The message of a failed run, empty after a good one.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
-                              const TensorTuple& v, const TensorTuple& out, uintptr_t lse, double scale, int64_t left,
-                              int64_t right, bool top_left, int64_t stages, bool q_resident) {
+                              const TensorTuple& v, const TensorTuple& out, uintptr_t lse,
+                              const std::optional<MaskTuple>& mask, double scale, double softcap, int64_t left,
+                              int64_t right, bool top_left, int64_t stages, bool q_resident, uintptr_t scratch,
+                              int64_t scratch_floats, int64_t resident_blocks) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
-  const HostTensor tensors[] = {host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out)};
+  const HostTensor tensors[] = {std::apply(host_tensor, q), std::apply(host_tensor, k), std::apply(host_tensor, v),
+                                std::apply(host_tensor, out)};
   const HostTensor& result = tensors[3];
   const emu::RegisteredRange ranges[] = {
       {tensors[0].data, extent_bytes(tensors[0]), emu::Access::kReadOnly},
@@ -64,10 +75,20 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       {result.data, extent_bytes(result), emu::Access::kReadWrite},
       {reinterpret_cast<void*>(lse),
        lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0, emu::Access::kReadWrite},
+      {reinterpret_cast<void*>(scratch), size_t(scratch_floats) * sizeof(float), emu::Access::kReadWrite},
   };
+  MaskView mask_view{};
+  std::optional<emu::RegisteredRange> mask_range;
+  if (mask) {
+    const auto& [type, address, sizes, strides] = *mask;
+    const HostTensor tensor = host_tensor(address, sizes, strides);
+    mask_view = tensor.mask(kMaskTypes.at(type).kind);
+    mask_range.emplace(tensor.data, extent_bytes(tensor, kMaskTypes.at(type).bytes), emu::Access::kReadOnly);
+  }
   const AttentionParams params =
-      forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse),
-                     {scale, left, right, top_left, stages, q_resident});
+      forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), mask_view,
+                     {scale, softcap, left, right, top_left, stages, q_resident, reinterpret_cast<float*>(scratch),
+                      int(resident_blocks)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ptx/emulated/machine/mbarrier.h"
 #include "ptx/emulated/machine/memory_ops.h"
 
 namespace ffpa::ptx {
@@ -10,6 +11,11 @@ namespace ffpa::ptx {
 inline void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16,
                         emu::CallSite site = emu::CallSite()) {
   emu::copy_async(destination_smem, source_gmem, 16, source_bytes, site);
+}
+
+inline void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
+                                emu::CallSite site = emu::CallSite()) {
+  emu::copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
 }
 
 inline void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8,
@@ -35,5 +41,9 @@ inline void cp_async_wait_group() {
 }
 
 inline void cp_async_wait_all() { emu::wait_for_all_copies(); }
+
+inline void cp_async_mbarrier_arrive(uint32_t barrier_smem, emu::CallSite site = emu::CallSite()) {
+  emu::mbarrier_arrive_after_copies(barrier_smem, site);
+}
 
 }  // namespace ffpa::ptx

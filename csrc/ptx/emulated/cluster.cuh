@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ptx/emulated/machine/machine.h"
 #include "ptx/emulated/machine/mbarrier.h"
 
 namespace ffpa::ptx {

@@ -15,15 +15,15 @@ inline void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals, emu::CallSit
 inline void fence_mbarrier_init() {}
 
 inline void mbarrier_arrive(uint32_t barrier_smem, emu::CallSite site = emu::CallSite()) {
-  emu::mbarrier_arrive(barrier_smem, 0, site);
+  emu::mbarrier_arrive(barrier_smem, site);
 }
 
 inline void mbarrier_arrive_remote(uint32_t barrier_smem, uint32_t rank, emu::CallSite site = emu::CallSite()) {
-  emu::mbarrier_arrive(emu::remote_address(barrier_smem, rank, site), 0, site);
+  emu::mbarrier_arrive(emu::remote_address(barrier_smem, rank, site), site);
 }
 
 inline void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes, emu::CallSite site = emu::CallSite()) {
-  emu::mbarrier_arrive(barrier_smem, bytes, site);
+  emu::mbarrier_arrive_expect_bytes(barrier_smem, bytes, site);
 }
 
 inline void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, emu::CallSite site = emu::CallSite()) {

@@ -43,6 +43,12 @@ inline void st_shared_16(uint32_t address, const uint32_t (&value)[4], emu::Call
   emu::store_shared(address, value, 16, site);
 }
 
+inline uint8_t ld_global_1(const void* address, emu::CallSite site = emu::CallSite()) {
+  uint8_t value;
+  emu::load_global(&value, address, 1, site);
+  return value;
+}
+
 inline uint16_t ld_global_2(const void* address, emu::CallSite site = emu::CallSite()) {
   uint16_t value;
   emu::load_global(&value, address, 2, site);

@@ -18,6 +18,20 @@ FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem,
                : "memory");
 }
 
+// cp.async with ignore-src: where `exists` is false the destination becomes zeros and the source is not read. One
+// predicate, where a size costs the arithmetic of another address.
+FFPA_DEVICE void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
+                                     CallSite = CallSite()) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred missing;\n"
+      "  setp.eq.b32 missing, %0, 0;\n"
+      "  cp.async.cg.shared.global.L2::128B [%1], [%2], 16, missing;\n"
+      "}" ::"r"(static_cast<int>(exists)),
+      "r"(destination_smem), "l"(source_gmem)
+      : "memory");
+}
+
 // Only `.ca` exists for 8 and 4 bytes.
 FFPA_DEVICE void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination_smem), "l"(source_gmem),
@@ -54,5 +68,11 @@ FFPA_DEVICE void cp_async_wait_group() {
 
 // cp.async.wait_all: also covers copies that no group was committed for.
 FFPA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// cp.async.mbarrier.arrive, "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive".
+// `.noinc`: the arrival is one of those that mbarrier_init counts; without it the barrier would expect one more.
+FFPA_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier_smem) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_smem) : "memory");
+}
 
 }  // namespace ffpa::ptx

@@ -13,8 +13,12 @@ FFPA_DEVICE void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals) {
 }
 
 // fence.mbarrier_init: makes the initialisation visible to the cluster and to the async proxy; a barrier of the block
-// or cluster has to follow.
-FFPA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// or cluster has to follow. sm_80 has neither, and the block's barrier is enough.
+FFPA_DEVICE void fence_mbarrier_init() {
+#if FFPA_SM90
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 
 // mbarrier.arrive. `_`: nobody uses the state it could return, waits go by parity.
 FFPA_DEVICE void mbarrier_arrive(uint32_t barrier_smem) {
@@ -38,13 +42,20 @@ FFPA_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem), "r"(bytes) : "memory");
 }
 
-// mbarrier.try_wait.parity in a loop: try_wait suspends the thread for a while by itself, test_wait would spin.
+// mbarrier.try_wait.parity in a loop: try_wait suspends the thread for a while by itself. sm_80 has test_wait only,
+// which spins.
+#if FFPA_SM90
+#define FFPA_MBARRIER_POLL "mbarrier.try_wait"
+#else
+#define FFPA_MBARRIER_POLL "mbarrier.test_wait"
+#endif
 FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
   asm volatile(
       "{\n"
       "  .reg .pred complete;\n"
       "try_again:\n"
-      "  mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "  " FFPA_MBARRIER_POLL
+      ".parity.shared::cta.b64 complete, [%0], %1;\n"
       "  @complete bra done;\n"
       "  bra try_again;\n"
       "done:\n"
@@ -52,5 +63,6 @@ FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+#undef FFPA_MBARRIER_POLL
 
 }  // namespace ffpa::ptx

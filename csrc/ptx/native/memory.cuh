@@ -52,6 +52,12 @@ FFPA_DEVICE void st_shared_16(uint32_t address, const uint32_t (&value)[4], Call
 }
 
 // ld.global / st.global. The loads are volatile asm so that one that follows a fence is not moved before it.
+FFPA_DEVICE uint8_t ld_global_1(const void* address) {
+  uint32_t value;  // there are no registers of 8 bits
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return uint8_t(value);
+}
+
 FFPA_DEVICE uint16_t ld_global_2(const void* address) {
   uint16_t value;
   asm volatile("ld.global.b16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");

@@ -10,6 +10,11 @@ namespace ffpa::cases {
 
 // Each size goes from global to shared memory and, after a __syncwarp, from the opposite lane's place to the output.
 
+FFPA_KERNEL(32, 1) void memory_1_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  ptx::st_global_4(output + lane, ptx::ld_global_1(reinterpret_cast<const uint8_t*>(input) + lane));
+}
+
 FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
@@ -57,6 +62,7 @@ void memory_16_kernel(const uint32_t* input, uint32_t* output) {
 
 inline std::vector<Case> memory_cases() {
   return {
+      {"ld_global_1", 80, Input::kBits, 8, 32, 0, run_kernel<memory_1_kernel, 32, 0>},
       {"ld_global_2", 80, Input::kBits, 16, 16, 0, run_kernel<memory_2_kernel, 32, 64>},
       warp_case<memory_4_kernel, 128>("ld_global_4", Input::kBits, 1, 1),
       warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),

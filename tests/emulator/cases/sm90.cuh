@@ -1,4 +1,4 @@
-// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, mbarrier, TMA, clusters, setmaxnreg.
+// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, TMA, clusters, setmaxnreg.
 #pragma once
 
 #include "cases/case.h"
@@ -29,35 +29,6 @@ inline std::vector<Case> stmatrix_cases() {
       store_case("stmatrix_x4", 4, run_kernel<stmatrix_kernel<4, false>, 32, kSmem>),
       store_case("stmatrix_x4_trans", 4, run_kernel<stmatrix_kernel<4, true>, 32, kSmem>),
   };
-}
-
-// Warp 0 hands 10 buffers to warp 1 through a full and an empty mbarrier; parities wrap five times.
-FFPA_KERNEL(64, 1) void mbarrier_kernel(const uint32_t* input, uint32_t* output) {
-  constexpr int kRounds = 10;
-  const int thread = ptx::thread_x();
-  const int lane = ptx::lane_id();
-  const uint32_t full = ptx::dynamic_smem();
-  const uint32_t empty = full + 8;
-  const uint32_t buffer = full + 128;
-  if (thread == 0) {
-    ptx::mbarrier_init(full, 32);
-    ptx::mbarrier_init(empty, 32);
-    ptx::fence_mbarrier_init();
-  }
-  ptx::sync_block();
-  uint32_t sum = 0;
-  for (int round = 0; round < kRounds; ++round) {
-    if (thread < 32) {
-      ptx::mbarrier_wait(empty, (round & 1) ^ 1);
-      ptx::st_shared_4(buffer + lane * 4, ptx::ld_global_4(input + lane) + round);
-      ptx::mbarrier_arrive(full);
-    } else {
-      ptx::mbarrier_wait(full, round & 1);
-      sum += ptx::ld_shared_4(buffer + (31 - lane) * 4);
-      ptx::mbarrier_arrive(empty);
-    }
-  }
-  if (thread >= 32) ptx::st_global_4(output + lane, sum);
 }
 
 // One lane of the warp is elected; which one is not defined.
@@ -224,7 +195,6 @@ inline std::vector<Case> async_cases() {
     return Case{name, kSm90, Input::kBits, kTmaIn, words, 0, run};
   };
   return {
-      {"mbarrier_wait", kSm90, Input::kBits, 32, 32, 0, run_kernel<mbarrier_kernel, 64, 512>},
       {"elect_one", kSm90, Input::kBits, 1, 32, 0, run_kernel<elect_one_kernel, 32, 0>},
       {"increase_registers", kSm90, Input::kBits, 256, 256, 0, run_kernel<register_budget_kernel, 256, 0>},
       tma_case("tma_load_2d/inside", 24 * 16 / 2, run_tma<2, Swizzle::kNone, 8, 2>),

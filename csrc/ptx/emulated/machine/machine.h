@@ -24,6 +24,7 @@
 namespace ffpa::emu {
 
 struct Block;
+struct Lane;
 struct Warp;
 struct WgmmaQueue;   // wgmma.cpp
 struct WgmmaRecord;  // wgmma.cpp
@@ -43,8 +44,16 @@ struct PendingCopy {
   int bytes;
   int source_bytes;
   uint32_t group;
-  bool landed;
+  uint32_t time;  // copies_of the warp
   CallSite site;
+  bool landed = false;    // the bytes are there
+  bool complete = false;  // and a wait or an mbarrier may rely on it
+};
+
+// cp.async.mbarrier.arrive: counts once the copies that the lane has issued up to `time` have landed.
+struct CopyArrival {
+  Lane* lane;
+  uint32_t time;
 };
 
 struct Lane {
@@ -56,6 +65,7 @@ struct Lane {
 
   std::vector<PendingCopy> copies;
   uint32_t open_copy_group = 0;
+  uint32_t copy_time = 1;  // of the next copy
 
   // What the lane waits for, for the deadlock report and for wake-ups by mbarriers.
   const char* waiting_in = nullptr;
@@ -117,6 +127,7 @@ struct NamedBarrier {
 struct Mbarrier {
   uint32_t expected_arrivals = 0;
   uint32_t pending_arrivals = 0;
+  std::vector<CopyArrival> copy_arrivals;  // of the phase in progress, part of pending_arrivals
   int64_t pending_bytes = 0;
   uint32_t phase = 0;  // parity of the phase in progress
   int64_t completed_phases = 0;
@@ -132,6 +143,7 @@ struct ShadowWord {
   uint32_t write_sync_epoch = 0;
   uint32_t write_proxy_epoch = 0;
   uint32_t read_sync_epoch = 0;
+  uint32_t copy_time = 0;    // of the last write, if it was a cp.async and is complete: copies_of the writer
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
   uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
@@ -183,7 +195,7 @@ struct Machine {
   uint64_t random_state = 1;
   int64_t steps = 0;
 
-  std::vector<std::function<void()>> async_work;  // TMA loads in flight
+  std::vector<std::function<void()>> async_work;  // TMA loads in flight, mbarrier phases that wait for cp.async alone
   VectorClock async_clock;
   int cluster_arrived_warps = 0;  // in the round in progress
   int64_t cluster_rounds = 0;     // completed

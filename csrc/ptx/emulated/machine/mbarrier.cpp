@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ptx/emulated/machine/collective.h"
+#include "ptx/emulated/machine/memory_ops.h"
 #include "ptx/emulated/machine/shared_memory.h"
 
 namespace ffpa::emu {
@@ -11,7 +12,6 @@ namespace {
 constexpr uint32_t kMbarrierBytes = 8;
 
 Mbarrier& find_mbarrier(uint32_t address, const char* instruction, CallSite site) {
-  require_arch(kSm90, instruction, site);
   count_step(site);
   Block& block = block_of(address);
   shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, instruction, site);
@@ -45,10 +45,50 @@ void complete_phase_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
   }
 }
 
+// The barrier at this address, which must expect one more arrival.
+Mbarrier& find_open_mbarrier(uint32_t address, const char* instruction, CallSite site) {
+  Mbarrier& barrier = find_mbarrier(address, instruction, site);
+  if (barrier.pending_arrivals == barrier.copy_arrivals.size()) {
+    fail("mbarrier", site, format("more than %u arrivals in one phase", barrier.expected_arrivals));
+  }
+  return barrier;
+}
+
+// When the phase waits for nobody but copies, they land: as late as can be, as TMA loads do.
+void land_copies_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
+  if (barrier.copy_arrivals.empty() || barrier.pending_arrivals != barrier.copy_arrivals.size()) return;
+  machine->async_work.push_back([&block, address] {
+    Mbarrier& barrier = block.mbarriers[address];
+    for (const CopyArrival& arrival : barrier.copy_arrivals) {
+      land_tracked_copies(*arrival.lane, arrival.time);
+      uint32_t& known = barrier.arriving.at[copies_of(arrival.lane->warp->cluster_id)];
+      known = std::max(known, arrival.time);
+    }
+    barrier.pending_arrivals = 0;
+    barrier.copy_arrivals.clear();
+    complete_phase_if_due(barrier, block, address);
+  });
+}
+
+void arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
+  Mbarrier& barrier = find_open_mbarrier(address, "mbarrier.arrive", site);
+  Block& block = block_of(address);
+  Warp& warp = *current->warp;
+  if (std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.alive != 0; })) {
+    fail("cluster", site, format("mbarrier.arrive in block rank %d, which has exited", block.rank));
+  }
+  barrier.pending_bytes += expected_bytes;
+  --barrier.pending_arrivals;
+  barrier.arriving.join(warp.clock);
+  ++warp.clock.at[warp.cluster_id];
+  land_copies_if_due(barrier, block, address & kOffsetMask);
+  complete_phase_if_due(barrier, block, address & kOffsetMask);
+  maybe_preempt();
+}
+
 }  // namespace
 
 void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site) {
-  require_arch(kSm90, "mbarrier.init", site);
   Warp& warp = *current->warp;
   Block& block = *current->block;
   shared_pointer(block, address, kMbarrierBytes, kMbarrierBytes, "mbarrier.init", site);
@@ -61,26 +101,23 @@ void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site) {
   block.mbarriers[address & kOffsetMask] = barrier;
 }
 
-void mbarrier_arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
-  Mbarrier& barrier = find_mbarrier(address, "mbarrier.arrive", site);
-  Block& block = block_of(address);
-  Warp& warp = *current->warp;
-  if (std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.alive != 0; })) {
-    fail("cluster", site, format("mbarrier.arrive in block rank %d, which has exited", block.rank));
-  }
-  if (!barrier.pending_arrivals) {
-    fail("mbarrier", site, format("more than %u arrivals in one phase", barrier.expected_arrivals));
-  }
-  barrier.pending_bytes += expected_bytes;
-  --barrier.pending_arrivals;
-  barrier.arriving.join(warp.clock);
-  ++warp.clock.at[warp.cluster_id];
-  complete_phase_if_due(barrier, block, address & kOffsetMask);
+void mbarrier_arrive(uint32_t address, CallSite site) { arrive(address, 0, site); }
+
+void mbarrier_arrive_expect_bytes(uint32_t address, uint32_t bytes, CallSite site) {
+  require_arch(kSm90, "mbarrier.arrive.expect_tx", site);
+  arrive(address, bytes, site);
+}
+
+// The arrival makes nothing known but the copies: the manual does not order the thread's other accesses before it.
+void mbarrier_arrive_after_copies(uint32_t address, CallSite site) {
+  Mbarrier& barrier = find_open_mbarrier(address, "cp.async.mbarrier.arrive", site);
+  barrier.copy_arrivals.push_back({current, current->copy_time++});
+  land_copies_if_due(barrier, block_of(address), address & kOffsetMask);
   maybe_preempt();
 }
 
 void mbarrier_wait(uint32_t address, uint32_t parity, CallSite site) {
-  Mbarrier& barrier = find_mbarrier(address, "mbarrier.try_wait", site);
+  Mbarrier& barrier = find_mbarrier(address, "mbarrier.test_wait", site);
   Lane& lane = *current;
   const int64_t phases_before = barrier.completed_phases;
   const uint32_t rank_bits = address >> 24 ? 0 : uint32_t(lane.block->rank + 1) << 24;
@@ -158,6 +195,7 @@ bool elect_one(CallSite site) {
 }
 
 uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site) {
+  require_arch(kSm90, "mapa", site);
   if (rank >= machine->blocks.size()) {
     fail("cluster", site, format("mapa: there is no block rank %u in this cluster", rank));
   }

@@ -3,12 +3,17 @@
 
 #include <cstdint>
 
-#include "ptx/emulated/machine/machine.h"
+#include "ptx/emulated/machine/call_site.h"
+#include "ptx/emulated/machine/vector_clock.h"
 
 namespace ffpa::emu {
 
+struct Block;
+
 void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site);
-void mbarrier_arrive(uint32_t address, uint32_t expected_bytes, CallSite site);
+void mbarrier_arrive(uint32_t address, CallSite site);
+void mbarrier_arrive_expect_bytes(uint32_t address, uint32_t bytes, CallSite site);
+void mbarrier_arrive_after_copies(uint32_t address, CallSite site);  // cp.async.mbarrier.arrive.noinc
 void mbarrier_wait(uint32_t address, uint32_t parity, CallSite site);
 
 // For the TMA unit: checks that the barrier exists when a copy is issued, and completes bytes when it has landed.

@@ -1,5 +1,6 @@
 #include "ptx/emulated/machine/memory_ops.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "ptx/emulated/machine/bank_conflicts.h"
@@ -24,21 +25,25 @@ void check_global(const void* address, uint32_t bytes, uint32_t alignment, Acces
        format("%s: %u bytes at %p are %s%s", what, bytes, address, problem, read_only ? "" : neighbour));
 }
 
-void land(Lane& lane, const PendingCopy& copy) {
-  Block& block = *lane.block;
-  Warp& warp = *lane.warp;
-  if (!copy.landed) {
-    uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
-    std::memcpy(destination, copy.source, copy.source_bytes);
-    std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
-  }
-  note_landed(block, copy.destination, copy.bytes, warp.cluster_id, lane.index, warp.clock.at[warp.cluster_id],
-              warp.sync_epoch);
+void write_bytes(Block& block, PendingCopy& copy) {
+  if (copy.landed) return;
+  uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
+  std::memcpy(destination, copy.source, copy.source_bytes);
+  std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+  copy.landed = true;
+}
+
+void complete(Lane& lane, PendingCopy& copy, Completion completion) {
+  write_bytes(*lane.block, copy);
+  note_copy_complete(*lane.block, copy.destination, copy.bytes, *lane.warp, lane.index, copy.time, completion);
+  copy.complete = true;
 }
 
 void land_groups_before(Lane& lane, uint32_t group) {
   size_t count = 0;
-  while (count < lane.copies.size() && lane.copies[count].group < group) land(lane, lane.copies[count++]);
+  while (count < lane.copies.size() && lane.copies[count].group < group) {
+    complete(lane, lane.copies[count++], Completion::kAwaited);
+  }
   lane.copies.erase(lane.copies.begin(), lane.copies.begin() + count);
 }
 
@@ -95,12 +100,14 @@ void copy_async(uint32_t destination, const void* source, int bytes, int source_
   // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
   // copy in four lands at once.
   const bool lands_now = machine->random_schedule() && machine->random() % 4 == 0;
-  if (lands_now) {
-    std::memcpy(target, source, source_bytes);
-    std::memset(target + source_bytes, 0, bytes - source_bytes);
-  }
-  lane.copies.push_back(
-      {destination, static_cast<const uint8_t*>(source), bytes, source_bytes, lane.open_copy_group, lands_now, site});
+  PendingCopy copy{
+      destination, static_cast<const uint8_t*>(source), bytes, source_bytes, lane.open_copy_group, lane.copy_time,
+      site};
+  if (lands_now) write_bytes(*lane.block, copy);
+  // A ring without cp.async.wait_group would collect copies for ever: complete ones end when they are overwritten.
+  const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination; };
+  lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
+  lane.copies.push_back(copy);
 }
 
 void commit_copies() { ++current->open_copy_group; }
@@ -114,6 +121,13 @@ void wait_for_copies(int pending_groups) {
 void wait_for_all_copies() {
   maybe_preempt();
   land_groups_before(*current, current->open_copy_group + 1);
+}
+
+void land_tracked_copies(Lane& lane, uint32_t time) {
+  for (PendingCopy& copy : lane.copies) {
+    if (copy.time > time) break;
+    if (!copy.complete) complete(lane, copy, Completion::kTracked);
+  }
 }
 
 }  // namespace ffpa::emu

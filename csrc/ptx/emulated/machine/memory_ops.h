@@ -7,6 +7,8 @@
 
 namespace ffpa::emu {
 
+struct Lane;
+
 void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site);
 void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite site);
 
@@ -19,5 +21,8 @@ void copy_async(uint32_t destination, const void* source, int bytes, int source_
 void commit_copies();
 void wait_for_copies(int pending_groups);
 void wait_for_all_copies();
+
+// For mbarriers: the lane's copies up to this time (PendingCopy::time) are complete. Its own waits may still come.
+void land_tracked_copies(Lane& lane, uint32_t time);
 
 }  // namespace ffpa::emu

@@ -126,7 +126,8 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   self.report.counters.blocks += block_count;
   if (self.given_up) return;
   if (!self.async_work.empty()) {
-    report_error("exit", "async", CallSite("kernel", 0), "the kernel ends with TMA loads in flight");
+    report_error("exit", "async", CallSite("kernel", 0),
+                 "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
   }
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }

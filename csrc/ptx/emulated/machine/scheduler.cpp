@@ -1,5 +1,6 @@
 #include "ptx/emulated/machine/scheduler.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "ptx/emulated/machine/bank_conflicts.h"
@@ -144,11 +145,12 @@ void maybe_preempt() {
 
 void exit_lane() {
   Warp& warp = *current->warp;
-  if (!current->copies.empty()) {
-    const CallSite site = current->copies.front().site;
-    report_error("exit", to_string(site), site,
-                 format("a thread exits with %zu cp.async not waited for, the first issued at %s",
-                        current->copies.size(), to_string(site).c_str()));
+  const auto in_flight = [](const PendingCopy& copy) { return !copy.complete; };
+  const auto first = std::find_if(current->copies.begin(), current->copies.end(), in_flight);
+  if (first != current->copies.end()) {
+    report_error("exit", to_string(first->site), first->site,
+                 format("a thread exits with %zd cp.async not waited for, the first issued at %s",
+                        std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str()));
   }
   mark_not_ready(*current);
   warp.alive &= ~(1u << current->index);

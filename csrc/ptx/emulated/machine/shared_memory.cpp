@@ -26,6 +26,11 @@ std::string name_of(int warp) {
   return format("warp %d of block rank %d", machine->warps[warp]->index, machine->warps[warp]->block->rank);
 }
 
+// Whether the warp has waited for a phase of an mbarrier that tracked the cp.async which wrote the word.
+bool knows_copy(const ShadowWord& word, const Warp& warp) {
+  return word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)];
+}
+
 void report_race(const char* what, const char* missing, uint32_t word, Warp& warp, CallSite site, int other,
                  CallSite other_site) {
   report_error("race", what + to_string(other_site) + to_string(site), site,
@@ -63,10 +68,11 @@ void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int l
   const WordRange words = words_of(address, bytes);
   for (uint32_t i = words.first; i < words.end; ++i) {
     ShadowWord& word = block.shadow[i];
-    if (word.in_flight) {
+    const bool known = knows_copy(word, warp);
+    if (word.in_flight && !known) {
       report_race("read of bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
                   word.write_site);
-    } else if (word.writer != kNobody && (word.written_bytes & bytes_in_word(address, bytes, i))) {
+    } else if (word.writer != kNobody && !known && (word.written_bytes & bytes_in_word(address, bytes, i))) {
       if (word.writer != self) {
         if (word.write_time > warp.clock.at[word.writer]) {
           report_race("read after write", "no barrier between", i, warp, site, word.writer, word.write_site);
@@ -100,10 +106,12 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
   const WordRange words = words_of(address, bytes);
   for (uint32_t i = words.first; i < words.end; ++i) {
     ShadowWord& word = block.shadow[i];
-    if (word.in_flight) {
+    const bool known = knows_copy(word, warp);
+    if (word.in_flight && !known) {
       report_race("write to bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
                   word.write_site);
-    } else if (word.writer != kNobody && word.writer != self && word.write_time > warp.clock.at[word.writer] &&
+    } else if (word.writer != kNobody && word.writer != self && !known &&
+               word.write_time > warp.clock.at[word.writer] &&
                (word.written_bytes & bytes_in_word(address, bytes, i))) {
       report_race("write after write", "no barrier between", i, warp, site, word.writer, word.write_site);
     }
@@ -126,8 +134,25 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
     word.write_sync_epoch = warp.sync_epoch;
     word.write_proxy_epoch = warp.proxy_epoch;
     word.write_site = site;
+    word.copy_time = 0;
     word.in_flight = kind == WriteKind::kAsyncIssue;
     word.generic_write = kind == WriteKind::kGeneric;
+  }
+}
+
+void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
+                        Completion completion) {
+  if (!machine->options.check_races) return;
+  const WordRange words = words_of(address, bytes);
+  for (uint32_t i = words.first; i < words.end; ++i) {
+    ShadowWord& word = block.shadow[i];
+    // Whoever knew from an mbarrier may have overwritten it before the lane's own wait.
+    if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;
+    word.copy_time = copy_time;
+    if (completion == Completion::kTracked) continue;
+    word.in_flight = false;
+    word.write_time = warp.clock.at[warp.cluster_id];
+    word.write_sync_epoch = warp.sync_epoch;
   }
 }
 

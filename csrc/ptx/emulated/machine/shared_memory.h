@@ -28,6 +28,12 @@ void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int l
 void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
                 WriteKind kind = WriteKind::kGeneric);
 
+// The lane's cp.async of these bytes is complete, for those who know copies_of its warp at this time. After a wait of
+// the lane itself it is, besides, like an ordinary store made now.
+enum class Completion { kTracked, kAwaited };
+void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
+                        Completion completion);
+
 // The asynchronous write of these bytes is complete and visible to `writer` as of `time`.
 void note_landed(Block& block, uint32_t address, uint32_t bytes, int writer, int lane, uint32_t time,
                  uint32_t sync_epoch);

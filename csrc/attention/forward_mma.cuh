@@ -1,0 +1,509 @@
+// Split-D attention forward on mma.sync. One block of threads computes kRows rows of one query head; for each tile of
+// kKeys keys:
+//
+//   1. S = Q Kᵀ      in steps of kKeyColumns columns of the head dim, accumulated in registers;
+//   2. softmax       row maxima of the warps meet in shared memory; P goes to shared memory as 16-bit numbers;
+//   3. O = αO + P V  in steps of kValueRows keys, for kColumns columns of O at a time.
+//
+// Three levels differ in where O is meanwhile:
+//
+//   L1   in registers, all of it (d_v ≤ kColumns);
+//   L2   in registers, one group of kColumns columns; each group is a work item of its own, with S computed again;
+//   L3   kStreamed: in global scratch, in fp32; step 3 brings in one group of columns after the other.
+//
+// The head dim of Q and K is a loop count, and so is the number of column groups. The warps split S by rows and keys
+// and O by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring. The
+// two teams of warps share nothing else, so that one computes products while the other is in its softmax.
+#pragma once
+
+#include "attention/attention_params.h"
+#include "attention/forward_mma_config.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/visible_keys.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
+#include "tile/stage_ring.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+template <class Config>
+class ForwardMma {
+  using Element = typename Config::Dtype;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kColumns = Config::kColumns;
+  static constexpr int kKeyColumns = Config::kKeyColumns;
+  static constexpr int kValueRows = Config::kValueRows;
+  static constexpr int kValueSteps = kKeys / kValueRows;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kTeamWarps = Config::kTeamWarps;
+
+  // Of one warp, in fragments: S [kScoreM × kScoreN] and O [kOutM × kOutN].
+  static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
+  static constexpr int kOutM = Config::kTeamRows / 16, kOutN = Config::kOutWarpPairs * 2;
+  using Scores = float[kScoreM][kScoreN][4];
+  using Out = tile::Accumulator<typename Config::AccPv>[kOutM][kOutN];
+
+ public:
+  FFPA_DEVICE explicit ForwardMma(const AttentionParams& params)
+      : params_(params),
+        thread_(ptx::thread_x()),
+        lane_(ptx::lane_id()),
+        team_(thread_ / 32 / kTeamWarps),
+        team_warp_(thread_ / 32 % kTeamWarps),
+        slot_bytes_(Config::slot_bytes(params)),
+        p_smem_(ptx::dynamic_smem() + params.stages * slot_bytes_),
+        partial_smem_(p_smem_ + Config::kProbabilityBytes),
+        factor_smem_(partial_smem_ + Config::kScoreWarpsByKeys * Config::kStatisticBytes),
+        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes),
+        key_steps_(Config::key_steps(params)),
+        ring_(factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, slot_bytes_) {
+    ring_.init(thread_);
+    ptx::sync_block();
+  }
+
+  FFPA_DEVICE void run(int item) {
+    begin(item);
+    if constexpr (Config::kStreamed) {
+      const int groups = Config::column_groups(params_);
+      for (int tile = first_tile_; tile < end_tile_; ++tile) {
+        attend_to(tile);
+        if (tile == end_tile_ - 1) publish_row_sums();
+        for (int group = 0; group < groups; ++group) {
+          Out out;
+          if (tile > first_tile_) load(out, group);
+          rescale(out);
+          add_values(out);
+          if (tile < end_tile_ - 1) {
+            save(out, group);
+          } else {
+            write(out, group * kColumns);
+          }
+        }
+      }
+      if (first_tile_ == end_tile_) {
+        publish_row_sums();
+        for (int group = 0; group < groups; ++group) write(Out{}, group * kColumns);
+      }
+    } else {
+      Out out;
+      for (int tile = first_tile_; tile < end_tile_; ++tile) {
+        attend_to(tile);
+        rescale(out);
+        add_values(out);
+      }
+      publish_row_sums();
+      write(out, first_column_);
+    }
+  }
+
+ private:
+  // ---- the work item ----
+
+  FFPA_DEVICE void begin(int item) {
+    const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
+    const int row_blocks = ceil_div(params_.n_q, kRows);
+    first_column_ = item % groups * kColumns;
+    const int row_block = item / groups;
+    head_of_all_ = row_block / row_blocks;
+    batch_ = head_of_all_ / params_.heads_q;
+    head_ = head_of_all_ % params_.heads_q;
+    first_row_ = (row_blocks - 1 - row_block % row_blocks) * kRows;  // the last ones, long under a causal mask, first
+    const int64_t batch = batch_, head = head_;
+    const auto matrix = [&](const TensorView& x, int64_t of_head, int rows, int columns) {
+      const uint16_t* origin = x.data + batch * x.batch_stride + of_head * x.head_stride;
+      return tile::GmemWindow{origin, x.row_stride, rows, columns};
+    };
+    q_gmem_ = tile::window_at(matrix(params_.q, head, params_.n_q, params_.d_qk), first_row_, 0);
+    k_gmem_ = matrix(params_.k, head / params_.group, params_.n_k, params_.d_qk);
+    v_gmem_ = matrix(params_.v, head / params_.group, params_.n_k, params_.d_v);
+    out_gmem_ = params_.out.data + batch * params_.out.batch_stride + head * params_.out.head_stride;
+
+    const VisibleKeys visible = visible_keys();
+    first_tile_ = visible.begin() / kKeys;
+    end_tile_ = max_of(ceil_div(visible.end(), kKeys), first_tile_);
+    load_tile_ = first_tile_;
+    load_step_ = load_group_ = 0;
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        row_max_[m][h] = -kInfinity;
+        row_sum_[m][h] = 0;
+      }
+    }
+
+    if (first_tile_ == end_tile_) return;
+    if (params_.q_resident) {  // belongs to the first step's copies
+      for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, step);
+    }
+    for (int step = 0; step < ring_.ahead(); ++step) load_next_step();
+  }
+
+  FFPA_DEVICE VisibleKeys visible_keys() const {
+    return VisibleKeys(params_, first_row_, min_of(first_row_ + kRows, params_.n_q) - 1);
+  }
+
+  // ---- the ring of steps ----
+
+  FFPA_DEVICE void copy_queries(uint32_t target_smem, int step) const {
+    tile::copy_tile_async<kRows, kKeyColumns, kThreads>(target_smem, Config::query_layout(),
+                                                        tile::window_at(q_gmem_, 0, step * kKeyColumns), thread_);
+  }
+
+  // Starts the copies of the next step, if there is one: those of K, then those of V for each column group.
+  FFPA_DEVICE void load_next_step() {
+    if (load_tile_ == end_tile_) return;
+    const uint32_t slot = ring_.begin_fill();
+    const int key = load_tile_ * kKeys;
+    if (load_step_ < key_steps_) {
+      tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
+          slot, Config::key_layout(), tile::window_at(k_gmem_, key, load_step_ * kKeyColumns), thread_);
+      if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, load_step_);
+    } else {
+      const int column = Config::kStreamed ? load_group_ * kColumns : first_column_;
+      const int value_row = key + (load_step_ - key_steps_) * kValueRows;
+      tile::copy_tile_async<kValueRows, kColumns, kThreads>(slot, Config::value_layout(),
+                                                            tile::window_at(v_gmem_, value_row, column), thread_);
+    }
+    ring_.end_fill();
+    if (++load_step_ < key_steps_ + kValueSteps) return;
+    if (Config::kStreamed && ++load_group_ < Config::column_groups(params_)) {
+      load_step_ = key_steps_;
+    } else {
+      load_step_ = load_group_ = 0;
+      ++load_tile_;
+    }
+  }
+
+  FFPA_DEVICE uint32_t next_step() {
+    load_next_step();
+    return ring_.begin_use();
+  }
+
+  // P, maxima and factors of a team's rows are its own.
+  FFPA_DEVICE void sync_team() const { ptx::bar_sync(1 + team_, kTeamWarps * 32); }
+
+  // ---- 1., 2. S = Q Kᵀ, softmax ----
+
+  // Leaves P and α of the tile in shared memory.
+  FFPA_DEVICE void attend_to(int tile) {
+    Scores scores;
+    compute_scores(scores);
+    const int key = tile * kKeys;
+    scores_to_logits(scores, params_, batch_, head_, visible_keys().all_see(key, kKeys), first_row_ + score_row(),
+                     key + score_key(), lane_);
+    publish_maxima(scores);
+    sync_team();  // the maxima of all warps are there, and all have used P of the tile before
+    compute_probabilities(scores);
+    sync_team();  // P and α are there
+  }
+
+  FFPA_DEVICE void compute_scores(Scores& scores) {
+    tile::Accumulator<typename Config::AccQk> s[kScoreM][kScoreN];
+    FFPA_NO_UNROLL
+    for (int step = 0; step < key_steps_; ++step) {
+      const uint32_t k_smem = next_step();
+      const uint32_t q_smem =
+          params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes : k_smem + Config::kKeyStepBytes;
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
+        const tile::Coordinate at = tile::ldmatrix_a(lane_);
+        const uint32_t rows_above = Config::query_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, q_smem + Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column) + rows_above);
+      };
+      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
+        const tile::Coordinate at = tile::ldmatrix_b_pair(lane_);
+        const uint32_t rows_above = Config::key_layout().bytes(pair * 16);
+        ptx::ldmatrix_x4(
+            b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
+      };
+      tile::add_product<Element, 1, kKeyColumns / 16>(s, load_a, load_b);
+      ring_.end_use(lane_);
+    }
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kScoreN; ++n) s[m][n].get(scores[m][n]);
+    }
+  }
+
+  FFPA_DEVICE void publish_maxima(const Scores& scores) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float maximum = -kInfinity;
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          maximum = max_of(maximum, max_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+        }
+        maximum = max_of(maximum, ptx::shfl_xor(maximum, 1));
+        maximum = max_of(maximum, ptx::shfl_xor(maximum, 2));
+        publish(m, h, maximum);
+      }
+    }
+  }
+
+  // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until
+  // then P exceeds 1, by no more than 2^8, and O keeps its scale. With f16 sums of PV it always follows: they must not
+  // overflow.
+  static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
+
+  FFPA_DEVICE void compute_probabilities(const Scores& scores) {
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+        float maximum = row_max_[m][h];
+        FFPA_UNROLL
+        for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
+          maximum = max_of(maximum, statistic(partial_smem_, warp * kRows + row));
+        }
+        if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
+        const float reference = maximum == -kInfinity ? 0.0f : maximum;  // a row that has seen no key yet: P = 0
+        const float factor = ptx::ex2(row_max_[m][h] - reference);
+        row_max_[m][h] = maximum;
+        if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
+          ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(factor));
+        }
+        float sum = 0;
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          const float p0 = ptx::ex2(scores[m][n][2 * h] - reference);
+          const float p1 = ptx::ex2(scores[m][n][2 * h + 1] - reference);
+          sum += p0 + p1;
+          const int chunk = score_key() / tile::kChunkElements + n;
+          const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
+          ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
+                           ptx::pack<Element>(p0, p1));
+        }
+        row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // over this thread's keys alone
+      }
+    }
+  }
+
+  // ---- 3. O = αO + P V ----
+
+  FFPA_DEVICE void rescale(Out& out) const {
+    float factor[kOutM][2];
+    bool any = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        factor[m][h] = statistic(factor_smem_, out_row(m, h));
+        any |= factor[m][h] != 1;
+      }
+    }
+    if (!ptx::vote_any(any)) return;
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kOutN; ++n) tile::scale_rows(out[m][n], factor[m]);
+    }
+  }
+
+  FFPA_DEVICE void add_values(Out& out) {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < kValueSteps; ++step) {
+      const uint32_t v_smem = next_step();
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
+        const tile::Coordinate at = tile::ldmatrix_a(lane_);
+        const int chunk = (step * kValueRows + depth * 16) / tile::kChunkElements;
+        const uint32_t rows_above = Config::probability_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, p_smem_ + Config::probability_layout().offset(out_row_begin() + at.row, chunk + at.column) + rows_above);
+      };
+      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
+        const tile::Coordinate at = tile::ldmatrix_b_pair_trans(lane_);
+        const uint32_t rows_above = Config::value_layout().bytes(depth * 16);
+        const int chunk = pair_column(pair) / tile::kChunkElements;
+        ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
+      };
+      tile::add_product<Element, 1, kValueRows / 16>(out, load_a, load_b);
+      ring_.end_use(lane_);
+    }
+  }
+
+  // The first column, within the group, of a pair of fragments. Warps that have a pair less than others repeat their
+  // first one.
+  FFPA_DEVICE int pair_column(int pair) const {
+    const bool exists = Config::kOutPairs % kTeamWarps == 0 || pair * kTeamWarps + team_warp_ < Config::kOutPairs;
+    return ((exists ? pair * kTeamWarps : 0) + team_warp_) * 16;
+  }
+
+  // ---- O in scratch: fragment by fragment, 16 bytes a lane ----
+
+  FFPA_DEVICE float* scratch_of(int group) const {
+    constexpr int kWarpFloats = kOutM * kOutN * 128;
+    const int64_t warp_of_all = (int64_t(ptx::block_x()) * Config::column_groups(params_) + group) * Config::kWarps;
+    return params_.scratch + (warp_of_all + thread_ / 32) * kWarpFloats + lane_ * 4;
+  }
+
+  FFPA_DEVICE void load(Out& out, int group) const {
+    const float* from = scratch_of(group);
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kOutN; ++n) {
+        uint32_t bits[4];
+        ptx::ld_global_16(bits, from + (m * kOutN + n) * 128);
+        out[m][n].set(
+            {float_from_bits(bits[0]), float_from_bits(bits[1]), float_from_bits(bits[2]), float_from_bits(bits[3])});
+      }
+    }
+  }
+
+  FFPA_DEVICE void save(const Out& out, int group) const {
+    float* to = scratch_of(group);
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kOutN; ++n) {
+        float values[4];
+        out[m][n].get(values);
+        ptx::st_global_16(to + (m * kOutN + n) * 128,
+                          {float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])});
+      }
+    }
+  }
+
+  // ---- out = O / row sum, LSE ----
+
+  // The row sums of all warps, in the place of the maxima; and the LSE.
+  FFPA_DEVICE void publish_row_sums() {
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float sum = row_sum_[m][h];
+        sum += ptx::shfl_xor(sum, 1);
+        sum += ptx::shfl_xor(sum, 2);
+        publish(m, h, sum);
+      }
+    }
+    sync_team();
+    if (params_.lse == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+        if (first_row_ + row >= params_.n_q) continue;
+        const float lse = (row_max_[m][h] + ptx::lg2(row_sum(row))) * kLn2;  // no key: -inf + -inf
+        ptx::st_global_4(params_.lse + int64_t(head_of_all_) * params_.n_q + first_row_ + row, float_bits(lse));
+      }
+    }
+  }
+
+  FFPA_DEVICE float row_sum(int row) const {
+    float sum = 0;
+    FFPA_UNROLL
+    for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum += statistic(partial_smem_, warp * kRows + row);
+    return sum;
+  }
+
+  FFPA_DEVICE void write(const Out& out, int first_column) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = out_row(m, h);
+        const float sum = row_sum(row);
+        const float inverse = sum > 0 ? 1 / sum : 0.0f;
+        uint16_t* row_gmem = out_gmem_ + int64_t(first_row_ + row) * params_.out.row_stride;
+        const bool row_exists = first_row_ + row < params_.n_q;
+        uint32_t chunk[4];
+        FFPA_UNROLL
+        for (int n = 0; n < kOutN; ++n) {
+          // The four lanes of a row have 4 bytes each of a fragment's 16; every lane collects one fragment of four.
+          float values[4];
+          out[m][n].get(values);
+          const uint32_t mine = ptx::pack<Element>(values[2 * h] * inverse, values[2 * h + 1] * inverse);
+          FFPA_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t piece = ptx::shfl_idx(mine, lane_ / 4 * 4 + i);
+            if (lane_ % 4 == n % 4) chunk[i] = piece;
+          }
+          if (n % 4 < 3 && n < kOutN - 1) continue;
+          const int fragment = n / 4 * 4 + lane_ % 4;
+          const int column = pair_column(fragment / 2) + fragment % 2 * 8;
+          const bool exists = fragment < kOutN && column < kColumns && first_column + column < params_.d_v;
+          if (row_exists && exists) ptx::st_global_16(row_gmem + first_column + column, chunk);
+        }
+      }
+    }
+  }
+
+  // ---- this thread's share ----
+
+  FFPA_DEVICE int score_warp_by_keys() const { return team_warp_ % Config::kScoreWarpsByKeys; }
+  FFPA_DEVICE int score_key() const { return score_warp_by_keys() * Config::kScoreWarpKeys; }
+  FFPA_DEVICE int score_row() const {
+    return team_ * Config::kTeamRows + team_warp_ / Config::kScoreWarpsByKeys * Config::kScoreWarpRows;
+  }
+  FFPA_DEVICE int out_row_begin() const { return team_ * Config::kTeamRows; }
+  FFPA_DEVICE int out_row(int m, int h) const {
+    return out_row_begin() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+  }
+
+  static FFPA_DEVICE float statistic(uint32_t base_smem, int index) {
+    return float_from_bits(ptx::ld_shared_4(base_smem + index * sizeof(float)));
+  }
+
+  // One number of the warp for each of its rows, for the other warps.
+  FFPA_DEVICE void publish(int m, int h, float value) const {
+    const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+    if (lane_ % 4 == 0) {
+      ptx::st_shared_4(partial_smem_ + (score_warp_by_keys() * kRows + row) * sizeof(float), float_bits(value));
+    }
+  }
+
+  const AttentionParams& params_;
+  int thread_, lane_, team_, team_warp_;
+  uint32_t slot_bytes_;
+  uint32_t p_smem_;        // [kRows][kKeys]
+  uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
+  uint32_t factor_smem_;   // [kRows]: α
+  uint32_t q_smem_;        // resident Q: [key step][kRows][kKeyColumns]
+  int key_steps_;
+  typename Config::Ring ring_;
+
+  int head_of_all_, batch_, head_, first_row_, first_column_;
+  int first_tile_, end_tile_;
+  tile::GmemWindow q_gmem_, k_gmem_, v_gmem_;
+  uint16_t* out_gmem_;
+  int load_tile_, load_step_, load_group_;  // what the next copy brings
+
+  float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // of rows 16m + 8h + lane / 4 of the warp; maxima in base 2
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
+void forward_mma(FFPA_GRID_CONSTANT const AttentionParams params) {
+  ForwardMma<Config> forward(params);
+  if constexpr (Config::kStreamed) {
+    const int items = Config::work_items(params);
+    for (int item = ptx::block_x(); item < items; item += ptx::grid_x()) {
+      forward.run(item);
+      ptx::sync_block();  // nobody reads Q or the statistics of this item any more
+    }
+  } else {
+    forward.run(ptx::block_x());
+  }
+}
+
+}  // namespace ffpa

@@ -1,0 +1,101 @@
+// The shapes of a split-D forward kernel: tiles, warps, shared memory, launch.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/launch_types.h"
+#include "tile/smem_layout.cuh"
+#include "tile/stage_ring.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
+// time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
+// scratch; kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
+template <class Fields>
+struct ForwardMmaConfig : Fields {
+  using Params = AttentionParams;
+  using Fields::kColumns;
+  using Fields::kKeyColumns;
+  using Fields::kKeys;
+  using Fields::kRows;
+  using Fields::kValueRows;
+
+  static constexpr int kWarps = 8;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kMinBlocksPerSm = 1;
+
+  // Two teams of warps share the rows (of 32 there is nothing to share). Only the ring of K and V steps connects them,
+  // so one computes products while the other is in its softmax.
+  static constexpr int kTeams = kRows >= 64 ? 2 : 1;
+  static constexpr int kTeamWarps = kWarps / kTeams;
+  static constexpr int kTeamRows = kRows / kTeams;
+
+  // S of a team: each warp has 32 rows.
+  static constexpr int kScoreWarpRows = 32;
+  static constexpr int kScoreWarpsByKeys = kTeamWarps / (kTeamRows / kScoreWarpRows);
+  static constexpr int kScoreWarpKeys = kKeys / kScoreWarpsByKeys;
+  static_assert(kTeamRows % kScoreWarpRows == 0 && kScoreWarpKeys % 16 == 0, "warps share S evenly");
+
+  // O of a team: each warp has all rows, so that V is read once for them, and every kTeamWarps-th pair of 8-column
+  // fragments.
+  static constexpr int kOutPairs = kColumns / 16;
+  static constexpr int kOutWarpPairs = ceil_div(kOutPairs, kTeamWarps);
+  static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
+  static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
+
+  // Shared memory: slots of the ring, then P, row statistics, barriers, and Q where it is resident.
+  using Layout = tile::RowLayout;
+  FFPA_HOST_DEVICE static constexpr Layout query_layout() {
+    return Layout(kKeyColumns * 2, Fields::kPadQ);
+  }  // of a step
+  FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
+  FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * 2, Fields::kPadV); }
+  FFPA_HOST_DEVICE static constexpr Layout probability_layout() { return Layout(kKeys * 2); }
+  static constexpr uint32_t kQueryStepBytes = query_layout().bytes(kRows);
+  static constexpr uint32_t kKeyStepBytes = key_layout().bytes(kKeys);
+  static constexpr uint32_t kValueStepBytes = value_layout().bytes(kValueRows);
+  static constexpr uint32_t kProbabilityBytes = probability_layout().bytes(kRows);
+  static constexpr uint32_t kStatisticBytes = kRows * sizeof(float);
+  using Ring = tile::StageRing<kThreads>;
+
+  FFPA_HOST_DEVICE static int key_steps(const Params& params) { return ceil_div(params.d_qk, kKeyColumns); }
+
+  FFPA_HOST_DEVICE static uint32_t slot_bytes(const Params& params) {
+    return max_of(kKeyStepBytes + (params.q_resident ? 0 : kQueryStepBytes), kValueStepBytes);
+  }
+
+  static uint32_t smem_bytes(const Params& params) {
+    return params.stages * slot_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes +
+           Ring::kBarrierBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
+  }
+
+  // Passes over the columns of O: one where registers hold them all.
+  FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
+
+  // Work items: (head, row block) and, unless O is streamed, column group.
+  FFPA_HOST_DEVICE static int work_items(const Params& params) {
+    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q *
+           (Fields::kStreamed ? 1 : column_groups(params));
+  }
+
+  // Floats of scratch of one block, in the order of fragments.
+  FFPA_HOST_DEVICE static int64_t scratch_floats(const Params& params) {
+    return int64_t(column_groups(params)) * kRows * kOutWarpPairs * kTeamWarps * 16;
+  }
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x =
+        uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
+    shape.threads = kThreads;
+    shape.smem_bytes = smem_bytes(params);
+    return shape;
+  }
+};
+
+}  // namespace ffpa

@@ -1,0 +1,120 @@
+// A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all read
+// them. `bug` spoils one piece.
+//
+// Each slot has two mbarriers. Full: every thread arrives when its copies have landed. Empty: one lane of every warp
+// arrives when the warp has read the slot.
+#pragma once
+
+#include "base/math.h"
+#include "launch/launch.cuh"
+#include "ptx/async_copy.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/stage_ring.cuh"
+
+namespace ffpa::testing {
+
+enum class RingBug : int {
+  kNone,
+  kNoFullWait,
+  kNoEmptyWait,
+  kWrongFullParity,
+  kWrongEmptyParity,
+  kWaitsForAnotherSlot,
+  kArrivesBeforeItsCopy,
+  kOrdinaryArrival,        // mbarrier.arrive, which does not wait for the copies
+  kOneLaneArrivesForWarp,  // cp.async.mbarrier.arrive tracks the copies of its own lane
+  kOneThreadNeverArrives,
+  kOneWarpNeverReleases,
+  kOneThreadArrivesTwice,
+  kNoSyncAfterInit,
+  kOneStepTooMany,  // filled, and never used
+};
+
+// input: [1 + steps][thread][4 words], the first of them stays for all steps. output: [steps][thread][4 words]: twice
+// the step's words of the opposite thread, plus its words that stay, plus how often the ring has come round modulo 2.
+template <int kThreads>
+FFPA_KERNEL(kThreads, 1)
+void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int slots, RingBug bug) {
+  constexpr uint32_t kSlotBytes = kThreads * 16;
+  constexpr int kWarps = kThreads / 32;
+  const int thread = ptx::thread_x();
+  const int lane = ptx::lane_id();
+  const uint32_t full = ptx::dynamic_smem();           // [kMaxStages] mbarriers
+  const uint32_t empty = full + 8 * tile::kMaxStages;  // [kMaxStages]
+  const uint32_t resident = full + 128;
+  const uint32_t slots_smem = resident + kSlotBytes;
+  const uint32_t mine = thread * 16, opposite = (kThreads - 1 - thread) * 16;
+
+  if (thread == 0) {
+    for (int slot = 0; slot < slots; ++slot) {
+      ptx::mbarrier_init(full + 8 * slot, bug == RingBug::kOneLaneArrivesForWarp ? kWarps : kThreads);
+      ptx::mbarrier_init(empty + 8 * slot, kWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  if (bug != RingBug::kNoSyncAfterInit) ptx::sync_block();
+
+  ptx::cp_async_16(resident + mine, input + thread * 4);
+  ptx::cp_async_commit_group();
+
+  tile::StageRing filling(slots, kSlotBytes);
+  const auto fill = [&](int step) {
+    if (step >= steps + (bug == RingBug::kOneStepTooMany)) return;
+    const uint32_t full_slot = full + 8 * filling.index();
+    if (bug != RingBug::kNoEmptyWait) {
+      ptx::mbarrier_wait(empty + 8 * filling.index(), filling.parity() ^ (bug != RingBug::kWrongEmptyParity));
+    }
+    if (bug == RingBug::kArrivesBeforeItsCopy) ptx::cp_async_mbarrier_arrive(full_slot);
+    const int source_row = 1 + min_of(step, steps - 1);
+    ptx::cp_async_16(slots_smem + filling.offset() + mine, input + (source_row * kThreads + thread) * 4);
+    if (bug == RingBug::kOrdinaryArrival) {
+      ptx::mbarrier_arrive(full_slot);
+    } else if (bug == RingBug::kOneLaneArrivesForWarp) {
+      ptx::sync_warp();
+      if (lane == 0) ptx::cp_async_mbarrier_arrive(full_slot);
+    } else if (bug != RingBug::kArrivesBeforeItsCopy && !(bug == RingBug::kOneThreadNeverArrives && thread == 0)) {
+      ptx::cp_async_mbarrier_arrive(full_slot);
+    }
+    if (bug == RingBug::kOneThreadArrivesTwice && thread == 0) ptx::cp_async_mbarrier_arrive(full_slot);
+    filling.advance();
+  };
+  for (int step = 0; step < slots - 1; ++step) fill(step);
+
+  // The copies that stay belong to the only group; the ring's belong to none, so this does not wait for them.
+  ptx::cp_async_wait_group<0>();
+  ptx::sync_block();
+  uint32_t kept[4];
+  ptx::ld_shared_16(kept, resident + opposite);
+
+  tile::StageRing reading(slots, kSlotBytes);
+  for (int step = 0; step < steps; ++step) {
+    fill(step + slots - 1);
+    if (bug != RingBug::kNoFullWait) {
+      const int slot = bug == RingBug::kWaitsForAnotherSlot ? 0 : reading.index();
+      ptx::mbarrier_wait(full + 8 * slot, reading.parity() ^ (bug == RingBug::kWrongFullParity));
+    }
+    uint32_t value[4];
+    ptx::ld_shared_16(value, slots_smem + reading.offset() + opposite);
+    for (int i = 0; i < 4; ++i) value[i] = 2 * value[i] + kept[i] + reading.parity();
+    ptx::st_global_16(output + (step * kThreads + thread) * 4, value);
+    ptx::sync_warp();  // all lanes have read
+    const bool releases = lane == 0 && !(bug == RingBug::kOneWarpNeverReleases && thread == 0);
+    if (releases) ptx::mbarrier_arrive(empty + 8 * reading.index());
+    reading.advance();
+  }
+}
+
+template <int kThreads>
+LaunchStatus run_copy_ring(const uint32_t* input, uint32_t* output, int steps, int slots,
+                           RingBug bug = RingBug::kNone) {
+  LaunchShape shape;
+  shape.threads = kThreads;
+  shape.smem_bytes = 128 + (1 + slots) * kThreads * 16;
+  return launch(shape, nullptr, copy_ring_kernel<kThreads>, input, output, steps, slots, bug);
+}
+
+}  // namespace ffpa::testing
