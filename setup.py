@@ -17,7 +17,7 @@ _package = types.ModuleType("ffpa_attn")
 _package.__path__ = [str(ROOT / "ffpa" / "ffpa_attn")]
 sys.modules["ffpa_attn"] = _package
 
-from ffpa_attn import build  # noqa: E402
+from ffpa_attn import build, cache  # noqa: E402
 
 
 class BuildPackage(build_py):
@@ -47,11 +47,14 @@ def main():
     missing = build.why_no_library()
     if missing:
         print(f"ffpa_attn: building a Python-only package: {missing}", file=sys.stderr)
-    setup(
-        cmdclass={"build_py": BuildPackage, "build_ext": BuildLibrary},
-        ext_modules=[] if missing else [Extension("ffpa_attn._native", sources=[], py_limited_api=True)],
-        options={} if missing else {"bdist_wheel": {"py_limited_api": "cp310"}},
-    )
+    directory = ROOT / "build"
+    directory.mkdir(exist_ok=True)
+    with cache.locked(directory / "lock", "this package"):  # ninja and setuptools both keep their files in there
+        setup(
+            cmdclass={"build_py": BuildPackage, "build_ext": BuildLibrary},
+            ext_modules=[] if missing else [Extension("ffpa_attn._native", sources=[], py_limited_api=True)],
+            options={} if missing else {"bdist_wheel": {"py_limited_api": "cp310"}},
+        )
 
 
 try:

@@ -3,6 +3,7 @@
 # a short table last. SANITIZE=1 adds a compute-sanitizer pass over the kernels; SKIP="conform tests bench" leaves steps out.
 set -u
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
+setup_nvcc || exit 1
 cd "$root"
 out=${1:-build/gpu_check}
 mkdir -p "$out"

@@ -2,6 +2,7 @@
 #
 # Which environment: $FFPA_VENV, else the active one or the python3 on PATH where it already has PyTorch >= 2.10, else
 # .venv of this repository, made on the first run. Installs only what is missing, so a second run needs no network.
+# What compiles kernels calls setup_nvcc as well.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -76,6 +77,13 @@ setup_env() {
   [ -z "$missing" ] || _install $missing || return 1
   # A program that a package brought, such as ninja, is then found without activating the environment.
   PATH=$(dirname "$PY"):$PATH
+}
+
+# nvcc from PyPI (250 MB) where there is none.
+setup_nvcc() {
+  PYTHONPATH=$root/ffpa "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())' && return
+  # One release throughout: nvcc does not pin the parts it calls, and those of two releases do not fit.
+  _install "nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-cuda-runtime==13.0.*"
 }
 
 if ! command -v g++ >/dev/null; then

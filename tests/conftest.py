@@ -1,5 +1,6 @@
 """Every test takes `device`: the CPU, and a GPU where there is one. A run in which nothing ran is a failure."""
 
+import platform
 import sys
 import warnings
 from pathlib import Path
@@ -10,12 +11,26 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, compare, cases
 sys.path.insert(0, str(Path(__file__).parent.parent / "ffpa"))  # the package, installed or not
 
+PYPI_HAS_NVCC = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
 @pytest.fixture(params=DEVICES)
 def device(request) -> str:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> Path:
+    """The compiler of kernels. Where PyPI has one, its absence is a failure: that every kernel compiles is proven here."""
+    from ffpa_attn import toolchain
+
+    why = toolchain.why_no_build()
+    if why and PYPI_HAS_NVCC:
+        pytest.fail(f"{why}; `bash .dev/test.sh` fetches it", pytrace=False)
+    if why:
+        pytest.skip(why)
+    return toolchain.find_nvcc().path
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "base/compiler.h"
+
 #include "base/math.h"
 
 namespace ffpa {
@@ -17,9 +19,9 @@ struct TensorView {
 
 enum class MaskKind : int { kNone, kBool, kHalf, kBFloat16, kFloat };  // bool: take part; the others are added
 
-// [batch, heads, rows, keys]; strides count elements, and are 0 where all share one.
+// [batch, heads, rows, keys]; strides count bytes, and are 0 where all share an element.
 struct MaskView {
-  const void* data;
+  const uint8_t* data;
   int64_t batch_stride;
   int64_t head_stride;
   int64_t row_stride;
@@ -27,26 +29,37 @@ struct MaskView {
   MaskKind kind;
 };
 
+// Where the sequences of a packed tensor lie: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device reads
+// them.
+struct PackedRows {
+  const int32_t* offsets;  // [batch + 1]; null: the tensor is not packed
+  int total;               // rows of the tensor
+};
+
 struct AttentionParams {
+  // Packed sequences are batch entries whose n_q and n_k are their own; the tensors then have no batch dimension.
   TensorView q;    // [batch, heads_q, n_q, d_qk]
   TensorView k;    // [batch, heads_q / group, n_k, d_qk]
   TensorView v;    // [batch, heads_q / group, n_k, d_v]
   TensorView out;  // [batch, heads_q, n_q, d_v]
   float* lse;      // [batch, heads_q, n_q], natural log, or null
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  PackedRows packed_q;
+  PackedRows packed_k;
 
   int batch;
   int heads_q;
   int group;  // query heads that share a key/value head
-  int n_q;
+  int n_q;  // of packed sequences the longest
   int n_k;
   int d_qk;
   int d_v;
 
-  // Row r sees the keys from r + shift - left to r + shift + right that exist. A side that reaches every key from every
-  // row, unbounded or not, comes as n_q + shift (left) or n_k - shift (right): sums stay below n_q + n_k and a tile.
-  int shift;
+  // Row r sees the keys from `left` before to `right` after its diagonal; -1 is unbounded.
   int left;
   int right;
+  bool top_left;  // the diagonal is key r, otherwise r + n_k - n_q
 
   // What a raw score is multiplied with: scale / softcap, and without a softcap scale · log2(e), which gives the logit.
   float score_factor;
@@ -58,6 +71,16 @@ struct AttentionParams {
 
   float* scratch;       // of kernels that stream O: a part for each block of the grid
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
+
+  // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
+  // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged afterwards.
+  int splits;
+  float* partial;
+
+  FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
+  FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
+  FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
+  FFPA_HOST_DEVICE float* partial_lse(int split) const { return partial + (splits * int64_t(d_v) + split) * all_rows(); }
 };
 
 // A tensor as a caller knows it, of up to four dims: [batch, heads, rows, columns], of which the first may be missing.
@@ -77,9 +100,19 @@ struct HostTensor {
 
   // As a mask: whatever stride a dim of one element has, all share that element.
   MaskView mask(MaskKind kind) const {
-    const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
-    return {data, stride(0), stride(1), stride(2), stride(3), kind};
+    const int bytes = kind == MaskKind::kBool ? 1 : kind == MaskKind::kFloat ? 4 : 2;
+    const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim] * bytes; };
+    return {static_cast<const uint8_t*>(data), stride(0), stride(1), stride(2), stride(3), kind};
   }
+};
+
+// Packed sequences as a caller knows them.
+struct HostSequences {
+  const int32_t* offsets_q = nullptr;  // on the device, [count + 1]
+  const int32_t* offsets_k = nullptr;
+  int64_t count = 0;
+  int64_t longest_q = 0;
+  int64_t longest_k = 0;
 };
 
 struct ForwardOptions {
@@ -91,6 +124,8 @@ struct ForwardOptions {
   bool q_resident;
   float* scratch;
   int resident_blocks;
+  int splits;
+  float* partial;
 };
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
@@ -99,7 +134,7 @@ inline float finite_float(double value) { return float(clamp(value, -double(kLar
 // ones.
 inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, const HostTensor& v,
                                       const HostTensor& out, float* lse, const MaskView& mask,
-                                      const ForwardOptions& options) {
+                                      const HostSequences& sequences, const ForwardOptions& options) {
   AttentionParams params{};
   params.q = q.view();
   params.k = k.view();
@@ -107,17 +142,22 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.out = out.view();
   params.lse = lse;
   params.mask = mask;
-  params.batch = int(q.sizes[0]);
+  const bool packed = sequences.offsets_q != nullptr;
+  const auto to_int = [](int64_t value) { return int(min_of(value, int64_t{kLargestInt})); };
+  params.batch = int(packed ? sequences.count : q.sizes[0]);
   params.heads_q = int(q.sizes[1]);
   params.group = int(q.sizes[1] / k.sizes[1]);
-  params.n_q = int(q.sizes[2]);
-  params.n_k = int(k.sizes[2]);
+  params.n_q = to_int(packed ? min_of(sequences.longest_q, q.sizes[2]) : q.sizes[2]);
+  params.n_k = to_int(packed ? min_of(sequences.longest_k, k.sizes[2]) : k.sizes[2]);
+  params.packed_q = {sequences.offsets_q, to_int(q.sizes[2])};
+  params.packed_k = {sequences.offsets_k, to_int(k.sizes[2])};
+  params.lse_head_stride = q.sizes[2];
+  params.lse_batch_stride = packed ? 0 : q.sizes[1] * q.sizes[2];
   params.d_qk = int(q.sizes[3]);
   params.d_v = int(v.sizes[3]);
-  params.shift = options.top_left ? 0 : params.n_k - params.n_q;
-  const auto side = [](int64_t given, int farthest) { return given < 0 || given > farthest ? farthest : int(given); };
-  params.left = side(options.left, params.n_q + params.shift);
-  params.right = side(options.right, params.n_k - params.shift);
+  params.left = to_int(options.left);
+  params.right = to_int(options.right);
+  params.top_left = options.top_left;
   params.score_factor =
       finite_float(options.softcap > 0 ? options.scale / options.softcap : options.scale * 1.4426950408889634);
   // One too small for a float is still a cap.
@@ -126,6 +166,8 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.q_resident = options.q_resident;
   params.scratch = options.scratch;
   params.resident_blocks = options.resident_blocks;
+  params.splits = options.splits;
+  params.partial = options.partial;
   return params;
 }
 

@@ -18,6 +18,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/forward_mma_config.cuh"
+#include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
@@ -66,11 +67,11 @@ class ForwardMma {
         p_smem_(ptx::dynamic_smem() + params.stages * slot_bytes_),
         partial_smem_(p_smem_ + Config::kProbabilityBytes),
         factor_smem_(partial_smem_ + Config::kScoreWarpsByKeys * Config::kStatisticBytes),
-        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes),
+        block_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes),
+        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes + KeptRowBlock::kBytes),
         key_steps_(Config::key_steps(params)),
         ring_(factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, slot_bytes_) {
     ring_.init(thread_);
-    ptx::sync_block();
   }
 
   FFPA_DEVICE void run(int item) {
@@ -115,24 +116,13 @@ class ForwardMma {
     const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
     const int row_blocks = ceil_div(params_.n_q, kRows);
     first_column_ = item % groups * kColumns;
-    const int row_block = item / groups;
-    head_of_all_ = row_block / row_blocks;
-    batch_ = head_of_all_ / params_.heads_q;
-    head_ = head_of_all_ % params_.heads_q;
-    first_row_ = (row_blocks - 1 - row_block % row_blocks) * kRows;  // the last ones, long under a causal mask, first
-    const int64_t batch = batch_, head = head_;
-    const auto matrix = [&](const TensorView& x, int64_t of_head, int rows, int columns) {
-      const uint16_t* origin = x.data + batch * x.batch_stride + of_head * x.head_stride;
-      return tile::GmemWindow{origin, x.row_stride, rows, columns};
-    };
-    q_gmem_ = tile::window_at(matrix(params_.q, head, params_.n_q, params_.d_qk), first_row_, 0);
-    k_gmem_ = matrix(params_.k, head / params_.group, params_.n_k, params_.d_qk);
-    v_gmem_ = matrix(params_.v, head / params_.group, params_.n_k, params_.d_v);
-    out_gmem_ = params_.out.data + batch * params_.out.batch_stride + head * params_.out.head_stride;
+    split_ = item / groups % params_.splits;
+    if (thread_ == 0) block_.keep(row_block_of(item / groups / params_.splits));
+    ptx::sync_block();  // the row block is there, and the barriers of the ring are
 
-    const VisibleKeys visible = visible_keys();
-    first_tile_ = visible.begin() / kKeys;
-    end_tile_ = max_of(ceil_div(visible.end(), kKeys), first_tile_);
+    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits, split_);
+    first_tile_ = tiles.first;
+    end_tile_ = tiles.end;
     load_tile_ = first_tile_;
     load_step_ = load_group_ = 0;
     FFPA_UNROLL
@@ -151,15 +141,22 @@ class ForwardMma {
     for (int step = 0; step < ring_.ahead(); ++step) load_next_step();
   }
 
-  FFPA_DEVICE VisibleKeys visible_keys() const {
-    return VisibleKeys(params_, first_row_, min_of(first_row_ + kRows, params_.n_q) - 1);
+  // The last row blocks of a head come first: under a causal mask they are the longest. On a persistent grid a block of
+  // threads would meet the same ones of every head; there they are shifted from head to head.
+  FFPA_DEVICE RowBlock row_block_of(int index) const {
+    const int row_blocks = ceil_div(params_.n_q, kRows);
+    const int head_of_all = index / row_blocks;
+    const int shift = Config::kStreamed ? head_of_all * (row_blocks * 5 / 8 + 1) % row_blocks : 0;
+    const int first_row = (row_blocks - 1 - (index + shift) % row_blocks) * kRows;
+    return row_block(params_, head_of_all, first_row, kRows);
   }
 
   // ---- the ring of steps ----
 
   FFPA_DEVICE void copy_queries(uint32_t target_smem, int step) const {
-    tile::copy_tile_async<kRows, kKeyColumns, kThreads>(target_smem, Config::query_layout(),
-                                                        tile::window_at(q_gmem_, 0, step * kKeyColumns), thread_);
+    const tile::GmemWindow q_gmem = {block_.q(), params_.q.row_stride, block_.n_q(), params_.d_qk};
+    tile::copy_tile_async<kRows, kKeyColumns, kThreads>(
+        target_smem, Config::query_layout(), tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns), thread_);
   }
 
   // Starts the copies of the next step, if there is one: those of K, then those of V for each column group.
@@ -168,14 +165,16 @@ class ForwardMma {
     const uint32_t slot = ring_.begin_fill();
     const int key = load_tile_ * kKeys;
     if (load_step_ < key_steps_) {
+      const tile::GmemWindow k_gmem = {block_.k(), params_.k.row_stride, block_.n_k(), params_.d_qk};
       tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
-          slot, Config::key_layout(), tile::window_at(k_gmem_, key, load_step_ * kKeyColumns), thread_);
+          slot, Config::key_layout(), tile::window_at(k_gmem, key, load_step_ * kKeyColumns), thread_);
       if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, load_step_);
     } else {
       const int column = Config::kStreamed ? load_group_ * kColumns : first_column_;
       const int value_row = key + (load_step_ - key_steps_) * kValueRows;
+      const tile::GmemWindow v_gmem = {block_.v(), params_.v.row_stride, block_.n_k(), params_.d_v};
       tile::copy_tile_async<kValueRows, kColumns, kThreads>(slot, Config::value_layout(),
-                                                            tile::window_at(v_gmem_, value_row, column), thread_);
+                                                            tile::window_at(v_gmem, value_row, column), thread_);
     }
     ring_.end_fill();
     if (++load_step_ < key_steps_ + kValueSteps) return;
@@ -202,7 +201,7 @@ class ForwardMma {
     Scores scores;
     compute_scores(scores);
     const int key = tile * kKeys;
-    scores_to_logits(scores, params_, batch_, head_, visible_keys().all_see(key, kKeys), first_row_ + score_row(),
+    scores_to_logits(scores, params_, block_, all_rows_see(block_, key, kKeys), block_.first_row() + score_row(),
                      key + score_key(), lane_);
     publish_maxima(scores);
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
@@ -396,17 +395,23 @@ class ForwardMma {
       }
     }
     sync_team();
-    if (params_.lse == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
+    float* lse_gmem = params_.splits > 1 ? params_.partial_lse(split_) + partial_row() : block_.lse();
+    if (lse_gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-        if (first_row_ + row >= params_.n_q) continue;
+        if (block_.first_row() + row > block_.last_row()) continue;
         const float lse = (row_max_[m][h] + ptx::lg2(row_sum(row))) * kLn2;  // no key: -inf + -inf
-        ptx::st_global_4(params_.lse + int64_t(head_of_all_) * params_.n_q + first_row_ + row, float_bits(lse));
+        ptx::st_global_4(lse_gmem + block_.first_row() + row, float_bits(lse));
       }
     }
+  }
+
+  // Of row 0 of the head.
+  FFPA_DEVICE int64_t partial_row() const {
+    return (int64_t(block_.batch()) * params_.heads_q + block_.head()) * params_.n_q;
   }
 
   FFPA_DEVICE float row_sum(int row) const {
@@ -417,6 +422,38 @@ class ForwardMma {
   }
 
   FFPA_DEVICE void write(const Out& out, int first_column) const {
+    if (params_.splits > 1) {
+      write_partial(out, first_column);
+    } else {
+      write_final(out, first_column);
+    }
+  }
+
+  // In fp32, for merge_splits.
+  FFPA_DEVICE void write_partial(const Out& out, int first_column) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = out_row(m, h);
+        if (block_.first_row() + row > block_.last_row()) continue;
+        const float sum = row_sum(row);
+        const float inverse = sum > 0 ? 1 / sum : 0.0f;
+        float* row_gmem = params_.partial_out(split_) + (partial_row() + block_.first_row() + row) * params_.d_v;
+        FFPA_UNROLL
+        for (int n = 0; n < kOutN; ++n) {
+          const int column = pair_column(n / 2) + n % 2 * 8 + tile::c_coordinate(lane_, 0).column;
+          if (first_column + column >= params_.d_v) continue;
+          float values[4];
+          out[m][n].get(values);
+          ptx::st_global_8(row_gmem + first_column + column,
+                           {float_bits(values[2 * h] * inverse), float_bits(values[2 * h + 1] * inverse)});
+        }
+      }
+    }
+  }
+
+  FFPA_DEVICE void write_final(const Out& out, int first_column) const {
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {
       FFPA_UNROLL
@@ -424,8 +461,8 @@ class ForwardMma {
         const int row = out_row(m, h);
         const float sum = row_sum(row);
         const float inverse = sum > 0 ? 1 / sum : 0.0f;
-        uint16_t* row_gmem = out_gmem_ + int64_t(first_row_ + row) * params_.out.row_stride;
-        const bool row_exists = first_row_ + row < params_.n_q;
+        uint16_t* row_gmem = block_.out() + int64_t(block_.first_row() + row) * params_.out.row_stride;
+        const bool row_exists = block_.first_row() + row <= block_.last_row();
         uint32_t chunk[4];
         FFPA_UNROLL
         for (int n = 0; n < kOutN; ++n) {
@@ -478,14 +515,13 @@ class ForwardMma {
   uint32_t p_smem_;        // [kRows][kKeys]
   uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
   uint32_t factor_smem_;   // [kRows]: α
+  KeptRowBlock block_;
   uint32_t q_smem_;        // resident Q: [key step][kRows][kKeyColumns]
   int key_steps_;
   typename Config::Ring ring_;
 
-  int head_of_all_, batch_, head_, first_row_, first_column_;
+  int first_column_, split_;
   int first_tile_, end_tile_;
-  tile::GmemWindow q_gmem_, k_gmem_, v_gmem_;
-  uint16_t* out_gmem_;
   int load_tile_, load_step_, load_group_;  // what the next copy brings
 
   float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // of rows 16m + 8h + lane / 4 of the warp; maxima in base 2

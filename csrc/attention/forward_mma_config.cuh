@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -13,9 +14,9 @@
 
 namespace ffpa {
 
-// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
-// time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
-// scratch; kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
+// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a time;
+// kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global scratch;
+// kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
 template <class Fields>
 struct ForwardMmaConfig : Fields {
   using Params = AttentionParams;
@@ -48,11 +49,9 @@ struct ForwardMmaConfig : Fields {
   static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
   static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
 
-  // Shared memory: slots of the ring, then P, row statistics, barriers, and Q where it is resident.
+  // Shared memory: slots of the ring, then P, row statistics, barriers, the row block, and Q where it is resident.
   using Layout = tile::RowLayout;
-  FFPA_HOST_DEVICE static constexpr Layout query_layout() {
-    return Layout(kKeyColumns * 2, Fields::kPadQ);
-  }  // of a step
+  FFPA_HOST_DEVICE static constexpr Layout query_layout() { return Layout(kKeyColumns * 2, Fields::kPadQ); }  // of a step
   FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
   FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * 2, Fields::kPadV); }
   FFPA_HOST_DEVICE static constexpr Layout probability_layout() { return Layout(kKeys * 2); }
@@ -71,15 +70,15 @@ struct ForwardMmaConfig : Fields {
 
   static uint32_t smem_bytes(const Params& params) {
     return params.stages * slot_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes +
-           Ring::kBarrierBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
+           Ring::kBarrierBytes + KeptRowBlock::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
   }
 
   // Passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  // Work items: (head, row block) and, unless O is streamed, column group.
+  // Work items: (head, row block, part of the keys) and, unless O is streamed, column group.
   FFPA_HOST_DEVICE static int work_items(const Params& params) {
-    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q *
+    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q * params.splits *
            (Fields::kStreamed ? 1 : column_groups(params));
   }
 
@@ -90,8 +89,7 @@ struct ForwardMmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x =
-        uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
+    shape.grid.x = uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
     shape.threads = kThreads;
     shape.smem_bytes = smem_bytes(params);
     return shape;

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
@@ -58,15 +59,15 @@ struct ForwardMmaRowsConfig : Fields {
   // B fragments are loaded so many pairs before their products: about one latency of ldmatrix.
   static constexpr int kAhead = kWarpRows == 16 ? 2 : 1;
 
-  // Shared memory: Q (at the end O), then for each stage K, then for each stage V.
+  // Shared memory: Q (at the end O), then for each stage K, then for each stage V, then the row block.
   static constexpr uint32_t kQueryBytes = kRows * kHeadDim * 2;
   static constexpr uint32_t kTileBytes = kKeys * kHeadDim * 2;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(ceil_div(params.n_q, kRows) * params.batch * params.heads_q);
+    shape.grid.x = uint32_t(ceil_div(params.n_q, kRows) * params.batch * params.heads_q * params.splits);
     shape.threads = kThreads;
-    shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes;
+    shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes + KeptRowBlock::kBytes;
     return shape;
   }
 };
@@ -85,38 +86,32 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const int warp = thread / 32;
   const int lane = ptx::lane_id();
 
-  // ---- what this block computes ----
-
-  const int row_blocks = ceil_div(params.n_q, kRows);
-  const int head_of_all = ptx::block_x() / row_blocks;
-  const int batch = head_of_all / params.heads_q;
-  const int head = head_of_all % params.heads_q;
-  // The last row blocks come first: under a causal mask they are the longest.
-  const int first_row = (row_blocks - 1 - int(ptx::block_x()) % row_blocks) * kRows;
-  const auto matrix = [&](const TensorView& x, int64_t of_head, int rows, int columns) {
-    const uint16_t* origin = x.data + batch * x.batch_stride + of_head * x.head_stride;
-    return tile::GmemWindow{origin, x.row_stride, rows, columns};
-  };
-  const tile::GmemWindow q_gmem = tile::window_at(matrix(params.q, head, params.n_q, params.d_qk), first_row, 0);
-  const tile::GmemWindow k_gmem = matrix(params.k, head / params.group, params.n_k, params.d_qk);
-  const tile::GmemWindow v_gmem = matrix(params.v, head / params.group, params.n_k, params.d_v);
-
-  const VisibleKeys visible(params, first_row, min_of(first_row + kRows, params.n_q) - 1);
-  const int first_tile = visible.begin() / kKeys;
-  const int end_tile = max_of(ceil_div(visible.end(), kKeys), first_tile);
-
-  // ---- shared memory and the copies into it ----
-
   const int stages = params.stages;
   const uint32_t q_smem = ptx::dynamic_smem();
   const uint32_t k_slots_smem = q_smem + Config::kQueryBytes;
   const uint32_t v_slots_smem = k_slots_smem + stages * Config::kTileBytes;
+  const KeptRowBlock block(v_slots_smem + stages * Config::kTileBytes);
+
+  // ---- what this block of threads computes ----
+
+  const int row_blocks = ceil_div(params.n_q, kRows);
+  const int split = ptx::block_x() % params.splits;
+  const int head_of_all = ptx::block_x() / params.splits / row_blocks;
+  // The last row blocks come first: under a causal mask they are the longest.
+  const int first_row = (row_blocks - 1 - ptx::block_x() / params.splits % row_blocks) * kRows;
+  if (thread == 0) block.keep(row_block(params, head_of_all, first_row, kRows));
+  ptx::sync_block();  // the row block is there: read where it is used, so that it takes no registers from O
+  const auto k_gmem = [&] { return tile::GmemWindow{block.k(), params.k.row_stride, block.n_k(), params.d_qk}; };
+  const auto v_gmem = [&] { return tile::GmemWindow{block.v(), params.v.row_stride, block.n_k(), params.d_v}; };
+  const auto [first_tile, end_tile] = visible_tiles(block, kKeys, params.splits, split);
+
+  // ---- the copies into shared memory ----
 
   // Starts the copy of a tile of K or V, if there is one, and closes the group: one group for each tile of either.
-  const auto load_tile = [&](const tile::GmemWindow& matrix_gmem, uint32_t slot, int index) {
+  const auto load_tile = [&](const auto& matrix_gmem, uint32_t slot, int index) {
     if (index < end_tile) {
       tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
-          slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);
+          slot, kLayout, tile::window_at(matrix_gmem(), index * kKeys, 0), thread);
     }
     ptx::cp_async_commit_group();
   };
@@ -127,6 +122,8 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   };
 
   if (first_tile < end_tile) {
+    const tile::GmemWindow q_gmem =
+        tile::window_at({block.q(), params.q.row_stride, block.n_q(), params.d_qk}, first_row, 0);
     tile::copy_mostly_whole_tile_async<kRows, kHeadDim, Config::kThreads>(q_smem, kLayout, q_gmem, thread);
   }
   load_tile(k_gmem, k_slots_smem, first_tile);  // Q belongs to its group
@@ -214,11 +211,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       for (int n = 0; n < kScoreN; ++n) products[m][n].get(s[m][n]);
     }
     const int first_key = tile_index * kKeys;
-    const bool all_seen = visible.all_see(first_key, kKeys);
+    const bool all_seen = all_rows_see(block, first_key, kKeys);
     if (Config::kLogits && !plain) {
-      scores_to_logits(s, params, batch, head, all_seen, first_row + warp_row, first_key, lane);
+      scores_to_logits(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
     } else if (!all_seen) {
-      hide_unseen(s, params, first_row + warp_row, first_key, lane);
+      hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
     }
 
     float tile_max[kM][2];
@@ -281,40 +278,51 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // ---- out = O / row sum, LSE ----
 
-  // O goes through shared memory, where the warp's own rows of Q were: no other warp reads or writes them.
+  // Part of the keys only: in fp32, for merge_splits.
+  const bool is_part = params.splits > 1;
+  const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;  // of the head
+  float* partial_gmem = is_part ? params.partial_out(split) + partial_row * params.d_v : nullptr;
+  float* lse_gmem = is_part ? params.partial_lse(split) + partial_row : block.lse();
+  const int last_row = block.last_row();
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
-    const auto row_of = [&](int h) { return warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row; };
-    float inverse[2];
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       float sum = row_sum[m][h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      inverse[h] = sum > 0 ? ptx::rcp(sum) : 0.0f;
-      const int row = first_row + row_of(h);
-      if (params.lse != nullptr && lane % 4 == 0 && row < params.n_q) {
+      const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
+      const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
+      const int row = block.first_row() + row_of_block;
+      if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
         const float lse = (reference[m][h] + ptx::lg2(sum)) * kLn2;  // no key: lg2(0) = -inf
-        ptx::st_global_4(params.lse + int64_t(head_of_all) * params.n_q + row, float_bits(lse));
+        ptx::st_global_4(lse_gmem + row, float_bits(lse));
       }
-    }
-    FFPA_UNROLL
-    for (int n = 0; n < kOutN; ++n) {
-      float values[4];
-      o[m][n].get(values);
       FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        ptx::st_shared_4(q_smem + kLayout.offset(row_of(h), n) + tile::c_coordinate(lane, 0).column * 2,
-                         ptx::pack<Element>(values[2 * h] * inverse[h], values[2 * h + 1] * inverse[h]));
+      for (int n = 0; n < kOutN; ++n) {
+        float values[4];
+        o[m][n].get(values);
+        const float pair[2] = {values[2 * h] * inverse, values[2 * h + 1] * inverse};
+        const int within_chunk = tile::c_coordinate(lane, 0).column;
+        if (!is_part) {
+          ptx::st_shared_4(q_smem + kLayout.offset(row_of_block, n) + within_chunk * sizeof(Element),
+                           ptx::pack<Element>(pair[0], pair[1]));
+        } else if (row <= last_row && n * tile::kChunkElements < params.d_v) {
+          ptx::st_global_8(partial_gmem + int64_t(row) * params.d_v + n * tile::kChunkElements + within_chunk,
+                           {float_bits(pair[0]), float_bits(pair[1])});
+        }
       }
     }
   }
+  if (is_part) return;
+
+  // O goes through shared memory, where the warp's own rows of Q were: no other warp reads or writes them.
   ptx::sync_warp();
-  const int64_t out_row = first_row + warp_row;
-  uint16_t* out_gmem = params.out.data + batch * params.out.batch_stride + head * params.out.head_stride;
+  const int first_row_of_warp = block.first_row() + warp_row;
+  uint16_t* out_gmem = block.out() + int64_t(first_row_of_warp) * params.out.row_stride;
   tile::store_tile<kWarpRows, kHeadDim, 32>(
-      {out_gmem + out_row * params.out.row_stride, params.out.row_stride, int(params.n_q - out_row), params.d_v},
-      q_smem + kLayout.bytes(warp_row), kLayout, lane);
+      {out_gmem, params.out.row_stride, last_row + 1 - first_row_of_warp, params.d_v}, q_smem + kLayout.bytes(warp_row),
+      kLayout, lane);
 }
 
 }  // namespace ffpa

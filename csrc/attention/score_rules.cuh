@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -47,69 +48,65 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
   }
 }
 
-// Adds a mask's element in base 2. What a float holds may be too much after the change of base; it stays finite then,
-// as no score but -inf means that the key is hidden.
-FFPA_DEVICE float plus_mask(float logit, float mask) {
-  const float base2 = clamp(mask * kLog2e, -kLargestFloat, kLargestFloat);
-  return logit + (std::fabs(mask) == kInfinity ? mask : base2);
+// What an element of an additive mask adds to a logit. What a float holds may be too much after the change of base; it
+// stays finite then, as nothing but -inf hides a key.
+FFPA_DEVICE float in_base_2(float mask) {
+  return std::fabs(mask) == kInfinity ? mask : clamp(mask * kLog2e, -kLargestFloat, kLargestFloat);
 }
 
-template <class Element>
-FFPA_DEVICE float masked_logit(float logit, const Element* mask_gmem);
-template <>
-FFPA_DEVICE float masked_logit(float logit, const bool* mask_gmem) {
-  return ptx::ld_global_1(mask_gmem) ? logit : -kInfinity;
-}
-template <>
-FFPA_DEVICE float masked_logit(float logit, const Half* mask_gmem) {
-  float value, unused;
-  ptx::unpack<Half>(ptx::ld_global_2(mask_gmem), value, unused);
-  return plus_mask(logit, value);
-}
-template <>
-FFPA_DEVICE float masked_logit(float logit, const BFloat16* mask_gmem) {
-  return plus_mask(logit, to_float(BFloat16{ptx::ld_global_2(mask_gmem)}));
-}
-template <>
-FFPA_DEVICE float masked_logit(float logit, const float* mask_gmem) {
-  return plus_mask(logit, float_from_bits(ptx::ld_global_4(mask_gmem)));
-}
-
-template <class Element, int kM, int kN>
-FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, int batch, int head, int row,
-                             int key, int lane) {
+template <int kM, int kN>
+FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, const KeptRowBlock& block,
+                             int row, int key, int lane) {
   const MaskView& mask = params.mask;
-  const Element* of_head = static_cast<const Element*>(mask.data) + batch * mask.batch_stride + head * mask.head_stride;
-  // One pointer for one row after the other: together, the offsets of all keys would take the registers that O needs.
+  const uint8_t* of_head = mask.data + block.batch() * mask.batch_stride + block.head() * mask.head_stride;
+  const int n_q = block.n_q(), n_k = block.n_k();
+  // Row by row, the kinds inside: more elements at once would take the registers that O needs.
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const int r =
-          min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, params.n_q - 1);  // past it nothing counts
-      int k = key + tile::c_coordinate(lane, 0).column;
-      const Element* at = of_head + r * mask.row_stride + k * mask.key_stride;
-      FFPA_UNROLL
-      for (int n = 0; n < kN; ++n) {
-        if (k < params.n_k) logits[m][n][2 * h] = masked_logit(logits[m][n][2 * h], at);
-        if (k + 1 < params.n_k) logits[m][n][2 * h + 1] = masked_logit(logits[m][n][2 * h + 1], at + mask.key_stride);
-        at += 8 * mask.key_stride;
-        k += 8;
+      const int r = min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, n_q - 1);  // past it nothing counts
+      const uint8_t* row_gmem = of_head + r * mask.row_stride;
+      const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // nor past this
+      const uint8_t* gmem = row_gmem + (key + tile::c_coordinate(lane, 0).column) * mask.key_stride;
+      const auto add = [&](auto value_at) {
+        FFPA_UNROLL
+        for (int n = 0; n < kN; ++n) {
+          FFPA_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            logits[m][n][2 * h + e] += value_at(min_of(gmem + e * mask.key_stride, last));
+          }
+          gmem += 8 * mask.key_stride;
+        }
+      };
+      if (mask.kind == MaskKind::kBool) {
+        add([](const uint8_t* at) { return ptx::ld_global_1(at) ? 0.0f : -kInfinity; });
+      } else if (mask.kind == MaskKind::kFloat) {
+        add([](const uint8_t* at) { return in_base_2(float_from_bits(ptx::ld_global_4(at))); });
+      } else {
+        const bool half = mask.kind == MaskKind::kHalf;
+        add([&](const uint8_t* at) {
+          const uint32_t bits = ptx::ld_global_2(at);
+          float as_half, unused;
+          ptx::unpack<Half>(bits, as_half, unused);
+          return in_base_2(half ? as_half : float_from_bits(bits << 16));
+        });
       }
     }
   }
 }
 
 template <int kM, int kN>
-FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const AttentionParams& params, int row, int key, int lane) {
+FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const KeptRowBlock& block, int row, int key, int lane) {
+  const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
   for_each_score(scores, row, key, lane, [&](float& score, int r, int k) {
-    if (!row_sees_key(params, r, k)) score = -kInfinity;
+    if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
   });
 }
 
 // `all_seen`: every row sees every key of the tile.
 template <int kM, int kN>
-FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, int batch, int head,
+FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const KeptRowBlock& block,
                                   bool all_seen, int row, int key, int lane) {
   if (params.softcap > 0) {
     for_each_score(scores, row, key, lane, [&](float& score, int, int) {
@@ -118,23 +115,8 @@ FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionPar
   } else {
     for_each_score(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
   }
-  switch (params.mask.kind) {
-    case MaskKind::kNone:
-      break;
-    case MaskKind::kBool:
-      mask_logits<bool>(scores, params, batch, head, row, key, lane);
-      break;
-    case MaskKind::kHalf:
-      mask_logits<Half>(scores, params, batch, head, row, key, lane);
-      break;
-    case MaskKind::kBFloat16:
-      mask_logits<BFloat16>(scores, params, batch, head, row, key, lane);
-      break;
-    case MaskKind::kFloat:
-      mask_logits<float>(scores, params, batch, head, row, key, lane);
-      break;
-  }
-  if (!all_seen) hide_unseen(scores, params, row, key, lane);
+  if (params.mask.kind != MaskKind::kNone) mask_logits(scores, params, block, row, key, lane);
+  if (!all_seen) hide_unseen(scores, block, row, key, lane);
 }
 
 }  // namespace ffpa

@@ -1,40 +1,36 @@
-// Which keys a block of rows meets: the one place that knows what causal, window and alignment mean on the device.
+// Which keys a block of rows meets: what causal, window and alignment come to, tile by tile and row by row.
 #pragma once
 
-#include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 
 namespace ffpa {
 
-// Rows [first_row, last_row] of one head against the keys of its key/value head.
-class VisibleKeys {
- public:
-  FFPA_DEVICE VisibleKeys(const AttentionParams& params, int first_row, int last_row)
-      : n_k_(params.n_k),
-        first_row_low_(first_row + params.shift - params.left),
-        last_row_low_(last_row + params.shift - params.left),
-        first_row_high_(first_row + params.shift + params.right),
-        last_row_high_(last_row + params.shift + params.right) {}
+// Keys that some row of the block sees: [begin, end), empty if begin >= end.
+FFPA_DEVICE int visible_keys_begin(const KeptRowBlock& block) { return max_of(block.first_row() + block.nearest(), 0); }
+FFPA_DEVICE int visible_keys_end(const KeptRowBlock& block) {
+  if (block.last_row() < block.first_row()) return 0;
+  return min_of(block.last_row() + block.farthest() + 1, block.n_k());
+}
 
-  // Keys that some row sees: [begin, end), empty if begin >= end.
-  FFPA_DEVICE int begin() const { return max_of(first_row_low_, 0); }
-  FFPA_DEVICE int end() const { return min_of(last_row_high_ + 1, n_k_); }
-
-  // Whether every row sees each of `count` keys from `key` on: such a tile needs no mask.
-  FFPA_DEVICE bool all_see(int key, int count) const {
-    return key >= last_row_low_ && key + count - 1 <= first_row_high_ && key + count <= n_k_;
-  }
-
- private:
-  int n_k_;
-  int first_row_low_, last_row_low_;    // the first key that the first (last) row sees
-  int first_row_high_, last_row_high_;  // the last one
+// Tiles of `keys` keys that hold them: [first, end); of `splits` parts of the tiles, one.
+struct TileRange {
+  int first, end;
 };
+FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int splits, int split) {
+  const int first = visible_keys_begin(block) / keys;
+  const int end = max_of(ceil_div(visible_keys_end(block), keys), first);
+  if (splits == 1) return {first, end};
+  const int tiles = ceil_div(end - first, splits);
+  const int first_of_part = min_of(first + split * tiles, end);
+  return {first_of_part, min_of(first_of_part + tiles, end)};
+}
 
-FFPA_DEVICE bool row_sees_key(const AttentionParams& params, int row, int key) {
-  const int diagonal = row + params.shift;
-  return key >= diagonal - params.left && key <= diagonal + params.right && key < params.n_k;
+// Whether every row of the block sees each of `count` keys from `key` on.
+FFPA_DEVICE bool all_rows_see(const KeptRowBlock& block, int key, int count) {
+  return key >= block.last_row() + block.nearest() && key + count - 1 <= block.first_row() + block.farthest() &&
+         key + count <= block.n_k();
 }
 
 }  // namespace ffpa

@@ -9,6 +9,7 @@
 namespace ffpa {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
+inline constexpr int kLargestInt = __INT_MAX__;
 inline constexpr float kLargestFloat = __FLT_MAX__;
 inline constexpr float kSmallestFloat = __FLT_MIN__;  // a normal number above 0
 inline constexpr float kLog2e = 1.4426950408889634f;  // exp(x) = exp2(x * kLog2e)

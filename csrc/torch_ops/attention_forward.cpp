@@ -37,24 +37,31 @@ MaskView mask_view(const std::optional<Tensor>& mask) {
 }
 
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted; mask: broadcastable
-// to [B, H, N_q, N_k]; scratch: of the kernels that stream O.
+// to [B, H, N_q, N_k]; of packed sequences, tensors [H, T, D], lse [H, T], and the offsets [B + 1] in T; scratch and partial: see AttentionParams.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
-                       std::optional<Tensor> mask, double scale, double softcap, int64_t left, int64_t right,
+                       std::optional<Tensor> mask, std::optional<Tensor> offsets_q, std::optional<Tensor> offsets_k,
+                       int64_t longest_q, int64_t longest_k, double scale, double softcap, int64_t left, int64_t right,
                        bool top_left, int64_t stages, bool q_resident, std::optional<Tensor> scratch,
-                       int64_t resident_blocks) {
+                       int64_t resident_blocks, int64_t splits, std::optional<Tensor> partial) {
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
-  float* scratch_data = scratch ? static_cast<float*>(scratch->data_ptr()) : nullptr;
+  const auto floats = [](const std::optional<Tensor>& x) { return x ? static_cast<float*>(x->data_ptr()) : nullptr; };
+  HostSequences sequences;
+  if (offsets_q) {
+    sequences = {static_cast<const int32_t*>(offsets_q->data_ptr()), static_cast<const int32_t*>(offsets_k->data_ptr()),
+                 offsets_q->size(0) - 1, longest_q, longest_k};
+  }
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data, mask_view(mask),
-                           {scale, softcap, left, right, top_left, stages, q_resident, scratch_data,
-                            int(resident_blocks)}));
+                           sequences,
+                           {scale, softcap, left, right, top_left, stages, q_resident, floats(scratch),
+                            int(resident_blocks), int(splits), floats(partial)}));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
-      "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor? mask, float "
-      "scale, float softcap, int left, int right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
-      "int resident_blocks) -> ()");
+      "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor? mask, "
+      "Tensor? offsets_q, Tensor? offsets_k, int longest_q, int longest_k, float scale, float softcap, int left, int right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
+      "int resident_blocks, int splits, Tensor(d!)? partial) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CUDA, library) {

@@ -85,3 +85,9 @@ def shared_memory_bytes(gpu: str) -> int:
     _, number, _ = _parse(gpu)
     kilobytes = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(number, 227 if number >= 90 else 99)
     return kilobytes << 10
+
+
+def multiprocessors(gpu: str) -> int:
+    """Of the best-known GPU of this kind: plans, and with them bits, are the same on all of a kind."""
+    _, number, _ = _parse(gpu)
+    return {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 120: 170}.get(number, 132)

@@ -73,7 +73,7 @@ _USAGE = {
     "registers": re.compile(r"Used (\d+) registers"),
     "smem_bytes": re.compile(r"(\d+) bytes smem"),
 }
-_SERIALIZED = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
+_WGMMA = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
 
 
 def parse_ptxas(log: str) -> dict[str, Resources]:
@@ -98,9 +98,9 @@ def gate(spec: KernelSpec, log: str) -> dict[str, Resources]:
                 f"{spec.name} spills {resources.spill_bytes} bytes on {target} ({resources.registers} registers), "
                 f"allowed are {spec.allowed_spill_bytes}; shrink its tile, or raise its spec's allowed_spill_bytes"
             )
-    serialized = _SERIALIZED.search(log)
-    if serialized:
-        raise BuildError(f"{spec.name} has its wgmma instructions serialized: {serialized.group().strip()}")
+    warnings = sorted(_WGMMA.findall(log), key=lambda line: "Performance Loss" not in line)  # the worst first
+    if warnings:
+        raise BuildError(f"{spec.name}: ptxas had to serialize or repair its wgmma instructions: {warnings[0].strip()}")
     return used
 
 
@@ -219,15 +219,16 @@ def run_ninja(directory: Path, verbose: bool = False) -> None:
         raise BuildError(toolchain.NO_NINJA)
     jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
     command = [str(ninja), "-C", str(directory), "-j", str(jobs)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     output = []
-    for line in process.stdout:
-        output.append(line)
-        if verbose:
-            print(line, end="", flush=True)
-    if process.wait() != 0:
+    with subprocess.Popen(command, **pipes) as process:
+        for line in process.stdout:
+            output.append(line)
+            if verbose:
+                print(line, end="", flush=True)
+    if process.returncode != 0:
         failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
-        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES])
+        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES]).rstrip()
         raise BuildError(f"`{shlex.join(command)}` failed: {shown}")
 
 
@@ -270,9 +271,6 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
     kernels = wheel_kernels()
     library, resources = compile_library(kernels, directory, torch, verbose=True)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    fresh = destination.with_suffix(".new")
-    shutil.copy(library, fresh)
-    fresh.replace(destination)  # a process that runs on the old one keeps it
     record = {
         "sources": sources_hash(),
         "nvcc": toolchain.find_nvcc().version,
@@ -285,4 +283,8 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
             for spec, targets in kernels.items()
         },
     }
-    (destination.parent / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    fresh, fresh_record = destination.with_suffix(".new"), destination.with_name(f"{RECORD}.new")
+    shutil.copy(library, fresh)
+    fresh_record.write_text(json.dumps(record, indent=1) + "\n")
+    fresh.replace(destination)  # a process that runs on the old one keeps it
+    fresh_record.replace(destination.with_name(RECORD))

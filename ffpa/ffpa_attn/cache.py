@@ -41,7 +41,7 @@ def open_cache() -> Path:
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-    check_owner(directory)
+        check_owner(directory)
     return directory
 
 

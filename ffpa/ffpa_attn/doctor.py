@@ -126,17 +126,21 @@ def _flags() -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _installation, _pytorch, _triton, _kernels, _gpus, _compiler, _cache, _flags,
+    _installation, _pytorch, _flags, _triton, _kernels, _gpus, _compiler, _cache,
 )  # fmt: skip
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding; a check that fails is one too."""
+    """Every finding; a check that fails is one too, unless it fails as one before it: a wrong flag fails many."""
+    said = set()
     for check in CHECKS:
         try:
             yield from check()
         except Exception as error:
-            yield Finding(check.__name__.strip("_"), f"{type(error).__name__}: {error}", broken=True)
+            text = f"{type(error).__name__}: {error}"
+            if text not in said:
+                yield Finding(check.__name__.strip("_"), text, broken=True)
+            said.add(text)
 
 
 def main() -> int:

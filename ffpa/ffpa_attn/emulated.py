@@ -59,19 +59,24 @@ def _described(x: torch.Tensor) -> tuple:
 RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> None:
+def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offsets_k, *options) -> None:
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
-    *options, scratch, blocks = options
+    *options, scratch, blocks, splits, partial = options
     message = module.attention_forward(
         spec.name,
         *map(_described, (q, k, v, out)),
         _address(lse),
         None if mask is None else (str(mask.dtype), *_described(mask)),
+        _address(offsets_q),
+        _address(offsets_k),
+        0 if offsets_q is None else len(offsets_q) - 1,
         *options,
         *_floats(scratch),
         blocks,
+        splits,
+        *_floats(partial),
     )
     report = module.take_report()
     if _settings.reports is not None:

@@ -125,6 +125,8 @@ FLAGS: tuple[Flag, ...] = (
         "CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."
     ),
     Flag("NVCC_CCBIN", "path", None, "build", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH."),
+    Flag("NVCC_PREPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts before ours."),
+    Flag("NVCC_APPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts after ours."),
     # Which path a call takes.
     Flag(
         "FFPA_BACKEND",

@@ -21,7 +21,7 @@ from .toolchain import BuildError
 
 
 def _key(spec: KernelSpec, target: str) -> str:
-    parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.find_nvcc().release)
+    parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

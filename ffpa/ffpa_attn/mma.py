@@ -5,7 +5,6 @@ Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,12 +16,17 @@ from .spec import (
     COLUMNS,
     MOST_COLUMNS,
     ROWS_HEAD_DIMS,
-    STREAMED_COLUMNS,
     ForwardMma,
     ForwardMmaRows,
+    MergeSplits,
     Problem,
-    forward_specs,
-    rows_specs,
+    Shape,
+    Visibility,
+    forward_spec,
+    register_shapes,
+    rows_shapes,
+    rows_spec,
+    streamed_shapes,
 )
 
 # What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
@@ -48,9 +52,10 @@ _ROWS_FIXED = {
 
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
+_MOST_SPLITS = 64
+_ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
+_RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
 _MOST_COLUMNS_OF_Q = 192  # in registers
-_RESERVED = 1024  # bytes of shared memory that each block takes for itself
-_BLOCKS_OF_ROWS = 2  # that an SM should hold of the kernel whose warps own rows
 _MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
 
 
@@ -59,12 +64,14 @@ class MmaPlan(NamedTuple):
     level: int
     stages: int
     q_resident: bool
+    splits: int
+    packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
 
 def smem_bytes(spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool) -> int:
     """As the Config's launch_shape says; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
-        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2
+        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
 
     def step(rows: int, columns: int, padded: bool) -> int:
         return rows * (columns * 2 + 16 * padded)
@@ -75,7 +82,7 @@ def smem_bytes(spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resi
     score_warps_by_keys = 4 if spec.rows == 64 else 8
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
-    return stages * slot + spec.rows * spec.keys * 2 + statistics + 64 + resident
+    return stages * slot + spec.rows * spec.keys * 2 + statistics + 64 + _ROW_BLOCK_BYTES + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
@@ -95,17 +102,43 @@ def _columns(d_v: int) -> int:
     return max(-(-d_v // 64) * 64, COLUMNS[0])
 
 
-def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, ForwardMma]]:
-    """(level, spec), the fastest first as measured on an H200 (.dev/measurements.md)."""
-    groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
-    of_level = {
-        1: forward_specs(p.dtype, *acc, _columns(p.d_v)) if p.d_v <= MOST_COLUMNS else [],
-        2: forward_specs(p.dtype, *acc, _columns(-(-p.d_v // groups))),
-        3: forward_specs(p.dtype, *acc, STREAMED_COLUMNS, streamed=True),
-    }
-    for level in (p.level,) if p.level else (1, 3):
-        for spec in of_level[level]:
-            yield level, spec
+def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, int, Shape]]:
+    """(level, columns, shape)"""
+    if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
+        for shape in register_shapes(_columns(p.d_v), acc):
+            yield 1, _columns(p.d_v), shape
+    if p.level == 2:
+        groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
+        columns = _columns(-(-p.d_v // groups))
+        for shape in register_shapes(columns, acc):
+            yield 2, columns, shape
+    if p.level in (3, None):
+        for columns, shape in streamed_shapes(acc):
+            yield 3, columns, shape
+
+
+def _microseconds(p: Problem, level: int, columns: int, shape: Shape, splits: int) -> float:
+    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and one more for its ends.
+
+    Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
+    """
+    multiprocessors = archs.multiprocessors(p.arch)
+    groups = -(-p.d_v // columns)
+    rows = p.batch * p.heads_q * p.n_q
+    items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
+    width = p.d_qk + columns * (groups if level == 3 else 1)
+    compute = 2 * shape.rows * shape.keys * width / (shape.speed * 1e6 / 132)
+    tiles = -(-p.n_k // (shape.keys * splits))
+    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
+    merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
+    return max(-(-items // multiprocessors) * (tiles + 1) * compute, memory + compute) + merge
+
+
+def _splits(p: Problem, level: int, columns: int, shape: Shape, workspace_cap: int) -> int:
+    """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
+    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 1) * 4
+    most = 1 if p.packed else min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
+    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, columns, shape, splits))
 
 
 def _with_padding(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
@@ -114,12 +147,10 @@ def _with_padding(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
 
 
 def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list[int]:
-    """Those that may be, the first ones preferred."""
+    """Those that may be, the preferred ones first."""
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
     stages = [p.num_stages] if p.num_stages else all_stages
-    return (
-        stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]
-    )  # one stage is what there is without
+    return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
 
 
 def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | None:
@@ -138,37 +169,47 @@ def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str)
     return next((f"the {family} does not know {name}={int(flags[name])}" for name in forced), None)
 
 
-def _too_large(spec: ForwardMma | ForwardMmaRows, p: Problem, blocks: int) -> str:
-    if blocks > _MOST_BLOCKS:
-        return f"{spec.name} needs more blocks than a grid holds"
-    return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
-
-
 def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> MmaPlan | str:
     """Warps own whole rows, and whole tiles of K and V are in shared memory."""
-    head_dim = max(p.d_qk, p.d_v)
-    if head_dim > ROWS_HEAD_DIMS[-1]:
-        return f"whole tiles of K and V are kept for up to {ROWS_HEAD_DIMS[-1]} columns, not {head_dim}"
+    width = max(p.d_qk, p.d_v)
+    if width > ROWS_HEAD_DIMS[-1]:
+        return f"shared memory holds whole tiles of K and V of up to {ROWS_HEAD_DIMS[-1]} columns, not {width}"
     reason = _not_known(flags, _ROWS_FIXED, "mma forward for small head dims")
     if reason:
         return reason
-    specs = rows_specs(p.dtype, *acc, next(d for d in ROWS_HEAD_DIMS if head_dim <= d))
-    if p.mask or p.softcap or p.scale <= 0:
-        specs = specs[-1:]
-    in_registers = flags["ENABLE_FFPA_PERSIST_Q_S2R"]
-    if in_registers and head_dim > _MOST_COLUMNS_OF_Q:
-        return f"registers hold {_MOST_COLUMNS_OF_Q} columns of Q beside S and O, not {head_dim}"
-    if in_registers is not None:  # 128 rows of Q are too many
-        specs = [replace(spec, q_in_registers=in_registers) for spec in (specs[-1:] if in_registers else specs)]
-    # First as many blocks on an SM as the kernel is made for, then a second stage.
+    q_in_registers = flags["ENABLE_FFPA_PERSIST_Q_S2R"]
+    if q_in_registers and width > _MOST_COLUMNS_OF_Q:
+        return f"registers hold {_MOST_COLUMNS_OF_Q} columns of Q beside S and O, not {width}"
+    head_dim = next(d for d in ROWS_HEAD_DIMS if width <= d)
+    padded = p._replace(d_qk=head_dim)
     limit = archs.shared_memory_bytes(p.arch)
-    share = (limit + _RESERVED) // _BLOCKS_OF_ROWS - _RESERVED
-    stages = _stages(p, flags, [2, 1])
-    for bytes_of_a_block, spec, n in itertools.product((share, limit), specs, stages):
-        blocks = -(-p.n_q // spec.rows) * p.batch * p.heads_q
-        if smem_bytes(spec, p.d_qk, n, True) <= bytes_of_a_block and blocks <= _MOST_BLOCKS:
-            return MmaPlan(spec, 1, n, True)
-    return _too_large(spec, p, blocks)
+    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
+    plans = []
+    for shape in rows_shapes(head_dim):
+        spec = rows_spec(p.dtype, acc, head_dim, shape, q_in_registers)
+        if spec.plain and (p.mask or p.softcap or p.scale <= 0 or q_in_registers):
+            continue
+        fits = [
+            (slowdown, n)
+            for slowdown, most in ((1.0, half), (1.4, limit))  # one block alone has nothing to hide its softmax
+            for n in _stages(p, flags, [2, 1])
+            if smem_bytes(spec, p.d_qk, n, True) <= most
+        ]
+        if fits:
+            slowdown, stages = fits[0]
+            splits = _splits(padded, 1, head_dim, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+            cost = _microseconds(padded, 1, head_dim, shape, splits) * slowdown
+            plans.append((cost, MmaPlan(spec, 1, stages, True, splits)))
+    return _cheapest(plans, spec, p)
+
+
+def _cheapest(plans: list[tuple[float, MmaPlan]], last: ForwardMma | ForwardMmaRows, p: Problem) -> MmaPlan | str:
+    if not plans:
+        return f"{last.name} with these settings needs more shared memory than {p.arch} has"
+    _, best = min(plans, key=lambda plan: plan[0])
+    groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
+    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
+    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
 
 
 def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> MmaPlan | str:
@@ -179,24 +220,27 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
     if reason:
         return reason
     limit = archs.shared_memory_bytes(p.arch)
-    fits = []
-    for level, spec in _candidates(p, acc):
-        spec = _with_padding(spec, flags)
-        blocks = -(-p.n_q // spec.rows) * p.batch * p.heads_q * -(-p.d_v // spec.columns)
+    plans = []
+    for level, columns, shape in _candidates(p, acc):
+        spec = _with_padding(forward_spec(p.dtype, acc, columns, shape, streamed=level == 3), flags)
         settings = _settings(spec, p, flags, limit)
-        if settings and blocks <= _MOST_BLOCKS:
-            fits.append(MmaPlan(spec, level, *settings))
-    if not fits:
-        return _too_large(spec, p, blocks)
-    return next((plan for plan in fits if plan.stages > 1), fits[0])
+        if settings is None:
+            continue
+        splits = _splits(p, level, columns, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+        cost = _microseconds(p, level, columns, shape, splits)
+        stages, q_resident = settings
+        if stages == 1:
+            cost *= 1.6  # nothing hides the loads
+        elif level == 3 and shape.rows == 64 and (stages == 2 or not q_resident):
+            cost *= 1.2
+        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits)))
+    return _cheapest(plans, spec, p)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
     if p.direction != "forward":
         return "there is no mma backward kernel"
-    if p.packed:
-        return "the mma forward has no packed sequences"
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
@@ -206,13 +250,16 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     if prefetch is not None and p.num_stages and prefetch != (p.num_stages > 1):
         return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
 
-    keeps_whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
-    families = (_rows_plan, _split_plan) if keeps_whole_tiles and p.level in (None, 1) else (_split_plan,)
+    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
+    if packs_heads:
+        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
+    whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
+    families = (_rows_plan, _split_plan) if whole_tiles and p.level in (None, 1) else (_split_plan,)
     reasons = []
     for family in families:
         answer = family(p, acc, flags)
         if not isinstance(answer, str):
-            return answer
+            return answer._replace(packs_heads=packs_heads)
         reasons.append(answer)
     return "; ".join(reasons)
 
@@ -225,22 +272,68 @@ def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):
     return torch.empty(blocks * of_block, dtype=torch.float32, device=q.device), blocks
 
 
-def forward(plan: MmaPlan, q, k, v, out, lse, mask, rule, workspace_cap: int) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None."""
+def _pack_heads(q, k, v, out, mask, see: Visibility):
+    """The query heads that share a key/value head as rows of one, and K and V without what their one row does not see."""
+    group = q.shape[1] // k.shape[1]
+    diagonal = 0 if see.top_left else k.shape[2] - 1
+    first = 0 if see.left < 0 else max(diagonal - see.left, 0)
+    end = k.shape[2] if see.right < 0 else min(diagonal + see.right + 1, k.shape[2])
+    keys = slice(first, max(first, end))
+
+    def packed(x):
+        return x.unflatten(1, (x.shape[1] // group, group)).squeeze(3)
+
+    if mask is not None:
+        if mask.shape[-1] > 1:
+            mask = mask[..., keys]
+        if mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.unflatten(-3, (-1, group)).squeeze(-2)
+    return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
+
+
+def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None.
+
+    Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+    """
+    if offsets:  # rows of no sequence
+        out.zero_()
+        lse.fill_(-float("inf"))
+        if len(offsets[0]) < 2 or not offsets[2]:
+            return
     if not out.numel():
         return
+    see = rule.visibility
+    if plan.packs_heads:
+        q, k, v, out, mask = _pack_heads(q, k, v, out, mask, see)
+        see = Visibility(-1, -1, False)
     if q.is_cuda:
         from . import native
 
-        kernel, run = native.kernel(plan.spec, native.gpu_of(q.device)), native.library().attention_forward
-        blocks = native.multiprocessors(q.device) if plan.spec.streamed else 0
+        gpu, run = native.gpu_of(q.device), native.library().attention_forward
+        blocks = native.multiprocessors(q.device)
+
+        def kernel(spec):
+            return native.kernel(spec, gpu)
     else:
         from . import emulated
 
-        kernel, run, blocks = plan.spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
-    scratch = None
+        run, blocks = emulated.attention_forward, emulated.RESIDENT_BLOCKS
+
+        def kernel(spec):
+            return spec
+
+    scratch = partial = None
     if plan.spec.streamed:
         scratch, blocks = _scratch(plan, q, v, blocks, workspace_cap)
-    see = rule.visibility
-    options = (rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident)
-    run(kernel, q, k, v, out, lse, mask, *options, scratch, blocks)
+    if plan.splits > 1:
+        partial = torch.empty(
+            plan.splits * out[..., 0].numel() * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
+        )
+    call = (
+        q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident,
+        scratch, blocks, plan.splits, partial,
+    )  # fmt: skip
+    run(kernel(plan.spec), *call)
+    if plan.splits > 1:
+        run(kernel(MergeSplits(plan.spec.dtype)), *call)

@@ -58,11 +58,16 @@ def is_built(spec: KernelSpec, gpu: str) -> bool:
     return built is not None and any(archs.runs(target, gpu) for target in built["targets"])
 
 
+_unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that failed in this process, and why
+
+
 def why_not(spec: KernelSpec, gpu: str) -> str | None:
     """Why this kernel cannot run on this GPU; None when it can, if need be after compiling it."""
     reason = archs.why_not_on(spec.arch, gpu)
     if reason:
         return f"{spec.name} cannot run: {reason}"
+    if (spec, gpu) in _unready:
+        return _unready[spec, gpu]
     if record() is None:
         return PYTHON_ONLY
     if is_built(spec, gpu):
@@ -108,6 +113,16 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
     name = f"{spec.name}@{gpu}"
     ops.load_kernel(str(jit.library(spec, gpu)), spec.name, name)
     return name
+
+
+def make_ready(spec: KernelSpec, gpu: str) -> bool:
+    """Whether the kernel can be launched, compiled now if need be. One that fails is not tried again: `why_not` has it."""
+    try:
+        kernel(spec, gpu)
+    except RuntimeError as error:
+        _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
+        return False
+    return True
 
 
 def scaled_copy(spec: ScaledCopy, x: torch.Tensor, scale: float) -> torch.Tensor:

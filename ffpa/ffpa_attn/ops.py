@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from . import checks, env, mma, native, reference
-from .choice import Choice, choose
+from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
 _RULE = (
@@ -73,7 +73,7 @@ def _seen(x) -> tuple | None:
 
 def _decide(form, direction, q, k, v, options, flags) -> _Plan:
     problem = describe(form, direction, q, k, v, options)
-    choice = choose(problem, flags)
+    choice = _ready_choice(problem, flags)
     if choice.fallback and flags["FFPA_STRICT"]:
         raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
     if choice.fallback and choice.fallback not in _warned:
@@ -85,6 +85,15 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
     return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20)
+
+
+def _ready_choice(problem: Problem, flags) -> Choice:
+    """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
+    for _ in CANDIDATES:
+        choice = choose(problem, flags)
+        if problem.device != "cuda" or choice.plan is None or native.make_ready(choice.plan.spec, problem.arch):
+            break
+    return choice
 
 
 def _frames_to_the_caller() -> int:
@@ -107,6 +116,8 @@ def _remember(key: tuple, plan: _Plan) -> _Plan:
 
 class Dense:
     """[B, H, N, D] or [B, N, H, D], with a mask or none."""
+
+    offsets = None
 
     def __init__(self, layout: str, mask: torch.Tensor | None):
         self.layout, self.mask = layout, mask
@@ -253,7 +264,7 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
 
 def _mma_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    mma.forward(plan.choice.plan, *tensors, lse, form.mask, plan.rule, plan.workspace_cap)
+    mma.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
 _FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}

@@ -142,7 +142,7 @@ class ForwardMma(KernelSpec):
 
     family = "forward_mma"
     arch = "sm_80"
-    allowed_spill_bytes = 32  # a few registers, once a tile
+    allowed_spill_bytes = 384  # on the path of masks: without it there are hardly any
 
     dtype: str
     acc_qk: str  # "f32" | "f16"
@@ -157,10 +157,6 @@ class ForwardMma(KernelSpec):
     pad_k: bool = False
     pad_v: bool = False
 
-    @property
-    def small(self) -> bool:
-        return self.rows == 32
-
 
 @dataclass(frozen=True)
 class ForwardMmaRows(KernelSpec):
@@ -174,72 +170,107 @@ class ForwardMmaRows(KernelSpec):
     acc_qk: str
     acc_pv: str
     head_dim: int  # columns of Q, K, V and O
-    rows: int  # of a tile
+    rows: int  # of a tile; those of 128 rows only know a positive scale, no other rule for scores
     keys: int
     q_in_registers: bool = False  # or its fragments are read again for every tile
+
+    @property
+    def plain(self) -> bool:
+        return self.rows == 128
+
+
+@dataclass(frozen=True)
+class MergeSplits(KernelSpec):
+    """One result from those over parts of the keys."""
+
+    family = "merge_splits"
+    arch = "sm_80"
+
+    dtype: str
+
+
+class Shape(NamedTuple):
+    """A tile, and its speed: TFLOPS at N = 8192 on an H200 (bench/sweep.py)."""
+
+    rows: int
+    keys: int
+    key_columns: int
+    value_rows: int
+    speed: int
+
+
+MOST_COLUMNS = 1024  # of O in registers
+COLUMNS = range(256, MOST_COLUMNS + 1, 64)
+
+# (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
+ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
+
+
+_F32 = ("f32", "f32")
+
+
+def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
+    """Tiles for so many columns of O in registers: for many rows, for 99 KB of shared memory, for few rows."""
+    narrow = Shape(64, 128, 64, 32 if columns <= 384 else 16, 255)
+    few_rows = Shape(32, 256, 64, 32, 220)
+    if acc != _F32:  # for the GPUs that are faster with f16 sums, and those have 99 KB
+        return [narrow if columns <= 704 or acc[1] == "f16" else Shape(32, 256, 32, 16, 200)]
+    if columns <= 320:
+        return [Shape(64, 256, 64, 64, 300 if columns <= 256 else 325), narrow, few_rows]
+    if columns <= 384:
+        return [Shape(64, 256, 96, 64, 349), narrow, few_rows]
+    if columns <= 576:
+        return [Shape(64, 256, 64, 32, 328 if columns <= 448 else 350), narrow, few_rows]
+    if columns <= 640:
+        return [Shape(64, 128, 128, 32, 316), narrow, few_rows]
+    if columns <= 704:
+        return [narrow._replace(speed=278), few_rows]
+    return [Shape(32, 256, 128, 32, 265), Shape(32, 256, 32, 16, 200)]
+
+
+def streamed_shapes(acc: tuple[str, str]) -> list[tuple[int, Shape]]:
+    """(columns, shape) of level 3: for a resident Q, for a streamed one, for 99 KB of shared memory."""
+    narrow = (256, Shape(64, 128, 64, 32, 200))
+    if acc != _F32:
+        return [narrow]
+    resident = Shape(64, 256, 64, 64, 280)
+    return [(256, resident), (320, resident), (128, Shape(128, 256, 32, 128, 250)), narrow]
 
 
 ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
-def rows_specs(dtype: str, acc_qk: str, acc_pv: str, head_dim: int) -> list[ForwardMmaRows]:
-    """The fastest first (.dev/measurements.md). Tiles of 128 rows only know a positive scale; the last one all rules."""
-    specs = [ForwardMmaRows(dtype, acc_qk, acc_pv, head_dim, 64, 64, q_in_registers=head_dim == 192)]
-    if head_dim <= 128:
-        specs.insert(0, ForwardMmaRows(dtype, acc_qk, acc_pv, head_dim, 128, 128 if head_dim == 64 else 64))
-    return specs
+def rows_shapes(head_dim: int) -> list[Shape]:
+    """Tiles of whole rows: for many of them, and for all rules (TFLOPS where an SM holds two blocks)."""
+    if head_dim > 128:
+        return [Shape(64, 64, head_dim, 64, 339 if head_dim == 192 else 321)]
+    many = {64: Shape(128, 128, 64, 128, 351), 96: Shape(128, 64, 96, 64, 354), 128: Shape(128, 64, 128, 64, 381)}
+    return [many[head_dim], Shape(64, 64, head_dim, 64, 285 if head_dim < 128 else 308)]
 
 
-MOST_COLUMNS = 1024  # of O in registers
+def rows_spec(
+    dtype: str, acc: tuple[str, str], head_dim: int, shape: Shape, q_in_registers: bool | None = None
+) -> ForwardMmaRows:
+    """Of the two ways to hold Q the faster one, if nothing is asked."""
+    fastest = head_dim == 192
+    return ForwardMmaRows(
+        dtype, *acc, head_dim, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
+    )
 
 
-def shapes(columns: int, acc_pv: str, streamed: bool) -> tuple[tuple[int, int, int, int], ...]:
-    """(rows, keys, key_columns, value_rows) that serve so many columns of O, the fastest first (bench/sweep.py).
-
-    The last one fits 99 KB of shared memory with two stages.
-    """
-    if streamed:
-        return (64, 256, 64, 64), (64, 128, 64, 32)
-    if columns <= 256:
-        return (64, 256, 64, 64), (64, 128, 64, 32)
-    if columns <= 320:
-        return (64, 128, 160, 64), (64, 128, 64, 32)
-    if columns <= 384:
-        return (64, 256, 96, 64), (64, 128, 64, 32)
-    if columns <= 576:
-        return (64, 256, 64, 32), (64, 128, 64, 16)
-    if columns <= 640:
-        return (64, 128, 128, 32), (64, 128, 64, 16)
-    if columns <= 704 or acc_pv == "f16":
-        return ((64, 128, 64, 16),)
-    return (32, 256, 64, 32), (32, 256, 32, 16)
-
-
-def forward_specs(dtype: str, acc_qk: str, acc_pv: str, columns: int, streamed: bool = False) -> list[ForwardMma]:
-    """f16 sums are for the GPUs that are faster with them, which have 99 KB: only the last shape."""
-    first = 0 if (acc_qk, acc_pv) == ("f32", "f32") else -1
-    return [
-        ForwardMma(dtype, acc_qk, acc_pv, columns, *shape, streamed=streamed)
-        for shape in shapes(columns, acc_pv, streamed)[first:]
-    ]
-
-
-STREAMED_COLUMNS = 256
-COLUMNS = range(256, MOST_COLUMNS + 1, 64)  # fewer: whole rows
-# (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
-ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
+def forward_spec(dtype: str, acc: tuple[str, str], columns: int, shape: Shape, streamed: bool = False) -> ForwardMma:
+    return ForwardMma(dtype, *acc, columns, *shape[:4], streamed=streamed)
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
     columns = (512,) if flags["ENABLE_FFPA_DEBUG"] else COLUMNS
-    rows_head_dims = (64, 192) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
+    head_dims = (64, 192) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
+        kernels.append(MergeSplits(dtype))
         for acc in accumulators:
-            for head_dim in rows_head_dims:
-                kernels += rows_specs(dtype, *acc, head_dim)
-            for c in columns:
-                kernels += forward_specs(dtype, *acc, c)
-            kernels += forward_specs(dtype, *acc, STREAMED_COLUMNS, streamed=True)
+            kernels += [rows_spec(dtype, acc, d, shape) for d in head_dims for shape in rows_shapes(d)]
+            kernels += [forward_spec(dtype, acc, c, shape) for c in columns for shape in register_shapes(c, acc)]
+            kernels += [forward_spec(dtype, acc, c, shape, streamed=True) for c, shape in streamed_shapes(acc)]
     return tuple(kernels)

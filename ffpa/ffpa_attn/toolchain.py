@@ -28,8 +28,11 @@ class Nvcc:
 
     @property
     def release(self) -> str:
-        """What `nvcc --version` prints, so that another compiler is another key."""
-        return _release(self.path)
+        """What `nvcc --version` prints."""
+        try:
+            return _release(self.path)
+        except BuildError as error:
+            raise BuildError(f"{error}; the way out: {GET_NVCC}") from None
 
     @property
     def version(self) -> str:
@@ -52,7 +55,7 @@ def _release(path: Path) -> str:
     try:
         return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"`{path} --version` failed: {error}; the way out: {GET_NVCC}") from None
+        raise BuildError(f"`{path} --version` failed: {error}") from None
 
 
 def find_nvcc() -> Nvcc | None:
@@ -73,6 +76,19 @@ def find_nvcc() -> Nvcc | None:
     return None
 
 
+def compilers() -> str:
+    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls, flags it adds itself."""
+    flags = env.all_flags()
+    chosen = flags["NVCC_CCBIN"]
+    if chosen and not Path(chosen).is_dir():
+        hosts = [shutil.which(chosen)]
+    else:
+        hosts = [shutil.which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
+    releases = [f"{host}\n{_release(Path(host))}" for host in hosts if host]
+    added = [f"{name}={flags[name]}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+    return "\n".join([find_nvcc().release, *releases, *added])
+
+
 def find_ninja() -> Path | None:
     on_path = shutil.which("ninja")
     if on_path:
@@ -87,11 +103,14 @@ def find_ninja() -> Path | None:
 
 def why_no_build() -> str | None:
     """Why nothing can be compiled here, and the way out; None when it can."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
-    if nvcc.major < OLDEST_NVCC:
-        return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    try:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
+        if nvcc.major < OLDEST_NVCC:
+            return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    except BuildError as error:
+        return str(error)
     if find_ninja() is None:
         return NO_NINJA
     if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):

@@ -1,6 +1,5 @@
 """What the emulator runs is what nvcc compiles, and the build of the emulator itself holds what it promises."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,12 +14,11 @@ SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "case_table_sm80.cu"]
 SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "case_table.cu"]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize(
     ("source", "arch"),
     [(source, "80") for source in SM80_SOURCES] + [(source, "90a") for source in SM90_SOURCES],
 )
-def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
+def test_nvcc_compiles_the_same_sources(nvcc, tmp_path, source, arch):
     path = HERE / source
     if source == "case_table_sm80.cu":  # the cases without those that sm_80 has no instructions for
         path = tmp_path / source
@@ -30,7 +28,7 @@ def test_nvcc_compiles_the_same_sources(tmp_path, source, arch):
             + "const std::vector<ffpa::cases::Case> table = ffpa::cases::sm80_cases();\n"
         )
     command = [
-        "nvcc",
+        str(nvcc),
         "-std=c++17",
         "-O3",
         "-Xcompiler",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from ffpa_attn import build, toolchain
+from ffpa_attn import cache as cache_module
 from ffpa_attn import native as native_module
-from wheel_support import CHILD, ROOT, FakeNvcc, have_nvcc
+from wheel_support import CHILD, ROOT, FakeNvcc
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ def compile_in_child():
 
 
 @pytest.fixture(scope="session")
-def wheel_library() -> Path:
+def wheel_library(nvcc) -> Path:
     """A directory with the library that a wheel holds, every kernel of it compiled, and its record."""
-    if not have_nvcc():
-        pytest.skip("no nvcc or no ninja")
     directory = ROOT / "build" / "tests"
-    # Where setup.py builds too: what it compiled already is not compiled again.
-    build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Where setup.py builds too, under the same lock: what it compiled already is not compiled again.
+    with cache_module.locked(ROOT / "build" / "lock", "this package"):
+        build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)
     return directory
 
 

@@ -1,38 +1,54 @@
 """Every way to build and install, from a copy of the repository, with and without a compiler."""
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_support import ROOT, needs_nvcc
+from wheel_support import CHILD, ROOT, needs_nvcc
 
 _MOST_BYTES = 60 << 20
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _HERE = ("--no-build-isolation", "--no-deps", "--no-index")
 
 
-def run(*command, cwd: Path, **changes: str) -> str:
-    """What it printed; raises with it when it fails."""
+def start(*command, cwd: Path, **changes: str) -> subprocess.Popen:
     # The smallest set, for one GPU: what is tested is the way there.
     environment = {**os.environ, "ENABLE_FFPA_DEBUG": "1", "FFPA_CUDA_ARCHS": "9.0", "MAX_JOBS": "2", **changes}
     environment = {name: value for name, value in environment.items() if value}
-    done = subprocess.run(
+    return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}"
-    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """The repository as a user has it, in a place with a space in its name."""
-    copy = tmp_path_factory.mktemp("install") / "a copy"
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py", "csrc", "ffpa"):
+def printed(process: subprocess.Popen) -> str:
+    """All of it, in the end; raises with it when the process fails."""
+    out, _ = process.communicate()
+    assert process.returncode == 0, f"{process.args}:\n{out}"
+    return out
+
+
+def run(*command, cwd: Path, **changes: str) -> str:
+    return printed(start(*command, cwd=cwd, **changes))
+
+
+def compiler_packages() -> set[str]:
+    """What the extra `jit` asks PyPI for."""
+    extra = re.search(r"^jit = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE).group(1)
+    return {name for name in re.findall(r'"([^"]+)"', extra) if name.startswith("nvidia-")}
+
+
+def copy_of_the_repository(copy: Path) -> Path:
+    """As a user has it."""
+    files = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py")
+    for name in (*files, "csrc", "ffpa", "tests", "bench", ".dev"):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("_native*", "__pycache__", "*.egg-info")
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
@@ -42,18 +58,46 @@ def source(tmp_path_factory) -> Path:
     return copy
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """In a place with a space in its name; what one test compiled there, the next need not."""
+    return copy_of_the_repository(tmp_path_factory.mktemp("install") / "a copy")
+
+
 @pytest.fixture
-def no_nvcc(tmp_path) -> dict[str, str]:
-    """An environment without a compiler, whatever this machine has."""
+def no_toolkit(tmp_path) -> dict[str, str]:
+    """An environment without a CUDA toolkit, whatever this machine has."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("sh", "uname", "gcc", "g++"):
+    for tool in ("sh", "uname", "cat", "gcc", "g++", "as", "ld"):
         if shutil.which(tool):
             (tools / tool).symlink_to(shutil.which(tool))
-    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where PyPI's nvcc would be
+    return {"PATH": str(tools), "CUDA_HOME": "", "NVCC_CCBIN": ""}
+
+
+@pytest.fixture
+def no_nvcc(tmp_path, no_toolkit) -> dict[str, str]:
+    """Nor a compiler from PyPI."""
+    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where it would be
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").touch()
-    return {"PATH": str(tools), "CUDA_HOME": "", "PYTHONPATH": str(hidden.parent)}
+    return {**no_toolkit, "PYTHONPATH": str(hidden.parent)}
+
+
+@pytest.fixture
+def pypi_nvcc(no_toolkit) -> dict[str, str]:
+    """PyPI's compiler alone: the environment's, else fetched into build/ once."""
+    if any(list(Path(path).glob("nvidia/cu*/bin/nvcc")) for path in sys.path):
+        return no_toolkit
+    place = ROOT / "build" / "pypi_nvcc"
+    if not place.exists():
+        fresh = place.with_suffix(".new")
+        command = [*_PIP, "install", "--quiet", "--upgrade", "--target", str(fresh), *sorted(compiler_packages())]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:  # only beside a toolkit: without one, set-up fetched it into the environment
+            pytest.skip(f"PyPI's nvcc cannot be fetched: {done.stderr[-500:]}")
+        fresh.rename(place)
+    return {**no_toolkit, "PYTHONPATH": str(place)}
 
 
 def doctor(cwd: Path, python: str = sys.executable, **changes: str) -> str:
@@ -86,11 +130,47 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
     assert csrc == f"{site}/ffpa_attn/csrc" and names
 
 
+def test_two_builds_at_once(fake_nvcc, tmp_path):
+    """The second waits, then finds everything compiled."""
+    source = copy_of_the_repository(tmp_path / "source")
+    fake_nvcc.set(seconds="0.3")
+    places = [tmp_path / "one", tmp_path / "two"]
+    builds = [start(*_PIP, "wheel", str(source), *_HERE, "-w", str(place), cwd=tmp_path) for place in places]
+    for build in builds:
+        printed(build)
+    (one,), (two,) = (place.glob("*.whl") for place in places)
+    names = zipfile.ZipFile(one).namelist()
+    assert names == zipfile.ZipFile(two).namelist() and "ffpa_attn/_native.abi3.so" in names
+    results = [call.split(" -o ")[1].split()[0] for call in fake_nvcc.calls]
+    assert results and len(results) == len(set(results))
+
+
 @needs_nvcc
 def test_setup_py_bdist_wheel(source, tmp_path):
     run(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source)
     (wheel,) = tmp_path.glob("*-cp310-abi3-*.whl")
     assert "ffpa_attn/_native.abi3.so" in zipfile.ZipFile(wheel).namelist()
+
+
+@needs_nvcc
+def test_sdist(tmp_path):
+    """All of the repository that builds and proves, nothing that a build made; a wheel comes out of it alone."""
+    source = copy_of_the_repository(tmp_path / "source")
+    files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    for generated in ("ffpa/ffpa_attn/_native.json", "ffpa/ffpa_attn/_native.abi3.so", "tests/__pycache__/a.pyc"):
+        (source / generated).parent.mkdir(exist_ok=True)
+        (source / generated).touch()
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path), cwd=source)
+    (sdist,) = tmp_path.glob("ffpa_attn-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not files - names
+    assert not [name for name in names if re.search(r"/_native\.|__pycache__/.|\.(so|o|pyc)$", name)]
+
+    run(*_PIP, "wheel", str(sdist), *_HERE, "-w", str(tmp_path), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*-cp310-abi3-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"ffpa_attn/_native.abi3.so", "ffpa_attn/env.py", "ffpa_attn/csrc/launch/launcher.cuh"} <= set(names)
 
 
 @needs_nvcc
@@ -110,6 +190,29 @@ def test_editable(source, tmp_path):
             path.unlink()
 
 
+@needs_nvcc
+def test_a_kernel_compiles_with_pypis_nvcc_and_gcc_alone(pypi_nvcc, tmp_path):
+    code = f"{CHILD}\nfrom ffpa_attn import toolchain\nprint(toolchain.find_nvcc().found)"
+    *_, path, found = run(
+        sys.executable, "-c", code, cwd=tmp_path, FFPA_CACHE_DIR=str(tmp_path / "cache"), **pypi_nvcc
+    ).splitlines()
+    assert found == "PyPI's nvidia-cuda-nvcc"
+    assert Path(path).parent == tmp_path / "cache" and ctypes.CDLL(path)["ffpa_instance_scaled_copy_f16_unroll4"]
+
+
+def test_set_up_fetches_nvcc_once(no_nvcc, fake_nvcc):
+    """setup_nvcc of setup_env.sh asks for the four packages where no nvcc is found, and for nothing where one is."""
+    script = f'. "{ROOT}/.dev/setup_env.sh"; _install() {{ echo "install $*"; }}; PATH=$1 CUDA_HOME=$2 setup_nvcc'
+    here = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+
+    def fetched(home: str) -> str:
+        environment = {"PATH": here, "PYTHONPATH": no_nvcc["PYTHONPATH"]}
+        return run("bash", "-c", script, "bash", no_nvcc["PATH"], home, cwd=ROOT, **environment)
+
+    assert set(re.findall(r"[^ \n]+==\S+", fetched(""))) == compiler_packages()
+    assert fetched(str(fake_nvcc.home)) == ""
+
+
 def test_python_only(source, tmp_path, no_nvcc):
     out = run(*_PIP, "wheel", "-v", str(source), *_HERE, "-w", str(tmp_path), cwd=tmp_path, **no_nvcc)
     assert "building a Python-only package: there is no nvcc" in out
@@ -118,6 +221,16 @@ def test_python_only(source, tmp_path, no_nvcc):
     packages = os.pathsep.join((str(tmp_path / "site"), no_nvcc["PYTHONPATH"]))
     out = doctor(tmp_path, **{**no_nvcc, "PYTHONPATH": packages})
     assert "this installation holds no CUDA kernels" in out and "nothing is broken" in out
+
+
+def test_a_compiler_that_fails_leaves_no_wheel(fake_nvcc, tmp_path):
+    source = copy_of_the_repository(tmp_path / "source")
+    fake_nvcc.set(broken="")
+    build = start(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source)
+    out, _ = build.communicate()
+    assert build.returncode != 0 and "out of luck" in out and "Traceback" not in out
+    assert out.splitlines()[-1].startswith("ffpa_attn: `")
+    assert not list(tmp_path.glob("*.whl")) and not list(source.rglob("_native*"))
 
 
 def test_a_wrong_flag_is_one_line(source):

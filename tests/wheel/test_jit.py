@@ -45,6 +45,31 @@ def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, m
     assert len(set(paths)) == 5 and all(path.exists() for path in paths)
 
 
+@pytest.mark.parametrize("how", ["on PATH", "NVCC_CCBIN", "NVCC_CCBIN, a directory"])
+def test_another_host_compiler_is_another_file(fake_nvcc, cache, monkeypatch, tmp_path, how):
+    """Another place, and another version in the same place."""
+    seen = {jit.library(SPEC, "sm_90")}
+    host = tmp_path / "host" / ("gcc" if how != "NVCC_CCBIN" else "clang++")
+    host.parent.mkdir()
+    if how == "on PATH":
+        monkeypatch.setenv("PATH", f"{host.parent}{os.pathsep}{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("NVCC_CCBIN", str(host.parent if "directory" in how else host))
+    for version in ("13.1", "14.2"):
+        host.write_text(f"#!/bin/sh\necho {version}\n")
+        host.chmod(0o755)
+        toolchain._release.cache_clear()
+        seen.add(jit.library(SPEC, "sm_90"))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
+def test_flags_that_nvcc_adds_are_another_file(fake_nvcc, cache, monkeypatch, name):
+    before = jit.library(SPEC, "sm_90")
+    monkeypatch.setenv(name, "-O1")
+    assert jit.library(SPEC, "sm_90") != before
+
+
 def test_sources_hash_follows_the_sources(tmp_path, monkeypatch):
     (tmp_path / "a.cuh").write_text("1")
     monkeypatch.setattr(build, "csrc", lambda: tmp_path)
@@ -108,6 +133,21 @@ def test_a_cache_that_cannot_be_written(fake_nvcc, cache, monkeypatch, code, way
     ):
         jit.library(SPEC, "sm_90")
     assert not list(cache.glob("*.so")) and not leftovers(cache)
+
+
+def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
+    path = jit.library(SPEC, "sm_90")
+    real = Path.open
+
+    def read_only(self, mode="r", *how, **more):
+        if cache in self.parents and mode != "r":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(self, mode, *how, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert jit.library(SPEC, "sm_90") == path
+    with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*make it writable.*FFPA_CACHE_DIR"):
+        jit.library(ScaledCopy("f16", 8), "sm_90")
 
 
 def test_a_cache_that_is_a_file(fake_nvcc, cache):

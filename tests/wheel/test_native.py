@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from ffpa_attn import archs, build, doctor, toolchain
+from ffpa_attn import archs, build, doctor, explain, ffpa, ops, toolchain
+from ffpa_attn import native as native_module
 from ffpa_attn.spec import KernelSpec, ScaledCopy
 from wheel_support import ROOT
 
@@ -17,6 +18,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class HopperOnly(KernelSpec):
     family = "hopper_only"
     arch = "sm_90a"
+
+
+class NewDriver:
+    load_kernel = None  # nothing gets that far
+
+    @staticmethod
+    def cuda_versions():
+        return 13000, 13000
+
+
+class OldDriver:
+    @staticmethod
+    def cuda_versions():
+        return 13000, 12040
 
 
 @pytest.fixture
@@ -86,26 +101,59 @@ def test_drivers(native):
 
 
 def test_an_old_driver_is_an_error_before_any_launch(native, monkeypatch):
-    class Library:
-        @staticmethod
-        def cuda_versions():
-            return 13000, 12040
-
-    monkeypatch.setattr(native, "library", lambda: Library)
+    monkeypatch.setattr(native, "library", lambda: OldDriver)
     with pytest.raises(RuntimeError, match=r"supports CUDA 12\.4"):
         native.kernel(BUILT, "sm_90")
 
 
 def test_stale_library_does_not_take_new_kernels(native, fake_nvcc, monkeypatch):
-    class Library:
-        @staticmethod
-        def cuda_versions():
-            return 13000, 13000
-
-    monkeypatch.setattr(native, "library", lambda: Library)
+    monkeypatch.setattr(native, "library", lambda: NewDriver)
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
     with pytest.raises(RuntimeError, match=r"csrc changed since .*install ffpa-attn again"):
         native.kernel(NOT_BUILT, "sm_90")
+
+
+@pytest.fixture
+def empty_wheel(monkeypatch, fake_nvcc, cache):
+    """CPU tensors get the choice of an sm_90 GPU, with no kernel compiled and a compiler that always fails."""
+    fake_nvcc.set(broken="")
+    describe = ops.describe
+    monkeypatch.setattr(ops, "describe", lambda *call, **_: describe(*call, device="cuda", arch="sm_90"))
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(native_module, "_unready", {})
+    monkeypatch.setattr(native_module, "record", lambda: {"kernels": {}, "sources": build.sources_hash()})
+    monkeypatch.setattr(native_module, "library", lambda: NewDriver)
+    return torch.randn(1, 1, 24, 512).half()
+
+
+def test_a_kernel_that_fails_to_compile_leaves_calls_to_the_next_path(empty_wheel, fake_nvcc):
+    x, reason = empty_wheel, r"forward_mma_l1_f16_head_dim512\S* is not ready for sm_90: [\s\S]*out of luck"
+    with pytest.warns(UserWarning, match=f"runs on reference, not on a kernel of ours: [\\s\\S]*{reason}") as caught:
+        for n in (24, 16, 24):
+            out, _ = ffpa(x[:, :, :n], x, x, return_lse=True)
+            assert out.shape == (1, 1, n, 512) and out.isfinite().all()
+    assert len(caught) == 1 and len(fake_nvcc.calls) == 1
+    said = explain(x, x, x, return_lse=True, arch="sm_90")
+    assert said.backend == "reference" and "out of luck" in dict(said.rejected)["mma"]
+
+
+@pytest.mark.parametrize("flag, asked", [("FFPA_STRICT", ""), ("FFPA_BACKEND", "mma"), ("", "level=1")])
+def test_a_kernel_that_fails_to_compile_raises_where_it_was_asked_for(empty_wheel, fake_nvcc, monkeypatch, flag, asked):
+    if flag:
+        monkeypatch.setenv(flag, asked or "1")
+    x = empty_wheel
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=rf"{flag or asked}[\s\S]*not ready for sm_90[\s\S]*out of luck"):
+            ffpa(x, x, x, level=None if flag else 1, return_lse=True)
+    assert len(fake_nvcc.calls) == 1
+
+
+def test_an_old_driver_leaves_calls_to_the_next_path(empty_wheel, monkeypatch):
+    monkeypatch.setattr(native_module, "library", lambda: OldDriver)
+    x = empty_wheel
+    with pytest.warns(UserWarning, match=r"runs on reference.*driver supports CUDA 12\.4.*install a newer driver"):
+        ffpa(x, x, x, return_lse=True)
 
 
 def test_library_reports_versions_and_wrong_files(native, tmp_path):
@@ -138,6 +186,14 @@ def test_doctor_never_fails(native, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", (fail,))
     assert doctor.main() == 1
     assert "fail       BROKEN: KeyError: 'surprise'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag, value, subject", [("MAX_JOBS", "many", "flags"), ("CUDA_HOME", "/nowhere", "compiler")])
+def test_doctor_says_a_wrong_flag_once(native, monkeypatch, capsys, flag, value, subject):
+    monkeypatch.setenv(flag, value)
+    assert doctor.main() == 1
+    out = capsys.readouterr().out
+    assert out.count(f"{flag}={value!r}") == out.count("BROKEN") == 1 and f"\nbroken: {subject}" in out
 
 
 # ---- with one ----

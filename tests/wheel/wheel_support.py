@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from ffpa_attn import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
@@ -58,8 +57,4 @@ class FakeNvcc:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def have_nvcc() -> bool:
-    return toolchain.why_no_build() is None
-
-
-needs_nvcc = pytest.mark.skipif(not have_nvcc(), reason="no nvcc or no ninja")
+needs_nvcc = pytest.mark.usefixtures("nvcc")

@@ -61,13 +61,16 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
 // The message of a failed run, empty after a good one.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse,
-                              const std::optional<MaskTuple>& mask, double scale, double softcap, int64_t left,
+                              const std::optional<MaskTuple>& mask, uintptr_t offsets_q, uintptr_t offsets_k,
+                              int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap, int64_t left,
                               int64_t right, bool top_left, int64_t stages, bool q_resident, uintptr_t scratch,
-                              int64_t scratch_floats, int64_t resident_blocks) {
+                              int64_t scratch_floats, int64_t resident_blocks, int64_t splits, uintptr_t partial,
+                              int64_t partial_floats) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {std::apply(host_tensor, q), std::apply(host_tensor, k), std::apply(host_tensor, v),
                                 std::apply(host_tensor, out)};
   const HostTensor& result = tensors[3];
+  const size_t offsets_bytes = offsets_q ? size_t(sequences + 1) * sizeof(int32_t) : 0;
   const emu::RegisteredRange ranges[] = {
       {tensors[0].data, extent_bytes(tensors[0]), emu::Access::kReadOnly},
       {tensors[1].data, extent_bytes(tensors[1]), emu::Access::kReadOnly},
@@ -76,6 +79,9 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       {reinterpret_cast<void*>(lse),
        lse ? size_t(result.sizes[0] * result.sizes[1] * result.sizes[2]) * sizeof(float) : 0, emu::Access::kReadWrite},
       {reinterpret_cast<void*>(scratch), size_t(scratch_floats) * sizeof(float), emu::Access::kReadWrite},
+      {reinterpret_cast<void*>(offsets_q), offsets_bytes, emu::Access::kReadOnly},
+      {reinterpret_cast<void*>(offsets_k), offsets_bytes, emu::Access::kReadOnly},
+      {reinterpret_cast<void*>(partial), size_t(partial_floats) * sizeof(float), emu::Access::kReadWrite},
   };
   MaskView mask_view{};
   std::optional<emu::RegisteredRange> mask_range;
@@ -87,8 +93,10 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
   }
   const AttentionParams params =
       forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), mask_view,
+                     {reinterpret_cast<const int32_t*>(offsets_q), reinterpret_cast<const int32_t*>(offsets_k), sequences,
+                      longest_q, longest_k},
                      {scale, softcap, left, right, top_left, stages, q_resident, reinterpret_cast<float*>(scratch),
-                      int(resident_blocks)});
+                      int(resident_blocks), int(splits), reinterpret_cast<float*>(partial)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }
@@ -98,7 +106,7 @@ uint32_t smem_bytes(const std::string& kernel, int d_qk, int stages, bool q_resi
   params.d_qk = d_qk;
   params.stages = stages;
   params.q_resident = q_resident;
-  params.n_q = params.batch = params.heads_q = 1;
+  params.n_q = params.batch = params.heads_q = params.splits = 1;
   return emulated_instances().at(kernel).shape(&params).smem_bytes;
 }
 
