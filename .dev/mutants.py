@@ -39,6 +39,11 @@ def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in("csrc/" + file, "tests/test_mma.py -k 'emulated and 512'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _emulator(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/emulator -k 'ring or misuse or mbarrier'"
+    return _in("csrc/ptx/emulated/machine/" + file, tests, *edits)
+
+
 MUTANTS = [
     *_in(
         "reference.py",
@@ -245,6 +250,31 @@ MUTANTS = [
         ("stages asked for ignored", "[p.num_stages] if p.num_stages else", "[2] if p.num_stages else"),
         ("toggle of a resident Q ignored", "if resident is None else (resident,)", ""),
         ENABLE_FFPA_DEBUG="1",
+    ),
+    *_emulator(
+        "mbarrier.cpp",
+        ("tracked copies: phase ends with the first arrival", "if (barrier.copy_arrivals.empty() || barrier.pending_arrivals != barrier.copy_arrivals.size()) return;", ""),
+        ("tracked copies: never land", "land_tracked_copies(*arrival.lane, arrival.time);", ""),
+        ("tracked copies: a waiter learns nothing", "known = std::max(known, arrival.time);", ""),
+        ("tracked copies: a waiter learns all the thread did", "barrier.copy_arrivals.push_back(", "barrier.arriving.join(current->warp->clock);\n  barrier.copy_arrivals.push_back("),
+        ("tracked copies: those issued after the arrival, too", "current->copy_time++", "++current->copy_time"),
+        ("tracked copies: arrivals not counted", "if (barrier.pending_arrivals == barrier.copy_arrivals.size()) {", "if (!barrier.pending_arrivals) {"),
+        ("tracked copies: an ordinary arrival last", "land_copies_if_due(barrier, block, address & kOffsetMask);\n  complete", "complete"),
+        ("bytes on sm_80's mbarriers", 'require_arch(kSm90, "mbarrier.arrive.expect_tx", site);', ""),
+        ("other blocks' mbarriers on sm_80", 'require_arch(kSm90, "mapa", site);', ""),
+    ),
+    *_emulator(
+        "memory_ops.cpp",
+        ("tracked copies: all of the lane's", "if (copy.time > time) break;", ""),
+        ("tracked copies: not known to be complete", "copy.complete = true;", ""),
+        ("tracked copies: complete means awaited", "complete(lane, copy, Completion::kTracked)", "complete(lane, copy, Completion::kAwaited)"),
+    ),
+    *_emulator(
+        "shared_memory.cpp",
+        ("tracked copies: known to all", "word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)]", "word.copy_time"),
+        ("tracked copies: known when it was the last copy", "word.copy_time = 0;", ""),
+        ("tracked copies: a late wait for what is overwritten", "if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;", ""),
+        ("tracked copies: known only until awaited", "word.copy_time = copy_time;\n    if (completion == Completion::kTracked) continue;", "if (completion == Completion::kTracked) {\n      word.copy_time = copy_time;\n      continue;\n    }"),
     ),
 ]  # fmt: skip
 

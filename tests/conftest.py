@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # oracle, compare, cases
 sys.path.insert(0, str(Path(__file__).parent.parent / "ffpa"))  # the package, installed or not
 
 PYPI_HAS_NVCC = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+torch.set_num_threads(1)  # the tensors are small: on a busy machine, two threads wait more than they compute
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 

@@ -7,88 +7,161 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Case, make_inputs
-from ffpa_attn import emulated, env, ffpa, mma, native, ops
-from ffpa_attn.choice import choose
-from ffpa_attn.spec import ForwardMmaL1, Problem, Visibility, aot_specs
+from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
+from ffpa_attn.mma import MmaPlan
+from ffpa_attn.spec import ForwardMma, aot_specs
 from ffpa_attn.testing import emulate
 
-SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaL1)]
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]
+WIDTHS = {spec.columns for spec in SHIPPED if not spec.streamed}
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
-)  # fmt: skip
+LEVELS = (1, 2, 3)
 
 
 def by_id(cases):
     return pytest.mark.parametrize("case", cases, ids=[case.id for case in cases])
 
 
-def supported(case: Case) -> bool:
-    return (case.d_v or case.d) <= 1024
+def by_level(levels=LEVELS):
+    return pytest.mark.parametrize("level", levels, ids=[f"level{level}" for level in levels])
 
 
-def run(case: Case, inputs, **options):
+def by_level_and(name: str, values, width=lambda value: value):
+    """Every level with every value. Level 1 has a kernel for each width of O up to 1024; a debug build has few of them."""
+    pairs = [(level, x) for level in LEVELS for x in values if level > 1 or -(-width(x) // 64) * 64 in WIDTHS]
+    ids = [f"level{level}-{getattr(value, 'id', value)}" for level, value in pairs]
+    return pytest.mark.parametrize(f"level, {name}", pairs, ids=ids)
+
+
+def by_level_and_case(cases):
+    return by_level_and("case", cases, lambda case: case.d_v or case.d)
+
+
+def call(case: Case, inputs, **options):
     q, k, v, mask = inputs
     return ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.rule, **options)
 
 
-def check(case: Case, inputs, out, lse):
+def check(case: Case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
     q, k, v, mask = inputs
     rule = {**case.rule, "layout": case.layout, "mask": mask}
     want, want_lse = oracle.attention(q, k, v, **rule)
-    compare.assert_close("out", out, want, compare.baseline(q, k, v, **rule)[0])
-    compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
+    base, base_lse = compare.baseline(q, k, v, **rule, acc_qk=acc_qk, acc_pv=acc_pv)
+    compare.assert_close("out", out, want, base)
+    base_lse = base_lse if acc_qk == "f16" else None
+    compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"), base_lse)
 
 
 # ---- in the emulator ----
 
-RULES = ({}, {"causal": True}, {"causal": "top_left", "window": (40, -1)})
+
+def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128) -> ForwardMma:
+    """The smallest kernel of the level with f32 sums and at least so many columns."""
+    fit = [
+        spec
+        for spec in SHIPPED
+        if spec.streamed == (level == 3)
+        and DTYPES[spec.dtype] == dtype
+        and spec.acc_qk == spec.acc_pv == "f32"
+        and spec.columns >= columns
+    ]
+    return min(fit, key=lambda spec: (spec.columns, spec.keys))
 
 
-def tiles_met(spec, n_q: int, n_k: int, rule) -> int:
+def plan_of(spec: ForwardMma, level: int, d_qk: int, stages: int = 2, q_resident: bool = False, arch="sm_80"):
+    """With fewer stages where so many do not fit."""
+    limit = archs.shared_memory_bytes(arch.rstrip("a"))
+    return MmaPlan(
+        spec,
+        level,
+        max(n for n in range(1, stages + 1) if mma.smem_bytes(spec, d_qk, n, q_resident) <= limit),
+        q_resident,
+    )
+
+
+@pytest.fixture
+def emulated_run(monkeypatch):
+    """emulated_run(plan, case, inputs, …) → (out, lse, report), whatever plan would be chosen."""
+
+    def run(plan, case, inputs, arch="sm_80", seed=0):
+        monkeypatch.setattr(mma, "plan", lambda p, flags: plan)
+        monkeypatch.setattr(ops, "_plans", {})
+        with emulate(arch, seed=seed) as reports:
+            out, lse = call(case, inputs)
+        (report,) = reports
+        assert report["kernel"] == plan.spec.name
+        return out, lse, report
+
+    return run
+
+
+def tiles_met(spec, case: Case) -> int:
     """Tiles of keys that the row blocks of one head meet, counted from the oracle's picture of who sees whom."""
-    causal = rule.get("causal", False)
-    align = causal if isinstance(causal, str) else "bottom_right"
-    seen = oracle.visible(n_q, n_k, bool(causal), align, rule.get("window", (-1, -1)))
+    seen = oracle.visible(
+        case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
+    )
     tiles = 0
-    for first in range(0, n_q, spec.rows):
+    for first in range(0, case.n_q, spec.rows):
         keys = seen[first : first + spec.rows].any(0).nonzero()
         tiles += int(keys.max() // spec.keys - keys.min() // spec.keys + 1) if len(keys) else 0
     return tiles
 
 
+def products(spec, case: Case) -> int:
+    """How many mma there should be: level 2 computes S for each column group, level 3 once."""
+    groups = -(-(case.d_v or case.d) // spec.columns)
+    warps = 8 if spec.rows < 64 else 4  # of a team, which share columns of O in pairs of fragments
+    depth = -(-case.d // spec.key_columns) * spec.key_columns
+    scores = spec.rows // 16 * depth // 16 * spec.keys // 8
+    values = spec.rows // 16 * spec.keys // 16 * (-(-spec.columns // (16 * warps)) * warps * 2)
+    tiles = tiles_met(spec, case) * case.batch * case.heads_q
+    return tiles * (scores + groups * values if spec.streamed else groups * (scores + values))
+
+
+TOP_LEFT_WINDOW = {"causal": True, "align": "top_left", "window": (40, -1)}
+
+
+def shipped_case(spec, seed: int) -> tuple[Case, MmaPlan, str]:
+    """Two row blocks of two heads, with tails; each seed another rule, level, ring and edge of the head dim."""
+    d = 2 * spec.columns if spec.streamed else spec.columns
+    d_qk, d_v, rule, tiles, level, stages, q_resident, arch = [
+        (spec.columns, d, {}, 1, 1, 4, True, "sm_90a"),
+        (72, d + 40, {"causal": True}, 2, 2, 2, False, "sm_80"),
+        (spec.columns - 8, d - 24, TOP_LEFT_WINDOW, 2, 1, 3, False, "sm_90a"),
+    ][seed]
+    level = 3 if spec.streamed else level
+    n_q, n_k = spec.rows + 5, tiles * spec.keys + 9
+    case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=d_qk, d_v=d_v, dtype=DTYPES[spec.dtype], rule=rule)
+    return case, plan_of(spec, level, d_qk, stages, q_resident, arch), arch
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
-def test_every_shipped_kernel_emulated(spec, seed):
-    """Two row blocks and three tiles of keys with tails; the mma count is the arithmetic one; no bank conflict matters."""
-    rule = RULES[seed]
-    d_qk = (spec.head_dim, 72, spec.head_dim - 8)[seed]
-    n_q, n_k = spec.rows + 5, 2 * spec.keys + 9
-    case = Case(heads_q=2, heads_kv=1, n_q=n_q, n_k=n_k, d=d_qk, d_v=spec.head_dim, dtype=DTYPES[spec.dtype])
-    q, k, v, _ = inputs = make_inputs(case, "cpu", seed)
-    with emulate("sm_80" if seed < 2 else "sm_90a", seed=seed) as reports:
-        out, lse = ffpa(q, k, v, return_lse=True, **rule)
-    (report,) = reports
-    assert report["kernel"] == spec.name
-    causal = rule.get("causal", False)
-    plain_rule = {**rule, "causal": bool(causal), "align": causal if isinstance(causal, str) else "bottom_right"}
-    check(case.with_(rule=plain_rule), inputs, out, lse)
-
-    per_tile = (spec.rows // 16) * (-(-d_qk // 16) * (spec.keys // 8) + spec.keys // 16 * (spec.head_dim // 8))
-    assert report["mma"] == 2 * tiles_met(spec, n_q, n_k, rule) * per_tile
-    assert report["bank_conflict_ratio"] < 1.02
+def test_every_shipped_kernel_emulated(spec, seed, emulated_run):
+    """Right, with as many mma as arithmetic says, and no bank conflict that matters."""
+    case, plan, arch = shipped_case(spec, seed)
+    inputs = make_inputs(case, "cpu", seed)
+    out, lse, report = emulated_run(plan, case, inputs, arch, seed)
+    check(case, inputs, out, lse, spec.acc_qk, spec.acc_pv)
+    assert report["mma"] == products(spec, case)
+    assert report["bank_conflict_ratio"] <= 1.001
 
 
-@by_id([case for case in CASES if supported(case) and not (case.batch * case.n_q == 0)])
-def test_cases_emulated(case):
+@by_level_and_case([case for case in CASES if case.batch * case.n_q])
+def test_cases_emulated(level, case, emulated_run):
+    """Level 2 with narrow column groups, so that there are several; the others as they are chosen."""
     inputs = make_inputs(case, "cpu")
-    with emulate("sm_90a", seed=3) as reports:
-        out, lse = run(case, inputs, level=1)
-    assert len(reports) == 1
+    if level == 2:
+        plan = plan_of(shipped(2, case.dtype), 2, case.d, stages=3, arch="sm_90a")
+        out, lse, _ = emulated_run(plan, case, inputs, "sm_90a", seed=3)
+    else:
+        with emulate("sm_90a", seed=3) as reports:
+            out, lse = call(case, inputs, level=level)
+        assert len(reports) == 1
     check(case, inputs, out, lse)
 
 
-@by_id([case for case in CASES if supported(case) and case.batch * case.n_q == 0])
+@by_id([case for case in CASES if not case.batch * case.n_q])
 def test_nothing_to_compute_emulated(case):
     with emulate():
         out, lse = ffpa(*make_inputs(case, "cpu")[:3], return_lse=True)
@@ -97,27 +170,81 @@ def test_nothing_to_compute_emulated(case):
 
 @pytest.mark.parametrize("q_resident", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("d", [128, 512])
-def test_stages_and_resident_q_emulated(d, stages, q_resident, monkeypatch):
-    monkeypatch.setenv("ENABLE_FFPA_PERSIST_Q_G2S", str(int(q_resident)))
-    case = Case(n_q=40, n_k=300, d=d, dtype=torch.float16, rule={"causal": True})
+@by_level()
+def test_stages_and_resident_q_emulated(level, stages, q_resident, emulated_run):
+    """On any schedule, and always with the same bits."""
+    spec = shipped(level, torch.float16)
+    case = Case(n_q=40, n_k=300, d=200, d_v=spec.columns + 64, dtype=torch.float16, rule={"causal": True})
+    case = case.with_(d_v=spec.columns) if level == 1 else case
+    plan = plan_of(spec, level, case.d, stages, q_resident, "sm_90a")
+    assert plan.stages == stages
     inputs = make_inputs(case, "cpu")
-    for seed in (0, 5):
-        with emulate("sm_90a", seed=seed):
-            out, lse = ffpa(*inputs[:3], return_lse=True, num_stages=stages, **case.rule)
-        check(case, inputs, out, lse)
-    plan = mma.plan(PROBLEM._replace(num_stages=stages, d_qk=d, d_v=d), env.run_flags())
-    assert (plan.stages, plan.q_resident) == (stages, q_resident)
+    results = [emulated_run(plan, case, inputs, "sm_90a", seed)[:2] for seed in (0, 1, 5, 6)]
+    check(case, inputs, *results[0])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("d", [1152, 2048])
+@by_level((2, 3))
+def test_wide_heads_on_one_instance_emulated(level, d, emulated_run):
+    """However wide the values are: on chip there is never more than the kernel's own columns."""
+    spec = shipped(level, columns=256)
+    case = Case(heads_q=1, heads_kv=1, n_q=70, n_k=140, d=d)
+    inputs = make_inputs(case, "cpu")
+    out, lse, report = emulated_run(plan_of(spec, level, d), case, inputs)
+    check(case, inputs, out, lse)
+    assert report["mma"] == products(spec, case)
+
+
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("steepness", [1.0, 12.0])
+@pytest.mark.parametrize("acc", ["f32", "mixed", "f16"])
+@by_level((1, 3))
+def test_maxima_that_move_emulated(level, acc, steepness, falling):
+    """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
+    case = Case(n_q=20, n_k=1100, d=512 if level == 1 else 64, d_v=512, dtype=torch.float16)
+    q, k, v, _ = make_inputs(case, "cpu")
+    slope = torch.linspace(0.02, steepness, case.n_k)
+    k = (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(torch.float16)
+    with emulate(seed=2):
+        out, lse = ffpa(q, k, v, level=level, acc=acc, return_lse=True)
+    check(case, (q, k, v, None), out, lse, "f16" if acc == "f16" else "f32", "f32" if acc == "f32" else "f16")
+
+
+def test_padded_rows_emulated(monkeypatch):
+    for x in "QKV":
+        monkeypatch.setenv(f"ENABLE_FFPA_SMEM_SWIZZLE_{x}", "0")
+    case = Case(n_q=70, n_k=300, d=512, rule={"causal": True})
+    inputs = make_inputs(case, "cpu")
+    with emulate("sm_90a") as reports:
+        check(case, inputs, *call(case, inputs, level=1))
+    assert reports[0]["kernel"].endswith("pad_q_pad_k_pad_v") and reports[0]["bank_conflict_ratio"] <= 1.001
+
+
+def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run):
+    """Of level 3: a cap on the workspace takes blocks away, and each of the others gets more items."""
+    spec = shipped(3)
+    half_mb = (1 << 19) // (spec.columns * spec.rows * 4)  # column groups whose scratch is so large
+    case = Case(heads_q=3, heads_kv=1, n_q=spec.rows + 3, n_k=spec.keys + 7, d=64, d_v=half_mb * spec.columns)
+    inputs, results = make_inputs(case, "cpu"), []
+    for resident, cap_mb, blocks in ((5, 1024, 5), (5, 1, 2), (1, 1024, 1)):
+        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", resident)
+        monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+        out, lse, report = emulated_run(plan_of(spec, 3, case.d), case, inputs)
+        assert report["blocks"] == blocks
+        results.append((out, lse))
+    check(case, inputs, *results[0])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("softcap", [1e-40, 1e-3, 0.8, 1e3, 1e7, 3e38])
-@pytest.mark.parametrize("d", [64, 512])
-def test_softcaps_of_any_size_emulated(d, softcap):
+@by_level((1, 3))
+def test_softcaps_of_any_size_emulated(level, softcap):
     """A cap far above the scores leaves them as they are, one far below them makes them equal."""
-    case = Case(n_q=33, n_k=140, d=d, rule={"softcap": softcap, "scale": -0.05, "causal": True})
+    case = Case(n_q=33, n_k=140, d=512 if level == 1 else 64, rule={"softcap": softcap, "scale": -0.05, "causal": True})
     inputs = make_inputs(case, "cpu")
     with emulate():
-        check(case, inputs, *ffpa(*inputs[:3], return_lse=True, **case.rule))
+        check(case, inputs, *call(case, inputs, level=level))
 
 
 def test_bit_exact_sums_emulated():
@@ -126,28 +253,27 @@ def test_bit_exact_sums_emulated():
     lses = []
     for arch, exact in (("sm_80", False), ("sm_80", True), ("sm_90a", True)):
         with emulate(arch, exact=exact):
-            out, lse = ffpa(*inputs[:3], return_lse=True)
+            out, lse = call(case, inputs, level=3)
         check(case, inputs, out, lse)
         lses.append(lse)
     assert not any(torch.equal(a, b) for a, b in ((lses[0], lses[1]), (lses[0], lses[2]), (lses[1], lses[2])))
 
 
-@pytest.mark.parametrize("d, d_v, arch", [(1160, 64, "sm_80"), (2056, 512, "sm_80"), (3080, 704, "sm_90a")])
-def test_scores_wider_than_the_values_emulated(d, d_v, arch):
-    """Beyond 1024 columns of Q and K, where Q no longer stays in shared memory."""
-    case = Case(heads_q=2, heads_kv=1, n_q=37, n_k=140, d=d, d_v=d_v, rule={"causal": True})
+@pytest.mark.parametrize("level, d, d_v, arch", [(1, 2056, 512, "sm_80"), (3, 3080, 64, "sm_90a")])
+def test_scores_wider_than_the_values_emulated(level, d, d_v, arch):
+    """Beyond 1024 columns of Q and K."""
+    case = Case(heads_kv=1, n_q=37, n_k=140, d=d, d_v=d_v, rule={"causal": True})
     inputs = make_inputs(case, "cpu")
     with emulate(arch, seed=4):
-        check(case, inputs, *ffpa(*inputs[:3], return_lse=True, **case.rule))
-    problem = PROBLEM._replace(arch=arch.rstrip("a"), d_qk=d, d_v=d_v)
-    assert not mma.plan(problem, env.run_flags()).q_resident
+        check(case, inputs, *call(case, inputs, level=level))
 
 
-def test_without_an_lse_emulated():
-    inputs = make_inputs(Case(n_q=70, n_k=80, d=64), "cpu")
+@by_level((1, 3))
+def test_without_an_lse_emulated(level):
+    inputs = make_inputs(Case(n_q=70, n_k=80, d=512), "cpu")
     with emulate():
-        want, _ = ffpa(*inputs[:3], return_lse=True)
-        assert torch.equal(ffpa(*inputs[:3]), want)
+        want, _ = ffpa(*inputs[:3], level=level, return_lse=True)
+        assert torch.equal(ffpa(*inputs[:3], level=level), want)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +285,43 @@ def test_without_an_lse_emulated():
     ],
     ids=str,
 )
-def test_positions_near_the_end_of_32_bits_emulated(n_q, n_k, rule):
+@by_level((1, 3))
+def test_positions_near_the_end_of_32_bits_emulated(level, n_q, n_k, rule):
     """One row, many times over (a stride of 0): what is seen counts in the LSE, and each out row is that of V."""
-    q, k, v = (torch.randn(1, 1, 1, 64, dtype=torch.float16) for _ in range(3))
+    d = 512
+    q, k, v = (torch.randn(1, 1, 1, d, dtype=torch.float16) for _ in range(3))
+    expanded = (q.expand(1, 1, n_q, d), k.expand(1, 1, n_k, d), v.expand(1, 1, n_k, d))
     with emulate("sm_90a"):
-        out, lse = ffpa(
-            q.expand(1, 1, n_q, 64), k.expand(1, 1, n_k, 64), v.expand(1, 1, n_k, 64), return_lse=True, **rule
-        )
-    assert torch.equal(out, v.expand(1, 1, n_q, 64))
-    score = (q.float() * k.float()).sum() / 8
+        out, lse = ffpa(*expanded, level=level, return_lse=True, **rule)
+    assert torch.equal(out, v.expand(1, 1, n_q, d))
+    score = (q.float() * k.float()).sum() / d**0.5
     torch.testing.assert_close(lse, (score + math.log(101)).expand(1, 1, n_q), atol=1e-3, rtol=1e-4)
+
+
+def far_apart(dim: int, device) -> tuple[Case, list[torch.Tensor], torch.Tensor]:
+    """q, k, v and out whose last rows, heads or batch entries lie 2^31 elements behind their first ones."""
+    case = Case(batch=2, n_q=33, n_k=33, d=512)
+    shape = (case.batch, case.heads_q, case.n_q, case.d)
+    strides = list(torch.empty(case.batch, case.heads_q, case.n_q, 3 * case.d, device="meta").stride())
+    strides[dim] = 2**31 // (shape[dim] - 1)
+    if dim == 2:  # heads and batch entries between two rows
+        strides[:2] = [2 * 3 * case.d, 3 * case.d]
+    extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 3 * case.d
+    blocks = [torch.empty(extent, dtype=case.dtype, device=device) for _ in range(2)]  # of the inputs, of out
+    views = [blocks[0].as_strided(shape, strides, i * case.d) for i in range(3)]
+    for view, x in zip(views, make_inputs(case, device), strict=False):
+        view.copy_(x)
+    return case, [*views, None], blocks[1].as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
+@by_level()
+def test_more_than_31_bits_of_offsets_emulated(level, dim):
+    """Memory that nobody touches takes none: the tensors are views of 4 GB that are never written."""
+    case, inputs, out = far_apart(dim, "cpu")
+    with emulate():
+        _, lse = call(case, inputs, level=level, out=out)
+    check(case, inputs, out, lse)
 
 
 def test_gradients_of_an_emulated_forward():
@@ -177,92 +330,11 @@ def test_gradients_of_an_emulated_forward():
         x if x is None else x.clone().requires_grad_() for x in make_inputs(Case(d=128, n_q=40, n_k=50), "cpu")
     )
     with emulate():
-        ffpa(q, k, v, causal=True).float().square().sum().backward()
+        ffpa(q, k, v, causal=True, level=3).float().square().sum().backward()
     got = q.grad.clone()
     q.grad = None
     ffpa(q, k, v, causal=True).float().square().sum().backward()
     torch.testing.assert_close(got, q.grad, atol=3e-2, rtol=3e-2)
-
-
-# ---- plans ----
-
-
-def test_shared_memory_is_what_the_kernel_asks_for():
-    for spec in SHIPPED:
-        for d_qk, stages, q_resident in ((8, 1, True), (spec.head_dim, 2, True), (1152, 4, False), (520, 3, True)):
-            assert mma.smem_bytes(spec, d_qk, stages, q_resident) == emulated.smem_bytes(spec, d_qk, stages, q_resident)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
-@pytest.mark.parametrize("d", [64, 320, 512, 640, 1024])
-def test_every_gpu_has_a_plan(arch, d, monkeypatch):
-    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
-    choice = choose(PROBLEM._replace(arch=arch, d_qk=d, d_v=d), env.run_flags())
-    assert choice.backend == "mma" and choice.kernel == choice.plan.spec.name and choice.plan.spec in SHIPPED
-    limit = {"sm_80": 163, "sm_90": 227}.get(arch, 99) * 1024
-    assert mma.smem_bytes(choice.plan.spec, d, choice.plan.stages, choice.plan.q_resident) <= limit
-
-
-@pytest.mark.parametrize(
-    "d, needs_lse, backend",
-    [(128, False, "sdpa"), (128, True, "mma"), (512, False, "mma"), (1024, False, "mma"), (1024, True, "mma")],
-)
-def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatch):
-    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
-    choice = choose(PROBLEM._replace(d_qk=d, d_v=d, needs_lse=needs_lse), env.run_flags())
-    assert choice.backend == backend and choice.fallback is None
-
-
-@pytest.mark.parametrize(
-    "arch, d, settings",
-    [("sm_90", 512, (4, True)), ("sm_80", 512, (2, True)), ("sm_86", 320, (1, False)), ("sm_86", 768, (2, False))],
-)
-def test_what_a_plan_prefers(arch, d, settings, monkeypatch):
-    """(stages, q_resident): a resident Q if two stages fit beside it, else the longest ring without it."""
-    problem = PROBLEM._replace(arch=arch, d_qk=d, d_v=d)
-    assert mma.plan(problem, env.run_flags())[1:] == settings
-    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", "0")
-    assert mma.plan(problem, env.run_flags()).stages == 1
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"direction": "backward"}, "no mma backward"),
-        ({"level": 3}, "no mma kernel of level 3"),
-        ({"packed": True}, "no packed sequences"),
-        ({"acc": "f16"}, "accumulates in f32, not f16"),
-        ({"d_v": 1152}, "registers"),
-        ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
-        ({"n_q": 1, "n_k": 2**31}, "counts positions in 32 bits"),
-        ({"n_q": 1, "batch": 2**16, "heads_q": 2**16}, "more blocks than a grid holds"),
-    ],
-    ids=str,
-)
-def test_reasons(changes, words):
-    assert words in mma.plan(PROBLEM._replace(**changes), env.run_flags())
-
-
-def test_a_toggle_it_does_not_know_is_refused(monkeypatch):
-    monkeypatch.setenv("ENABLE_FFPA_SMEM_SWIZZLE_K", "0")
-    with pytest.raises(NotImplementedError, match="does not know ENABLE_FFPA_SMEM_SWIZZLE_K=0"), emulate():
-        x = torch.randn(1, 1, 8, 512, dtype=torch.float16)
-        ffpa(x, x, x, level=1)
-
-
-@pytest.mark.parametrize(
-    "prefetch, num_stages, possible", [("0", None, {1}), ("1", None, {2, 3, 4}), ("1", 2, {2}), ("0", 1, {1})]
-)
-def test_prefetch_decides_the_stages(prefetch, num_stages, possible, monkeypatch):
-    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
-    assert mma.plan(PROBLEM._replace(num_stages=num_stages), env.run_flags()).stages in possible
-
-
-@pytest.mark.parametrize("prefetch, num_stages", [("0", 3), ("1", 1)])
-def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
-    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
-    reason = mma.plan(PROBLEM._replace(num_stages=num_stages), env.run_flags())
-    assert f"PREFETCH_QKV={prefetch} and num_stages={num_stages} exclude each other" in reason
 
 
 # ---- on a GPU ----
@@ -270,44 +342,85 @@ def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library"
 )
+ACCS = {"f32": ("f32", "f32"), "mixed": ("f32", "f16"), "f16": ("f16", "f16")}
 
 
 @needs_gpu
-@by_id([case for case in CASES if supported(case)])
-def test_cases_on_a_gpu(case):
+@by_level_and_case(CASES)
+def test_cases_on_a_gpu(level, case):
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *run(case, inputs, level=1))
+    check(case, inputs, *call(case, inputs, level=level))
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("d", range(64, 1025, 64))
+@pytest.mark.parametrize("dtype, acc", [("bf16", "f32"), ("f16", "f32"), ("f16", "mixed"), ("f16", "f16")])
+@by_level_and("d", [*range(64, 1025, 64), 1152, 2048])
 @pytest.mark.parametrize("rule", [{}, {"causal": True, "align": "bottom_right"}], ids=str)
-def test_every_head_dim_on_a_gpu(d, dtype, rule):
+def test_every_head_dim_on_a_gpu(level, d, dtype, acc, rule):
     case = Case(heads_q=4, heads_kv=2, n_q=1000, n_k=1531, d=d, dtype=DTYPES[dtype], rule=rule)
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *ffpa(*inputs[:3], return_lse=True, level=1, **rule))
+    check(case, inputs, *call(case, inputs, level=level, acc=acc), *ACCS[acc])
 
 
 @needs_gpu
-@pytest.mark.parametrize("d", [320, 512, 1024])
-def test_bits_repeat_on_a_gpu(d):
-    inputs = make_inputs(Case(heads_q=8, heads_kv=8, n_q=2000, n_k=2000, d=d), "cuda")
-    first = ffpa(*inputs[:3], level=1, causal=True, return_lse=True)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("q_resident", [False, True])
+@by_level()
+def test_stages_and_resident_q_on_a_gpu(level, stages, q_resident, monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+    case = Case(heads_q=4, heads_kv=2, n_q=500, n_k=700, d=256, dtype=torch.float16, rule={"causal": True})
+    plan = MmaPlan(shipped(level, torch.float16, 256), level, stages, q_resident)
+    monkeypatch.setattr(mma, "plan", lambda p, flags: plan)
+    inputs = make_inputs(case, "cuda")
+    check(case, inputs, *call(case, inputs, level=level))
+
+
+@needs_gpu
+@by_level_and("d", [320, 512, 1024, 1152])
+def test_bits_repeat_on_a_gpu(level, d):
+    case = Case(heads_q=8, heads_kv=8, n_q=2000, n_k=2000, d=d, rule={"causal": True})
+    inputs = make_inputs(case, "cuda")
+    first = call(case, inputs, level=level)
     for _ in range(200):
-        again = ffpa(*inputs[:3], level=1, causal=True, return_lse=True)
+        again = call(case, inputs, level=level)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @needs_gpu
-def test_emulator_and_gpu_agree():
+@by_level()
+def test_another_stream_on_a_gpu(level):
+    """Work that the caller queued there before is waited for, and none of the default stream's is needed."""
+    case = Case(heads_q=8, heads_kv=8, n_q=1500, n_k=1500, d=640)
+    inputs = make_inputs(case, "cuda")
+    late = [torch.full_like(x, torch.nan) for x in inputs[:3]]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for empty, x in zip(late, inputs, strict=False):
+            empty.copy_(x)
+        out, lse = call(case, [*late, None], level=level)
+    stream.synchronize()
+    check(case, inputs, out, lse)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
+@by_level()
+def test_more_than_31_bits_of_offsets_on_a_gpu(level, dim):
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GB")
+    case, inputs, out = far_apart(dim, "cuda")
+    _, lse = call(case, inputs, level=level, out=out)
+    check(case, inputs, out, lse)
+
+
+@needs_gpu
+@by_level((1, 3))
+def test_emulator_and_gpu_agree(level):
     """With the tensor cores' own sums, to one unit in the last place of the output (ex2 differs in its last bits)."""
     inputs = make_inputs(Case(n_q=100, n_k=200, d=320, dtype=torch.float16, rule={"causal": True}), "cpu")
     with emulate("sm_90a", exact=True):
-        emulated_out = ffpa(*inputs[:3], causal=True, level=1)
-    gpu_out = ffpa(*(x.cuda() for x in inputs[:3]), causal=True, level=1).cpu()
+        emulated_out = ffpa(*inputs[:3], causal=True, level=level)
+    gpu_out = ffpa(*(x.cuda() for x in inputs[:3]), causal=True, level=level).cpu()
     torch.testing.assert_close(gpu_out, emulated_out, atol=5e-4, rtol=1e-3)
-
-
-def test_the_backend_table_knows_it():
-    assert ops._FORWARD["mma"]

@@ -141,14 +141,10 @@ class ForwardMma {
     for (int step = 0; step < ring_.ahead(); ++step) load_next_step();
   }
 
-  // The last row blocks of a head come first: under a causal mask they are the longest. On a persistent grid a block of
-  // threads would meet the same ones of every head; there they are shifted from head to head.
+  // The last row blocks of a head come first: under a causal mask they are the longest.
   FFPA_DEVICE RowBlock row_block_of(int index) const {
     const int row_blocks = ceil_div(params_.n_q, kRows);
-    const int head_of_all = index / row_blocks;
-    const int shift = Config::kStreamed ? head_of_all * (row_blocks * 5 / 8 + 1) % row_blocks : 0;
-    const int first_row = (row_blocks - 1 - (index + shift) % row_blocks) * kRows;
-    return row_block(params_, head_of_all, first_row, kRows);
+    return row_block(params_, index / row_blocks, (row_blocks - 1 - index % row_blocks) * kRows, kRows);
   }
 
   // ---- the ring of steps ----
@@ -396,15 +392,16 @@ class ForwardMma {
     }
     sync_team();
     float* lse_gmem = params_.splits > 1 ? params_.partial_lse(split_) + partial_row() : block_.lse();
+    const int first_row = block_.first_row(), last_row = block_.last_row();
     if (lse_gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-        if (block_.first_row() + row > block_.last_row()) continue;
+        if (first_row + row > last_row) continue;
         const float lse = (row_max_[m][h] + ptx::lg2(row_sum(row))) * kLn2;  // no key: -inf + -inf
-        ptx::st_global_4(lse_gmem + block_.first_row() + row, float_bits(lse));
+        ptx::st_global_4(lse_gmem + first_row + row, float_bits(lse));
       }
     }
   }
@@ -431,15 +428,17 @@ class ForwardMma {
 
   // In fp32, for merge_splits.
   FFPA_DEVICE void write_partial(const Out& out, int first_column) const {
+    const int first_row = block_.first_row(), last_row = block_.last_row();
+    float* head_gmem = params_.partial_out(split_) + partial_row() * params_.d_v;
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const int row = out_row(m, h);
-        if (block_.first_row() + row > block_.last_row()) continue;
+        if (first_row + row > last_row) continue;
         const float sum = row_sum(row);
         const float inverse = sum > 0 ? 1 / sum : 0.0f;
-        float* row_gmem = params_.partial_out(split_) + (partial_row() + block_.first_row() + row) * params_.d_v;
+        float* row_gmem = head_gmem + int64_t(first_row + row) * params_.d_v;
         FFPA_UNROLL
         for (int n = 0; n < kOutN; ++n) {
           const int column = pair_column(n / 2) + n % 2 * 8 + tile::c_coordinate(lane_, 0).column;
@@ -454,6 +453,8 @@ class ForwardMma {
   }
 
   FFPA_DEVICE void write_final(const Out& out, int first_column) const {
+    const int first_row = block_.first_row(), last_row = block_.last_row();
+    uint16_t* head_gmem = block_.out();
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {
       FFPA_UNROLL
@@ -461,8 +462,8 @@ class ForwardMma {
         const int row = out_row(m, h);
         const float sum = row_sum(row);
         const float inverse = sum > 0 ? 1 / sum : 0.0f;
-        uint16_t* row_gmem = block_.out() + int64_t(block_.first_row() + row) * params_.out.row_stride;
-        const bool row_exists = block_.first_row() + row <= block_.last_row();
+        uint16_t* row_gmem = head_gmem + int64_t(first_row + row) * params_.out.row_stride;
+        const bool row_exists = first_row + row <= last_row;
         uint32_t chunk[4];
         FFPA_UNROLL
         for (int n = 0; n < kOutN; ++n) {

@@ -100,18 +100,20 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // The last row blocks come first: under a causal mask they are the longest.
   const int first_row = (row_blocks - 1 - ptx::block_x() / params.splits % row_blocks) * kRows;
   if (thread == 0) block.keep(row_block(params, head_of_all, first_row, kRows));
-  ptx::sync_block();  // the row block is there: read where it is used, so that it takes no registers from O
-  const auto k_gmem = [&] { return tile::GmemWindow{block.k(), params.k.row_stride, block.n_k(), params.d_qk}; };
-  const auto v_gmem = [&] { return tile::GmemWindow{block.v(), params.v.row_stride, block.n_k(), params.d_v}; };
-  const auto [first_tile, end_tile] = visible_tiles(block, kKeys, params.splits, split);
+  ptx::sync_block();  // the row block is there
+  const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};
+  const tile::GmemWindow v_gmem = {block.v(), params.v.row_stride, block.n_k(), params.d_v};
+  const TileRange tiles = visible_tiles(block, kKeys, params.splits, split);
+  const int first_tile = tiles.first, end_tile = tiles.end;
+  const int common_begin = common_keys_begin(block), common_end = common_keys_end(block);
 
   // ---- the copies into shared memory ----
 
   // Starts the copy of a tile of K or V, if there is one, and closes the group: one group for each tile of either.
-  const auto load_tile = [&](const auto& matrix_gmem, uint32_t slot, int index) {
+  const auto load_tile = [&](const tile::GmemWindow& matrix_gmem, uint32_t slot, int index) {
     if (index < end_tile) {
       tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
-          slot, kLayout, tile::window_at(matrix_gmem(), index * kKeys, 0), thread);
+          slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);
     }
     ptx::cp_async_commit_group();
   };
@@ -211,7 +213,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       for (int n = 0; n < kScoreN; ++n) products[m][n].get(s[m][n]);
     }
     const int first_key = tile_index * kKeys;
-    const bool all_seen = all_rows_see(block, first_key, kKeys);
+    const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
     if (Config::kLogits && !plain) {
       scores_to_logits(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
     } else if (!all_seen) {

@@ -10,6 +10,7 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
 
 namespace ffpa {
 
@@ -23,7 +24,8 @@ struct RowBlock {
   int nearest, farthest;    // row r sees the keys from r + nearest to r + farthest that exist
 };
 
-// A row block in shared memory, where it waits for its next use: registers belong to O.
+// A row block in shared memory, where it waits for its next use: registers belong to O. All lanes of a warp read it
+// together: by way of a shuffle the compiler knows that they have one value, and keeps it in a uniform register.
 class KeptRowBlock {
  public:
   static constexpr uint32_t kBytes = 128;
@@ -65,9 +67,9 @@ class KeptRowBlock {
   FFPA_DEVICE Type* pointer(int i) const {
     uint32_t bits[2];
     ptx::ld_shared_8(bits, smem_ + 8 * i);
-    return reinterpret_cast<Type*>(bits[0] | uint64_t(bits[1]) << 32);
+    return reinterpret_cast<Type*>(ptx::shfl_idx(bits[0], 0) | uint64_t(ptx::shfl_idx(bits[1], 0)) << 32);
   }
-  FFPA_DEVICE int number(int i) const { return int(ptx::ld_shared_4(smem_ + kNumbers + 4 * i)); }
+  FFPA_DEVICE int number(int i) const { return int(ptx::shfl_idx(ptx::ld_shared_4(smem_ + kNumbers + 4 * i), 0)); }
 
   uint32_t smem_;
 };

@@ -27,10 +27,15 @@ FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int spl
   return {first_of_part, min_of(first_of_part + tiles, end)};
 }
 
+// Keys that every row of the block sees: [begin, end), empty if begin >= end.
+FFPA_DEVICE int common_keys_begin(const KeptRowBlock& block) { return block.last_row() + block.nearest(); }
+FFPA_DEVICE int common_keys_end(const KeptRowBlock& block) {
+  return min_of(block.first_row() + block.farthest() + 1, block.n_k());
+}
+
 // Whether every row of the block sees each of `count` keys from `key` on.
 FFPA_DEVICE bool all_rows_see(const KeptRowBlock& block, int key, int count) {
-  return key >= block.last_row() + block.nearest() && key + count - 1 <= block.first_row() + block.farthest() &&
-         key + count <= block.n_k();
+  return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
 }
 
 }  // namespace ffpa

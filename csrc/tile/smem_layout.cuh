@@ -17,14 +17,12 @@ inline constexpr int kChunkElements = 8;
 // One of two ways:
 //
 //   swizzled   rows one behind the other, chunks permuted: chunk c of row r lies where chunk c ^ f(r) would. No space
-//   is
-//              wasted. 128 bytes are one pass over the 32 banks. Where rows fill whole passes, f(r) = r % 8: 8
-//              consecutive rows put a chunk into 8 different sixteenths of the banks. Rows that end amid a pass start
-//              in 2 (4) different places already, so f changes only every 2 (4) rows and has 4 (2) values. For rows of
+//              is wasted. 128 bytes are one pass over the 32 banks. Where rows fill whole passes, f(r) = r % 8: 8
+//              consecutive rows put a chunk into 8 different eighths of the banks. Rows that end amid a pass start in
+//              2 (4) different places already, so f changes only every 2 (4) rows and has 4 (2) values. For rows of
 //              32, 64 and 128 bytes this is the TMA swizzle of the same name.
 //   padded     rows in order, each followed by unused bytes, so that it takes an odd number of chunks: 8 rows then
-//   start
-//              in 8 different sixteenths of the banks, whatever the width.
+//              start in 8 different eighths of the banks, whatever the width.
 class RowLayout {
  public:
   // Row bytes: a multiple of 16; swizzled, 32 or a multiple of 64.

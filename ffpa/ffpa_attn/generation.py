@@ -51,16 +51,18 @@ const ffpa::Instance {symbol} =
 """
 
 
-def emulated_source(spec: KernelSpec) -> str:
-    """The same Config and kernel, as an instance of the emulator's module."""
-    return f"""// Written by ffpa_attn/generation.py.
-#include "launch/emulated/instance.h"
-{config_source(spec)}
-static const bool registered =
+def emulated_source(specs: Iterable[KernelSpec]) -> str:
+    """The same Configs and kernels, as instances of the emulator's module."""
+    texts = [
+        f"""{config_source(spec)}
+static const bool {spec.name}_registered =
     ffpa::emulated_instances()
         .emplace("{spec.name}", ffpa::Emulated<{spec.name}, ffpa::{spec.family}<{spec.name}>>::instance())
         .second;
 """
+        for spec in specs
+    ]
+    return "\n".join(['// Written by ffpa_attn/generation.py.\n#include "launch/emulated/instance.h"', *texts])
 
 
 def table_source(specs: Iterable[KernelSpec]) -> str:

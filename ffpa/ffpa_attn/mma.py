@@ -64,7 +64,7 @@ class MmaPlan(NamedTuple):
     level: int
     stages: int
     q_resident: bool
-    splits: int
+    splits: int = 1
     packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
 

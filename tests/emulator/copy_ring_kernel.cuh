@@ -1,5 +1,5 @@
-// A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all read
-// them. `bug` spoils one piece.
+// A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all
+// read them. `bug` spoils one piece.
 //
 // Each slot has two mbarriers. Full: every thread arrives when its copies have landed. Empty: one lane of every warp
 // arrives when the warp has read the slot.
@@ -20,6 +20,7 @@ namespace ffpa::testing {
 enum class RingBug : int {
   kNone,
   kNoFullWait,
+  kFullWaitInFirstRoundOnly,
   kNoEmptyWait,
   kWrongFullParity,
   kWrongEmptyParity,
@@ -32,6 +33,29 @@ enum class RingBug : int {
   kOneThreadArrivesTwice,
   kNoSyncAfterInit,
   kOneStepTooMany,  // filled, and never used
+};
+
+// A position that goes round a ring of slots, and how often it has, modulo 2.
+class RingPosition {
+ public:
+  FFPA_DEVICE RingPosition(int slots, uint32_t slot_bytes) : slots_(slots), slot_bytes_(slot_bytes) {}
+
+  FFPA_DEVICE int index() const { return index_; }
+  FFPA_DEVICE uint32_t parity() const { return parity_; }
+  FFPA_DEVICE uint32_t offset() const { return index_ * slot_bytes_; }
+
+  FFPA_DEVICE void advance() {
+    if (++index_ == slots_) {
+      index_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  int slots_;
+  uint32_t slot_bytes_;
+  int index_ = 0;
+  uint32_t parity_ = 0;
 };
 
 // input: [1 + steps][thread][4 words], the first of them stays for all steps. output: [steps][thread][4 words]: twice
@@ -61,7 +85,7 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   ptx::cp_async_16(resident + mine, input + thread * 4);
   ptx::cp_async_commit_group();
 
-  tile::StageRing filling(slots, kSlotBytes);
+  RingPosition filling(slots, kSlotBytes);
   const auto fill = [&](int step) {
     if (step >= steps + (bug == RingBug::kOneStepTooMany)) return;
     const uint32_t full_slot = full + 8 * filling.index();
@@ -90,10 +114,11 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   uint32_t kept[4];
   ptx::ld_shared_16(kept, resident + opposite);
 
-  tile::StageRing reading(slots, kSlotBytes);
+  RingPosition reading(slots, kSlotBytes);
   for (int step = 0; step < steps; ++step) {
     fill(step + slots - 1);
-    if (bug != RingBug::kNoFullWait) {
+    const bool first_round = step < slots;
+    if (bug != RingBug::kNoFullWait && (first_round || bug != RingBug::kFullWaitInFirstRoundOnly)) {
       const int slot = bug == RingBug::kWaitsForAnotherSlot ? 0 : reading.index();
       ptx::mbarrier_wait(full + 8 * slot, reading.parity() ^ (bug == RingBug::kWrongFullParity));
     }

@@ -4,6 +4,7 @@
 #include "ptx/async_copy.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
@@ -48,6 +49,58 @@ FFPA_KERNEL(32, 1) void copy_never_committed_kernel(const uint32_t* input, uint3
   ptx::cp_async_wait_group<0>();
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
   ptx::cp_async_wait_all();
+}
+
+// An mbarrier tracks the copies and they may well have landed, but the thread has not waited for it.
+FFPA_KERNEL(32, 1) void tracked_copy_not_awaited_kernel(const uint32_t* input, uint32_t* output) {
+  const uint32_t barrier = ptx::dynamic_smem();
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  if (ptx::lane_id() == 0) ptx::mbarrier_init(barrier, 32);
+  ptx::sync_block();
+  ptx::cp_async_4(mine, input + ptx::lane_id());
+  ptx::cp_async_mbarrier_arrive(barrier);
+  for (int i = 0; i < 32; ++i) ptx::sync_warp();
+  ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
+  ptx::mbarrier_wait(barrier, 0);
+}
+
+// The arrival of copies is none of the stores before it.
+FFPA_KERNEL(64, 1) void store_before_tracked_copy_kernel(const uint32_t* input, uint32_t* output) {
+  const uint32_t barrier = ptx::dynamic_smem();
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  if (ptx::thread_x() == 0) ptx::mbarrier_init(barrier, 32);
+  ptx::sync_block();
+  if (ptx::thread_x() < 32) {
+    ptx::st_shared_4(mine, 1);
+    ptx::cp_async_4(mine + 128, input + ptx::lane_id());
+    ptx::cp_async_mbarrier_arrive(barrier);
+    ptx::cp_async_wait_all();
+  } else {
+    ptx::mbarrier_wait(barrier, 0);
+    ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine) + ptx::ld_shared_4(mine + 128));
+  }
+}
+
+// Warp 1 knows warp 0's copies from the mbarrier and puts its own in their place. Warp 0's wait is not for those.
+FFPA_KERNEL(64, 1) void wait_for_overwritten_copy_kernel(const uint32_t* input, uint32_t* output) {
+  const uint32_t barrier = ptx::dynamic_smem();
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  if (ptx::thread_x() == 0) ptx::mbarrier_init(barrier, 32);
+  ptx::sync_block();
+  if (ptx::thread_x() < 32) {
+    ptx::cp_async_4(mine, input + ptx::lane_id());
+    ptx::cp_async_mbarrier_arrive(barrier);
+    ptx::bar_sync(1, 64);
+    ptx::cp_async_wait_all();
+    ptx::bar_sync(2, 64);
+  } else {
+    ptx::mbarrier_wait(barrier, 0);
+    ptx::cp_async_4(mine, input + ptx::lane_id());
+    ptx::bar_sync(1, 64);
+    ptx::bar_sync(2, 64);
+    ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
+    ptx::cp_async_wait_all();
+  }
 }
 
 FFPA_KERNEL(32, 1) void misaligned_shared_kernel(const uint32_t*, uint32_t*) {

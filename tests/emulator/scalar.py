@@ -83,6 +83,10 @@ def cp_async_16_if(words):
     return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 7).astype(np.uint32).ravel()
 
 
+def cp_async_16_or_zero(words):
+    return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 0).astype(np.uint32).ravel()
+
+
 # --- matrices
 
 
@@ -263,12 +267,21 @@ def tile_copy(columns):
 
 
 def stage_ring(words):
-    rounds = []
-    for stages in range(1, 5):
-        steps = words.reshape(12, 128).astype(np.uint64)
-        parity = np.array([step // stages % 2 for step in range(12)], np.uint64)
-        rounds.append((2 * steps + parity[:, None]).astype(np.uint32))
-    return np.concatenate(rounds).ravel()
+    """Twice the words of the opposite thread of 96, the same through rings of 1 to 4 slots."""
+    doubled = words.reshape(-1, 96, 4)[:, ::-1] * np.uint32(2)
+    return np.tile(doubled.ravel(), 4)
+
+
+def accumulator(rounded):
+    """4 values and the factors of their two rows a lane; values as held, scaled, and 1: multiply_add is the mma."""
+
+    def define(words):
+        values, factors = np.split(words.view(np.float32).reshape(32, 6), [4], axis=1)
+        held = rounded(values)
+        scaled = rounded(held * np.repeat(factors, 2, axis=1))
+        return np.concatenate([held.view(np.uint32), scaled.view(np.uint32), np.ones((32, 1), np.uint32)], 1).ravel()
+
+    return define
 
 
 # --- sm_90
@@ -363,6 +376,7 @@ EXACT = {
     "cp_async_8": cp_async(8),
     "cp_async_16": cp_async(16),
     "cp_async_16_if": cp_async_16_if,
+    "cp_async_16_or_zero": cp_async_16_or_zero,
     "cp_async_wait_group": lambda words: words,
     **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
     **{f"stmatrix_x{n}{'_trans' * t}": stmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
@@ -381,6 +395,10 @@ EXACT = {
     "tile/copy_16_swizzled": tile_copy(16),
     "tile/copy_64_swizzled": tile_copy(64),
     "tile/copy_24_padded": tile_copy(24),
+    **{f"tile/layout_{n}_swizzled": lambda words: words for n in (32, 64, 128, 192, 256, 320, 1152)},
+    **{f"tile/layout_{n}_padded": lambda words: words for n in (48, 64, 160, 320, 512)},
+    "tile/accumulator_f32": accumulator(lambda x: x),
+    "tile/accumulator_f16": accumulator(lambda x: x.astype(np.float16).astype(np.float32)),
     "tile/stage_ring": stage_ring,
     "mbarrier_wait": mbarrier_wait,
     "cp_async_mbarrier_arrive/and_wait_all": tracked_and_awaited,

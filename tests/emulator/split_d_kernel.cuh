@@ -7,6 +7,7 @@
 
 #include "base/math.h"
 #include "base/types.h"
+#include "ptx/async_copy.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
@@ -16,7 +17,6 @@
 #include "ptx/warp.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
-#include "tile/stage_ring.cuh"
 #include "tile/tile_copy.cuh"
 
 namespace ffpa::testing {
@@ -67,7 +67,7 @@ inline constexpr uint32_t kSplitDSmemBytes = 2 * kStageBytes;
 struct LayoutUnderTest {
   bool swizzled;
   FFPA_DEVICE uint32_t offset(int row, int chunk) const {
-    constexpr tile::SwizzledLayout kLayout(kSliceColumns * 2);
+    constexpr tile::RowLayout kLayout(kSliceColumns * 2);
     return swizzled ? kLayout.offset(row, chunk) : uint32_t(row * kSliceColumns * 2 + chunk * 16);
   }
 };
@@ -124,7 +124,11 @@ void split_d_kernel(SplitDParams params) {
   const auto begin_step = [&] {
     if (step + 1 < steps) issue_step(step + 1);
     ptx::cp_async_commit_group();
-    if (bug != Bug::kNoWait) tile::wait_for_copies(bug == Bug::kWaitTooShort ? 2 : 1);
+    if (bug == Bug::kWaitTooShort) {
+      ptx::cp_async_wait_group<2>();
+    } else if (bug != Bug::kNoWait) {
+      ptx::cp_async_wait_group<1>();
+    }
     if (bug != Bug::kNoSyncAfterWait) ptx::sync_block();  // everybody's copies have landed
     return stage_of(step);
   };

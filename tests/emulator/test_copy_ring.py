@@ -23,6 +23,7 @@ class Ring:
 BUGS = {
     "none": set(),
     "no full wait": {"race"},
+    "full wait in first round only": {"race"},
     "no empty wait": {"race"},
     "wrong full parity": {"race", "deadlock"},
     "wrong empty parity": {"deadlock"},

@@ -16,6 +16,9 @@ MISUSE = {
     "divergent_shuffle": "divergence",
     "copy_never_awaited": "exit",
     "copy_never_committed": "race",
+    "tracked_copy_not_awaited": "race",
+    "store_before_tracked_copy": "race",
+    "wait_for_overwritten_copy": "race",
     "misaligned_shared": "misaligned",
     "misaligned_ldmatrix": "misaligned",
     "misaligned_global": "misaligned",
@@ -93,6 +96,14 @@ def test_sm90_instructions_are_refused_on_sm80(emulator, name):
     words = np.zeros(case["input_words"], np.uint32)
     _, run = emulator.run_case(name, words, case["output_words"], arch=80)
     assert run.kinds == {"unsupported"}
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"), [("mbarrier_too_many_arrivals", "mbarrier.arrive.expect_tx"), ("remote_rank", "mapa")]
+)
+def test_what_mbarriers_have_since_sm90_is_refused_on_sm80(emulator, name, instruction):
+    _, run = emulator.run_case(f"misuse_sm90/{name}", np.zeros(4, np.uint32), 4, arch=80)
+    assert run.kinds == {"unsupported"} and f"{instruction} needs sm_90" in run.status
 
 
 def test_clusters_are_refused_on_sm80(emulator):

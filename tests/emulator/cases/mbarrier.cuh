@@ -39,13 +39,14 @@ FFPA_KERNEL(64, 1) void mbarrier_kernel(const uint32_t* input, uint32_t* output)
   if (thread >= 32) ptx::st_global_4(output + lane, sum);
 }
 
-// Warp 0 copies, and waits for its own copies by itself; warp 1 waits for them on the mbarrier.
+// Warp 0 copies, and waits for its own copies by itself; warp 1 waits for them on the mbarrier, on which it arrives
+// too.
 FFPA_KERNEL(64, 1) void tracked_and_awaited_kernel(const uint32_t* input, uint32_t* output) {
   const int thread = ptx::thread_x();
   const int lane = ptx::lane_id();
   const uint32_t full = ptx::dynamic_smem();
   const uint32_t buffer = full + 128;
-  if (thread == 0) ptx::mbarrier_init(full, 32);
+  if (thread == 0) ptx::mbarrier_init(full, 64);
   ptx::sync_block();
   if (thread < 32) {
     ptx::cp_async_4(buffer + lane * 4, input + lane);
@@ -53,6 +54,7 @@ FFPA_KERNEL(64, 1) void tracked_and_awaited_kernel(const uint32_t* input, uint32
     ptx::cp_async_wait_all();
     ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + lane * 4) + 1);
   } else {
+    ptx::mbarrier_arrive(full);
     ptx::mbarrier_wait(full, 0);
     ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + (31 - lane) * 4) + 2);
   }

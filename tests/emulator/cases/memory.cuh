@@ -100,6 +100,17 @@ FFPA_KERNEL(32, 1) void cp_async_if_kernel(const uint32_t* input, uint32_t* outp
   for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
 }
 
+// Odd lanes have no source, and get zeros.
+FFPA_KERNEL(32, 1) void cp_async_or_zero_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t mine = ptx::dynamic_smem() + lane * 16;
+  for (int i = 0; i < 4; ++i) ptx::st_shared_4(mine + i * 4, 7);
+  const bool exists = lane % 2 == 0;
+  ptx::cp_async_16_or_zero(exists, mine, exists ? input + lane * 4 : nullptr);
+  ptx::cp_async_wait_all();
+  for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
+}
+
 // Four groups in flight; group g is read after a wait that leaves 3 - g pending.
 FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
@@ -125,6 +136,7 @@ inline std::vector<Case> async_copy_cases() {
       warp_case<cp_async_kernel<8>, 256>("cp_async_8", Input::kBits, 2, 2),
       warp_case<cp_async_kernel<16>, 512>("cp_async_16", Input::kBits, 4, 4),
       warp_case<cp_async_if_kernel, 512>("cp_async_16_if", Input::kBits, 4, 4),
+      warp_case<cp_async_or_zero_kernel, 512>("cp_async_16_or_zero", Input::kBits, 4, 4),
       warp_case<cp_async_groups_kernel, 2048>("cp_async_wait_group", Input::kBits, 16, 16),
   };
 }

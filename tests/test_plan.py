@@ -1,0 +1,175 @@
+"""Which instance and which settings a problem gets from the mma family: pure, but for what the kernel says of itself."""
+
+import pytest
+import torch
+from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
+from ffpa_attn.choice import choose
+from ffpa_attn.spec import ForwardMma, Problem, Visibility, aot_specs
+from ffpa_attn.testing import emulate
+
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]
+PROBLEM = Problem(
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+)  # fmt: skip
+GPUS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
+HEAD_DIMS = [64, 320, 512, 640, 1024, 1152, 2048]
+
+
+def plan(**changes):
+    return mma.plan(PROBLEM._replace(**changes), env.run_flags())
+
+
+def fits(spec, d_qk, stages, q_resident, arch):
+    return mma.smem_bytes(spec, d_qk, stages, q_resident) <= archs.shared_memory_bytes(arch)
+
+
+def test_shared_memory_is_what_the_kernel_asks_for():
+    for spec in SHIPPED:
+        for d_qk, stages, q_resident in ((8, 1, True), (spec.columns, 2, True), (1152, 4, False), (520, 3, True)):
+            assert mma.smem_bytes(spec, d_qk, stages, q_resident) == emulated.smem_bytes(spec, d_qk, stages, q_resident)
+
+
+@pytest.mark.parametrize("level", [None, 1, 2, 3])
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_every_gpu_has_a_plan(arch, d, level, monkeypatch):
+    if level == 1 and d > 1024:
+        return
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+    for dtype, acc in (("bf16", "f32"), ("f16", "f32"), ("f16", "f16"), ("f16", "mixed")):
+        problem = PROBLEM._replace(arch=arch, d_qk=d, d_v=d, dtype=dtype, acc=acc, level=level)
+        choice = choose(problem, env.run_flags())
+        chosen = choice.plan
+        assert choice.backend == "mma" and choice.kernel == chosen.spec.name and chosen.spec in SHIPPED
+        assert fits(chosen.spec, d, chosen.stages, chosen.q_resident, arch) and chosen.stages > 1
+        assert chosen.level == (level or chosen.level)
+        assert chosen.spec.streamed == (chosen.level == 3)
+        assert chosen.spec.columns >= d or chosen.level > 1
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_what_a_plan_prefers(arch, d, monkeypatch):
+    """A resident Q if two stages fit beside it, else the longest ring without it."""
+    chosen = plan(arch=arch, d_qk=d, d_v=d)
+    longest = {
+        resident: max((n for n in (1, 2, 3, 4) if fits(chosen.spec, d, n, resident, arch)), default=0)
+        for resident in (False, True)
+    }
+    resident = longest[True] >= 2
+    assert (chosen.stages, chosen.q_resident) == (longest[resident], resident)
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", "0")
+    assert plan(arch=arch, d_qk=d, d_v=d).stages == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_is_asked_for_is_planned(stages, resident, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PERSIST_Q_G2S", str(int(resident)))
+    for level in (1, 2, 3):
+        chosen = plan(level=level, num_stages=stages)
+        assert (chosen.level, chosen.stages, chosen.q_resident) == (level, stages, resident)
+
+
+def test_values_too_wide_for_registers_are_streamed():
+    assert plan(d_v=1024).level == 1 and plan(d_v=1032).level == 3
+
+
+def test_level_2_takes_the_fewest_groups():
+    """Each of them computes the scores again."""
+    for d_v in (320, 648, 1152, 2048):
+        columns = plan(level=2, d_v=d_v).spec.columns
+        groups = -(-d_v // columns)
+        most = max(spec.columns for spec in SHIPPED if not spec.streamed and spec.columns <= mma._MOST_GROUPED_COLUMNS)
+        assert groups == -(-d_v // most)
+
+
+@pytest.mark.parametrize("acc, expected", [("f32", ("f32", "f32")), ("f16", ("f16", "f16")), ("mixed", ("f32", "f16"))])
+def test_accumulators(acc, expected, monkeypatch):
+    def accumulators():
+        spec = plan(dtype="f16", acc=acc).spec
+        return spec.acc_qk, spec.acc_pv
+
+    assert accumulators() == expected
+    monkeypatch.setenv("ENABLE_FFPA_FORCE_QK_F16", "0")
+    assert accumulators() == ("f32", expected[1])
+    monkeypatch.setenv("ENABLE_FFPA_FORCE_PV_F16", "1")
+    assert accumulators() == ("f32", "f16")
+    monkeypatch.setenv("ENABLE_FFPA_FORCE_PV_F16", "0")
+    assert accumulators() == ("f32", "f32")
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_a_toggle_pads_rows(name, monkeypatch):
+    monkeypatch.setenv(f"ENABLE_FFPA_SMEM_SWIZZLE_{name.upper()}", "0")
+    for level in (1, 3):
+        chosen = plan(level=level)
+        padded = {x for x in "qkv" if getattr(chosen.spec, f"pad_{x}")}
+        assert padded == {name} and fits(chosen.spec, 512, chosen.stages, chosen.q_resident, "sm_90")
+
+
+@pytest.mark.parametrize(
+    "d, needs_lse, backend",
+    [(128, False, "sdpa"), (128, True, "mma"), (512, False, "mma"), (1024, False, "mma"), (1024, True, "mma")],
+)
+def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+    choice = choose(PROBLEM._replace(d_qk=d, d_v=d, needs_lse=needs_lse), env.run_flags())
+    assert choice.backend == backend and choice.fallback is None
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"direction": "backward"}, "no mma backward"),
+        ({"packed": True}, "no packed sequences"),
+        ({"acc": "f16"}, "accumulate products of bf16 in f32 only"),
+        ({"acc": "mixed"}, "accumulate products of bf16 in f32 only"),
+        ({"level": 1, "d_v": 1152}, "level 1 keeps O in registers"),
+        ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
+        ({"n_q": 1, "n_k": 2**31}, "counts positions in 32 bits"),
+        ({"n_q": 1, "batch": 2**16, "heads_q": 2**16}, "more blocks than a grid holds"),
+    ],
+    ids=str,
+)
+def test_reasons(changes, words):
+    assert words in plan(**changes)
+
+
+def test_a_toggle_it_does_not_know_is_refused(monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", "1")
+    with pytest.raises(NotImplementedError, match="does not know ENABLE_FFPA_PERSIST_KV_G2S=1"), emulate():
+        x = torch.randn(1, 1, 8, 512, dtype=torch.float16)
+        ffpa(x, x, x, level=1)
+
+
+@pytest.mark.parametrize(
+    "prefetch, num_stages, possible", [("0", None, {1}), ("1", None, {2, 3, 4}), ("1", 2, {2}), ("0", 1, {1})]
+)
+def test_prefetch_decides_the_stages(prefetch, num_stages, possible, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
+    assert plan(num_stages=num_stages).stages in possible
+
+
+@pytest.mark.parametrize("prefetch, num_stages", [("0", 3), ("1", 1)])
+def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PREFETCH_QKV", prefetch)
+    assert f"PREFETCH_QKV={prefetch} and num_stages={num_stages} exclude each other" in plan(num_stages=num_stages)
+
+
+@pytest.mark.parametrize("d_v", [512, 1152, 2048])
+def test_scratch_of_level_3_does_not_depend_on_lengths(d_v):
+    """O of each resident block in f32, and no more blocks than the cap has room for."""
+    chosen = plan(level=3, d_v=d_v)
+    of_block = -(-d_v // chosen.spec.columns) * chosen.spec.columns * chosen.spec.rows * 4
+    for n in (1, 1000, 10**6):
+        q, v = (torch.empty(1, 1, n, d, device="meta", dtype=torch.float16) for d in (512, d_v))
+        scratch, blocks = mma._scratch(chosen, q, v, 132, 1 << 30)
+        assert blocks == 132 and scratch.numel() * scratch.element_size() == 132 * of_block
+        for cap in (of_block - 1, of_block, 7 * of_block + 1):
+            scratch, blocks = mma._scratch(chosen, q, v, 132, cap)
+            assert blocks == max(1, cap // of_block) and scratch.numel() * 4 == blocks * of_block
+
+
+def test_the_backend_table_knows_it():
+    assert ops._FORWARD["mma"]
