@@ -11,9 +11,9 @@
 //   L2   in registers, one group of kColumns columns; each group is a work item of its own, with S computed again;
 //   L3   kStreamed: in global scratch, in fp32; step 3 brings in one group of columns after the other.
 //
-// The head dim of Q and K is a loop count, and so is the number of column groups. The warps split S by rows and keys and O
-// by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring. The two
-// teams of warps share nothing else, so that one computes products while the other is in its softmax.
+// The head dim of Q and K is a loop count, and so is the number of column groups. The warps split S by rows and keys
+// and O by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring. The
+// two teams of warps share nothing else, so that one computes products while the other is in its softmax.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -32,6 +32,7 @@
 #include "ptx/warp.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
 #include "tile/stage_ring.cuh"
 #include "tile/tile_copy.cuh"
 
@@ -119,13 +120,9 @@ class ForwardMma {
     if (thread_ == 0) block_.keep(row_block_of(item / groups / params_.splits));
     ptx::sync_block();  // the row block is there, and the barriers of the ring are
 
-    first_tile_ = visible_keys_begin(block_) / kKeys;
-    end_tile_ = max_of(ceil_div(visible_keys_end(block_), kKeys), first_tile_);
-    if (params_.splits > 1) {
-      const int tiles = ceil_div(end_tile_ - first_tile_, params_.splits);
-      first_tile_ = min_of(first_tile_ + split_ * tiles, end_tile_);
-      end_tile_ = min_of(first_tile_ + tiles, end_tile_);
-    }
+    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits, split_);
+    first_tile_ = tiles.first;
+    end_tile_ = tiles.end;
     load_tile_ = first_tile_;
     load_step_ = load_group_ = 0;
     FFPA_UNROLL
@@ -215,14 +212,11 @@ class ForwardMma {
       const uint32_t k_smem = next_step();
       const uint32_t q_smem =
           params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes : k_smem + Config::kKeyStepBytes;
-      const auto load_a = [&](uint32_t (&a)[kScoreM][4], int depth) {
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
         const tile::Coordinate at = tile::ldmatrix_a(lane_);
-        FFPA_UNROLL
-        for (int m = 0; m < kScoreM; ++m) {
-          const uint32_t rows_above = Config::query_layout().bytes(m * 16);
-          ptx::ldmatrix_x4(a[m], q_smem + Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column) +
-                                     rows_above);
-        }
+        const uint32_t rows_above = Config::query_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, q_smem + Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column) + rows_above);
       };
       const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
         const tile::Coordinate at = tile::ldmatrix_b_pair(lane_);
@@ -230,36 +224,13 @@ class ForwardMma {
         ptx::ldmatrix_x4(
             b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
       };
-      multiply_step<kKeyColumns / 16, kScoreM, kScoreN / 2>(s, load_a, load_b);
+      tile::add_product<Element, 1, kKeyColumns / 16>(s, load_a, load_b);
       ring_.end_use(lane_);
     }
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int n = 0; n < kScoreN; ++n) s[m][n].get(scores[m][n]);
-    }
-  }
-
-  // sums[m][n] += A B over kDepth steps of 16. The fragments of the next product are loaded before those of the current
-  // one are used.
-  template <int kDepth, int kM, int kPairs, class Sum, class LoadA, class LoadB>
-  static FFPA_DEVICE void multiply_step(Sum (&sums)[kM][2 * kPairs], const LoadA& load_a, const LoadB& load_b) {
-    uint32_t a[2][kM][4], b[2][4];
-    load_a(a[0], 0);
-    load_b(b[0], 0, 0);
-    FFPA_UNROLL
-    for (int depth = 0; depth < kDepth; ++depth) {
-      if (depth + 1 < kDepth) load_a(a[(depth + 1) % 2], depth + 1);
-      FFPA_UNROLL
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const int i = depth * kPairs + pair;
-        if (i + 1 < kDepth * kPairs) load_b(b[(i + 1) % 2], (i + 1) / kPairs, (i + 1) % kPairs);
-        FFPA_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          sums[m][2 * pair].template multiply_add<Element>(a[depth % 2][m], b[i % 2][0], b[i % 2][1]);
-          sums[m][2 * pair + 1].template multiply_add<Element>(a[depth % 2][m], b[i % 2][2], b[i % 2][3]);
-        }
-      }
     }
   }
 
@@ -280,8 +251,9 @@ class ForwardMma {
     }
   }
 
-  // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until then
-  // P exceeds 1, by no more than 2^8, and O keeps its scale. With f16 sums of PV it always follows: they must not overflow.
+  // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until
+  // then P exceeds 1, by no more than 2^8, and O keeps its scale. With f16 sums of PV it always follows: they must not
+  // overflow.
   static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
   FFPA_DEVICE void compute_probabilities(const Scores& scores) {
@@ -343,15 +315,12 @@ class ForwardMma {
     FFPA_NO_UNROLL
     for (int step = 0; step < kValueSteps; ++step) {
       const uint32_t v_smem = next_step();
-      const auto load_a = [&](uint32_t (&a)[kOutM][4], int depth) {
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
         const tile::Coordinate at = tile::ldmatrix_a(lane_);
         const int chunk = (step * kValueRows + depth * 16) / tile::kChunkElements;
-        FFPA_UNROLL
-        for (int m = 0; m < kOutM; ++m) {
-          const uint32_t rows_above = Config::probability_layout().bytes(m * 16);
-          ptx::ldmatrix_x4(a[m], p_smem_ + Config::probability_layout().offset(out_row_begin() + at.row, chunk + at.column) +
-                                     rows_above);
-        }
+        const uint32_t rows_above = Config::probability_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, p_smem_ + Config::probability_layout().offset(out_row_begin() + at.row, chunk + at.column) + rows_above);
       };
       const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
         const tile::Coordinate at = tile::ldmatrix_b_pair_trans(lane_);
@@ -359,7 +328,7 @@ class ForwardMma {
         const int chunk = pair_column(pair) / tile::kChunkElements;
         ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
       };
-      multiply_step<kValueRows / 16, kOutM, kOutN / 2>(out, load_a, load_b);
+      tile::add_product<Element, 1, kValueRows / 16>(out, load_a, load_b);
       ring_.end_use(lane_);
     }
   }
@@ -387,8 +356,8 @@ class ForwardMma {
       for (int n = 0; n < kOutN; ++n) {
         uint32_t bits[4];
         ptx::ld_global_16(bits, from + (m * kOutN + n) * 128);
-        out[m][n].set({float_from_bits(bits[0]), float_from_bits(bits[1]), float_from_bits(bits[2]),
-                       float_from_bits(bits[3])});
+        out[m][n].set(
+            {float_from_bits(bits[0]), float_from_bits(bits[1]), float_from_bits(bits[2]), float_from_bits(bits[3])});
       }
     }
   }
@@ -401,8 +370,8 @@ class ForwardMma {
       for (int n = 0; n < kOutN; ++n) {
         float values[4];
         out[m][n].get(values);
-        ptx::st_global_16(to + (m * kOutN + n) * 128, {float_bits(values[0]), float_bits(values[1]),
-                                                       float_bits(values[2]), float_bits(values[3])});
+        ptx::st_global_16(to + (m * kOutN + n) * 128,
+                          {float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])});
       }
     }
   }

@@ -99,6 +99,14 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
   }
 }
 
+template <int kM, int kN>
+FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const KeptRowBlock& block, int row, int key, int lane) {
+  const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
+  for_each_score(scores, row, key, lane, [&](float& score, int r, int k) {
+    if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
+  });
+}
+
 // `all_seen`: every row sees every key of the tile.
 template <int kM, int kN>
 FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const KeptRowBlock& block,
@@ -111,12 +119,7 @@ FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionPar
     for_each_score(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
   }
   if (params.mask.kind != MaskKind::kNone) mask_logits(scores, params, block, row, key, lane);
-  if (!all_seen) {
-    const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
-    for_each_score(scores, row, key, lane, [&](float& score, int r, int k) {
-      if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
-    });
-  }
+  if (!all_seen) hide_unseen(scores, block, row, key, lane);
 }
 
 }  // namespace ffpa

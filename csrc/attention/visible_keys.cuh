@@ -14,10 +14,28 @@ FFPA_DEVICE int visible_keys_end(const KeptRowBlock& block) {
   return min_of(block.last_row() + block.farthest() + 1, block.n_k());
 }
 
+// Tiles of `keys` keys that hold them: [first, end); of `splits` parts of the tiles, one.
+struct TileRange {
+  int first, end;
+};
+FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int splits, int split) {
+  const int first = visible_keys_begin(block) / keys;
+  const int end = max_of(ceil_div(visible_keys_end(block), keys), first);
+  if (splits == 1) return {first, end};
+  const int tiles = ceil_div(end - first, splits);
+  const int first_of_part = min_of(first + split * tiles, end);
+  return {first_of_part, min_of(first_of_part + tiles, end)};
+}
+
+// Keys that every row of the block sees: [begin, end), empty if begin >= end.
+FFPA_DEVICE int common_keys_begin(const KeptRowBlock& block) { return block.last_row() + block.nearest(); }
+FFPA_DEVICE int common_keys_end(const KeptRowBlock& block) {
+  return min_of(block.first_row() + block.farthest() + 1, block.n_k());
+}
+
 // Whether every row of the block sees each of `count` keys from `key` on.
 FFPA_DEVICE bool all_rows_see(const KeptRowBlock& block, int key, int count) {
-  return key >= block.last_row() + block.nearest() && key + count - 1 <= block.first_row() + block.farthest() &&
-         key + count <= block.n_k();
+  return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
 }
 
 }  // namespace ffpa

@@ -44,6 +44,14 @@ class RowLayout {
     return uint32_t(row * pitch_ + ((chunk ^ ((row >> row_shift_) & chunk_mask_)) * kChunkBytes));
   }
 
+  // Where (row + rows, chunk + chunks) lies, given the address of (row, chunk) in a tile that starts at a multiple of
+  // 128 bytes: one exclusive or, and constants that become part of a load. Rows: a multiple of 8; chunks: even, with
+  // chunk 0 or 1.
+  FFPA_HOST_DEVICE constexpr uint32_t moved(uint32_t address, int rows, int chunks) const {
+    return (address ^ uint32_t((chunks & chunk_mask_) * kChunkBytes)) +
+           uint32_t((chunks & ~chunk_mask_) * kChunkBytes + rows * pitch_);
+  }
+
   FFPA_HOST_DEVICE constexpr uint32_t bytes(int rows) const { return uint32_t(rows * pitch_); }
 
  private:

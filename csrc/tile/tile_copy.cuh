@@ -30,37 +30,64 @@ FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_
           int(matrix.rows - row), matrix.columns - column};
 }
 
-// Starts the copy of kRows × kColumns elements into shared memory at `tile_smem`, by threads 0 … kThreads - 1 of a
-// group. Rows and columns that the window does not have become zeros (a NaN that lay there would survive any mask:
-// 0 · NaN = NaN). The caller commits, waits, and synchronises.
+// Starts the copy of those chunks of a tile that `exists(row, chunk)` says there are; the others become zeros.
 //
 // A team of lanes copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows and 8
-// chunks: where a thread's steps are multiples of both, all its addresses lie at constant distances from its first
-// ones.
-template <int kRows, int kColumns, int kThreads, class Layout>
-FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
-                                 ptx::CallSite site = ptx::CallSite()) {
+// chunks (those of an odd number of 64 bytes, after 4): where a thread's steps are multiples of both, all its addresses
+// lie at constant distances from its first ones.
+template <int kRows, int kColumns, int kThreads, class Layout, class Exists>
+FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
+                                   const Exists& exists, ptx::CallSite site) {
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunksPerRow = kColumns / kChunkElements;
-  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, 32);  // lanes: a power of two that divides a row
+  // Lanes: a power of two that divides a row, and leaves 8 teams if it can.
+  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 1, 32));
   constexpr int kTeams = kThreads / kTeam;
-  constexpr bool kConstantSteps = kTeams % 8 == 0 && (kTeam == kChunksPerRow || kTeam % 8 == 0);
+  constexpr int kPeriod = kChunksPerRow % 8 == 4 ? 4 : 8;
+  constexpr bool kConstantSteps = kTeams % 8 == 0 && (kTeam == kChunksPerRow || kTeam % kPeriod == 0);
   const int first_row = thread / kTeam;
   const int first_chunk = thread % kTeam;
   const uint32_t target = tile_smem + layout.offset(first_row, first_chunk);
   const uint16_t* source = window.origin + first_row * window.row_stride + first_chunk * kChunkElements;
   FFPA_UNROLL
   for (int row = 0; row < kRows; row += kTeams) {
-    const bool row_exists = first_row + row < window.rows;
     if (kRows % kTeams != 0 && first_row + row >= kRows) break;
     FFPA_UNROLL
     for (int chunk = 0; chunk < kChunksPerRow; chunk += kTeam) {
-      const bool exists = row_exists && (first_chunk + chunk) * kChunkElements < window.columns;
       const uint32_t to = kConstantSteps ? target + layout.offset(row, chunk)
                                          : tile_smem + layout.offset(first_row + row, first_chunk + chunk);
-      ptx::cp_async_16_or_zero(exists, to, source + chunk * kChunkElements, site);
+      ptx::cp_async_16_or_zero(exists(first_row + row, first_chunk + chunk), to, source + chunk * kChunkElements, site);
     }
     source += kTeams * window.row_stride;
+  }
+}
+
+// Starts the copy of kRows × kColumns elements into shared memory at `tile_smem`, by threads 0 … kThreads - 1 of a
+// group. Rows and columns that the window does not have become zeros (a NaN that lay there would survive any mask:
+// 0 · NaN = NaN). The caller commits, waits, and synchronises.
+template <int kRows, int kColumns, int kThreads, class Layout>
+FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
+                                 ptx::CallSite site = ptx::CallSite()) {
+  const auto exists = [&](int row, int chunk) { return row < window.rows && chunk * kChunkElements < window.columns; };
+  copy_chunks_async<kRows, kColumns, kThreads>(tile_smem, layout, window, thread, exists, site);
+}
+
+// The same where most windows have the whole tile: then nothing is asked for any chunk. Other tiles are copied 16 rows
+// at a time, in a loop, so that the rare case takes no registers from its surroundings.
+template <int kRows, int kColumns, int kThreads, class Layout>
+FFPA_DEVICE void copy_mostly_whole_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window,
+                                              int thread, ptx::CallSite site = ptx::CallSite()) {
+  constexpr int kSlice = 16;
+  static_assert(kRows % kSlice == 0, "tiles are whole slices");
+  if (window.rows >= kRows && window.columns >= kColumns) {
+    copy_chunks_async<kRows, kColumns, kThreads>(
+        tile_smem, layout, window, thread, [](int, int) { return true; }, site);
+    return;
+  }
+  FFPA_NO_UNROLL
+  for (int row = 0; row < kRows; row += kSlice) {
+    copy_tile_async<kSlice, kColumns, kThreads>(tile_smem + layout.bytes(row), layout, window_at(window, row, 0),
+                                                thread, site);
   }
 }
 

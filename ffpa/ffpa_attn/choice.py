@@ -125,9 +125,9 @@ def _chosen(p: Problem, name: str, plan: MmaPlan | None, why: str, rejected=(), 
 
 
 def _by_speed(p: Problem) -> list[str]:
-    """Measured on an H200 (.dev/measurements.md): up to 256 columns SDPA's flash kernels are faster than the mma family."""
+    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels are faster than the mma family at 256 columns."""
     names = list(CANDIDATES)
-    if max(p.d_qk, p.d_v) <= 256:
+    if 192 < max(p.d_qk, p.d_v) <= 256:
         names.remove("sdpa")
         names.insert(names.index("mma"), "sdpa")
     return names

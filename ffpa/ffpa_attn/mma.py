@@ -1,6 +1,6 @@
-"""The split-D forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
+"""The forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
 
-`plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
+Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split. `plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from . import archs
 from .spec import (
     COLUMNS,
     MOST_COLUMNS,
+    ROWS_HEAD_DIMS,
     ForwardMma,
+    ForwardMmaRows,
     MergeSplits,
     Problem,
     Shape,
     Visibility,
     forward_spec,
     register_shapes,
+    rows_shapes,
+    rows_spec,
     streamed_shapes,
 )
 
-# What the kernel does now, whatever is asked: a toggle forced to anything else cannot be honoured.
-_FIXED = {
+# What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
+_SPLIT_FIXED = {
     "ENABLE_FFPA_QKV_SMEM_SHARE": True,  # K and V steps, and those of a Q that is not resident, share one ring
     "ENABLE_FFPA_PERSIST_KV_G2S": False,
     "ENABLE_FFPA_PERSIST_Q_S2R": False,
@@ -34,15 +38,29 @@ _FIXED = {
     "ENABLE_FFPA_REGISTERS_PIPE_KV": True,
     "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
 }
+_ROWS_FIXED = {
+    "ENABLE_FFPA_QKV_SMEM_SHARE": False,
+    "ENABLE_FFPA_SMEM_SWIZZLE_Q": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_K": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_V": True,
+    "ENABLE_FFPA_PERSIST_Q_G2S": True,
+    "ENABLE_FFPA_PERSIST_KV_G2S": True,
+    "ENABLE_FFPA_PERSIST_V_S2R": True,  # a fragment of V is loaded once a tile, for all rows of a warp
+    "ENABLE_FFPA_REGISTERS_PIPE_KV": True,
+    "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
+}
 
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
 _MOST_SPLITS = 64
+_ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
+_RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
+_MOST_COLUMNS_OF_Q = 192  # in registers
 _MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
 
 
 class MmaPlan(NamedTuple):
-    spec: ForwardMma
+    spec: ForwardMma | ForwardMmaRows
     level: int
     stages: int
     q_resident: bool
@@ -50,8 +68,10 @@ class MmaPlan(NamedTuple):
     packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
 
-def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> int:
-    """As ForwardMmaConfig::smem_bytes; a test compares the two."""
+def smem_bytes(spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool) -> int:
+    """As the Config's launch_shape says; a test compares the two."""
+    if isinstance(spec, ForwardMmaRows):
+        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
 
     def step(rows: int, columns: int, padded: bool) -> int:
         return rows * (columns * 2 + 16 * padded)
@@ -62,8 +82,7 @@ def smem_bytes(spec: ForwardMma, d_qk: int, stages: int, q_resident: bool) -> in
     score_warps_by_keys = 256 // spec.rows
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
-    barriers_and_row_block = 64 + 128
-    return stages * slot + spec.rows * spec.keys * 2 + statistics + barriers_and_row_block + resident
+    return stages * slot + spec.rows * spec.keys * 2 + statistics + 64 + _ROW_BLOCK_BYTES + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
@@ -127,12 +146,16 @@ def _with_padding(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
     return replace(spec, **pads)
 
 
+def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list[int]:
+    """Those that may be, the preferred ones first."""
+    prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
+    stages = [p.num_stages] if p.num_stages else all_stages
+    return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
+
+
 def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | None:
     """(stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing is forced."""
-    stages = [p.num_stages] if p.num_stages else [4, 3, 2, 1]
-    prefetch, resident = flags["ENABLE_FFPA_PREFETCH_QKV"], flags["ENABLE_FFPA_PERSIST_Q_G2S"]
-    if prefetch is not None:  # one stage is what there is without
-        stages = [n for n in stages if (n > 1) == prefetch]
+    stages, resident = _stages(p, flags, [4, 3, 2, 1]), flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     for q_resident in (True, False) if resident is None else (resident,):
         for n in stages:
             last_choice = q_resident and n == 1 and resident is None and len(stages) > 1
@@ -141,27 +164,61 @@ def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[i
     return None
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
-    """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
-    if p.direction != "forward":
-        return "there is no mma backward kernel"
-    acc = _accumulators(p, flags)
-    if isinstance(acc, str):
-        return acc
+def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str) -> str | None:
+    forced = (name for name, value in fixed.items() if flags[name] not in (None, value))
+    return next((f"the {family} does not know {name}={int(flags[name])}" for name in forced), None)
+
+
+def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> MmaPlan | str:
+    """Warps own whole rows, and whole tiles of K and V are in shared memory."""
+    width = max(p.d_qk, p.d_v)
+    if width > ROWS_HEAD_DIMS[-1]:
+        return f"shared memory holds whole tiles of K and V of up to {ROWS_HEAD_DIMS[-1]} columns, not {width}"
+    reason = _not_known(flags, _ROWS_FIXED, "mma forward for small head dims")
+    if reason:
+        return reason
+    q_in_registers = flags["ENABLE_FFPA_PERSIST_Q_S2R"]
+    if q_in_registers and width > _MOST_COLUMNS_OF_Q:
+        return f"registers hold {_MOST_COLUMNS_OF_Q} columns of Q beside S and O, not {width}"
+    head_dim = next(d for d in ROWS_HEAD_DIMS if width <= d)
+    padded = p._replace(d_qk=head_dim)
+    limit = archs.shared_memory_bytes(p.arch)
+    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
+    plans = []
+    for shape in rows_shapes(head_dim):
+        spec = rows_spec(p.dtype, acc, head_dim, shape, q_in_registers)
+        if spec.plain and (p.mask or p.softcap or p.scale <= 0 or q_in_registers):
+            continue
+        fits = [
+            (slowdown, n)
+            for slowdown, most in ((1.0, half), (1.4, limit))  # one block alone has nothing to hide its softmax
+            for n in _stages(p, flags, [2, 1])
+            if smem_bytes(spec, p.d_qk, n, True) <= most
+        ]
+        if fits:
+            slowdown, stages = fits[0]
+            splits = _splits(padded, 1, head_dim, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+            cost = _microseconds(padded, 1, head_dim, shape, splits) * slowdown
+            plans.append((cost, MmaPlan(spec, 1, stages, True, splits)))
+    return _cheapest(plans, spec, p)
+
+
+def _cheapest(plans: list[tuple[float, MmaPlan]], last: ForwardMma | ForwardMmaRows, p: Problem) -> MmaPlan | str:
+    if not plans:
+        return f"{last.name} with these settings needs more shared memory than {p.arch} has"
+    _, best = min(plans, key=lambda plan: plan[0])
+    groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
+    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
+    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
+
+
+def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> MmaPlan | str:
+    """K and V come in steps along the head dim and along the keys."""
     if p.level == 1 and p.d_v > MOST_COLUMNS:
         return f"level 1 keeps O in registers, which hold {MOST_COLUMNS} columns of it and not {p.d_v}"
-    for name, value in _FIXED.items():
-        if flags[name] not in (None, value):
-            return f"the mma forward does not know {name}={int(flags[name])}"
-    if p.n_q + p.n_k > _MOST_POSITIONS:
-        return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
-    if prefetch is not None and p.num_stages and prefetch != (p.num_stages > 1):
-        return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
-
-    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
-    if packs_heads:
-        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
+    reason = _not_known(flags, _SPLIT_FIXED, "split-D mma forward")
+    if reason:
+        return reason
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
     for level, columns, shape in _candidates(p, acc):
@@ -174,12 +231,37 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
         stages, q_resident = settings
         if level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
             cost *= 1.2
-        plans.append((stages == 1, cost, MmaPlan(spec, level, stages, q_resident, splits, packs_heads)))
-    if not plans:
-        return f"{spec.name} with these settings needs more shared memory than {p.arch} has"
-    *_, best = min(plans, key=lambda plan: plan[:2])  # with one stage nothing hides the loads
-    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * -(-p.d_v // best.spec.columns) * best.splits
-    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
+        if stages == 1:
+            cost *= 8  # nothing hides the loads: only where nothing else fits
+        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits)))
+    return _cheapest(plans, spec, p)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
+    """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
+    if p.direction != "forward":
+        return "there is no mma backward kernel"
+    acc = _accumulators(p, flags)
+    if isinstance(acc, str):
+        return acc
+    if p.n_q + p.n_k > _MOST_POSITIONS:
+        return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
+    if prefetch is not None and p.num_stages and prefetch != (p.num_stages > 1):
+        return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
+
+    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
+    if packs_heads:
+        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
+    whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
+    families = (_rows_plan, _split_plan) if whole_tiles and p.level in (None, 1) else (_split_plan,)
+    reasons = []
+    for family in families:
+        answer = family(p, acc, flags)
+        if not isinstance(answer, str):
+            return answer._replace(packs_heads=packs_heads)
+        reasons.append(answer)
+    return "; ".join(reasons)
 
 
 def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):

@@ -159,6 +159,28 @@ class ForwardMma(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ForwardMmaRows(KernelSpec):
+    """Forward for small head dims, each warp on rows of its own; a spec serves every D_qk and D_v up to `head_dim`."""
+
+    family = "forward_mma_rows"
+    arch = "sm_80"
+    allowed_spill_bytes = 16  # two registers, on sm_80
+    streamed: ClassVar[bool] = False
+
+    dtype: str
+    acc_qk: str
+    acc_pv: str
+    head_dim: int  # columns of Q, K, V and O
+    rows: int  # of a tile; those of 128 rows only know a positive scale, no other rule for scores
+    keys: int
+    q_in_registers: bool = False  # or its fragments are read again for every tile
+
+    @property
+    def plain(self) -> bool:
+        return self.rows == 128
+
+
+@dataclass(frozen=True)
 class MergeSplits(KernelSpec):
     """One result from those over parts of the keys."""
 
@@ -169,7 +191,7 @@ class MergeSplits(KernelSpec):
 
 
 class Shape(NamedTuple):
-    """A tile of split-D, and its speed: TFLOPS at N = 8192 on an H200 (bench/sweep.py)."""
+    """A tile, and its speed: TFLOPS at N = 8192 on an H200 (bench/sweep.py)."""
 
     rows: int
     keys: int
@@ -216,6 +238,27 @@ def streamed_shapes(acc: tuple[str, str]) -> list[tuple[int, Shape]]:
     return [(256, resident), (320, resident), (128, Shape(128, 256, 32, 128, 250)), narrow]
 
 
+ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def rows_shapes(head_dim: int) -> list[Shape]:
+    """Tiles of whole rows: for many of them, and for all rules (TFLOPS where an SM holds two blocks)."""
+    if head_dim > 128:
+        return [Shape(64, 64, head_dim, 64, 339 if head_dim == 192 else 321)]
+    many = {64: Shape(128, 128, 64, 128, 351), 96: Shape(128, 64, 96, 64, 354), 128: Shape(128, 64, 128, 64, 381)}
+    return [many[head_dim], Shape(64, 64, head_dim, 64, 285 if head_dim < 128 else 308)]
+
+
+def rows_spec(
+    dtype: str, acc: tuple[str, str], head_dim: int, shape: Shape, q_in_registers: bool | None = None
+) -> ForwardMmaRows:
+    """Of the two ways to hold Q the faster one, if nothing is asked."""
+    fastest = head_dim == 192
+    return ForwardMmaRows(
+        dtype, *acc, head_dim, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
+    )
+
+
 def forward_spec(dtype: str, acc: tuple[str, str], columns: int, shape: Shape, streamed: bool = False) -> ForwardMma:
     return ForwardMma(dtype, *acc, columns, *shape[:4], streamed=streamed)
 
@@ -223,10 +266,12 @@ def forward_spec(dtype: str, acc: tuple[str, str], columns: int, shape: Shape, s
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
     columns = (512,) if flags["ENABLE_FFPA_DEBUG"] else COLUMNS
+    head_dims = (64, 192) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
         kernels.append(MergeSplits(dtype))
         for acc in accumulators:
+            kernels += [rows_spec(dtype, acc, d, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, c, shape) for c in columns for shape in register_shapes(c, acc)]
             kernels += [forward_spec(dtype, acc, c, shape, streamed=True) for c, shape in streamed_shapes(acc)]
     return tuple(kernels)
