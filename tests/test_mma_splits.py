@@ -86,6 +86,8 @@ def test_parts_stay_within_the_workspace(monkeypatch):
     assert unbounded >= splits and splits * 4 * 1024 * 513 * 4 <= 16 << 20
 
 
-@pytest.mark.parametrize("changes, packs", [({}, True), ({"heads_kv": 32}, False), ({"n_q": 2}, False), ({"packed": True}, False)], ids=str)
+@pytest.mark.parametrize(
+    "changes, packs", [({}, True), ({"heads_kv": 32}, False), ({"n_q": 2}, False), ({"packed": True}, False)], ids=str
+)
 def test_heads_of_one_row_share_a_tile(changes, packs):
     assert plan(**{"n_q": 1, "heads_kv": 4, **changes}).packs_heads == packs

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-
 #include "base/math.h"
 
 namespace ffpa {
@@ -29,8 +28,8 @@ struct MaskView {
   MaskKind kind;
 };
 
-// Where the sequences of a packed tensor lie: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device reads
-// them.
+// Where the sequences of a packed tensor lie: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device
+// reads them.
 struct PackedRows {
   const int32_t* offsets;  // [batch + 1]; null: the tensor is not packed
   int total;               // rows of the tensor
@@ -51,7 +50,7 @@ struct AttentionParams {
   int batch;
   int heads_q;
   int group;  // query heads that share a key/value head
-  int n_q;  // of packed sequences the longest
+  int n_q;    // of packed sequences the longest
   int n_k;
   int d_qk;
   int d_v;
@@ -73,14 +72,17 @@ struct AttentionParams {
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
 
   // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
-  // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged afterwards.
+  // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged
+  // afterwards.
   int splits;
   float* partial;
 
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
   FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
-  FFPA_HOST_DEVICE float* partial_lse(int split) const { return partial + (splits * int64_t(d_v) + split) * all_rows(); }
+  FFPA_HOST_DEVICE float* partial_lse(int split) const {
+    return partial + (splits * int64_t(d_v) + split) * all_rows();
+  }
 };
 
 // A tensor as a caller knows it, of up to four dims: [batch, heads, rows, columns], of which the first may be missing.

@@ -517,7 +517,7 @@ class ForwardMma {
   uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
   uint32_t factor_smem_;   // [kRows]: α
   KeptRowBlock block_;
-  uint32_t q_smem_;        // resident Q: [key step][kRows][kKeyColumns]
+  uint32_t q_smem_;  // resident Q: [key step][kRows][kKeyColumns]
   int key_steps_;
   typename Config::Ring ring_;
 

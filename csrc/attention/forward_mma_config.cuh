@@ -14,9 +14,9 @@
 
 namespace ffpa {
 
-// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a time;
-// kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global scratch;
-// kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
+// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
+// time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
+// scratch; kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
 template <class Fields>
 struct ForwardMmaConfig : Fields {
   using Params = AttentionParams;
@@ -51,7 +51,9 @@ struct ForwardMmaConfig : Fields {
 
   // Shared memory: slots of the ring, then P, row statistics, barriers, the row block, and Q where it is resident.
   using Layout = tile::RowLayout;
-  FFPA_HOST_DEVICE static constexpr Layout query_layout() { return Layout(kKeyColumns * 2, Fields::kPadQ); }  // of a step
+  FFPA_HOST_DEVICE static constexpr Layout query_layout() {
+    return Layout(kKeyColumns * 2, Fields::kPadQ);
+  }  // of a step
   FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
   FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * 2, Fields::kPadV); }
   FFPA_HOST_DEVICE static constexpr Layout probability_layout() { return Layout(kKeys * 2); }
@@ -89,7 +91,8 @@ struct ForwardMmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
+    shape.grid.x =
+        uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
     shape.threads = kThreads;
     shape.smem_bytes = smem_bytes(params);
     return shape;

@@ -1,5 +1,5 @@
-// One result from those over parts of the keys (AttentionParams::partial): each weighs exp(its LSE - the LSE of all). The
-// order of the sum is that of the keys, so bits do not change from run to run.
+// One result from those over parts of the keys (AttentionParams::partial): each weighs exp(its LSE - the LSE of all).
+// The order of the sum is that of the keys, so bits do not change from run to run.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -47,9 +47,10 @@ void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   const int64_t row = row_of_all % params.n_q, head_of_all = row_of_all / params.n_q;
   const int64_t batch = head_of_all / params.heads_q, head = head_of_all % params.heads_q;
-  uint16_t* out_gmem = params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
-                       row * params.out.row_stride;
-  for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v; column += Config::kThreads * Config::kColumns) {
+  uint16_t* out_gmem =
+      params.out.data + batch * params.out.batch_stride + head * params.out.head_stride + row * params.out.row_stride;
+  for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v;
+       column += Config::kThreads * Config::kColumns) {
     float out[4] = {0, 0, 0, 0};
     for (int split = 0; sees_keys && split < params.splits; ++split) {
       const float weight = ptx::ex2((lse_of(split) - lse) * kLog2e);

@@ -109,9 +109,9 @@ FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int head_of_all, i
   block.k = row_of(params.k, block.head / params.group, k.begin);
   block.v = row_of(params.v, block.head / params.group, k.begin);
   block.out = row_of(params.out, block.head, q.begin);
-  block.lse = params.lse == nullptr ? nullptr
-                                    : params.lse + block.batch * params.lse_batch_stride +
-                                          block.head * params.lse_head_stride + q.begin;
+  block.lse = params.lse == nullptr
+                  ? nullptr
+                  : params.lse + block.batch * params.lse_batch_stride + block.head * params.lse_head_stride + q.begin;
 
   // Whatever reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
   const int64_t diagonal = params.top_left ? 0 : block.n_k - block.n_q;

@@ -83,9 +83,7 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
       if (mask.kind == MaskKind::kBool) {
         apply([](float logit, const uint8_t* at) { return ptx::ld_global_1(at) ? logit : -kInfinity; });
       } else if (mask.kind == MaskKind::kFloat) {
-        apply([](float logit, const uint8_t* at) {
-          return logit + in_base_2(float_from_bits(ptx::ld_global_4(at)));
-        });
+        apply([](float logit, const uint8_t* at) { return logit + in_base_2(float_from_bits(ptx::ld_global_4(at))); });
       } else {
         const bool half = mask.kind == MaskKind::kHalf;
         apply([&](float logit, const uint8_t* at) {

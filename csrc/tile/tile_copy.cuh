@@ -40,8 +40,8 @@ FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, con
                                    const Exists& exists, ptx::CallSite site) {
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunksPerRow = kColumns / kChunkElements;
-  // Lanes: a power of two that divides a row, and leaves 8 teams if it can.
-  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 1, 32));
+  // Lanes: a power of two that divides a row, and leaves 8 teams if it can. 8 lanes write at a time: to one row.
+  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 8, 32));
   constexpr int kTeams = kThreads / kTeam;
   constexpr int kPeriod = kChunksPerRow % 8 == 4 ? 4 : 8;
   constexpr bool kConstantSteps = kTeams % 8 == 0 && (kTeam == kChunksPerRow || kTeam % kPeriod == 0);

@@ -37,7 +37,8 @@ MaskView mask_view(const std::optional<Tensor>& mask) {
 }
 
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted; mask: broadcastable
-// to [B, H, N_q, N_k]; of packed sequences, tensors [H, T, D], lse [H, T], and the offsets [B + 1] in T; scratch and partial: see AttentionParams.
+// to [B, H, N_q, N_k]; of packed sequences, tensors [H, T, D], lse [H, T], and the offsets [B + 1] in T; scratch and
+// partial: see AttentionParams.
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
                        std::optional<Tensor> mask, std::optional<Tensor> offsets_q, std::optional<Tensor> offsets_k,
                        int64_t longest_q, int64_t longest_k, double scale, double softcap, int64_t left, int64_t right,
@@ -60,7 +61,8 @@ void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, con
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
       "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor? mask, "
-      "Tensor? offsets_q, Tensor? offsets_k, int longest_q, int longest_k, float scale, float softcap, int left, int right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
+      "Tensor? offsets_q, Tensor? offsets_k, int longest_q, int longest_k, float scale, float softcap, int left, int "
+      "right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
       "int resident_blocks, int splits, Tensor(d!)? partial) -> ()");
 }
 

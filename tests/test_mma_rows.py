@@ -1,0 +1,132 @@
+"""The forward for small head dims, in which each warp owns whole rows."""
+
+import compare
+import oracle
+import pytest
+import torch
+from cases import Case, make_inputs
+from ffpa_attn import emulated, env, ffpa, mma, native, ops
+from ffpa_attn.mma import MmaPlan
+from ffpa_attn.spec import ForwardMmaRows, Problem, Visibility, aot_specs
+from ffpa_attn.testing import emulate
+
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)]
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+ACCS = {("f32", "f32"): "f32", ("f16", "f16"): "f16", ("f32", "f16"): "mixed"}
+RULES = [
+    {},
+    {"causal": True},
+    {"causal": True, "align": "top_left", "window": (40, -1)},
+    {"scale": -0.3},
+    {"scale": 0.0},
+    {"softcap": 5.0, "scale": 1.0, "causal": True},
+]
+PROBLEM = Problem(
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 128, 128, False, Visibility(-1, -1, False), 0.09, 0.0, None, True, None, "f32", None
+)  # fmt: skip
+
+
+def check(case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
+    q, k, v, mask = inputs
+    rule = {**case.rule, "mask": mask}
+    want, want_lse = oracle.attention(q, k, v, **rule)
+    base, base_lse = compare.baseline(q, k, v, **rule, acc_qk=acc_qk, acc_pv=acc_pv)
+    compare.assert_close("out", out, want, base)
+    if mask is None and not case.rule.get("softcap"):
+        base_lse = base_lse if acc_qk == "f16" else None
+        compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"), base_lse)
+
+
+def call(case, inputs, **options):
+    *qkv, mask = inputs
+    return ffpa(*qkv, mask=mask, return_lse=True, **case.rule, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
+def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
+    """Two row blocks of two heads, with tails; as many mma as arithmetic says, and no bank conflicts."""
+    d = spec.head_dim
+    n_q, n_k = spec.rows + 5, 2 * spec.keys + 9
+    case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=(d, d - 8, d)[seed], d_v=(d, d, d - 24)[seed], dtype=DTYPES[spec.dtype])
+    case = case.with_(rule=RULES[seed])
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(mma, "plan", lambda p, flags: MmaPlan(spec, 1, 1 + seed % 2, True))
+    inputs = make_inputs(case, "cpu", seed)
+    with emulate("sm_80" if seed < 2 else "sm_90a", seed=seed) as reports:
+        out, lse = call(case, inputs)
+    (report,) = reports
+    assert report["kernel"] == spec.name
+    check(case, inputs, out, lse, spec.acc_qk, spec.acc_pv)
+    if seed == 0:
+        assert report["mma"] == 2 * 2 * 3 * (spec.rows // 16) * (spec.keys // 8) * (d // 16) * 2
+        assert report["bank_conflict_ratio"] <= 1.001
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    "d, mask", [(64, None), (128, None), (128, "bool-some-rows-empty"), (192, "additive-2d"), (256, None)]
+)
+def test_rules_emulated(d, mask, rule):
+    case = Case(heads_q=4, heads_kv=2, n_q=70, n_k=150, d=d, dtype=torch.float16, mask=mask, rule=rule)
+    inputs = make_inputs(case, "cpu")
+    with emulate("sm_90a", seed=3) as reports:
+        out, lse = call(case, inputs)
+    assert reports[0]["kernel"].startswith("forward_mma_rows")
+    check(case, inputs, out, lse)
+
+
+def test_shared_memory_is_what_the_kernel_asks_for():
+    for spec in SHIPPED:
+        for stages in (1, 2):
+            assert mma.smem_bytes(spec, spec.head_dim, stages, True) == emulated.smem_bytes(
+                spec, spec.head_dim, stages, True
+            )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize("d", [8, 64, 72, 96, 128, 192, 256])
+def test_every_gpu_has_a_plan(arch, d):
+    for mask in (None, "bool"):
+        plan = mma.plan(PROBLEM._replace(arch=arch, d_qk=d, d_v=d, mask=mask), env.run_flags())
+        assert plan.spec in SHIPPED and plan.spec.head_dim >= d
+
+
+@pytest.mark.parametrize("value, family", [("0", "forward_mma"), ("1", "forward_mma_rows")])
+def test_a_toggle_chooses_the_family(value, family, monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", value)
+    assert mma.plan(PROBLEM, env.run_flags()).spec.family == family
+
+
+def test_what_does_not_fit_whole(monkeypatch):
+    monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", "1")
+    assert "whole tiles of K and V of up to 256 columns" in mma.plan(PROBLEM._replace(d_qk=320), env.run_flags())
+
+
+# ---- on a GPU ----
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library"
+)
+
+
+@needs_gpu
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+def test_every_head_dim_on_a_gpu(d, dtype, rule):
+    case = Case(heads_q=4, heads_kv=2, n_q=1000, n_k=1531, d=d, dtype=DTYPES[dtype], rule=rule)
+    inputs = make_inputs(case, "cuda")
+    for acc, name in ACCS.items():
+        if dtype == "f16" or name == "f32":
+            check(case, inputs, *call(case, inputs, level=1, acc=name), *acc)
+
+
+@needs_gpu
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_bits_repeat_on_a_gpu(d):
+    case = Case(heads_q=8, heads_kv=8, n_q=2000, n_k=2000, d=d, rule={"causal": True})
+    inputs = make_inputs(case, "cuda")
+    first = call(case, inputs, level=1)
+    for _ in range(200):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(case, inputs, level=1), strict=True))
