@@ -107,7 +107,9 @@ class TestForced:
 
     def test_emulation_is_refused_rather_than_replaced(self, monkeypatch):
         monkeypatch.setenv("FFPA_EMULATE", "1")
-        with pytest.raises(NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*accumulate products of bf16 in f32 only"):
+        with pytest.raises(
+            NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*accumulate products of bf16 in f32 only"
+        ):
             ffpa(q(), q(), q(), acc="f16")
         wide = q(1, 1, 8, 1152)
         with pytest.raises(NotImplementedError, match="level=1 cannot run .*level 1 keeps O in registers"):

@@ -69,6 +69,9 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, *options) -> No
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     *options, scratch, blocks = options
+    for x in (out, lse, scratch):  # what a kernel leaves unwritten, or reads before it writes, shows
+        if x is not None:
+            x.fill_(torch.nan)
     message = module.attention_forward(
         spec.name,
         *map(_described, (q, k, v, out)),
