@@ -69,6 +69,10 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     *options, scratch, blocks, splits, partial = options
+    # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
+    for x in (scratch,) if offsets_q is not None else (out, lse, scratch):
+        if x is not None:
+            x.fill_(torch.nan)
     message = module.attention_forward(
         spec.name,
         *map(_described, (q, k, v, out)),

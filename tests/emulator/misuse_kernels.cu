@@ -8,11 +8,11 @@ namespace {
 
 constexpr int kSmemBytes = 4096;
 
-template <cases::CaseKernel kKernel, int kThreads>
+template <cases::CaseKernel kKernel, int kThreads, int kBlocks = 1>
 Kernel misuse(const char* name) {
   return {name, [](const Arguments& arguments) {
-            return cases::run_kernel<kKernel, kThreads, kSmemBytes>(arguments.input<uint32_t>(0),
-                                                                    arguments.output<uint32_t>(0));
+            return cases::run_kernel<kKernel, kThreads, kSmemBytes, kBlocks>(arguments.input<uint32_t>(0),
+                                                                             arguments.output<uint32_t>(0));
           }};
 }
 
@@ -62,6 +62,8 @@ std::vector<Kernel> misuse_kernels() {
       misuse<no_syncwarp_kernel, 32>("misuse/no_syncwarp"),
       misuse<no_syncthreads_kernel, 64>("misuse/no_syncthreads"),
       misuse<write_write_kernel, 64>("misuse/write_write"),
+      misuse<blocks_write_the_same_kernel, 32, 2>("misuse/blocks_write_the_same"),
+      misuse<block_reads_what_another_wrote_kernel, 32, 2>("misuse/block_reads_what_another_wrote"),
       misuse<read_uninitialised_kernel, 32>("misuse/read_uninitialised"),
       {"copy_ring/64", run_ring<64>},
       {"copy_ring/256", run_ring<256>},

@@ -168,6 +168,16 @@ FFPA_KERNEL(64, 1) void write_write_kernel(const uint32_t*, uint32_t*) {
   ptx::st_shared_4(ptx::dynamic_smem() + ptx::lane_id() * 4, ptx::thread_x());
 }
 
+FFPA_KERNEL(32, 1) void blocks_write_the_same_kernel(const uint32_t*, uint32_t* output) {
+  ptx::st_global_4(output + ptx::block_x() * 16 + ptx::lane_id(), 1);
+}
+
+// Each block reads half of what the other one writes; the one that runs later is found.
+FFPA_KERNEL(32, 1) void block_reads_what_another_wrote_kernel(const uint32_t*, uint32_t* output) {
+  ptx::st_global_4(output + ptx::block_x() * 32 + ptx::lane_id(), 1);
+  ptx::ld_global_4(output + 16 + ptx::lane_id());
+}
+
 // Not an error: shared memory that nobody has written is NaN.
 FFPA_KERNEL(32, 1) void read_uninitialised_kernel(const uint32_t*, uint32_t* output) {
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(ptx::dynamic_smem() + ptx::lane_id() * 4));

@@ -32,6 +32,8 @@ MISUSE = {
     "no_syncwarp": "race",
     "no_syncthreads": "race",
     "write_write": "race",
+    "blocks_write_the_same": "race",
+    "block_reads_what_another_wrote": "race",
 }
 
 

@@ -37,6 +37,28 @@ RegisteredRange::~RegisteredRange() {
   registry().by_id.erase(id_);
 }
 
+bool GlobalWriters::read(uintptr_t address, size_t bytes, uint32_t cluster) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (pages_.empty()) return true;
+  for (uintptr_t at = address; at < address + bytes; at += kUnitBytes) {
+    const auto page = pages_.find(at / kPageBytes);
+    if (page == pages_.end()) continue;
+    const uint32_t writer = page->second[at % kPageBytes / kUnitBytes];
+    if (writer != 0 && writer != cluster + 1) return false;
+  }
+  return true;
+}
+
+bool GlobalWriters::write(uintptr_t address, size_t bytes, uint32_t cluster) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (uintptr_t at = address; at < address + bytes; at += kUnitBytes) {
+    uint32_t& writer = pages_[at / kPageBytes][at % kPageBytes / kUnitBytes];
+    if (writer != 0 && writer != cluster + 1) return false;
+    writer = cluster + 1;
+  }
+  return true;
+}
+
 GlobalRanges GlobalRanges::snapshot() {
   GlobalRanges ranges;
   std::lock_guard<std::mutex> lock(registry().mutex);

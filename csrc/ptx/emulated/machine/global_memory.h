@@ -1,9 +1,13 @@
 // Global memory: the tensors a kernel may touch. Everything else is out of bounds.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
 
 namespace ffpa::emu {
 
@@ -22,6 +26,22 @@ class RegisteredRange {
   uint64_t id_;
 };
 
+// Which cluster of a launch wrote where. Nothing orders the accesses of two of them, so where one has written, no other
+// may read or write.
+class GlobalWriters {
+ public:
+  // False where another cluster wrote before.
+  bool read(uintptr_t address, size_t bytes, uint32_t cluster);
+  bool write(uintptr_t address, size_t bytes, uint32_t cluster);
+
+ private:
+  static constexpr uintptr_t kPageBytes = 4096, kUnitBytes = 2;
+  using Page = std::array<uint32_t, kPageBytes / kUnitBytes>;  // 1 + cluster, 0: nobody
+
+  std::mutex mutex_;
+  std::unordered_map<uintptr_t, Page> pages_;
+};
+
 // The ranges registered when a launch begins, merged for quick lookup. Adjacent tensors do not merge: an access that
 // runs from one into the next is out of bounds.
 class GlobalRanges {
@@ -30,6 +50,8 @@ class GlobalRanges {
 
   // nullptr when the access is fine, else what is wrong with it.
   const char* check(const void* address, size_t bytes, Access wanted) const;
+
+  GlobalWriters& writers() const { return *writers_; }
 
   // " (130 bytes past the end of a range of 4096 bytes)", or empty when nothing is near.
   void describe_neighbour(const void* address, size_t bytes, char* text, size_t text_bytes) const;
@@ -41,6 +63,7 @@ class GlobalRanges {
   };
   std::multimap<uintptr_t, Range> by_base_;
   uintptr_t longest_ = 0;
+  std::shared_ptr<GlobalWriters> writers_ = std::make_shared<GlobalWriters>();  // of all OS threads together
 };
 
 }  // namespace ffpa::emu

@@ -182,7 +182,8 @@ struct Machine {
   GridShape shape;
   std::function<void()> kernel;
 
-  std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs now
+  uint32_t cluster = 0;                        // that runs now
+  std::vector<std::unique_ptr<Block>> blocks;  // of it
   std::vector<Warp*> warps;                    // by cluster id
   std::vector<Lane> lanes;
   std::vector<char*> stacks;

@@ -17,7 +17,16 @@ void check_global(const void* address, uint32_t bytes, uint32_t alignment, Acces
   }
   if (bytes == 0) return;
   const char* problem = machine->global.check(address, bytes, access);
-  if (!problem) return;
+  if (!problem) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+    GlobalWriters& writers = machine->global.writers();
+    const bool alone = access == Access::kReadWrite ? writers.write(begin, bytes, machine->cluster)
+                                                    : writers.read(begin, bytes, machine->cluster);
+    if (!alone && machine->options.check_races) {
+      fail("race", site, format("%s: %u bytes at %p, which another block wrote", what, bytes, address));
+    }
+    return;
+  }
   const bool read_only = std::strstr(problem, "read-only") != nullptr;
   char neighbour[128];
   machine->global.describe_neighbour(address, bytes, neighbour, sizeof(neighbour));

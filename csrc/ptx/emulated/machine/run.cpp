@@ -144,6 +144,7 @@ Report run_clusters(const GridShape& shape, const std::function<void()>& kernel,
   self.kernel = kernel;
   machine = &self;
   for (int64_t i = next_cluster++; i < clusters.count(); i = next_cluster++) {
+    self.cluster = uint32_t(i);
     run_cluster(self,
                 {uint32_t(i % clusters.x) * shape.cluster.x, uint32_t(i / clusters.x % clusters.y) * shape.cluster.y,
                  uint32_t(i / clusters.x / clusters.y) * shape.cluster.z});
