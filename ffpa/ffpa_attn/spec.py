@@ -164,7 +164,7 @@ class ForwardMmaRows(KernelSpec):
 
     family = "forward_mma_rows"
     arch = "sm_80"
-    allowed_spill_bytes = 16  # two registers, on sm_80
+    allowed_spill_bytes = 32  # on sm_80 at D = 128: six registers, once a tile
     streamed: ClassVar[bool] = False
 
     dtype: str
