@@ -24,8 +24,11 @@ step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
 step tests "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
-[ -z "${SANITIZE:-}" ] || step sanitize compute-sanitizer --tool racecheck --error-exitcode 1 \
-  "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py -k test_cases_on_a_gpu
+for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
+  step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
+    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_splits.py tests/test_mma_rows.py \
+    -k "test_cases_on_a_gpu or test_on_a_gpu or test_rules_on_a_gpu"
+done
 echo
 cat "$out"/*.md 2>/dev/null
 cat "$out/summary.txt"

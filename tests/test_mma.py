@@ -212,16 +212,6 @@ def test_maxima_that_move_emulated(level, acc, steepness, falling):
     check(case, (q, k, v, None), out, lse, "f16" if acc == "f16" else "f32", "f32" if acc == "f32" else "f16")
 
 
-def test_padded_rows_emulated(monkeypatch):
-    for x in "QKV":
-        monkeypatch.setenv(f"ENABLE_FFPA_SMEM_SWIZZLE_{x}", "0")
-    case = Case(n_q=70, n_k=300, d=512, rule={"causal": True})
-    inputs = make_inputs(case, "cpu")
-    with emulate("sm_90a") as reports:
-        check(case, inputs, *call(case, inputs, level=1))
-    assert reports[0]["kernel"].endswith("pad_q_pad_k_pad_v") and reports[0]["bank_conflict_ratio"] <= 1.001
-
-
 def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run):
     """Of level 3: a cap on the workspace takes blocks away, and each of the others gets more items."""
     spec = shipped(3)

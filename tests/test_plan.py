@@ -100,15 +100,6 @@ def test_accumulators(acc, expected, monkeypatch):
     assert accumulators() == ("f32", "f32")
 
 
-@pytest.mark.parametrize("name", "qkv")
-def test_a_toggle_pads_rows(name, monkeypatch):
-    monkeypatch.setenv(f"ENABLE_FFPA_SMEM_SWIZZLE_{name.upper()}", "0")
-    for level in (1, 3):
-        chosen = plan(level=level)
-        padded = {x for x in "qkv" if getattr(chosen.spec, f"pad_{x}")}
-        assert padded == {name} and fits(chosen.spec, 512, chosen.stages, chosen.q_resident, "sm_90")
-
-
 @pytest.mark.parametrize(
     "d, needs_lse, backend",
     [

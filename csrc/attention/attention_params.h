@@ -65,8 +65,10 @@ struct AttentionParams {
   float softcap;  // 0: none
   MaskView mask;  // [batch, heads_q, n_q, n_k]
 
-  int stages;       // 1 … 4 buffers in the ring of K and V steps
-  bool q_resident;  // Q stays in shared memory; otherwise its columns come along with those of K
+  int stages;          // 1 … 4 slots in the ring of K and V steps
+  int value_stages;    // the same of V, where its steps have a ring of their own
+  bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
+  bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
 
   float* scratch;       // of kernels that stream O: a part for each block of the grid
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
@@ -123,7 +125,9 @@ struct ForwardOptions {
   int64_t left, right;  // -1 is unbounded
   bool top_left;
   int64_t stages;
+  int64_t value_stages;
   bool q_resident;
+  bool grid_of_heads;
   float* scratch;
   int resident_blocks;
   int splits;
@@ -165,7 +169,9 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   // One too small for a float is still a cap.
   params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
   params.stages = int(options.stages);
+  params.value_stages = int(options.value_stages);
   params.q_resident = options.q_resident;
+  params.grid_of_heads = options.grid_of_heads;
   params.scratch = options.scratch;
   params.resident_blocks = options.resident_blocks;
   params.splits = options.splits;

@@ -12,8 +12,9 @@
 //   L3   kStreamed: in global scratch, in fp32; step 3 brings in one group of columns after the other.
 //
 // The head dim of Q and K is a loop count, and so is the number of column groups. The warps split S by rows and keys
-// and O by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring. The
-// two teams of warps share nothing else, so that one computes products while the other is in its softmax.
+// and O by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring (or
+// one each). The two teams of warps share nothing else, so that one computes products while the other is in its
+// softmax.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -21,6 +22,7 @@
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
+#include "attention/work_items.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -49,6 +51,7 @@ class ForwardMma {
   static constexpr int kValueSteps = kKeys / kValueRows;
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kTeamWarps = Config::kTeamWarps;
+  static constexpr bool kOwnRings = Config::kOwnRings;
 
   // Of one warp, in fragments: S [kScoreM × kScoreN] and O [kOutM × kOutN].
   static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
@@ -63,15 +66,19 @@ class ForwardMma {
         lane_(ptx::lane_id()),
         team_(thread_ / 32 / kTeamWarps),
         team_warp_(thread_ / 32 % kTeamWarps),
-        slot_bytes_(Config::slot_bytes(params)),
-        p_smem_(ptx::dynamic_smem() + params.stages * slot_bytes_),
+        p_smem_(ptx::dynamic_smem() + Config::all_slots_bytes(params)),
         partial_smem_(p_smem_ + Config::kProbabilityBytes),
         factor_smem_(partial_smem_ + Config::kScoreWarpsByKeys * Config::kStatisticBytes),
-        block_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes),
-        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes + KeptRowBlock::kBytes),
+        block_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes),
+        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes + KeptRowBlock::kBytes),
         key_steps_(Config::key_steps(params)),
-        ring_(factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, slot_bytes_) {
-    ring_.init(thread_);
+        key_feed_{
+            {factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, Config::slot_bytes(params)}},
+        value_feed_{{factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes,
+                     ptx::dynamic_smem() + params.stages * Config::slot_bytes(params), params.value_stages,
+                     Config::kValueStepBytes}} {
+    key_feed_.ring.init(thread_);
+    if (kOwnRings) value_feed_.ring.init(thread_);
   }
 
   FFPA_DEVICE void run(int item) {
@@ -114,7 +121,6 @@ class ForwardMma {
 
   FFPA_DEVICE void begin(int item) {
     const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
-    const int row_blocks = ceil_div(params_.n_q, kRows);
     first_column_ = item % groups * kColumns;
     split_ = item / groups % params_.splits;
     if (thread_ == 0) block_.keep(row_block_of(item / groups / params_.splits));
@@ -123,8 +129,9 @@ class ForwardMma {
     const TileRange tiles = visible_tiles(block_, kKeys, params_.splits, split_);
     first_tile_ = tiles.first;
     end_tile_ = tiles.end;
-    load_tile_ = first_tile_;
-    load_step_ = load_group_ = 0;
+    key_feed_.tile = value_feed_.tile = first_tile_;
+    key_feed_.step = key_feed_.group = value_feed_.group = 0;
+    value_feed_.step = key_steps_;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
@@ -138,7 +145,8 @@ class ForwardMma {
     if (params_.q_resident) {  // belongs to the first step's copies
       for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, step);
     }
-    for (int step = 0; step < ring_.ahead(); ++step) load_next_step();
+    for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
+    for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
   }
 
   // The last row blocks of a head come first: under a causal mask they are the longest.
@@ -147,7 +155,43 @@ class ForwardMma {
     return row_block(params_, index / row_blocks, (row_blocks - 1 - index % row_blocks) * kRows, kRows);
   }
 
-  // ---- the ring of steps ----
+  // ---- the steps of K and V on their way into shared memory ----
+
+  // What a ring brings next: steps 0 … of K and behind them, counted on, those of V for each column group.
+  struct Feed {
+    typename Config::Ring ring;
+    int tile = 0, step = 0, group = 0;
+  };
+  enum Operand { kOfKeys, kOfValues };
+
+  template <Operand kOperand>
+  FFPA_DEVICE Feed& feed() {
+    return kOwnRings && kOperand == kOfValues ? value_feed_ : key_feed_;
+  }
+
+  // Starts the copies of the next step in the ring of the operand, if there is one.
+  template <Operand kOperand>
+  FFPA_DEVICE void load_next_step() {
+    constexpr bool kOnlyKeys = kOwnRings && kOperand == kOfKeys, kOnlyValues = kOwnRings && kOperand == kOfValues;
+    Feed& next = feed<kOperand>();
+    if (next.tile == end_tile_) return;
+    const uint32_t slot = next.ring.begin_fill();
+    if (kOnlyKeys || (!kOnlyValues && next.step < key_steps_)) {
+      copy_keys(slot, next.tile, next.step);
+    } else {
+      copy_values(slot, next.tile, next.step - key_steps_, next.group);
+    }
+    next.ring.end_fill();
+
+    if (++next.step < key_steps_ + (kOnlyKeys ? 0 : kValueSteps)) return;
+    next.step = kOnlyValues ? key_steps_ : 0;
+    if (Config::kStreamed && !kOnlyKeys && ++next.group < Config::column_groups(params_)) {
+      next.step = key_steps_;
+      return;
+    }
+    next.group = 0;
+    ++next.tile;
+  }
 
   FFPA_DEVICE void copy_queries(uint32_t target_smem, int step) const {
     const tile::GmemWindow q_gmem = {block_.q(), params_.q.row_stride, block_.n_q(), params_.d_qk};
@@ -155,36 +199,24 @@ class ForwardMma {
         target_smem, Config::query_layout(), tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns), thread_);
   }
 
-  // Starts the copies of the next step, if there is one: those of K, then those of V for each column group.
-  FFPA_DEVICE void load_next_step() {
-    if (load_tile_ == end_tile_) return;
-    const uint32_t slot = ring_.begin_fill();
-    const int key = load_tile_ * kKeys;
-    if (load_step_ < key_steps_) {
-      const tile::GmemWindow k_gmem = {block_.k(), params_.k.row_stride, block_.n_k(), params_.d_qk};
-      tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
-          slot, Config::key_layout(), tile::window_at(k_gmem, key, load_step_ * kKeyColumns), thread_);
-      if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, load_step_);
-    } else {
-      const int column = Config::kStreamed ? load_group_ * kColumns : first_column_;
-      const int value_row = key + (load_step_ - key_steps_) * kValueRows;
-      const tile::GmemWindow v_gmem = {block_.v(), params_.v.row_stride, block_.n_k(), params_.d_v};
-      tile::copy_tile_async<kValueRows, kColumns, kThreads>(slot, Config::value_layout(),
-                                                            tile::window_at(v_gmem, value_row, column), thread_);
-    }
-    ring_.end_fill();
-    if (++load_step_ < key_steps_ + kValueSteps) return;
-    if (Config::kStreamed && ++load_group_ < Config::column_groups(params_)) {
-      load_step_ = key_steps_;
-    } else {
-      load_step_ = load_group_ = 0;
-      ++load_tile_;
-    }
+  FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const {
+    const tile::GmemWindow k_gmem = {block_.k(), params_.k.row_stride, block_.n_k(), params_.d_qk};
+    tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
+        slot, Config::key_layout(), tile::window_at(k_gmem, tile * kKeys, step * kKeyColumns), thread_);
+    if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, step);
   }
 
+  FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const {
+    const tile::GmemWindow v_gmem = {block_.v(), params_.v.row_stride, block_.n_k(), params_.d_v};
+    const int column = Config::kStreamed ? group * kColumns : first_column_;
+    tile::copy_tile_async<kValueRows, kColumns, kThreads>(
+        slot, Config::value_layout(), tile::window_at(v_gmem, tile * kKeys + step * kValueRows, column), thread_);
+  }
+
+  template <Operand kOperand>
   FFPA_DEVICE uint32_t next_step() {
-    load_next_step();
-    return ring_.begin_use();
+    load_next_step<kOperand>();
+    return feed<kOperand>().ring.begin_use();
   }
 
   // P, maxima and factors of a team's rows are its own.
@@ -209,7 +241,7 @@ class ForwardMma {
     tile::Accumulator<typename Config::AccQk> s[kScoreM][kScoreN];
     FFPA_NO_UNROLL
     for (int step = 0; step < key_steps_; ++step) {
-      const uint32_t k_smem = next_step();
+      const uint32_t k_smem = next_step<kOfKeys>();
       const uint32_t q_smem =
           params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes : k_smem + Config::kKeyStepBytes;
       const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
@@ -224,8 +256,8 @@ class ForwardMma {
         ptx::ldmatrix_x4(
             b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
       };
-      tile::add_product<Element, 1, kKeyColumns / 16>(s, load_a, load_b);
-      ring_.end_use(lane_);
+      tile::add_product<Element, Config::kAhead, kKeyColumns / 16>(s, load_a, load_b);
+      feed<kOfKeys>().ring.end_use();
     }
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
@@ -314,7 +346,7 @@ class ForwardMma {
   FFPA_DEVICE void add_values(Out& out) {
     FFPA_NO_UNROLL
     for (int step = 0; step < kValueSteps; ++step) {
-      const uint32_t v_smem = next_step();
+      const uint32_t v_smem = next_step<kOfValues>();
       const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
         const tile::Coordinate at = tile::ldmatrix_a(lane_);
         const int chunk = (step * kValueRows + depth * 16) / tile::kChunkElements;
@@ -328,8 +360,8 @@ class ForwardMma {
         const int chunk = pair_column(pair) / tile::kChunkElements;
         ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
       };
-      tile::add_product<Element, 1, kValueRows / 16>(out, load_a, load_b);
-      ring_.end_use(lane_);
+      tile::add_product<Element, Config::kAhead, kValueRows / 16>(out, load_a, load_b);
+      feed<kOfValues>().ring.end_use();
     }
   }
 
@@ -344,7 +376,7 @@ class ForwardMma {
 
   FFPA_DEVICE float* scratch_of(int group) const {
     constexpr int kWarpFloats = kOutM * kOutN * 128;
-    const int64_t warp_of_all = (int64_t(ptx::block_x()) * Config::column_groups(params_) + group) * Config::kWarps;
+    const int64_t warp_of_all = (int64_t(block_number()) * Config::column_groups(params_) + group) * Config::kWarps;
     return params_.scratch + (warp_of_all + thread_ / 32) * kWarpFloats + lane_ * 4;
   }
 
@@ -512,18 +544,16 @@ class ForwardMma {
 
   const AttentionParams& params_;
   int thread_, lane_, team_, team_warp_;
-  uint32_t slot_bytes_;
   uint32_t p_smem_;        // [kRows][kKeys]
   uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
   uint32_t factor_smem_;   // [kRows]: α
   KeptRowBlock block_;
   uint32_t q_smem_;  // resident Q: [key step][kRows][kKeyColumns]
   int key_steps_;
-  typename Config::Ring ring_;
+  Feed key_feed_, value_feed_;  // one alone brings both, unless there are two rings
 
   int first_column_, split_;
   int first_tile_, end_tile_;
-  int load_tile_, load_step_, load_group_;  // what the next copy brings
 
   float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // of rows 16m + 8h + lane / 4 of the warp; maxima in base 2
 };
@@ -533,13 +563,13 @@ FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
 void forward_mma(FFPA_GRID_CONSTANT const AttentionParams params) {
   ForwardMma<Config> forward(params);
   if constexpr (Config::kStreamed) {
-    const int items = Config::work_items(params);
-    for (int item = ptx::block_x(); item < items; item += ptx::grid_x()) {
+    const int items = Config::items_of_head(params) * params.heads_q * params.batch;
+    for (int item = block_number(); item < items; item += blocks_of_grid()) {
       forward.run(item);
       ptx::sync_block();  // nobody reads Q or the statistics of this item any more
     }
   } else {
-    forward.run(ptx::block_x());
+    forward.run(block_number());
   }
 }
 

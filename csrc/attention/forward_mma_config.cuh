@@ -5,6 +5,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/row_block.cuh"
+#include "attention/work_items.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -16,7 +17,8 @@ namespace ffpa {
 
 // Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
 // time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
-// scratch; kPadQ, kPadK, kPadV, rows in shared memory padded instead of swizzled.
+// scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, rows in shared memory padded instead of
+// swizzled; kSerial, whether fragments are loaded when they are needed and not ahead.
 template <class Fields>
 struct ForwardMmaConfig : Fields {
   using Params = AttentionParams;
@@ -29,6 +31,7 @@ struct ForwardMmaConfig : Fields {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kMinBlocksPerSm = 1;
+  static constexpr int kAhead = Fields::kSerial ? 0 : 1;
 
   // Two teams of warps share the rows (of 32 there is nothing to share). Only the ring of K and V steps connects them,
   // so one computes products while the other is in its softmax.
@@ -66,22 +69,27 @@ struct ForwardMmaConfig : Fields {
 
   FFPA_HOST_DEVICE static int key_steps(const Params& params) { return ceil_div(params.d_qk, kKeyColumns); }
 
+  // The slots of the ring of K, or of K and V, and behind them those of the ring of V.
   FFPA_HOST_DEVICE static uint32_t slot_bytes(const Params& params) {
-    return max_of(kKeyStepBytes + (params.q_resident ? 0 : kQueryStepBytes), kValueStepBytes);
+    const uint32_t key_bytes = kKeyStepBytes + (params.q_resident ? 0 : kQueryStepBytes);
+    return Fields::kOwnRings ? key_bytes : max_of(key_bytes, kValueStepBytes);
   }
+  FFPA_HOST_DEVICE static uint32_t all_slots_bytes(const Params& params) {
+    return params.stages * slot_bytes(params) + (Fields::kOwnRings ? params.value_stages * kValueStepBytes : 0);
+  }
+  static constexpr uint32_t kBarrierBytes = (Fields::kOwnRings ? 2 : 1) * Ring::kBarrierBytes;
 
   static uint32_t smem_bytes(const Params& params) {
-    return params.stages * slot_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes +
-           Ring::kBarrierBytes + KeptRowBlock::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
+    return all_slots_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes + kBarrierBytes +
+           KeptRowBlock::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
   }
 
   // Passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  // Work items: (head, row block, part of the keys) and, unless O is streamed, column group.
-  FFPA_HOST_DEVICE static int work_items(const Params& params) {
-    return ceil_div(params.n_q, kRows) * params.batch * params.heads_q * params.splits *
-           (Fields::kStreamed ? 1 : column_groups(params));
+  // Work items of a head: (row block, part of the keys) and, unless O is streamed, column group.
+  FFPA_HOST_DEVICE static int items_of_head(const Params& params) {
+    return ceil_div(params.n_q, kRows) * params.splits * (Fields::kStreamed ? 1 : column_groups(params));
   }
 
   // Floats of scratch of one block, in the order of fragments.
@@ -91,8 +99,7 @@ struct ForwardMmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x =
-        uint32_t(Fields::kStreamed ? min_of(work_items(params), params.resident_blocks) : work_items(params));
+    shape.grid = grid_of(params, items_of_head(params), Fields::kStreamed ? params.resident_blocks : kLargestInt);
     shape.threads = kThreads;
     shape.smem_bytes = smem_bytes(params);
     return shape;

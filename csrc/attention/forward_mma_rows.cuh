@@ -15,6 +15,7 @@
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
+#include "attention/work_items.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -37,7 +38,8 @@
 namespace ffpa {
 
 // Fields: Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
-// and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile.
+// and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile;
+// kSerial, whether fragments are loaded when they are needed and not ahead.
 template <class Fields>
 struct ForwardMmaRowsConfig : Fields {
   using Params = AttentionParams;
@@ -57,7 +59,7 @@ struct ForwardMmaRowsConfig : Fields {
   static constexpr bool kLogits = kWarpRows == 16;
 
   // B fragments are loaded so many pairs before their products: about one latency of ldmatrix.
-  static constexpr int kAhead = kWarpRows == 16 ? 2 : 1;
+  static constexpr int kAhead = Fields::kSerial ? 0 : kWarpRows == 16 ? 2 : 1;
 
   // Shared memory: Q (at the end O), then for each stage K, then for each stage V, then the row block.
   static constexpr uint32_t kQueryBytes = kRows * kHeadDim * 2;
@@ -65,7 +67,7 @@ struct ForwardMmaRowsConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(ceil_div(params.n_q, kRows) * params.batch * params.heads_q * params.splits);
+    shape.grid = grid_of(params, ceil_div(params.n_q, kRows) * params.splits);
     shape.threads = kThreads;
     shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes + KeptRowBlock::kBytes;
     return shape;
@@ -95,10 +97,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // ---- what this block of threads computes ----
 
   const int row_blocks = ceil_div(params.n_q, kRows);
-  const int split = ptx::block_x() % params.splits;
-  const int head_of_all = ptx::block_x() / params.splits / row_blocks;
+  const int item = block_number();
+  const int split = item % params.splits;
+  const int head_of_all = item / params.splits / row_blocks;
   // The last row blocks come first: under a causal mask they are the longest.
-  const int first_row = (row_blocks - 1 - ptx::block_x() / params.splits % row_blocks) * kRows;
+  const int first_row = (row_blocks - 1 - item / params.splits % row_blocks) * kRows;
   if (thread == 0) block.keep(row_block(params, head_of_all, first_row, kRows));
   ptx::sync_block();  // the row block is there
   const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};

@@ -14,28 +14,31 @@ namespace ffpa::tile {
 // a(fragment, m, depth) brings the A fragment of rows 16m …, and b(fragments, depth, pair) the two B fragments of
 // columns 16·pair …. A is asked for one depth ahead, one fragment at a time between the products, and B kAhead pairs
 // ahead: what they do (ldmatrix; the exponentials of a softmax) runs while the tensor cores work. The order is the
-// written one, so all of it is unrolled.
+// written one, so all of it is unrolled. With kAhead = 0 either is asked for when it is needed.
 template <class Element, int kAhead, int kDepths, class Type, int kM, int kN, class LoadA, class LoadB>
 FFPA_DEVICE void add_product(Accumulator<Type> (&sums)[kM][kN], const LoadA& a, const LoadB& b) {
   static_assert(kN % 2 == 0, "B fragments come in pairs");
   constexpr int kPairs = kN / 2;
   constexpr int kSteps = kDepths * kPairs;
 
+  constexpr bool kAheadA = kAhead > 0;
   uint32_t a_rmem[2][kM][4];       // of this depth and the next
   uint32_t b_rmem[kAhead + 1][4];  // of this pair and the next kAhead
   FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) a(a_rmem[0][m], m, 0);
+  for (int m = 0; kAheadA && m < kM; ++m) a(a_rmem[0][m], m, 0);
   FFPA_UNROLL
   for (int step = 0; step < min_of(kAhead, kSteps); ++step) b(b_rmem[step], step / kPairs, step % kPairs);
 
   FFPA_UNROLL
   for (int depth = 0; depth < kDepths; ++depth) {
     FFPA_UNROLL
+    for (int m = 0; !kAheadA && m < kM; ++m) a(a_rmem[depth % 2][m], m, depth);
+    FFPA_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
       const int step = depth * kPairs + pair;
       const int coming = step + kAhead;
       if (coming < kSteps) b(b_rmem[coming % (kAhead + 1)], coming / kPairs, coming % kPairs);
-      if (depth + 1 < kDepths) {
+      if (kAheadA && depth + 1 < kDepths) {
         FFPA_UNROLL
         for (int m = ceil_div(pair * kM, kPairs); m < ceil_div((pair + 1) * kM, kPairs); ++m) {
           a(a_rmem[(depth + 1) % 2][m], m, depth + 1);

@@ -1,8 +1,9 @@
-// A ring of 1 … 4 slots of shared memory between all threads of a block, which fill slots with cp.async, and its warps,
-// which use them. Each slot has two mbarriers, so that nobody waits for more than is needed:
+// A ring of 1 … 4 slots of shared memory, which all threads of a block fill with cp.async and all use. Each slot has
+// two mbarriers, so that nobody waits for more than is needed:
 //
-//   full    every thread's copies into the slot have landed: the warps may read it;
-//   empty   every warp has read it: the threads may fill it again.
+//   full    every thread's copies into the slot have landed: all may read it;
+//   empty   every thread has read it: all may fill it again. (One arrival a warp would do, at the same speed; but tools
+//           that look for races do not see that the other lanes read before it.)
 //
 // The length is known at run time only. Fills and uses each go round the ring in order.
 #pragma once
@@ -29,9 +30,11 @@ class StageRing {
 
   // By every thread, before a barrier of the block.
   FFPA_DEVICE void init(int thread) const {
-    if (thread < stages_) {
-      ptx::mbarrier_init(full(thread), kThreads);
-      ptx::mbarrier_init(empty(thread), kThreads / 32);
+    if (thread > 0) return;
+    FFPA_NO_UNROLL
+    for (int slot = 0; slot < stages_; ++slot) {
+      ptx::mbarrier_init(full(slot), kThreads);
+      ptx::mbarrier_init(empty(slot), kThreads);
     }
   }
 
@@ -39,7 +42,7 @@ class StageRing {
   // whole step behind the others before they wait for it.
   FFPA_DEVICE int ahead() const { return stages_ <= 2 ? stages_ - 1 : stages_ - 2; }
 
-  // The slot to fill next, once every warp has read what lay there.
+  // The slot to fill next, once everybody has read what lay there.
   FFPA_DEVICE uint32_t begin_fill() {
     if (filled_round_ > 0) ptx::mbarrier_wait(empty(fill_), (filled_round_ & 1) ^ 1);
     return slots_smem_ + fill_ * slot_bytes_;
@@ -60,10 +63,10 @@ class StageRing {
     return slots_smem_ + use_ * slot_bytes_;
   }
 
-  // By all lanes of a warp together: none of them reads the slot any more.
-  FFPA_DEVICE void end_use(int lane) {
+  // By all lanes of a warp together, so that they arrive in one instruction: none reads the slot any more.
+  FFPA_DEVICE void end_use() {
     ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(empty(use_));
+    ptx::mbarrier_arrive(empty(use_));
     if (++use_ == stages_) {
       use_ = 0;
       used_parity_ ^= 1;

@@ -42,8 +42,9 @@ MaskView mask_view(const std::optional<Tensor>& mask) {
 void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor lse,
                        std::optional<Tensor> mask, std::optional<Tensor> offsets_q, std::optional<Tensor> offsets_k,
                        int64_t longest_q, int64_t longest_k, double scale, double softcap, int64_t left, int64_t right,
-                       bool top_left, int64_t stages, bool q_resident, std::optional<Tensor> scratch,
-                       int64_t resident_blocks, int64_t splits, std::optional<Tensor> partial) {
+                       bool top_left, int64_t stages, int64_t value_stages, bool q_resident, bool grid_of_heads,
+                       std::optional<Tensor> scratch, int64_t resident_blocks, int64_t splits,
+                       std::optional<Tensor> partial) {
   float* lse_data = lse.numel() ? static_cast<float*>(lse.data_ptr()) : nullptr;
   const auto floats = [](const std::optional<Tensor>& x) { return x ? static_cast<float*>(x->data_ptr()) : nullptr; };
   HostSequences sequences;
@@ -54,15 +55,15 @@ void attention_forward(std::string kernel, const Tensor& q, const Tensor& k, con
   launch_on(q, kernel,
             forward_params(host_tensor(q), host_tensor(k), host_tensor(v), host_tensor(out), lse_data, mask_view(mask),
                            sequences,
-                           {scale, softcap, left, right, top_left, stages, q_resident, floats(scratch),
-                            int(resident_blocks), int(splits), floats(partial)}));
+                           {scale, softcap, left, right, top_left, stages, value_stages, q_resident, grid_of_heads,
+                            floats(scratch), int(resident_blocks), int(splits), floats(partial)}));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
   library.def(
       "attention_forward(str kernel, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor? mask, "
       "Tensor? offsets_q, Tensor? offsets_k, int longest_q, int longest_k, float scale, float softcap, int left, int "
-      "right, bool top_left, int stages, bool q_resident, Tensor(c!)? scratch, "
+      "right, bool top_left, int stages, int value_stages, bool q_resident, bool grid_of_heads, Tensor(c!)? scratch, "
       "int resident_blocks, int splits, Tensor(d!)? partial) -> ()");
 }
 

@@ -44,9 +44,9 @@ def _module_with(spec: KernelSpec):
     return _module(shipped if spec in shipped else (spec,))
 
 
-def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool) -> int:
+def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:
     """What the kernel itself asks for."""
-    return _module_with(spec).smem_bytes(spec.name, d_qk, stages, q_resident)
+    return _module_with(spec).smem_bytes(spec.name, d_qk, stages, value_stages, q_resident)
 
 
 def _address(x: torch.Tensor | None) -> int:

@@ -39,6 +39,12 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def _stages(raw: str) -> int:
+    if raw in ("1", "2", "3", "4"):
+        return int(raw)
+    raise ValueError("1 | 2 | 3 | 4")
+
+
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(raw: str) -> str:
         if raw in allowed:
@@ -166,7 +172,15 @@ FLAGS: tuple[Flag, ...] = (
     _tri("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
     _tri("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),
     _tri("ENABLE_FFPA_FORCE_PV_F16", "Accumulate PV in f16 whatever `acc` says."),
-    _tri("ENABLE_FFPA_QKV_SMEM_SHARE", "Let V reuse the shared memory of Q and K."),
+    _tri("ENABLE_FFPA_QKV_SMEM_SHARE", "Let V reuse the shared memory of Q and K; 0 gives K and V a ring each."),
+    Flag(
+        "FFPA_PV_STAGES",
+        "1 | 2 | 3 | 4",
+        None,
+        "run",
+        "Stages of V in a ring of its own; unset: as many as `num_stages` says.",
+        _stages,
+    ),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_Q", "Swizzle Q in shared memory; 0 pads rows by 8 elements instead."),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_K", "Swizzle K in shared memory; 0 pads rows by 8 elements instead."),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_V", "Swizzle V in shared memory; 0 pads rows by 8 elements instead."),
@@ -198,6 +212,10 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
     if on("PERSIST_Q_S2R") and on("PERSIST_Q_G2S") and not on("PERSIST_KV_G2S"):
         clash(
             "PERSIST_Q_S2R", "PERSIST_Q_G2S", "Q stays in registers or in shared memory; set PERSIST_KV_G2S=1 for both"
+        )
+    if on("QKV_SMEM_SHARE") and values["FFPA_PV_STAGES"] is not None:
+        raise ValueError(
+            "FFPA_PV_STAGES asks for a ring of V alone, and ENABLE_FFPA_QKV_SMEM_SHARE=1 for none; unset one"
         )
     if on("QKV_SMEM_SHARE") and not on("PERSIST_Q_S2R"):
         for held in ("PERSIST_Q_G2S", "PERSIST_KV_G2S"):

@@ -31,12 +31,9 @@ from .spec import (
 
 # What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
-    "ENABLE_FFPA_QKV_SMEM_SHARE": True,  # K and V steps, and those of a Q that is not resident, share one ring
     "ENABLE_FFPA_PERSIST_KV_G2S": False,
     "ENABLE_FFPA_PERSIST_Q_S2R": False,
     "ENABLE_FFPA_PERSIST_V_S2R": False,
-    "ENABLE_FFPA_REGISTERS_PIPE_KV": True,
-    "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
 }
 _ROWS_FIXED = {
     "ENABLE_FFPA_QKV_SMEM_SHARE": False,
@@ -46,12 +43,12 @@ _ROWS_FIXED = {
     "ENABLE_FFPA_PERSIST_Q_G2S": True,
     "ENABLE_FFPA_PERSIST_KV_G2S": True,
     "ENABLE_FFPA_PERSIST_V_S2R": True,  # a fragment of V is loaded once a tile, for all rows of a warp
-    "ENABLE_FFPA_REGISTERS_PIPE_KV": True,
-    "ENABLE_FFPA_LAUNCH_GRID_DNHB": False,
+    "FFPA_PV_STAGES": None,
 }
 
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
+_MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
 _MOST_SPLITS = 64
 _ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
 _RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
@@ -65,10 +62,14 @@ class MmaPlan(NamedTuple):
     stages: int
     q_resident: bool
     splits: int = 1
+    value_stages: int = 0  # where V has a ring of its own
+    grid_of_heads: bool = False
     packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
 
-def smem_bytes(spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool) -> int:
+def smem_bytes(
+    spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
+) -> int:
     """As the Config's launch_shape says; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
@@ -78,11 +79,13 @@ def smem_bytes(spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resi
 
     query = step(spec.rows, spec.key_columns, spec.pad_q)
     key = step(spec.keys, spec.key_columns, spec.pad_k) + (0 if q_resident else query)
-    slot = max(key, step(spec.value_rows, spec.columns, spec.pad_v))
+    value = step(spec.value_rows, spec.columns, spec.pad_v)
+    slots = stages * key + value_stages * value if spec.own_rings else stages * max(key, value)
     score_warps_by_keys = 256 // spec.rows
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
-    return stages * slot + spec.rows * spec.keys * 2 + statistics + 64 + _ROW_BLOCK_BYTES + resident
+    barriers = 64 * (1 + spec.own_rings)
+    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_BLOCK_BYTES + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
@@ -141,9 +144,14 @@ def _splits(p: Problem, level: int, columns: int, shape: Shape, workspace_cap: i
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, columns, shape, splits))
 
 
-def _with_padding(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
+def _as_toggled(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
     pads = {f"pad_{x}": flags[f"ENABLE_FFPA_SMEM_SWIZZLE_{x.upper()}"] is False for x in "qkv"}
-    return replace(spec, **pads)
+    own_rings = flags["ENABLE_FFPA_QKV_SMEM_SHARE"] is False or flags["FFPA_PV_STAGES"] is not None
+    return replace(spec, own_rings=own_rings, serial=_is_serial(flags), **pads)
+
+
+def _is_serial(flags: Mapping[str, Any]) -> bool:
+    return flags["ENABLE_FFPA_REGISTERS_PIPE_KV"] is False
 
 
 def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list[int]:
@@ -153,14 +161,17 @@ def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list
     return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
 
 
-def _settings(spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, bool] | None:
-    """(stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing is forced."""
+def _settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
+    """(stages, value_stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing
+    is forced.
+    """
     stages, resident = _stages(p, flags, [4, 3, 2, 1]), flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     for q_resident in (True, False) if resident is None else (resident,):
         for n in stages:
+            of_values = (flags["FFPA_PV_STAGES"] or n) if spec.own_rings else 0
             last_choice = q_resident and n == 1 and resident is None and len(stages) > 1
-            if not last_choice and smem_bytes(spec, p.d_qk, n, q_resident) <= limit:
-                return n, q_resident
+            if not last_choice and smem_bytes(spec, p.d_qk, n, q_resident, of_values) <= limit:
+                return n, of_values, q_resident
     return None
 
 
@@ -186,7 +197,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Mm
     half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
     plans = []
     for shape in rows_shapes(head_dim):
-        spec = rows_spec(p.dtype, acc, head_dim, shape, q_in_registers)
+        spec = replace(rows_spec(p.dtype, acc, head_dim, shape, q_in_registers), serial=_is_serial(flags))
         if spec.plain and (p.mask or p.softcap or p.scale <= 0 or q_in_registers):
             continue
         fits = [
@@ -222,18 +233,18 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
     for level, columns, shape in _candidates(p, acc):
-        spec = _with_padding(forward_spec(p.dtype, acc, columns, shape, streamed=level == 3), flags)
+        spec = _as_toggled(forward_spec(p.dtype, acc, columns, shape, streamed=level == 3), flags)
         settings = _settings(spec, p, flags, limit)
         if settings is None:
             continue
         splits = _splits(p, level, columns, shape, flags["FFPA_WORKSPACE_MB"] << 20)
         cost = _microseconds(p, level, columns, shape, splits)
-        stages, q_resident = settings
+        stages, value_stages, q_resident = settings
         if level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
             cost *= 1.2
         if stages == 1:
             cost *= 8  # nothing hides the loads: only where nothing else fits
-        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits)))
+        plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, value_stages)))
     return _cheapest(plans, spec, p)
 
 
@@ -247,8 +258,12 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
-    if prefetch is not None and p.num_stages and prefetch != (p.num_stages > 1):
-        return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and num_stages={p.num_stages} exclude each other"
+    for name, stages in (("num_stages", p.num_stages), ("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])):
+        if prefetch is not None and stages and prefetch != (stages > 1):
+            return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and {name}={stages} exclude each other"
+    grid_of_heads = bool(flags["ENABLE_FFPA_LAUNCH_GRID_DNHB"])
+    if grid_of_heads and max(p.heads_q, p.batch) > _MOST_BLOCKS_OF_A_DIM:
+        return f"ENABLE_FFPA_LAUNCH_GRID_DNHB=1: a grid of {p.heads_q} heads and {p.batch} batch entries is too large"
 
     packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
     if packs_heads:
@@ -259,7 +274,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     for family in families:
         answer = family(p, acc, flags)
         if not isinstance(answer, str):
-            return answer._replace(packs_heads=packs_heads)
+            return answer._replace(packs_heads=packs_heads, grid_of_heads=grid_of_heads)
         reasons.append(answer)
     return "; ".join(reasons)
 
@@ -331,8 +346,8 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap
             plan.splits * out[..., 0].numel() * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
         )
     call = (
-        q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.q_resident,
-        scratch, blocks, plan.splits, partial,
+        q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
+        plan.q_resident, plan.grid_of_heads, scratch, blocks, plan.splits, partial,
     )  # fmt: skip
     run(kernel(plan.spec), *call)
     if plan.splits > 1:

@@ -153,9 +153,11 @@ class ForwardMma(KernelSpec):
     key_columns: int  # of a step of Q and K
     value_rows: int  # of a step of V
     streamed: bool = False  # O in scratch: level 3
+    own_rings: bool = False  # of K and V, instead of one for both
     pad_q: bool = False  # rows in shared memory padded, not swizzled
     pad_k: bool = False
     pad_v: bool = False
+    serial: bool = False  # fragments loaded when they are needed, not ahead
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class ForwardMmaRows(KernelSpec):
     rows: int  # of a tile; those of 128 rows only know a positive scale, no other rule for scores
     keys: int
     q_in_registers: bool = False  # or its fragments are read again for every tile
+    serial: bool = False
 
     @property
     def plain(self) -> bool:

@@ -63,9 +63,9 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse,
                               const std::optional<MaskTuple>& mask, uintptr_t offsets_q, uintptr_t offsets_k,
                               int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap,
-                              int64_t left, int64_t right, bool top_left, int64_t stages, bool q_resident,
-                              uintptr_t scratch, int64_t scratch_floats, int64_t resident_blocks, int64_t splits,
-                              uintptr_t partial, int64_t partial_floats) {
+                              int64_t left, int64_t right, bool top_left, int64_t stages, int64_t value_stages,
+                              bool q_resident, bool grid_of_heads, uintptr_t scratch, int64_t scratch_floats,
+                              int64_t resident_blocks, int64_t splits, uintptr_t partial, int64_t partial_floats) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {std::apply(host_tensor, q), std::apply(host_tensor, k), std::apply(host_tensor, v),
                                 std::apply(host_tensor, out)};
@@ -91,20 +91,21 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
     mask_view = tensor.mask(kMaskTypes.at(type).kind);
     mask_range.emplace(tensor.data, extent_bytes(tensor, kMaskTypes.at(type).bytes), emu::Access::kReadOnly);
   }
-  const AttentionParams params =
-      forward_params(tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), mask_view,
-                     {reinterpret_cast<const int32_t*>(offsets_q), reinterpret_cast<const int32_t*>(offsets_k),
-                      sequences, longest_q, longest_k},
-                     {scale, softcap, left, right, top_left, stages, q_resident, reinterpret_cast<float*>(scratch),
-                      int(resident_blocks), int(splits), reinterpret_cast<float*>(partial)});
+  const AttentionParams params = forward_params(
+      tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), mask_view,
+      {reinterpret_cast<const int32_t*>(offsets_q), reinterpret_cast<const int32_t*>(offsets_k), sequences, longest_q,
+       longest_k},
+      {scale, softcap, left, right, top_left, stages, value_stages, q_resident, grid_of_heads,
+       reinterpret_cast<float*>(scratch), int(resident_blocks), int(splits), reinterpret_cast<float*>(partial)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }
 
-uint32_t smem_bytes(const std::string& kernel, int d_qk, int stages, bool q_resident) {
+uint32_t smem_bytes(const std::string& kernel, int d_qk, int stages, int value_stages, bool q_resident) {
   AttentionParams params{};
   params.d_qk = d_qk;
   params.stages = stages;
+  params.value_stages = value_stages;
   params.q_resident = q_resident;
   params.n_q = params.batch = params.heads_q = params.splits = 1;
   return emulated_instances().at(kernel).shape(&params).smem_bytes;

@@ -157,7 +157,6 @@ template <int kThreads>
 FFPA_KERNEL(kThreads, 1)
 void stage_ring_kernel(const uint32_t* input, uint32_t* output, int stages) {
   const int thread = ptx::thread_x();
-  const int lane = ptx::lane_id();
   const uint32_t barriers = ptx::dynamic_smem();
   tile::StageRing<kThreads> ring(barriers, barriers + 128, stages, kThreads * 16);
   ring.init(thread);
@@ -176,7 +175,7 @@ void stage_ring_kernel(const uint32_t* input, uint32_t* output, int stages) {
       fill();
       uint32_t value[4];
       ptx::ld_shared_16(value, ring.begin_use() + (kThreads - 1 - thread) * 16);
-      ring.end_use(lane);
+      ring.end_use();
       for (uint32_t& word : value) word *= 2;
       ptx::st_global_16(item_out + (step * kThreads + thread) * 4, value);
     }
