@@ -122,11 +122,10 @@ class ForwardMma {
   FFPA_DEVICE void begin(int item) {
     const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
     first_column_ = item % groups * kColumns;
-    split_ = item / groups % params_.splits;
-    if (thread_ == 0) block_.keep(row_block_of(item / groups / params_.splits));
+    if (thread_ == 0) block_.keep(row_block(params_, item / groups, kRows));
     ptx::sync_block();  // the row block is there, and the barriers of the ring are
 
-    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits, split_);
+    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits);
     first_tile_ = tiles.first;
     end_tile_ = tiles.end;
     key_feed_.tile = value_feed_.tile = first_tile_;
@@ -147,12 +146,6 @@ class ForwardMma {
     }
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
     for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
-  }
-
-  // The last row blocks of a head come first: under a causal mask they are the longest.
-  FFPA_DEVICE RowBlock row_block_of(int index) const {
-    const int row_blocks = ceil_div(params_.n_q, kRows);
-    return row_block(params_, index / row_blocks, (row_blocks - 1 - index % row_blocks) * kRows, kRows);
   }
 
   // ---- the steps of K and V on their way into shared memory ----
@@ -423,7 +416,7 @@ class ForwardMma {
       }
     }
     sync_team();
-    float* lse_gmem = params_.splits > 1 ? params_.partial_lse(split_) + partial_row() : block_.lse();
+    float* lse_gmem = params_.splits > 1 ? params_.partial_lse(block_.split()) + partial_row() : block_.lse();
     const int first_row = block_.first_row(), last_row = block_.last_row();
     if (lse_gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
     FFPA_UNROLL
@@ -461,7 +454,7 @@ class ForwardMma {
   // In fp32, for merge_splits.
   FFPA_DEVICE void write_partial(const Out& out, int first_column) const {
     const int first_row = block_.first_row(), last_row = block_.last_row();
-    float* head_gmem = params_.partial_out(split_) + partial_row() * params_.d_v;
+    float* head_gmem = params_.partial_out(block_.split()) + partial_row() * params_.d_v;
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {
       FFPA_UNROLL
@@ -552,7 +545,7 @@ class ForwardMma {
   int key_steps_;
   Feed key_feed_, value_feed_;  // one alone brings both, unless there are two rings
 
-  int first_column_, split_;
+  int first_column_;
   int first_tile_, end_tile_;
 
   float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // of rows 16m + 8h + lane / 4 of the warp; maxima in base 2

@@ -96,17 +96,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // ---- what this block of threads computes ----
 
-  const int row_blocks = ceil_div(params.n_q, kRows);
-  const int item = block_number();
-  const int split = item % params.splits;
-  const int head_of_all = item / params.splits / row_blocks;
-  // The last row blocks come first: under a causal mask they are the longest.
-  const int first_row = (row_blocks - 1 - item / params.splits % row_blocks) * kRows;
-  if (thread == 0) block.keep(row_block(params, head_of_all, first_row, kRows));
+  if (thread == 0) block.keep(row_block(params, block_number(), kRows));
   ptx::sync_block();  // the row block is there
   const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};
   const tile::GmemWindow v_gmem = {block.v(), params.v.row_stride, block.n_k(), params.d_v};
-  const TileRange tiles = visible_tiles(block, kKeys, params.splits, split);
+  const TileRange tiles = visible_tiles(block, kKeys, params.splits);
   const int first_tile = tiles.first, end_tile = tiles.end;
   const int common_begin = common_keys_begin(block), common_end = common_keys_end(block);
 
@@ -128,7 +122,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   if (first_tile < end_tile) {
     const tile::GmemWindow q_gmem =
-        tile::window_at({block.q(), params.q.row_stride, block.n_q(), params.d_qk}, first_row, 0);
+        tile::window_at({block.q(), params.q.row_stride, block.n_q(), params.d_qk}, block.first_row(), 0);
     tile::copy_mostly_whole_tile_async<kRows, kHeadDim, Config::kThreads>(q_smem, kLayout, q_gmem, thread);
   }
   load_tile(k_gmem, k_slots_smem, first_tile);  // Q belongs to its group
@@ -286,8 +280,8 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // Part of the keys only: in fp32, for merge_splits.
   const bool is_part = params.splits > 1;
   const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;  // of the head
-  float* partial_gmem = is_part ? params.partial_out(split) + partial_row * params.d_v : nullptr;
-  float* lse_gmem = is_part ? params.partial_lse(split) + partial_row : block.lse();
+  float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
+  float* lse_gmem = is_part ? params.partial_lse(block.split()) + partial_row : block.lse();
   const int last_row = block.last_row();
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {

@@ -22,6 +22,7 @@ struct RowBlock {
   int first_row, last_row;  // none where last_row < first_row
   int n_q, n_k;             // rows and keys of the batch entry
   int nearest, farthest;    // row r sees the keys from r + nearest to r + farthest that exist
+  int split;                // which part of them counts, where they are split
 };
 
 // A row block in shared memory, where it waits for its next use: registers belong to O. All lanes of a warp read it
@@ -35,15 +36,15 @@ class KeptRowBlock {
   // By one thread; the others read after a barrier.
   FFPA_DEVICE void keep(const RowBlock& block) const {
     const void* const pointers[] = {block.q, block.k, block.v, block.out, block.lse};
-    const int numbers[] = {block.batch, block.head, block.first_row, block.last_row,
-                           block.n_q,   block.n_k,  block.nearest,   block.farthest};
+    const int numbers[] = {block.batch, block.head,    block.first_row, block.last_row, block.n_q,
+                           block.n_k,   block.nearest, block.farthest,  block.split};
     FFPA_UNROLL
     for (int i = 0; i < 5; ++i) {
       const uint64_t bits = reinterpret_cast<uint64_t>(pointers[i]);
       ptx::st_shared_8(smem_ + 8 * i, {uint32_t(bits), uint32_t(bits >> 32)});
     }
     FFPA_UNROLL
-    for (int i = 0; i < 8; ++i) ptx::st_shared_4(smem_ + kNumbers + 4 * i, uint32_t(numbers[i]));
+    for (int i = 0; i < 9; ++i) ptx::st_shared_4(smem_ + kNumbers + 4 * i, uint32_t(numbers[i]));
   }
 
   FFPA_DEVICE const uint16_t* q() const { return pointer<const uint16_t>(0); }
@@ -59,6 +60,7 @@ class KeptRowBlock {
   FFPA_DEVICE int n_k() const { return number(5); }
   FFPA_DEVICE int nearest() const { return number(6); }
   FFPA_DEVICE int farthest() const { return number(7); }
+  FFPA_DEVICE int split() const { return number(8); }
 
  private:
   static constexpr uint32_t kNumbers = 64;
@@ -86,9 +88,13 @@ FFPA_DEVICE RowRange rows_of_sequence(const PackedRows& packed, int sequence, in
   return {begin, begin + clamp(end - begin, 0, longest)};
 }
 
-// Rows first_row to first_row + rows - 1 of a head, head_of_all counting through the batch.
-FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int head_of_all, int first_row, int rows) {
+// The row block of a work item: they count through the parts of the keys, then row blocks, heads, batch. The last row
+// blocks of a head come first: under a causal mask they are the longest.
+FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int item, int rows) {
+  const int row_blocks = ceil_div(params.n_q, rows);
+  const int row_block = item / params.splits, head_of_all = row_block / row_blocks;
   RowBlock block;
+  block.split = item % params.splits;
   block.batch = head_of_all / params.heads_q;
   block.head = head_of_all % params.heads_q;
   RowRange q = {0, params.n_q}, k = {0, params.n_k};
@@ -98,8 +104,8 @@ FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int head_of_all, i
   }
   block.n_q = q.end - q.begin;
   block.n_k = k.end - k.begin;
-  block.first_row = first_row;
-  block.last_row = min_of(first_row + rows, block.n_q) - 1;
+  block.first_row = (row_blocks - 1 - row_block % row_blocks) * rows;
+  block.last_row = min_of(block.first_row + rows, block.n_q) - 1;
 
   // Offsets are 64-bit: a tensor may exceed 2^31 elements.
   const auto row_of = [&](const TensorView& x, int64_t head, int64_t row) {

@@ -14,16 +14,16 @@ FFPA_DEVICE int visible_keys_end(const KeptRowBlock& block) {
   return min_of(block.last_row() + block.farthest() + 1, block.n_k());
 }
 
-// Tiles of `keys` keys that hold them: [first, end); of `splits` parts of the tiles, one.
+// Tiles of `keys` keys that hold them: [first, end); of `splits` parts of the tiles, the block's.
 struct TileRange {
   int first, end;
 };
-FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int splits, int split) {
+FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int splits) {
   const int first = visible_keys_begin(block) / keys;
   const int end = max_of(ceil_div(visible_keys_end(block), keys), first);
   if (splits == 1) return {first, end};
   const int tiles = ceil_div(end - first, splits);
-  const int first_of_part = min_of(first + split * tiles, end);
+  const int first_of_part = min_of(first + block.split() * tiles, end);
   return {first_of_part, min_of(first_of_part + tiles, end)};
 }
 

@@ -41,6 +41,12 @@ def library(spec: KernelSpec, gpu: str) -> Path:
     return path
 
 
+def resources(spec: KernelSpec, gpu: str) -> dict[str, build.Resources]:
+    """target -> what the compiler says of the kernel; compiled now if the cache does not hold it."""
+    record = json.loads(library(spec, gpu).with_suffix(".json").read_text())
+    return {target: build.Resources(**used) for target, used in record.items()}
+
+
 def _compile(spec: KernelSpec, target: str, path: Path) -> None:
     for abandoned in path.parent.glob(f"{path.stem}.*.tmp"):  # by a process that was killed
         shutil.rmtree(abandoned, ignore_errors=True)

@@ -105,31 +105,30 @@ def _columns(d_v: int) -> int:
     return max(-(-d_v // 64) * 64, COLUMNS[0])
 
 
-def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, int, Shape]]:
-    """(level, columns, shape)"""
+def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
+    """(level, shape)"""
     if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
         for shape in register_shapes(_columns(p.d_v), acc):
-            yield 1, _columns(p.d_v), shape
+            yield 1, shape
     if p.level == 2:
         groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
-        columns = _columns(-(-p.d_v // groups))
-        for shape in register_shapes(columns, acc):
-            yield 2, columns, shape
+        for shape in register_shapes(_columns(-(-p.d_v // groups)), acc):
+            yield 2, shape
     if p.level in (3, None):
-        for columns, shape in streamed_shapes(acc):
-            yield 3, columns, shape
+        for shape in streamed_shapes(max(p.d_qk, p.d_v), acc):
+            yield 3, shape
 
 
-def _microseconds(p: Problem, level: int, columns: int, shape: Shape, splits: int) -> float:
+def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and one more for its ends.
 
     Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
     """
     multiprocessors = archs.multiprocessors(p.arch)
-    groups = -(-p.d_v // columns)
+    groups = -(-p.d_v // shape.columns)
     rows = p.batch * p.heads_q * p.n_q
     items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
-    width = p.d_qk + columns * (groups if level == 3 else 1)
+    width = p.d_qk + (p.d_v if level == 3 else shape.columns)
     compute = 2 * shape.rows * shape.keys * width / (shape.speed * 1e6 / 132)
     tiles = -(-p.n_k // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
@@ -137,11 +136,11 @@ def _microseconds(p: Problem, level: int, columns: int, shape: Shape, splits: in
     return max(-(-items // multiprocessors) * (tiles + 1) * compute, memory + compute) + merge
 
 
-def _splits(p: Problem, level: int, columns: int, shape: Shape, workspace_cap: int) -> int:
+def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
     """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 1) * 4
     most = 1 if p.packed else min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
-    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, columns, shape, splits))
+    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
 
 def _as_toggled(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
@@ -197,7 +196,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Mm
     half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
     plans = []
     for shape in rows_shapes(head_dim):
-        spec = replace(rows_spec(p.dtype, acc, head_dim, shape, q_in_registers), serial=_is_serial(flags))
+        spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
         if spec.plain and (p.mask or p.softcap or p.scale <= 0 or q_in_registers):
             continue
         fits = [
@@ -208,8 +207,8 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Mm
         ]
         if fits:
             slowdown, stages = fits[0]
-            splits = _splits(padded, 1, head_dim, shape, flags["FFPA_WORKSPACE_MB"] << 20)
-            cost = _microseconds(padded, 1, head_dim, shape, splits) * slowdown
+            splits = _splits(padded, 1, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+            cost = _microseconds(padded, 1, shape, splits) * slowdown
             plans.append((cost, MmaPlan(spec, 1, stages, True, splits)))
     return _cheapest(plans, spec, p)
 
@@ -232,16 +231,14 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
         return reason
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
-    for level, columns, shape in _candidates(p, acc):
-        spec = _as_toggled(forward_spec(p.dtype, acc, columns, shape, streamed=level == 3), flags)
+    for level, shape in _candidates(p, acc):
+        spec = _as_toggled(forward_spec(p.dtype, acc, shape, streamed=level == 3), flags)
         settings = _settings(spec, p, flags, limit)
         if settings is None:
             continue
-        splits = _splits(p, level, columns, shape, flags["FFPA_WORKSPACE_MB"] << 20)
-        cost = _microseconds(p, level, columns, shape, splits)
+        splits = _splits(p, level, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+        cost = _microseconds(p, level, shape, splits)
         stages, value_stages, q_resident = settings
-        if level == 3 and (shape.rows, shape.keys) == (64, 256) and (stages == 2 or not q_resident):
-            cost *= 1.2
         if stages == 1:
             cost *= 8  # nothing hides the loads: only where nothing else fits
         plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, value_stages)))

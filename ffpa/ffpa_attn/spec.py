@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
+from . import tiles
+
 
 class LevelType(Enum):
     """How the split-D family keeps O on chip: L1 registers, L2 column groups with QK^T again, L3 streamed scratch."""
@@ -194,8 +196,9 @@ class MergeSplits(KernelSpec):
 
 
 class Shape(NamedTuple):
-    """A tile, and its speed: TFLOPS at N = 8192 on an H200 (bench/sweep.py)."""
+    """A tile, and its speed: TFLOPS at N = 8192 on an H200."""
 
+    columns: int  # of O in registers
     rows: int
     keys: int
     key_columns: int
@@ -210,35 +213,16 @@ COLUMNS = range(256, MOST_COLUMNS + 1, 64)
 ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
-_F32 = ("f32", "f32")
-
-
 def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
     """Tiles for so many columns of O in registers: for many rows, for 99 KB of shared memory, for few rows."""
-    narrow = Shape(64, 128, 64, 32 if columns <= 384 else 16, 255)
-    few_rows = Shape(32, 256, 64, 32, 220)
-    if acc != _F32:  # for the GPUs that are faster with f16 sums, and those have 99 KB
-        return [narrow if columns <= 704 or acc[1] == "f16" else Shape(32, 256, 32, 16, 200)]
-    if columns <= 320:
-        return [Shape(64, 256, 64, 64, 300 if columns <= 256 else 325), narrow, few_rows]
-    if columns <= 384:
-        return [Shape(64, 256, 96, 64, 349), narrow, few_rows]
-    if columns <= 576:
-        return [Shape(64, 256, 64, 32, 328 if columns <= 448 else 350), narrow, few_rows]
-    if columns <= 640:
-        return [Shape(64, 128, 128, 32, 316), narrow, few_rows]
-    if columns <= 704:
-        return [narrow._replace(speed=278), few_rows]
-    return [Shape(32, 256, 128, 32, 265), Shape(32, 256, 32, 16, 200)]
+    return [Shape(*tile) for tile in tiles.REGISTERS[acc][columns]]
 
 
-def streamed_shapes(acc: tuple[str, str]) -> list[tuple[int, Shape]]:
-    """(columns, shape) of level 3: for a resident Q, for a streamed one, for 99 KB of shared memory."""
-    narrow = (256, Shape(64, 128, 64, 32, 200))
-    if acc != _F32:
-        return [narrow]
-    resident = Shape(64, 256, 64, 64, 280)
-    return [(256, resident), (320, resident), (128, Shape(128, 256, 32, 128, 250)), narrow]
+def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
+    """Tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
+    table = tiles.STREAMED[acc]
+    nearest = next((d for d in table if d >= head_dim), max(table))
+    return [Shape(*tile) for tile in table[nearest]]
 
 
 ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -246,24 +230,26 @@ ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 def rows_shapes(head_dim: int) -> list[Shape]:
     """Tiles of whole rows: for many of them, and for all rules (TFLOPS where an SM holds two blocks)."""
+
+    def whole(rows: int, keys: int, speed: int) -> Shape:
+        return Shape(head_dim, rows, keys, head_dim, keys, speed)
+
     if head_dim > 128:
-        return [Shape(64, 64, head_dim, 64, 339 if head_dim == 192 else 321)]
-    many = {64: Shape(128, 128, 64, 128, 351), 96: Shape(128, 64, 96, 64, 354), 128: Shape(128, 64, 128, 64, 381)}
-    return [many[head_dim], Shape(64, 64, head_dim, 64, 285 if head_dim < 128 else 308)]
+        return [whole(64, 64, 339 if head_dim == 192 else 321)]
+    many = {64: whole(128, 128, 351), 96: whole(128, 64, 354), 128: whole(128, 64, 381)}
+    return [many[head_dim], whole(64, 64, 285 if head_dim < 128 else 308)]
 
 
-def rows_spec(
-    dtype: str, acc: tuple[str, str], head_dim: int, shape: Shape, q_in_registers: bool | None = None
-) -> ForwardMmaRows:
+def rows_spec(dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bool | None = None) -> ForwardMmaRows:
     """Of the two ways to hold Q the faster one, if nothing is asked."""
-    fastest = head_dim == 192
+    fastest = shape.columns == 192
     return ForwardMmaRows(
-        dtype, *acc, head_dim, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
+        dtype, *acc, shape.columns, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
     )
 
 
-def forward_spec(dtype: str, acc: tuple[str, str], columns: int, shape: Shape, streamed: bool = False) -> ForwardMma:
-    return ForwardMma(dtype, *acc, columns, *shape[:4], streamed=streamed)
+def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False) -> ForwardMma:
+    return ForwardMma(dtype, *acc, *shape[:5], streamed=streamed)
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
@@ -274,7 +260,11 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     for dtype, accumulators in ACCUMULATORS.items():
         kernels.append(MergeSplits(dtype))
         for acc in accumulators:
-            kernels += [rows_spec(dtype, acc, d, shape) for d in head_dims for shape in rows_shapes(d)]
-            kernels += [forward_spec(dtype, acc, c, shape) for c in columns for shape in register_shapes(c, acc)]
-            kernels += [forward_spec(dtype, acc, c, shape, streamed=True) for c, shape in streamed_shapes(acc)]
-    return tuple(kernels)
+            kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
+            kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
+            kernels += [
+                forward_spec(dtype, acc, shape, streamed=True)
+                for d in tiles.STREAMED[acc]
+                for shape in streamed_shapes(d, acc)
+            ]
+    return tuple(dict.fromkeys(kernels))

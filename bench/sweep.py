@@ -1,0 +1,197 @@
+"""Measures every tile that the split-D forward on mma.sync can have, and writes the table that the choice reads.
+
+`python bench/sweep.py` measures all widths, levels and accumulators; `--level 1 --D 512,640 --acc f32` some of them;
+`--write` puts the result into ffpa/ffpa_attn/tiles.py, in place of the rows measured. Each tile is a kernel compiled on
+demand (2 to 10 s of one core). On a machine without a GPU, `--dry` lists the tiles and what they need of registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
+
+from ffpa_attn import archs, env, mma, tiles
+from ffpa_attn.mma import MmaPlan
+from ffpa_attn.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
+from forced import ForcedCalls, compiled, problem_of
+
+ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16"), "mixed": ("f32", "f16")}
+STREAMED_HEAD_DIMS = (*COLUMNS, 1152, 2048)
+_SMALL = 99 << 10  # shared memory of sm_86, sm_89 and sm_120
+_LARGE = archs.shared_memory_bytes("sm_90")
+_STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
+_LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer are slow wherever they were measured
+_WITHIN = 0.985  # of the fastest is as good: fewer kernels
+
+Result = dict[Shape, float]  # TFLOPS
+
+
+def registers_of(shape: Shape, acc: tuple[str, str]) -> int:
+    """What O and S take of a thread's 255."""
+    warps = 4 if shape.rows >= 64 else 8  # of a team, which share the columns of O in pairs of fragments
+    out = shape.rows // (8 // warps) // 16 * (-(-shape.columns // (16 * warps)) * 2) * 4
+    return out // (2 if acc[1] == "f16" else 1) + shape.rows * shape.keys // 256
+
+
+def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, least_scores: int) -> list[Shape]:
+    """Tiles of so many scores whose fragments fit registers, of which two stages fit shared memory, in steps of 16 to
+    72 KB.
+    """
+    found = []
+    for c, rows, keys, key_columns, value_rows in itertools.product(
+        columns, (32, 64, 128), (64, 128, 256), (32, 64, 96, 128), (16, 32, 64, 128, 256)
+    ):
+        shape = Shape(c, rows, keys, key_columns, value_rows, 0)
+        warps_by_keys = 8 * 32 // rows  # of a tile: each has 32 rows of S and a multiple of 16 keys
+        key_bytes, value_bytes = keys * key_columns * 2, value_rows * c * 2
+        if (
+            keys % value_rows
+            or keys // warps_by_keys < 16
+            or registers_of(shape, acc) > 212
+            or rows * keys < least_scores
+        ):
+            continue
+        if not (16 << 10) <= max(key_bytes, value_bytes) <= (72 << 10) or not 1 / 3 <= key_bytes / value_bytes <= 3:
+            continue
+        spec = forward_spec("bf16", acc, shape)
+        if mma.smem_bytes(spec, d_qk, 2, False) <= _LARGE:
+            found.append(shape)
+    return found
+
+
+def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> MmaPlan | None:
+    """As the choice would have it on a GPU with so much shared memory."""
+    settings = mma._settings(spec, problem, env.run_flags(), limit)
+    if settings is None or settings[0] == 1:
+        return None
+    return MmaPlan(spec, problem.level, settings[0], settings[2], value_stages=settings[1])
+
+
+def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> tuple[Result, Result]:
+    """TFLOPS of all legal tiles; and with the settings of a GPU of 99 KB of those that run there."""
+    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "f16"
+    problem = problem_of(d, dtype, level, args.H, args.N)
+    shapes = legal_shapes(columns, ACCS[acc], d, _LEAST_SCORES[level])
+    specs = {shape: forward_spec(dtype, ACCS[acc], shape, streamed=level == 3) for shape in shapes}
+    ready = compiled(list(specs.values()))
+    calls = ForcedCalls(problem)
+
+    def tflops(limit: int) -> Result:
+        plans = {shape: plan_of(spec, problem, limit) for shape, spec in specs.items() if spec in ready}
+        return calls.tflops({shape: plan for shape, plan in plans.items() if plan}, args.iters)
+
+    return tflops(_LARGE), tflops(_SMALL)
+
+
+def best(results: Result) -> Shape:
+    return max(results, key=results.__getitem__)
+
+
+def rated(shape: Shape, results: Result) -> tuple[int, ...]:
+    return (*shape[:5], round(results[shape]))
+
+
+def show(d: int, acc: str, level: int, large: Result, small: Result) -> None:
+    for shape in sorted(large, key=large.__getitem__, reverse=True)[:8]:
+        columns, rows, keys, key_columns, value_rows, _ = shape
+        print(
+            f"D={d:<5} L{level} {acc:<6}{columns:>5} columns {rows:>4} x {keys:<4} steps {key_columns:>4} {value_rows:>4}"
+            f"{large[shape]:8.1f} TFLOPS{small.get(shape, 0):8.1f} in 99 KB",
+            flush=True,
+        )
+
+
+def register_tiles(columns: int, acc: str, args) -> list[tuple[int, ...]]:
+    """The fastest tile, the fastest in 99 KB, and the fastest of 32 rows."""
+    large, small = measured((columns,), columns, acc, 1, args)
+    show(columns, acc, 1, large, small)
+    few_rows = {shape: speed for shape, speed in large.items() if shape.rows == 32}
+    chosen = [best(x) for x in (large, small, few_rows) if x]
+    return [rated(shape, large) for shape in dict.fromkeys(chosen)]
+
+
+def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, list[tuple[int, ...]]]:
+    """For each head dim a tile within 1.5% of its fastest, few in all; and the best in 99 KB."""
+    results = {}
+    for d in head_dims:
+        large, small = results[d] = measured(_STREAMED_COLUMNS, d, acc, 3, args)
+        show(d, acc, 3, large, small)
+    choices = []
+    for i in (0, 1):
+        good = {
+            d: {s for s, speed in r[i].items() if speed >= _WITHIN * max(r[i].values())} for d, r in results.items()
+        }
+        left, chosen = set(results), {}
+        while left:
+            covers = {s: {d for d in left if s in good[d]} for d in left for s in good[d]}
+            shape = max(covers, key=lambda s: (len(covers[s]), sum(results[d][i][s] for d in covers[s])))
+            chosen.update(dict.fromkeys(covers[shape], shape))
+            left -= covers[shape]
+        choices.append(chosen)
+    return {
+        d: [rated(shape, results[d][0]) for shape in dict.fromkeys(chosen[d] for chosen in choices)] for d in head_dims
+    }
+
+
+def table_source(registers: dict, streamed: dict) -> str:
+    lines = [
+        '"""Tiles of the split-D forward on mma.sync: measured and written by `python bench/sweep.py --write`.',
+        "",
+        "(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200.",
+        '"""',
+    ]
+    for name, comment, table in (
+        ("REGISTERS", "By (acc_qk, acc_pv) and columns of O: levels 1 and 2.", registers),
+        ("STREAMED", "By (acc_qk, acc_pv) and the head dim: level 3.", streamed),
+    ):
+        lines += ["", f"# {comment}", f"{name} = {{"]
+        for acc, by_width in table.items():
+            lines.append(f'    ("{acc[0]}", "{acc[1]}"): {{')
+            lines += [f"        {width}: {rows}," for width, rows in sorted(by_width.items())]
+            lines.append("    },")
+        lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    integers = lambda text: tuple(int(word) for word in text.split(","))  # noqa: E731
+    parser.add_argument("--D", type=integers, help="widths, e.g. 320,512; all without it")
+    parser.add_argument("--level", type=integers, default=(1, 3), help="1 (and 2: the same kernels), 3")
+    parser.add_argument("--acc", default="f32", help="f32, f16 or mixed, or several with commas")
+    parser.add_argument("--N", type=int, default=8192)
+    parser.add_argument("--H", type=int, default=32)
+    parser.add_argument("--iters", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="into ffpa/ffpa_attn/tiles.py")
+    parser.add_argument("--dry", action="store_true", help="list the tiles only")
+    args = parser.parse_args()
+
+    registers = {acc: dict(table) for acc, table in tiles.REGISTERS.items()}
+    streamed = {acc: dict(table) for acc, table in tiles.STREAMED.items()}
+    for acc in args.acc.split(","):
+        widths = [d for d in COLUMNS if not args.D or d in args.D]
+        head_dims = tuple(d for d in STREAMED_HEAD_DIMS if not args.D or d in args.D)
+        if args.dry:
+            lists = [(1, (d,)) for d in widths if 1 in args.level] + [(3, _STREAMED_COLUMNS)] * (3 in args.level)
+            for level, columns in lists:
+                for shape in legal_shapes(columns, ACCS[acc], columns[0], _LEAST_SCORES[level]):
+                    print(f"L{level} {acc} {shape[:5]}: {registers_of(shape, ACCS[acc])} registers for O and S")
+            continue
+        if 1 in args.level:
+            for d in widths:
+                registers[ACCS[acc]][d] = register_tiles(d, acc, args)
+        if 3 in args.level:
+            streamed[ACCS[acc]].update(streamed_tiles(acc, head_dims, args))
+    source = table_source(registers, streamed)
+    if args.write:
+        Path(tiles.__file__).write_text(source)
+    elif not args.dry:
+        print(source)
+
+
+if __name__ == "__main__":
+    main()
