@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -39,16 +40,18 @@ def measure_in_turn(
 ) -> None:
     """Appends `iters` times in ms per subject to `times`: every round runs each subject once.
 
-    Each round starts with another subject, so that drifting clocks and a hot predecessor hit all of them alike. Times
-    are appended as they come: after an interrupt, what was measured is there.
+    Each round has another order, so that drifting clocks hit all of them alike, and none always follows the same one: a
+    subject that draws little power leaves the next one a faster clock. Times are appended as they come: after an
+    interrupt, what was measured is there.
     """
     names = list(subjects)
-    for i in range(iters):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+    shuffle = random.Random(0).shuffle
+    for _ in range(iters):
+        for name in names:
             on_step(name)
             ms = subjects[name]()
             times.setdefault(name, []).append(ms)
+        shuffle(names)
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int | None:

@@ -62,9 +62,11 @@ def test_ceilings_from_times(device):
 
 def test_subjects_take_turns_and_an_interrupt_loses_nothing():
     order, times = [], {}
-    timing.measure_in_turn({name: lambda: 1.0 for name in "abc"}, 3, times, order.append)
-    assert "".join(order) == "abcbcacab"
-    assert times == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}
+    timing.measure_in_turn({name: lambda: 1.0 for name in "abcdef"}, 20, times, order.append)
+    rounds = [order[i : i + 6] for i in range(0, 120, 6)]
+    assert all(sorted(names) == list("abcdef") for names in rounds)
+    assert len({names[names.index("c") - 1] for names in rounds}) == 5  # who ran before it
+    assert times == {name: [1.0] * 20 for name in "abcdef"}
 
     def stop():
         raise KeyboardInterrupt
