@@ -25,9 +25,10 @@ _SMALL = 99 << 10  # shared memory of sm_86, sm_89 and sm_120
 _LARGE = archs.shared_memory_bytes("sm_90")
 _STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
 _LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer are slow wherever they were measured
-_WITHIN = 0.985  # of the fastest is as good: fewer kernels
+_WITHIN = (0.96, 0.9)  # of the fastest is as good, in all and in 99 KB of shared memory: fewer kernels
 
 Result = dict[Shape, float]  # TFLOPS
+Tiles = list[tuple[int, ...]]
 
 
 def registers_of(shape: Shape, acc: tuple[str, str]) -> int:
@@ -91,10 +92,6 @@ def best(results: Result) -> Shape:
     return max(results, key=results.__getitem__)
 
 
-def rated(shape: Shape, results: Result) -> tuple[int, ...]:
-    return (*shape[:5], round(results[shape]))
-
-
 def show(d: int, acc: str, level: int, large: Result, small: Result) -> None:
     for shape in sorted(large, key=large.__getitem__, reverse=True)[:8]:
         columns, rows, keys, key_columns, value_rows, _ = shape
@@ -105,26 +102,24 @@ def show(d: int, acc: str, level: int, large: Result, small: Result) -> None:
         )
 
 
-def register_tiles(columns: int, acc: str, args) -> list[tuple[int, ...]]:
+def register_tiles(columns: int, acc: str, args) -> Tiles:
     """The fastest tile, the fastest in 99 KB, and the fastest of 32 rows."""
     large, small = measured((columns,), columns, acc, 1, args)
     show(columns, acc, 1, large, small)
     few_rows = {shape: speed for shape, speed in large.items() if shape.rows == 32}
     chosen = [best(x) for x in (large, small, few_rows) if x]
-    return [rated(shape, large) for shape in dict.fromkeys(chosen)]
+    return [tuple(shape) for shape in dict.fromkeys(chosen)]
 
 
-def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, list[tuple[int, ...]]]:
-    """For each head dim a tile within 1.5% of its fastest, few in all; and the best in 99 KB."""
+def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tiles]:
+    """For each head dim a tile near its fastest, few in all; and one of 99 KB."""
     results = {}
     for d in head_dims:
-        large, small = results[d] = measured(_STREAMED_COLUMNS, d, acc, 3, args)
+        large, small = results[d] = measured(args.columns, d, acc, 3, args)
         show(d, acc, 3, large, small)
     choices = []
-    for i in (0, 1):
-        good = {
-            d: {s for s, speed in r[i].items() if speed >= _WITHIN * max(r[i].values())} for d, r in results.items()
-        }
+    for i, within in enumerate(_WITHIN):
+        good = {d: {s for s, speed in r[i].items() if speed >= within * max(r[i].values())} for d, r in results.items()}
         left, chosen = set(results), {}
         while left:
             covers = {s: {d for d in left if s in good[d]} for d in left for s in good[d]}
@@ -132,9 +127,21 @@ def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, list
             chosen.update(dict.fromkeys(covers[shape], shape))
             left -= covers[shape]
         choices.append(chosen)
-    return {
-        d: [rated(shape, results[d][0]) for shape in dict.fromkeys(chosen[d] for chosen in choices)] for d in head_dims
-    }
+    return {d: [tuple(shape) for shape in dict.fromkeys(chosen[d] for chosen in choices)] for d in head_dims}
+
+
+def rate(registers: dict[int, Tiles], streamed: dict[int, Tiles], d: int, acc: str, args) -> None:
+    """The speeds of the chosen tiles of all levels, measured in turn: those that the choice compares."""
+    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "f16"
+    plans = {}
+    for level, table in ((1, registers), (3, streamed)):
+        for i, tile in enumerate(table.get(d, [])):
+            spec = forward_spec(dtype, ACCS[acc], Shape(*tile), streamed=level == 3)
+            plans[level, i] = plan_of(spec, problem_of(d, dtype, level, args.H, args.N), _LARGE)
+    compiled([plan.spec for plan in plans.values()])
+    for (level, i), speed in ForcedCalls(problem_of(d, dtype, 1, args.H, args.N)).tflops(plans, 3 * args.iters).items():
+        tiles_of = (registers if level == 1 else streamed)[d]
+        tiles_of[i] = (*tiles_of[i][:5], round(speed))
 
 
 def table_source(registers: dict, streamed: dict) -> str:
@@ -161,8 +168,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     integers = lambda text: tuple(int(word) for word in text.split(","))  # noqa: E731
     parser.add_argument("--D", type=integers, help="widths, e.g. 320,512; all without it")
-    parser.add_argument("--level", type=integers, default=(1, 3), help="1 (and 2: the same kernels), 3")
+    parser.add_argument(
+        "--level",
+        type=integers,
+        default=(1, 3),
+        help="1 (and 2: the same kernels), 3; 0: rate anew what the table holds",
+    )
     parser.add_argument("--acc", default="f32", help="f32, f16 or mixed, or several with commas")
+    parser.add_argument("--columns", type=integers, default=_STREAMED_COLUMNS, help="of level 3")
     parser.add_argument("--N", type=int, default=8192)
     parser.add_argument("--H", type=int, default=32)
     parser.add_argument("--iters", type=int, default=3)
@@ -186,6 +199,8 @@ def main() -> None:
                 registers[ACCS[acc]][d] = register_tiles(d, acc, args)
         if 3 in args.level:
             streamed[ACCS[acc]].update(streamed_tiles(acc, head_dims, args))
+        for d in head_dims:
+            rate(registers[ACCS[acc]], streamed[ACCS[acc]], d, acc, args)
     source = table_source(registers, streamed)
     if args.write:
         Path(tiles.__file__).write_text(source)

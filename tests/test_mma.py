@@ -228,7 +228,7 @@ def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("softcap", [1e-40, 1e-3, 0.8, 1e3, 1e7, 3e38])
+@pytest.mark.parametrize("softcap", [1e-60, 1e-40, 1e-3, 0.8, 1e3, 1e7, 3e38])
 @by_level((1, 3))
 def test_softcaps_of_any_size_emulated(level, softcap):
     """A cap far above the scores leaves them as they are, one far below them makes them equal."""

@@ -51,6 +51,8 @@ _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
 _MOST_SPLITS = 64
 _ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
+_MEASURED_KEYS = 8192  # with which the speeds of tiles were measured
+_ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
 _MOST_COLUMNS_OF_Q = 192  # in registers
 _MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
@@ -119,8 +121,20 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
             yield 3, shape
 
 
+def _visible_keys(p: Problem) -> float:
+    """Of a row, on average: as nine rows from first to last say."""
+    see, shift = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
+
+    def seen_by(row: int) -> int:
+        first = 0 if see.left < 0 else max(row + shift - see.left, 0)
+        end = p.n_k if see.right < 0 else min(row + shift + see.right + 1, p.n_k)
+        return max(end - first, 0)
+
+    return sum(seen_by((2 * i + 1) * p.n_q // 18) for i in range(9)) / 9 if see.bounded else p.n_k
+
+
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
-    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and one more for its ends.
+    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and some more for its ends.
 
     Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
     """
@@ -129,11 +143,14 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     rows = p.batch * p.heads_q * p.n_q
     items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
     width = p.d_qk + (p.d_v if level == 3 else shape.columns)
-    compute = 2 * shape.rows * shape.keys * width / (shape.speed * 1e6 / 132)
-    tiles = -(-p.n_k // (shape.keys * splits))
+    ends = _ENDS[level] / shape.keys
+    measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
+    of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
+    on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
+    tiles = -(-(_visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
-    return max(-(-items // multiprocessors) * (tiles + 1) * compute, memory + compute) + merge
+    return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
