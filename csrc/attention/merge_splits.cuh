@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention_params.h"
+#include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -33,6 +34,12 @@ template <class Config>
 FFPA_KERNEL(Config::kThreads, 1)
 void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
   const int64_t row_of_all = ptx::block_x();
+  const int64_t row = row_of_all % params.n_q, head_of_all = row_of_all / params.n_q;
+  const int64_t batch = head_of_all / params.heads_q, head = head_of_all % params.heads_q;
+  const RowRange rows =
+      params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
+  if (rows.begin + row >= rows.end) return;
+
   const auto lse_of = [&](int split) {
     return float_from_bits(ptx::ld_global_4(params.partial_lse(split) + row_of_all));
   };
@@ -43,12 +50,13 @@ void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
     sum += ptx::ex2((lse_of(split) - maximum) * kLog2e);
   }
   const float lse = maximum + ptx::lg2(sum) * kLn2;  // no key: -inf + -inf
-  if (params.lse != nullptr && ptx::thread_x() == 0) ptx::st_global_4(params.lse + row_of_all, float_bits(lse));
+  if (params.lse != nullptr && ptx::thread_x() == 0) {
+    float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
+    ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
+  }
 
-  const int64_t row = row_of_all % params.n_q, head_of_all = row_of_all / params.n_q;
-  const int64_t batch = head_of_all / params.heads_q, head = head_of_all % params.heads_q;
-  uint16_t* out_gmem =
-      params.out.data + batch * params.out.batch_stride + head * params.out.head_stride + row * params.out.row_stride;
+  uint16_t* out_gmem = params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
+                       (rows.begin + row) * params.out.row_stride;
   for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v;
        column += Config::kThreads * Config::kColumns) {
     float out[4] = {0, 0, 0, 0};

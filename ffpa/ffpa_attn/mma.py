@@ -156,7 +156,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
     """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 1) * 4
-    most = 1 if p.packed else min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
+    most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
 
@@ -356,8 +356,9 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap
     if plan.spec.streamed:
         scratch, blocks = _scratch(plan, q, v, blocks, workspace_cap)
     if plan.splits > 1:
+        rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
         partial = torch.empty(
-            plan.splits * out[..., 0].numel() * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
+            plan.splits * rows * q.shape[-3] * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
         )
     call = (
         q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
