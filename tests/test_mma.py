@@ -56,17 +56,16 @@ def check(case: Case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
 
 
 def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128) -> ForwardMma:
-    """The smallest kernel of the level with f32 sums and at least so many columns."""
+    """The smallest kernel of the level with f32 sums and, unless it streams them, at least so many columns."""
     fit = [
         spec
         for spec in SHIPPED
         if spec.streamed == (level == 3)
         and DTYPES[spec.dtype] == dtype
         and spec.acc_qk == spec.acc_pv == "f32"
-        and spec.columns >= columns
-        and spec.rows < 128
+        and (spec.streamed or spec.columns >= columns)
     ]
-    return min(fit, key=lambda spec: (spec.columns, spec.keys))
+    return min(fit, key=lambda spec: (spec.columns, mma.smem_bytes(spec, 0, 4, False)))
 
 
 def plan_of(spec: ForwardMma, level: int, d_qk: int, stages: int = 2, q_resident: bool = False, arch="sm_80"):
@@ -123,16 +122,16 @@ TOP_LEFT_WINDOW = {"causal": True, "align": "top_left", "window": (40, -1)}
 
 
 def shipped_case(spec, seed: int) -> tuple[Case, MmaPlan, str]:
-    """Two row blocks of two heads, with tails; each seed another rule, level, ring and edge of the head dim."""
+    """Two row blocks of two heads, with tails; each seed other rules, level, ring and edge of the head dim."""
     d = 2 * spec.columns if spec.streamed else spec.columns
-    d_qk, d_v, rule, tiles, level, stages, q_resident, arch = [
-        (spec.columns, d, {}, 1, 1, 4, True, "sm_90a"),
-        (72, d + 40, {"causal": True}, 2, 2, 2, False, "sm_80"),
-        (spec.columns - 8, d - 24, TOP_LEFT_WINDOW, 2, 1, 3, False, "sm_90a"),
+    d_qk, d_v, rule, mask, tiles, level, stages, q_resident, arch = [
+        (spec.columns, d, {}, None, 1, 1, 4, True, "sm_90a"),
+        (72, d + 40, {"causal": True, "softcap": 8.0}, "additive-2d", 2, 2, 2, False, "sm_80"),
+        (spec.columns - 8, d - 24, TOP_LEFT_WINDOW, "bool", 2, 1, 3, False, "sm_90a"),
     ][seed]
     level = 3 if spec.streamed else level
     n_q, n_k = spec.rows + 5, tiles * spec.keys + 9
-    case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=d_qk, d_v=d_v, dtype=DTYPES[spec.dtype], rule=rule)
+    case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=d_qk, d_v=d_v, dtype=DTYPES[spec.dtype], mask=mask, rule=rule)
     return case, plan_of(spec, level, d_qk, stages, q_resident, arch), arch
 
 
@@ -362,6 +361,15 @@ def test_stages_and_resident_q_on_a_gpu(level, stages, q_resident, monkeypatch):
     case = Case(heads_q=4, heads_kv=2, n_q=500, n_k=700, d=256, dtype=torch.float16, rule={"causal": True})
     plan = MmaPlan(shipped(level, torch.float16, 256), level, stages, q_resident)
     monkeypatch.setattr(mma, "plan", lambda p, flags: plan)
+    inputs = make_inputs(case, "cuda")
+    check(case, inputs, *call(case, inputs, level=level))
+
+
+@needs_gpu
+@pytest.mark.parametrize("n", [4096, 16384])
+@by_level_and("d", [320, 1024])
+def test_long_sequences_on_a_gpu(level, d, n):
+    case = Case(heads_q=1, heads_kv=1, n_q=n, n_k=n, d=d, rule={"causal": True})
     inputs = make_inputs(case, "cuda")
     check(case, inputs, *call(case, inputs, level=level))
 

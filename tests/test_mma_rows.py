@@ -49,7 +49,7 @@ def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
     d = spec.head_dim
     n_q, n_k = spec.rows + 5, 2 * spec.keys + 9
     case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=(d, d - 8, d)[seed], d_v=(d, d, d - 24)[seed], dtype=DTYPES[spec.dtype])
-    case = case.with_(rule=RULES[seed])
+    case = case.with_(rule=RULES[seed], mask=None if spec.plain else (None, "additive-2d", "bool")[seed])
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(mma, "plan", lambda p, flags: MmaPlan(spec, 1, 1 + seed % 2, True))
     inputs = make_inputs(case, "cpu", seed)
