@@ -64,6 +64,7 @@ class ForcedCalls:
                 iters,
                 times,
                 lambda name: None,
+                settle=True,
             )
         p = self.problem
         flops = 2 * p.batch * p.heads_q * p.n_q * p.n_k * (p.d_qk + p.d_v)

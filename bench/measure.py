@@ -141,14 +141,12 @@ class Bench:
         for name, call in self.ceilings.calls.items():
             subjects[name] = lambda call=call: self.timer.milliseconds(call)
         subjects |= {one.provider.tag: one.once for one in ready}
-        for once in subjects.values():  # an untimed round: memory that was freed since the warm-up is taken again
-            once()
         total = len(subjects) * self.settings.iters
 
         def on_step(name: str) -> None:
             on_share(sum(map(len, times.values())) / total, name)
 
-        measure_in_turn(subjects, self.settings.iters, times, on_step)
+        measure_in_turn(subjects, self.settings.iters, times, on_step, settle=self.timer.on_gpu)
 
     def _free(self) -> None:
         """What a failed or finished provider left: the next one must not run out of memory for it."""

@@ -32,26 +32,32 @@ class Timer:
         return start.elapsed_time(end)
 
 
+_CALLS_OF_A_TURN = 3
+
+
 def measure_in_turn(
     subjects: Mapping[str, Callable[[], float]],
     iters: int,
     times: dict[str, list[float]],
     on_step: Callable[[str], None],
+    settle: bool,
 ) -> None:
-    """Appends `iters` times in ms per subject to `times`: every round runs each subject once.
+    """Appends `iters` times in ms per subject to `times`: every round gives each subject a turn of a few calls.
 
-    Each round has another order, so that drifting clocks hit all of them alike, and none always follows the same one: a
-    subject that draws little power leaves the next one a faster clock. Times are appended as they come: after an
-    interrupt, what was measured is there.
+    Each round has another order, so that drifting clocks hit all of them alike. What ran before decides the clock that a
+    subject finds (after a large matrix product it is 10% slower): with `settle`, a turn begins with a call that does not
+    count. Times are appended as they come: after an interrupt, what was measured is there.
     """
     names = list(subjects)
-    shuffle = random.Random(0).shuffle
-    for _ in range(iters):
+    for done in range(0, iters, _CALLS_OF_A_TURN):
         for name in names:
             on_step(name)
-            ms = subjects[name]()
-            times.setdefault(name, []).append(ms)
-        shuffle(names)
+            if settle:
+                subjects[name]()
+            for _ in range(min(_CALLS_OF_A_TURN, iters - done)):
+                ms = subjects[name]()
+                times.setdefault(name, []).append(ms)
+        random.shuffle(names)
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int | None:

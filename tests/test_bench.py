@@ -62,19 +62,24 @@ def test_ceilings_from_times(device):
 
 def test_subjects_take_turns_and_an_interrupt_loses_nothing():
     order, times = [], {}
-    timing.measure_in_turn({name: lambda: 1.0 for name in "abcdef"}, 20, times, order.append)
-    rounds = [order[i : i + 6] for i in range(0, 120, 6)]
-    assert all(sorted(names) == list("abcdef") for names in rounds)
-    assert len({names[names.index("c") - 1] for names in rounds}) == 5  # who ran before it
-    assert times == {name: [1.0] * 20 for name in "abcdef"}
+    calls = []
+
+    def subject(name):
+        return lambda: calls.append(name) or float(len(calls))
+
+    timing.measure_in_turn({name: subject(name) for name in "abcdef"}, 40, times, order.append, settle=True)
+    rounds = [order[i : i + 6] for i in range(0, len(order), 6)]
+    assert all(sorted(names) == list("abcdef") for names in rounds) and len({"".join(names) for names in rounds}) > 3
+    assert "".join(calls[:8]) == "aaaabbbb" and times["a"][:3] == [2.0, 3.0, 4.0]  # the first one settles the clock
+    assert all(len(of_name) == 40 for of_name in times.values())
 
     def stop():
         raise KeyboardInterrupt
 
     times = {}
     with pytest.raises(KeyboardInterrupt):
-        timing.measure_in_turn({"a": lambda: 2.0, "b": stop}, 3, times, order.append)
-    assert times == {"a": [2.0]}
+        timing.measure_in_turn({"a": lambda: 2.0, "b": stop}, 2, times, order.append, settle=False)
+    assert times == {"a": [2.0, 2.0]}
 
 
 def test_timer(device):
