@@ -21,11 +21,10 @@ from forced import ForcedCalls, compiled, problem_of
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16"), "mixed": ("f32", "f16")}
 STREAMED_HEAD_DIMS = (*COLUMNS, 1152, 2048)
-_SMALL = 99 << 10  # shared memory of sm_86, sm_89 and sm_120
-_LARGE = archs.shared_memory_bytes("sm_90")
+_LIMITS = [archs.shared_memory_bytes(arch) for arch in ("sm_90", "sm_80", "sm_89")]  # 227, 163, 99 KB
 _STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
 _LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer are slow wherever they were measured
-_WITHIN = (0.96, 0.9)  # of the fastest is as good, in all and in 99 KB of shared memory: fewer kernels
+_WITHIN = {0: 0.96, 2: 0.9}  # by limit: of level 3's fastest is as good, so that few kernels do
 
 Result = dict[Shape, float]  # TFLOPS
 Tiles = list[tuple[int, ...]]
@@ -59,7 +58,7 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
         if not (16 << 10) <= max(key_bytes, value_bytes) <= (72 << 10) or not 1 / 3 <= key_bytes / value_bytes <= 3:
             continue
         spec = forward_spec("bf16", acc, shape)
-        if mma.smem_bytes(spec, d_qk, 2, False) <= _LARGE:
+        if mma.smem_bytes(spec, d_qk, 2, False) <= _LIMITS[0]:
             found.append(shape)
     return found
 
@@ -72,8 +71,8 @@ def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> MmaPlan | None:
     return MmaPlan(spec, problem.level, settings[0], settings[2], value_stages=settings[1])
 
 
-def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> tuple[Result, Result]:
-    """TFLOPS of all legal tiles; and with the settings of a GPU of 99 KB of those that run there."""
+def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> list[Result]:
+    """TFLOPS of all legal tiles, with the settings of each limit of shared memory where they fit it."""
     dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "f16"
     problem = problem_of(d, dtype, level, args.H, args.N)
     shapes = legal_shapes(columns, ACCS[acc], d, _LEAST_SCORES[level])
@@ -85,29 +84,29 @@ def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> tu
         plans = {shape: plan_of(spec, problem, limit) for shape, spec in specs.items() if spec in ready}
         return calls.tflops({shape: plan for shape, plan in plans.items() if plan}, args.iters)
 
-    return tflops(_LARGE), tflops(_SMALL)
+    return [tflops(limit) for limit in _LIMITS]
 
 
 def best(results: Result) -> Shape:
     return max(results, key=results.__getitem__)
 
 
-def show(d: int, acc: str, level: int, large: Result, small: Result) -> None:
-    for shape in sorted(large, key=large.__getitem__, reverse=True)[:8]:
+def show(d: int, acc: str, level: int, results: list[Result]) -> None:
+    for shape in sorted(results[0], key=results[0].__getitem__, reverse=True)[:8]:
         columns, rows, keys, key_columns, value_rows, _ = shape
         print(
             f"D={d:<5} L{level} {acc:<6}{columns:>5} columns {rows:>4} x {keys:<4} steps {key_columns:>4} {value_rows:>4}"
-            f"{large[shape]:8.1f} TFLOPS{small.get(shape, 0):8.1f} in 99 KB",
+            " TFLOPS in 227, 163, 99 KB:" + "".join(f"{result.get(shape, 0):8.1f}" for result in results),
             flush=True,
         )
 
 
 def register_tiles(columns: int, acc: str, args) -> Tiles:
-    """The fastest tile, the fastest in 99 KB, and the fastest of 32 rows."""
-    large, small = measured((columns,), columns, acc, 1, args)
-    show(columns, acc, 1, large, small)
-    few_rows = {shape: speed for shape, speed in large.items() if shape.rows == 32}
-    chosen = [best(x) for x in (large, small, few_rows) if x]
+    """The fastest tile in each limit of shared memory, and the fastest of 32 rows."""
+    results = measured((columns,), columns, acc, 1, args)
+    show(columns, acc, 1, results)
+    few_rows = {shape: speed for shape, speed in results[0].items() if shape.rows == 32}
+    chosen = [best(x) for x in (*results, few_rows) if x]
     return [tuple(shape) for shape in dict.fromkeys(chosen)]
 
 
@@ -115,10 +114,10 @@ def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tile
     """For each head dim a tile near its fastest, few in all; and one of 99 KB."""
     results = {}
     for d in head_dims:
-        large, small = results[d] = measured(args.columns, d, acc, 3, args)
-        show(d, acc, 3, large, small)
+        results[d] = measured(args.columns, d, acc, 3, args)
+        show(d, acc, 3, results[d])
     choices = []
-    for i, within in enumerate(_WITHIN):
+    for i, within in _WITHIN.items():
         good = {d: {s for s, speed in r[i].items() if speed >= within * max(r[i].values())} for d, r in results.items()}
         left, chosen = set(results), {}
         while left:
@@ -137,7 +136,7 @@ def rate(registers: dict[int, Tiles], streamed: dict[int, Tiles], d: int, acc: s
     for level, table in ((1, registers), (3, streamed)):
         for i, tile in enumerate(table.get(d, [])):
             spec = forward_spec(dtype, ACCS[acc], Shape(*tile), streamed=level == 3)
-            plans[level, i] = plan_of(spec, problem_of(d, dtype, level, args.H, args.N), _LARGE)
+            plans[level, i] = plan_of(spec, problem_of(d, dtype, level, args.H, args.N), _LIMITS[0])
     compiled([plan.spec for plan in plans.values()])
     for (level, i), speed in ForcedCalls(problem_of(d, dtype, 1, args.H, args.N)).tflops(plans, 3 * args.iters).items():
         tiles_of = (registers if level == 1 else streamed)[d]

@@ -71,6 +71,13 @@ def test_what_is_asked_for_is_planned(stages, resident, monkeypatch):
         assert (chosen.level, chosen.stages, chosen.q_resident) == (level, stages, resident)
 
 
+@pytest.mark.parametrize("d", HEAD_DIMS[:4])
+def test_a_gpu_of_163_kb_is_not_left_with_the_tile_of_99(d):
+    """Each has the largest step that fits it."""
+    steps = [plan(arch=arch, d_qk=d, d_v=d, level=1).spec.key_columns for arch in ("sm_90", "sm_80", "sm_89")]
+    assert steps == sorted(steps, reverse=True) and steps[1] > steps[2]
+
+
 def test_values_too_wide_for_registers_are_streamed():
     assert plan(d_v=1024, level=1).level == 1 and plan(d_v=1032).level == 3
     assert "registers" in plan(d_v=1032, level=1)
