@@ -26,8 +26,8 @@ step tests "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/t
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_splits.py tests/test_mma_rows.py \
-    -k "test_cases_on_a_gpu or test_on_a_gpu or test_rules_on_a_gpu"
+    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py \
+    -k "on_a_gpu and not bits_repeat and not long_sequences and not more_than_31"
 done
 echo
 cat "$out"/*.md 2>/dev/null

@@ -304,8 +304,10 @@ MUTANTS = [
         ("toggle of the accumulators ignored", 'if flags["ENABLE_FFPA_FORCE_PV_F16"] is not None:', "if False:"),
         ("too wide values accepted", "if p.level == 1 and p.d_v > MOST_COLUMNS:", "if False:"),
         ("unknown toggle ignored", "if flags[name] not in (None, value))", "if False)"),
-        ("scratch beyond the cap", "min(blocks, workspace_cap // (of_block * 4))", "min(blocks, workspace_cap // of_block)"),
-        ("scratch of whole rows of values forgotten", "of_block = -(-v.shape[-1] // spec.columns) * spec.columns * spec.rows", "of_block = v.shape[-1] * spec.rows"),
+        ("scratch beyond the cap", "min(blocks, workspace_cap // of_a_block)", "min(blocks, 4 * workspace_cap // of_a_block)"),
+        ("scratch and partial results beyond the cap", "workspace_cap -= partial.nbytes", ""),
+        ("a block beyond the cap", "if of_a_block > cap:", "if False:"),
+        ("scratch of whole rows of values forgotten", "return -(-d_v // spec.columns) * spec.columns * spec.rows * 4", "return d_v * spec.rows * 4"),
     ),
     *_in(
         "mma.py",

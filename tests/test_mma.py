@@ -9,11 +9,12 @@ import torch
 from cases import CASES, Case, make_inputs
 from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
 from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ForwardMma, aot_specs
+from ffpa_attn.spec import ROWS_HEAD_DIMS, ForwardMma, ForwardMmaRows, aot_specs
 from ffpa_attn.testing import emulate
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]
 WIDTHS = {spec.columns for spec in SHIPPED if not spec.streamed}
+WIDTHS |= {spec.head_dim for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)}
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = (1, 2, 3)
 
@@ -26,15 +27,21 @@ def by_level(levels=LEVELS):
     return pytest.mark.parametrize("level", levels, ids=[f"level{level}" for level in levels])
 
 
-def by_level_and(name: str, values, width=lambda value: value):
-    """Every level with every value. Level 1 has a kernel for each width of O up to 1024; a debug build has few of them."""
-    pairs = [(level, x) for level in LEVELS for x in values if level > 1 or -(-width(x) // 64) * 64 in WIDTHS]
+def level_1_is_built(d_qk: int, d_v: int) -> bool:
+    """It has a kernel for each width of O up to 1024; a debug build has few of them."""
+    whole = next((d for d in ROWS_HEAD_DIMS if d >= max(d_qk, d_v)), None)
+    return (whole or max(-(-d_v // 64) * 64, 256)) in WIDTHS
+
+
+def by_level_and(name: str, values, widths=lambda value: (value, value)):
+    """Every level with every value."""
+    pairs = [(level, x) for level in LEVELS for x in values if level > 1 or level_1_is_built(*widths(x))]
     ids = [f"level{level}-{getattr(value, 'id', value)}" for level, value in pairs]
     return pytest.mark.parametrize(f"level, {name}", pairs, ids=ids)
 
 
 def by_level_and_case(cases):
-    return by_level_and("case", cases, lambda case: case.d_v or case.d)
+    return by_level_and("case", cases, lambda case: (case.d, case.d_v or case.d))
 
 
 def call(case: Case, inputs, **options):

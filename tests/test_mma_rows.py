@@ -1,14 +1,13 @@
 """The forward for small head dims, in which each warp owns whole rows."""
 
-import compare
-import oracle
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import emulated, env, ffpa, mma, native, ops
+from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ForwardMmaRows, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
+from test_mma import call, check
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)]
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -19,27 +18,12 @@ RULES = [
     {"causal": True, "align": "top_left", "window": (40, -1)},
     {"scale": -0.3},
     {"scale": 0.0},
+    {"scale": 1e-60, "causal": True},
     {"softcap": 5.0, "scale": 1.0, "causal": True},
 ]
 PROBLEM = Problem(
     "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 128, 128, False, Visibility(-1, -1, False), 0.09, 0.0, None, True, None, "f32", None
 )  # fmt: skip
-
-
-def check(case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
-    q, k, v, mask = inputs
-    rule = {**case.rule, "mask": mask}
-    want, want_lse = oracle.attention(q, k, v, **rule)
-    base, base_lse = compare.baseline(q, k, v, **rule, acc_qk=acc_qk, acc_pv=acc_pv)
-    compare.assert_close("out", out, want, base)
-    if mask is None and not case.rule.get("softcap"):
-        base_lse = base_lse if acc_qk == "f16" else None
-        compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"), base_lse)
-
-
-def call(case, inputs, **options):
-    *qkv, mask = inputs
-    return ffpa(*qkv, mask=mask, return_lse=True, **case.rule, **options)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -51,9 +35,12 @@ def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
     case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=(d, d - 8, d)[seed], d_v=(d, d, d - 24)[seed], dtype=DTYPES[spec.dtype])
     case = case.with_(rule=RULES[seed], mask=None if spec.plain else (None, "additive-2d", "bool")[seed])
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(mma, "plan", lambda p, flags: MmaPlan(spec, 1, 1 + seed % 2, True))
+    arch = ("sm_80", "sm_80", "sm_90a")[seed]
+    limit = archs.shared_memory_bytes(arch.rstrip("a"))
+    stages = next(n for n in ((1, 3, 4)[seed], 2, 1) if mma.smem_bytes(spec, d, n, True) <= limit)
+    monkeypatch.setattr(mma, "plan", lambda p, flags: MmaPlan(spec, 1, stages, True))
     inputs = make_inputs(case, "cpu", seed)
-    with emulate("sm_80" if seed < 2 else "sm_90a", seed=seed) as reports:
+    with emulate(arch, seed=seed) as reports:
         out, lse = call(case, inputs)
     (report,) = reports
     assert report["kernel"] == spec.name
@@ -76,12 +63,26 @@ def test_rules_emulated(d, mask, rule):
     check(case, inputs, out, lse)
 
 
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("steepness", [1.0, 12.0])
+@pytest.mark.parametrize("acc", ["f32", "mixed", "f16"])
+def test_maxima_that_move_emulated(acc, steepness, falling):
+    """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
+    case = Case(n_q=20, n_k=1100, d=64, dtype=torch.float16)
+    q, k, v, _ = make_inputs(case, "cpu")
+    slope = torch.linspace(0.02, steepness, case.n_k)
+    k = (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(torch.float16)
+    with emulate(seed=2) as reports:
+        out, lse = ffpa(q, k, v, level=1, acc=acc, return_lse=True)
+    assert reports[0]["kernel"].startswith("forward_mma_rows")
+    check(case, (q, k, v, None), out, lse, "f16" if acc == "f16" else "f32", "f32" if acc == "f32" else "f16")
+
+
 def test_shared_memory_is_what_the_kernel_asks_for():
     for spec in SHIPPED:
         for stages in (1, 2):
-            assert mma.smem_bytes(spec, spec.head_dim, stages, True) == emulated.smem_bytes(
-                spec, spec.head_dim, stages, True
-            )
+            smem, _ = emulated.launch_shape(spec, spec.head_dim, stages, True)
+            assert mma.smem_bytes(spec, spec.head_dim, stages, True) == smem
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])

@@ -1,13 +1,12 @@
 """Few rows and many keys: parts of the keys share the GPU, and the query heads of one row share a tile."""
 
-import compare
-import oracle
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import env, ffpa, mma, native, ops
+from ffpa_attn import env, mma, native, ops
 from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
+from test_mma import call, check
 
 F16 = torch.float16
 ONE_ROW = Case(heads_q=8, heads_kv=2, n_q=1, n_k=1700, d=512, dtype=F16)
@@ -30,20 +29,6 @@ PROBLEM = Problem(
 )  # fmt: skip
 
 
-def check(case, inputs, out, lse):
-    q, k, v, mask = inputs
-    rule = {**case.rule, "layout": case.layout, "mask": mask}
-    want, want_lse = oracle.attention(q, k, v, **rule)
-    compare.assert_close("out", out, want, compare.baseline(q, k, v, **rule)[0])
-    if mask is None:
-        compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
-
-
-def call(case, inputs, level=None):
-    *qkv, mask = inputs
-    return ffpa(*qkv, mask=mask, return_lse=True, layout=case.layout, level=level, **case.rule)
-
-
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_emulated(case, level, monkeypatch):
@@ -51,7 +36,7 @@ def test_emulated(case, level, monkeypatch):
     monkeypatch.setattr(mma, "_splits", lambda *_: 3)
     inputs = make_inputs(case, "cpu")
     with emulate("sm_90a", seed=3) as reports:
-        out, lse = call(case, inputs, level)
+        out, lse = call(case, inputs, level=level)
     assert [report["kernel"] for report in reports][1:] == ["merge_splits_f16"]
     check(case, inputs, out, lse)
 
@@ -61,7 +46,7 @@ def test_emulated(case, level, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_on_a_gpu(case, level):
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *call(case, inputs, level))
+    check(case, inputs, *call(case, inputs, level=level))
 
 
 def plan(**changes):

@@ -1,5 +1,7 @@
 """Which instance and which settings a problem gets from the mma family: pure, but for what the kernel says of itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
@@ -26,7 +28,10 @@ def fits(spec, d_qk, stages, q_resident, arch):
 def test_shared_memory_is_what_the_kernel_asks_for():
     for spec in SHIPPED:
         for d_qk, stages, q_resident in ((8, 1, True), (spec.columns, 2, True), (1152, 4, False), (520, 3, True)):
-            assert mma.smem_bytes(spec, d_qk, stages, q_resident) == emulated.smem_bytes(spec, d_qk, stages, q_resident)
+            assert (
+                mma.smem_bytes(spec, d_qk, stages, q_resident)
+                == emulated.launch_shape(spec, d_qk, stages, q_resident)[0]
+            )
 
 
 @pytest.mark.parametrize("level", [None, 1, 2, 3])
@@ -92,6 +97,20 @@ def test_level_2_takes_the_fewest_groups():
         assert groups == -(-d_v // most)
 
 
+@pytest.mark.parametrize("pv", [None, "0", "1"])
+@pytest.mark.parametrize("qk", [None, "0", "1"])
+@pytest.mark.parametrize("level", [None, 1, 2, 3])
+@pytest.mark.parametrize("d", [128, 512])
+def test_any_pair_of_accumulators_has_a_plan(d, level, qk, pv, monkeypatch):
+    for name, value in (("QK", qk), ("PV", pv)):
+        if value:
+            monkeypatch.setenv(f"ENABLE_FFPA_FORCE_{name}_F16", value)
+    for acc, (acc_qk, acc_pv) in (("f32", ("f32", "f32")), ("f16", ("f16", "f16")), ("mixed", ("f32", "f16"))):
+        spec = plan(dtype="f16", acc=acc, d_qk=d, d_v=d, level=level).spec
+        of = {None: None, "0": "f32", "1": "f16"}
+        assert (spec.acc_qk, spec.acc_pv) == (of[qk] or acc_qk, of[pv] or acc_pv)
+
+
 @pytest.mark.parametrize("acc, expected", [("f32", ("f32", "f32")), ("f16", ("f16", "f16")), ("mixed", ("f32", "f16"))])
 def test_accumulators(acc, expected, monkeypatch):
     def accumulators():
@@ -133,6 +152,7 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
         ({"level": 1, "d_v": 1152}, "level 1 keeps O in registers"),
         ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
         ({"n_q": 1, "n_k": 2**31}, "counts positions in 32 bits"),
+        ({"n_q": 1, "n_k": 2**31 - 1025, "heads_q": 2048, "heads_kv": 1}, "counts positions in 32 bits"),
         ({"n_q": 2, "batch": 2**16, "heads_q": 2**16}, "more blocks than a grid holds"),
     ],
     ids=str,
@@ -162,18 +182,48 @@ def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
     assert f"PREFETCH_QKV={prefetch} and num_stages={num_stages} exclude each other" in plan(num_stages=num_stages)
 
 
+def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
+    """(bytes of scratch, its blocks, bytes of partial results) that a call takes."""
+    calls = []
+    monkeypatch.setattr(emulated, "attention_forward", lambda spec, *args: calls.append(args))
+    monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", 132)
+    q, k, v, out = (
+        torch.empty(1, 1, n, width, device="meta", dtype=torch.float16)
+        for n, width in ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
+    )
+    rule = SimpleNamespace(visibility=Visibility(-1, -1, False), scale=1.0, softcap=0.0)
+    mma.forward(chosen, q, k, v, out, torch.empty(0), None, None, rule, cap)
+    *_, scratch, blocks, _, partial = calls[0]
+    return *(0 if x is None else x.nbytes for x in (scratch,)), blocks, 0 if partial is None else partial.nbytes
+
+
 @pytest.mark.parametrize("d_v", [512, 1152, 2048])
-def test_scratch_of_level_3_does_not_depend_on_lengths(d_v):
+def test_scratch_of_level_3_does_not_depend_on_lengths(d_v, monkeypatch):
     """O of each resident block in f32, and no more blocks than the cap has room for."""
     chosen = plan(level=3, d_v=d_v)
     of_block = -(-d_v // chosen.spec.columns) * chosen.spec.columns * chosen.spec.rows * 4
     for n in (1, 1000, 10**6):
-        q, v = (torch.empty(1, 1, n, d, device="meta", dtype=torch.float16) for d in (512, d_v))
-        scratch, blocks = mma._scratch(chosen, q, v, 132, 1 << 30)
-        assert blocks == 132 and scratch.numel() * scratch.element_size() == 132 * of_block
-        for cap in (of_block - 1, of_block, 7 * of_block + 1):
-            scratch, blocks = mma._scratch(chosen, q, v, 132, cap)
-            assert blocks == max(1, cap // of_block) and scratch.numel() * 4 == blocks * of_block
+        assert workspace_of(chosen, n, n, 512, d_v, 1 << 30, monkeypatch) == (132 * of_block, 132, 0)
+        for cap in (of_block, 7 * of_block + 1):
+            blocks = cap // of_block
+            assert workspace_of(chosen, n, n, 512, d_v, cap, monkeypatch) == (blocks * of_block, blocks, 0)
+
+
+@pytest.mark.parametrize("d, n_k, cap_mb", [(1024, 131072, 16), (2048, 65536, 64), (2048, 65536, 2), (512, 32768, 1)])
+@pytest.mark.parametrize("level", [None, 3])
+def test_the_workspace_of_a_call_stays_within_the_cap(d, n_k, cap_mb, level, monkeypatch):
+    """Scratch and partial results together."""
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+    changes = {"heads_q": 1, "heads_kv": 1, "n_q": 128, "n_k": n_k, "d_qk": d, "d_v": d, "level": level}
+    chosen = plan(**changes)
+    scratch, _, partial = workspace_of(chosen, 128, n_k, d, d, cap_mb << 20, monkeypatch)
+    assert scratch + partial <= cap_mb << 20 and (chosen.splits > 1 or cap_mb < 16)
+
+
+def test_a_block_larger_than_the_workspace(monkeypatch):
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")
+    assert plan(level=3, d_v=4096).spec.rows == 64
+    assert "needs 2 MiB of workspace for a block of 64 rows" in plan(level=3, d_v=8192)
 
 
 def test_the_backend_table_knows_it():

@@ -1,9 +1,12 @@
 """Every experiment that the environment can ask for: what a plan makes of it, and that results stay right."""
 
+import math
+
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import env, mma, native
+from ffpa_attn import emulated, env, mma, native, ops
+from ffpa_attn.choice import choose
 from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import call, check
@@ -26,7 +29,8 @@ TOGGLES = [
     ("padded Q", {"ENABLE_FFPA_SMEM_SWIZZLE_Q": "0"}, SMALL_D + LARGE_D, {"pad_q": True, "pad_k": False}),
     ("padded K", {"ENABLE_FFPA_SMEM_SWIZZLE_K": "0"}, SMALL_D + LARGE_D, {"pad_k": True, "pad_v": False}),
     ("padded V", {"ENABLE_FFPA_SMEM_SWIZZLE_V": "0"}, SMALL_D + LARGE_D, {"pad_v": True, "pad_q": False}),
-    ("swizzled", {name: "1" for name in PADDED}, SMALL_D + LARGE_D, {}),
+    ("swizzled", {name: "1" for name in PADDED}, LARGE_D, {"pad_q": False, "pad_k": False, "pad_v": False}),
+    ("swizzled whole tiles", {name: "1" for name in PADDED}, SMALL_D, {"family": "forward_mma_rows"}),
     ("rings of their own", OWN_RINGS, LARGE_D, {"own_rings": True}),
     ("one ring", {"ENABLE_FFPA_QKV_SMEM_SHARE": "1"}, SMALL_D + LARGE_D, {"own_rings": False}),
     ("a ring of V", {"FFPA_PV_STAGES": "1"}, SMALL_D + LARGE_D, {"own_rings": True, "value_stages": 1}),
@@ -48,7 +52,7 @@ ALL = [(name, flags, d, effect) for name, flags, head_dims, effect in TOGGLES fo
 by_toggle = pytest.mark.parametrize("name, flags, d, effect", ALL, ids=[f"{name}-{d}" for name, _, d, _ in ALL])
 
 
-def levels_of(d: int, flags) -> tuple[int | None, ...]:
+def levels_of(d: int) -> tuple[int | None, ...]:
     """Whole tiles are level 1 alone."""
     return (None, 1) if d <= 256 else (None, 1, 2, 3)
 
@@ -61,7 +65,7 @@ def set_all(monkeypatch, flags):
 @by_toggle
 def test_what_becomes_of_a_plan(name, flags, d, effect, monkeypatch):
     set_all(monkeypatch, flags)
-    for level in levels_of(d, flags):
+    for level in levels_of(d):
         plan = mma.plan(PROBLEM._replace(d_qk=d, d_v=d, level=level), env.run_flags())
         for field, value in effect.items():
             assert getattr(plan if field in plan._fields else plan.spec, field) == value, (level, plan)
@@ -85,6 +89,23 @@ def test_contradictions(flags, words, monkeypatch):
     set_all(monkeypatch, flags)
     with pytest.raises(ValueError, match=words):
         env.run_flags()
+
+
+@pytest.mark.parametrize("name", env.EXPERIMENTS)
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_none_is_passed_over_for_a_faster_backend(name, value, monkeypatch):
+    """At D = 256 SDPA comes first otherwise; a toggle that ours does not know is refused, and then there is a warning."""
+    if (name, value) == ("FFPA_PV_STAGES", "0"):
+        return
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+    monkeypatch.setenv(name, value)
+    problem = PROBLEM._replace(d_qk=256, d_v=256, needs_lse=False, dtype="f16")
+    choice = choose(problem, env.run_flags())
+    assert choice.backend == "mma" or name in choice.fallback
+    monkeypatch.delenv(name)
+    assert choose(problem, env.run_flags()).backend == "sdpa"
+    assert choose(problem._replace(num_stages=2), env.run_flags()).backend == "mma"
+    assert choose(problem._replace(acc="mixed"), env.run_flags()).backend == "mma"
 
 
 def test_prefetch_is_of_v_too(monkeypatch):
@@ -120,11 +141,20 @@ def test_emulated(level, case, flags, words, rings, monkeypatch):
     stages, of_values = rings
     set_all(monkeypatch, {**flags, **({"FFPA_PV_STAGES": str(of_values)} if of_values else {})})
     inputs = make_inputs(case, "cpu")
+    plans, choose = [], mma.plan
+    monkeypatch.setattr(mma, "plan", lambda p, flags: plans.append(choose(p, flags)) or plans[-1])
+    monkeypatch.setattr(ops, "_plans", {})
     with emulate("sm_90a", seed=4) as reports:
         out, lse = call(case, inputs, level=level, num_stages=stages)
     check(case, inputs, out, lse)
     (report,) = reports
     assert report["kernel"].endswith(words) and report["bank_conflict_ratio"] <= 1.001
+
+    plan = plans[-1]
+    settings = plan.spec, case.d, plan.stages, plan.q_resident, plan.value_stages
+    smem, grid = emulated.launch_shape(*settings, plan.grid_of_heads, heads=3, batch=2)
+    assert smem == mma.smem_bytes(*settings)
+    assert grid[1:] == ((3, 2) if "ENABLE_FFPA_LAUNCH_GRID_DNHB" in flags else (1, 1)) and math.prod(grid) == 6
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library")
@@ -134,5 +164,5 @@ def test_on_a_gpu(name, flags, d, effect, monkeypatch):
     set_all(monkeypatch, flags)
     case = Case(batch=2, heads_q=4, heads_kv=2, n_q=500, n_k=1100, d=d, rule={"causal": True})
     inputs = make_inputs(case, "cuda")
-    for level in levels_of(d, flags):
+    for level in levels_of(d):
         check(case, inputs, *call(case, inputs, level=level))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import mma, native
+from . import env, mma, native
 from .mma import MmaPlan
 from .spec import Problem
 
@@ -70,7 +70,7 @@ def _sdpa(p: Problem, flags: Flags) -> str | None:
         return "SDPA leaves open what a row without keys gives"
     if p.softcap:
         return "SDPA has no softcap"
-    if p.scale <= 0:
+    if p.scale < 2.0**-100:  # or one that a float takes for 0
         return "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"
     see = p.visibility
     if see.left >= 0 or see.right > 0:
@@ -124,10 +124,13 @@ def _chosen(p: Problem, name: str, plan: MmaPlan | None, why: str, rejected=(), 
     return Choice(p, plan.spec.name if plan else name, name, plan, why, tuple(rejected), fallback)
 
 
-def _by_speed(p: Problem) -> list[str]:
-    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels are faster than the mma family at 256 columns."""
+def _by_speed(p: Problem, flags: Flags) -> list[str]:
+    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels are faster than the mma family at 256 columns.
+    They know nothing of stages, accumulators and experiments.
+    """
     names = list(CANDIDATES)
-    if 192 < max(p.d_qk, p.d_v) <= 256:
+    asks_for_ours = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
+    if 192 < max(p.d_qk, p.d_v) <= 256 and not asks_for_ours:
         names.remove("sdpa")
         names.insert(names.index("mma"), "sdpa")
     return names
@@ -146,7 +149,7 @@ def choose(p: Problem, flags: Flags) -> Choice:
         fallback = f"{asked_by} is ignored: {answer}"
 
     rejected = []
-    names = _by_speed(p)
+    names = _by_speed(p, flags)
     for name in names:
         answer = CANDIDATES[name](p, flags)
         if not isinstance(answer, str):

@@ -15,7 +15,7 @@ import torch
 
 from . import build, env, generation
 from .emulator_build import load_emulated_module
-from .spec import KernelSpec, ScaledCopy, aot_specs
+from .spec import KernelSpec, MergeSplits, ScaledCopy, aot_specs
 
 
 @dataclass
@@ -44,9 +44,21 @@ def _module_with(spec: KernelSpec):
     return _module(shipped if spec in shipped else (spec,))
 
 
-def smem_bytes(spec: KernelSpec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:
-    """What the kernel itself asks for."""
-    return _module_with(spec).smem_bytes(spec.name, d_qk, stages, value_stages, q_resident)
+def launch_shape(
+    spec: KernelSpec,
+    d_qk: int,
+    stages: int,
+    q_resident: bool,
+    value_stages: int = 0,
+    grid_of_heads: bool = False,
+    heads: int = 1,
+    batch: int = 1,
+) -> tuple[int, tuple[int, int, int]]:
+    """(bytes of shared memory, grid) as the kernel itself says, for one row block of each head."""
+    smem, *grid = _module_with(spec).launch_shape(
+        spec.name, d_qk, stages, value_stages, q_resident, grid_of_heads, heads, batch
+    )
+    return smem, tuple(grid)
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -70,7 +82,8 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     *options, scratch, blocks, splits, partial = options
     # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
-    for x in (scratch,) if offsets_q is not None else (out, lse, scratch):
+    written = () if offsets_q is not None else (out, lse)
+    for x in (*written, *(() if isinstance(spec, MergeSplits) else (scratch, partial))):
         if x is not None:
             x.fill_(torch.nan)
     message = module.attention_forward(

@@ -187,12 +187,13 @@ FLAGS: tuple[Flag, ...] = (
     _tri("ENABLE_FFPA_PERSIST_Q_G2S", "Keep Q in shared memory for the whole row block."),
     _tri("ENABLE_FFPA_PERSIST_KV_G2S", "Keep whole K and V tiles in shared memory (FlashAttention-2 tiling, small D)."),
     _tri("ENABLE_FFPA_PERSIST_Q_S2R", "Keep the fragments of Q in registers."),
-    _tri("ENABLE_FFPA_PERSIST_V_S2R", "Keep the fragments of V in registers."),
+    _tri("ENABLE_FFPA_PERSIST_V_S2R", "Read each fragment of V once for all rows of a warp (small D)."),
     _tri("ENABLE_FFPA_REGISTERS_PIPE_KV", "Ping-pong registers between ldmatrix and mma for K and V."),
-    _tri("ENABLE_FFPA_LAUNCH_GRID_DNHB", "Launch a grid (N/Br, H, B) instead of (N/Br, B*H)."),
+    _tri("ENABLE_FFPA_LAUNCH_GRID_DNHB", "Launch a grid (N/Br, H, B) instead of one of a single dim."),
 )
 
 RUN_FLAGS = tuple(flag for flag in FLAGS if flag.scope == "run")
+EXPERIMENTS = tuple(flag.name for flag in RUN_FLAGS if flag.name.startswith("ENABLE_") or flag.name == "FFPA_PV_STAGES")
 
 
 def _check_exclusions(values: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ _ROWS_FIXED = {
     "FFPA_PV_STAGES": None,
 }
 
+_LEAST_SCALE = 2.0**-100  # that kernels may take for positive: a float holds it
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
@@ -214,7 +215,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Mm
     plans = []
     for shape in rows_shapes(head_dim):
         spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
-        if spec.plain and (p.mask or p.softcap or p.scale <= 0 or q_in_registers):
+        if spec.plain and (p.mask or p.softcap or p.scale < _LEAST_SCALE or q_in_registers):
             continue
         fits = [
             (slowdown, n)
@@ -253,13 +254,18 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
         settings = _settings(spec, p, flags, limit)
         if settings is None:
             continue
-        splits = _splits(p, level, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+        cap = flags["FFPA_WORKSPACE_MB"] << 20
+        of_a_block = _scratch_bytes(spec, p.d_v) if level == 3 else 0
+        if of_a_block > cap:
+            reason = f"level 3 needs {-(-of_a_block >> 20)} MiB of workspace for a block of {spec.rows} rows"
+            continue
+        splits = _splits(p, level, shape, cap - of_a_block)
         cost = _microseconds(p, level, shape, splits)
         stages, value_stages, q_resident = settings
         if stages == 1:
             cost *= 8  # nothing hides the loads: only where nothing else fits
         plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, value_stages)))
-    return _cheapest(plans, spec, p)
+    return reason if reason and not plans else _cheapest(plans, spec, p)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
@@ -269,6 +275,9 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
+    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
+    if packs_heads:
+        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
@@ -279,9 +288,6 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     if grid_of_heads and max(p.heads_q, p.batch) > _MOST_BLOCKS_OF_A_DIM:
         return f"ENABLE_FFPA_LAUNCH_GRID_DNHB=1: a grid of {p.heads_q} heads and {p.batch} batch entries is too large"
 
-    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
-    if packs_heads:
-        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
     whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
     families = (_rows_plan, _split_plan) if whole_tiles and p.level in (None, 1) else (_split_plan,)
     reasons = []
@@ -293,12 +299,9 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     return "; ".join(reasons)
 
 
-def _scratch(plan: MmaPlan, q, v, blocks: int, workspace_cap: int):
-    """O in fp32 for each resident block, of level 3; fewer blocks run where the cap asks for it."""
-    spec = plan.spec
-    of_block = -(-v.shape[-1] // spec.columns) * spec.columns * spec.rows
-    blocks = max(1, min(blocks, workspace_cap // (of_block * 4)))
-    return torch.empty(blocks * of_block, dtype=torch.float32, device=q.device), blocks
+def _scratch_bytes(spec: ForwardMma, d_v: int) -> int:
+    """O in fp32, of one resident block of level 3."""
+    return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
 
 
 def _pack_heads(q, k, v, out, mask, see: Visibility):
@@ -352,14 +355,18 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap
         def kernel(spec):
             return spec
 
+    def floats(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.float32, device=q.device)
+
     scratch = partial = None
-    if plan.spec.streamed:
-        scratch, blocks = _scratch(plan, q, v, blocks, workspace_cap)
     if plan.splits > 1:
         rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
-        partial = torch.empty(
-            plan.splits * rows * q.shape[-3] * (out.shape[-1] + 1), dtype=torch.float32, device=q.device
-        )
+        partial = floats(plan.splits * rows * q.shape[-3] * (out.shape[-1] + 1))
+        workspace_cap -= partial.nbytes
+    if plan.spec.streamed:  # fewer blocks run where the cap asks for it
+        of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
+        blocks = max(1, min(blocks, workspace_cap // of_a_block))
+        scratch = floats(blocks * of_a_block // 4)
     call = (
         q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
         plan.q_resident, plan.grid_of_heads, scratch, blocks, plan.splits, partial,

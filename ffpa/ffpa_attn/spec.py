@@ -213,14 +213,19 @@ COLUMNS = range(256, MOST_COLUMNS + 1, 64)
 ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
+def _of_sums(table: dict, acc: tuple[str, str]) -> dict:
+    """By what PV accumulates in, where only an experiment asks for the pair."""
+    return table.get(acc) or table["f32", acc[1]]
+
+
 def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
     """Tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
-    return [Shape(*tile) for tile in tiles.REGISTERS[acc][columns]]
+    return [Shape(*tile) for tile in _of_sums(tiles.REGISTERS, acc)[columns]]
 
 
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
     """Tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
-    table = tiles.STREAMED[acc]
+    table = _of_sums(tiles.STREAMED, acc)
     nearest = next((d for d in table if d >= head_dim), max(table))
     return [Shape(*tile) for tile in table[nearest]]
 

@@ -1,6 +1,7 @@
 """Tiles of the split-D forward on mma.sync: measured and written by `python bench/sweep.py --write`.
 
-(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200.
+(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200. 255 and
+200 with f16 sums stand for a speed that was not measured yet.
 """
 
 # By (acc_qk, acc_pv) and columns of O: levels 1 and 2.

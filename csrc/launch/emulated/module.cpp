@@ -101,14 +101,22 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
   return instance.launch(&params).message;
 }
 
-uint32_t smem_bytes(const std::string& kernel, int d_qk, int stages, int value_stages, bool q_resident) {
+// (bytes of shared memory, grid) of a call with one row block for each of these heads.
+std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::string& kernel, int d_qk, int stages,
+                                                                int value_stages, bool q_resident, bool grid_of_heads,
+                                                                int heads, int batch) {
   AttentionParams params{};
   params.d_qk = d_qk;
+  params.d_v = params.n_q = params.splits = 1;
+  params.heads_q = heads;
+  params.batch = batch;
   params.stages = stages;
   params.value_stages = value_stages;
   params.q_resident = q_resident;
-  params.n_q = params.batch = params.heads_q = params.splits = 1;
-  return emulated_instances().at(kernel).shape(&params).smem_bytes;
+  params.grid_of_heads = grid_of_heads;
+  params.resident_blocks = kLargestInt;
+  const LaunchShape shape = emulated_instances().at(kernel).shape(&params);
+  return {shape.smem_bytes, shape.grid.x, shape.grid.y, shape.grid.z};
 }
 
 py::dict take_report() {
@@ -130,6 +138,6 @@ py::dict take_report() {
 PYBIND11_MODULE(ffpa_emulated, module) {
   module.def("configure", &ffpa::configure);
   module.def("attention_forward", &ffpa::attention_forward);
-  module.def("smem_bytes", &ffpa::smem_bytes);
+  module.def("launch_shape", &ffpa::launch_shape);
   module.def("take_report", &ffpa::take_report);
 }
