@@ -15,6 +15,7 @@ CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
     ("env", "version"),
+    ("tiles",),
     ("spec",),
     ("archs", "generation", "toolchain"),
     ("build", "cache"),
@@ -116,7 +117,7 @@ def test_imports_go_down(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["env", "version", "spec", "archs", "generation", "toolchain", "build", "cache", "jit", "emulator_build"],
+    ["env", "version", "tiles", "spec", "archs", "generation", "toolchain", "build", "cache", "jit", "emulator_build"],
 )
 def test_what_the_build_uses_imports_no_torch(module):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
