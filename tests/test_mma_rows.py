@@ -91,6 +91,7 @@ def test_every_gpu_has_a_plan(arch, d):
     for mask in (None, "bool"):
         plan = mma.plan(PROBLEM._replace(arch=arch, d_qk=d, d_v=d, mask=mask), env.run_flags())
         assert plan.spec in SHIPPED and plan.spec.head_dim >= d
+        assert not (mask and plan.spec.plain)
 
 
 @pytest.mark.parametrize("value, family", [("0", "forward_mma"), ("1", "forward_mma_rows")])

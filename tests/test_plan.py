@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import oracle
 import pytest
 import torch
 from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
@@ -81,6 +82,18 @@ def test_a_gpu_of_163_kb_is_not_left_with_the_tile_of_99(d):
     """Each has the largest step that fits it."""
     steps = [plan(arch=arch, d_qk=d, d_v=d, level=1).spec.key_columns for arch in ("sm_90", "sm_80", "sm_89")]
     assert steps == sorted(steps, reverse=True) and steps[1] > steps[2]
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (200, 0), (-1, 300), (100, 50), (0, 700)])
+@pytest.mark.parametrize("n_q, n_k", [(1000, 1000), (400, 1000), (1000, 400)])
+def test_visible_keys_of_a_row(n_q, n_k, left, right, top_left):
+    """The few rows that a plan looks at see about as many as all do."""
+    problem = PROBLEM._replace(n_q=n_q, n_k=n_k, visibility=Visibility(left, right, top_left))
+    align = "top_left" if top_left else "bottom_right"
+    rule = {"causal": True, "window": (left, -1)} if right == 0 else {"window": (left, right)}
+    seen = oracle.visible(n_q, n_k, align=align, **rule).sum(1).double().mean()
+    assert abs(mma._visible_keys(problem) - seen) <= 0.02 * n_k
 
 
 def test_values_too_wide_for_registers_are_streamed():
@@ -197,7 +210,7 @@ def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
     return *(0 if x is None else x.nbytes for x in (scratch,)), blocks, 0 if partial is None else partial.nbytes
 
 
-@pytest.mark.parametrize("d_v", [512, 1152, 2048])
+@pytest.mark.parametrize("d_v", [512, 520, 1152, 2048])
 def test_scratch_of_level_3_does_not_depend_on_lengths(d_v, monkeypatch):
     """O of each resident block in f32, and no more blocks than the cap has room for."""
     chosen = plan(level=3, d_v=d_v)
