@@ -31,6 +31,11 @@ def problem_of(d: int, dtype: str, level: int | None, heads: int, n: int, acc: s
     )  # fmt: skip
 
 
+def run(plan: mma.MmaPlan, p: Problem, q, k, v, out) -> None:
+    rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=p.softcap)
+    mma.forward(plan, q, k, v, out, torch.empty(0, device=q.device), None, None, rule, 1 << 30)
+
+
 class ForcedCalls:
     """One problem's tensors, and the speed of plans on them."""
 
@@ -40,12 +45,10 @@ class ForcedCalls:
             torch.randn(p.batch, p.heads_q, p.n_q, p.d_qk, device="cuda", dtype=DTYPES[p.dtype]) for _ in range(3)
         ]
         self.out = torch.empty_like(self.qkv[0])
-        self.lse = torch.empty(0, device="cuda")
         self.timer = Timer("cuda")
 
     def run(self, plan: mma.MmaPlan) -> None:
-        rule = SimpleNamespace(visibility=_ALL, scale=self.problem.scale, softcap=0.0)
-        mma.forward(plan, *self.qkv, self.out, self.lse, None, None, rule, 1 << 30)
+        run(plan, self.problem, *self.qkv, self.out)
 
     def milliseconds(self, plan: mma.MmaPlan) -> float:
         return self.timer.milliseconds(lambda: self.run(plan))

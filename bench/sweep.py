@@ -19,11 +19,11 @@ from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
 from forced import ForcedCalls, compiled, problem_of
 
-ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16"), "mixed": ("f32", "f16")}
+ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # by what PV accumulates in, as the tables are
 STREAMED_HEAD_DIMS = (*COLUMNS, 1152, 2048)
 _LIMITS = [archs.shared_memory_bytes(arch) for arch in ("sm_90", "sm_80", "sm_89")]  # 227, 163, 99 KB
 _STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
-_LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer are slow wherever they were measured
+_LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer were not tried
 _WITHIN = {0: 0.96, 2: 0.9}  # by limit: of level 3's fastest is as good, so that few kernels do
 
 Result = dict[Shape, float]  # TFLOPS
@@ -65,10 +65,11 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
 
 def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> MmaPlan | None:
     """As the choice would have it on a GPU with so much shared memory."""
-    settings = mma._settings(spec, problem, env.run_flags(), limit)
-    if settings is None or settings[0] == 1:
+    fitting = mma.settings(spec, problem, env.run_flags(), limit)
+    if fitting is None or fitting[0] == 1:
         return None
-    return MmaPlan(spec, problem.level, settings[0], settings[2], value_stages=settings[1])
+    stages, value_stages, q_resident = fitting
+    return MmaPlan(spec, problem.level, stages, q_resident, value_stages=value_stages)
 
 
 def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> list[Result]:
@@ -147,17 +148,16 @@ def table_source(registers: dict, streamed: dict) -> str:
     lines = [
         '"""Tiles of the split-D forward on mma.sync: measured and written by `python bench/sweep.py --write`.',
         "",
-        "(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200. 255 and",
-        "200 with f16 sums stand for a speed that was not measured yet.",
+        "(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200.",
         '"""',
     ]
     for name, comment, table in (
-        ("REGISTERS", "By (acc_qk, acc_pv) and columns of O: levels 1 and 2.", registers),
-        ("STREAMED", "By (acc_qk, acc_pv) and the head dim: level 3.", streamed),
+        ("REGISTERS", "By what PV accumulates in and columns of O: levels 1 and 2.", registers),
+        ("STREAMED", "By what PV accumulates in and the head dim, up to the next one that is here: level 3.", streamed),
     ):
         lines += ["", f"# {comment}", f"{name} = {{"]
         for acc, by_width in table.items():
-            lines.append(f'    ("{acc[0]}", "{acc[1]}"): {{')
+            lines.append(f'    "{acc}": {{')
             lines += [f"        {width}: {rows}," for width, rows in sorted(by_width.items())]
             lines.append("    },")
         lines.append("}")
@@ -174,7 +174,7 @@ def main() -> None:
         default=(1, 3),
         help="1 (and 2: the same kernels), 3; 0: rate anew what the table holds",
     )
-    parser.add_argument("--acc", default="f32", help="f32, f16 or mixed, or several with commas")
+    parser.add_argument("--acc", default="f32", help="of PV: f32 or f16, or both with a comma")
     parser.add_argument("--columns", type=integers, default=_STREAMED_COLUMNS, help="of level 3")
     parser.add_argument("--N", type=int, default=8192)
     parser.add_argument("--H", type=int, default=32)
@@ -196,11 +196,11 @@ def main() -> None:
             continue
         if 1 in args.level:
             for d in widths:
-                registers[ACCS[acc]][d] = register_tiles(d, acc, args)
+                registers[acc][d] = register_tiles(d, acc, args)
         if 3 in args.level:
-            streamed[ACCS[acc]].update(streamed_tiles(acc, head_dims, args))
+            streamed[acc].update(streamed_tiles(acc, head_dims, args))
         for d in head_dims:
-            rate(registers[ACCS[acc]], streamed[ACCS[acc]], d, acc, args)
+            rate(registers[acc], streamed[acc], d, acc, args)
     source = table_source(registers, streamed)
     if args.write:
         Path(tiles.__file__).write_text(source)

@@ -8,16 +8,14 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 from ffpa_attn import archs, env, jit, mma
 from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import Problem
 from ffpa_attn.testing import emulate
-from forced import ForcedCalls, compiled, problem_of
+from forced import ForcedCalls, compiled, problem_of, run
 
 HEAD_DIMS = (320, 512, 1024)
 LEVELS = (1, 2, 3)
@@ -73,13 +71,6 @@ def toggles_page(args) -> list[str]:
     ]
 
 
-def run(plan: MmaPlan, p: Problem) -> None:
-    """On the CPU."""
-    q, k, v = (torch.randn(1, 1, n, p.d_qk, dtype=torch.bfloat16) for n in (p.n_q, p.n_k, p.n_k))
-    rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=0.0)
-    mma.forward(plan, q, k, v, torch.empty_like(q), torch.empty(0), None, None, rule, 1 << 30)
-
-
 def resources_page(args) -> list[str]:
     """What the compiler and the emulator say of the kernels chosen on an H200."""
     lines = [
@@ -92,7 +83,8 @@ def resources_page(args) -> list[str]:
             spec = plan.spec
             (used,) = jit.resources(spec, "sm_90").values()
             with emulate("sm_90a") as reports:
-                run(plan, problem_of(d, "bf16", level, 1, 3 * spec.keys)._replace(n_q=2 * spec.rows))
+                q, k, v = (torch.randn(1, 1, n, d, dtype=torch.bfloat16) for n in (2 * spec.rows, *[3 * spec.keys] * 2))
+                run(plan, problem_of(d, "bf16", level, 1, 3 * spec.keys), q, k, v, torch.empty_like(q))
             tiles = 3 * 2 * (-(-d // spec.columns) if level == 2 else 1)
             smem = mma.smem_bytes(spec, d, plan.stages, plan.q_resident, plan.value_stages)
             lines.append(

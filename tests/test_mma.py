@@ -17,6 +17,7 @@ WIDTHS = {spec.columns for spec in SHIPPED if not spec.streamed}
 WIDTHS |= {spec.head_dim for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)}
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = (1, 2, 3)
+ACCS = {"f32": ("f32", "f32"), "mixed": ("f32", "f16"), "f16": ("f16", "f16")}
 
 
 def by_id(cases):
@@ -203,6 +204,16 @@ def test_wide_heads_on_one_instance_emulated(level, d, emulated_run):
     assert report["mma"] == products(spec, case)
 
 
+def check_moving_maxima(case: Case, level: int, acc: str, steepness: float, falling: bool, kernel: str):
+    q, k, v, _ = make_inputs(case, "cpu")
+    slope = torch.linspace(0.02, steepness, case.n_k)
+    k = (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(case.dtype)
+    with emulate(seed=2) as reports:
+        out, lse = ffpa(q, k, v, level=level, acc=acc, return_lse=True)
+    assert reports[0]["kernel"].startswith(kernel)
+    check(case, (q, k, v, None), out, lse, *ACCS[acc])
+
+
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 @pytest.mark.parametrize("steepness", [1.0, 12.0])
 @pytest.mark.parametrize("acc", ["f32", "mixed", "f16"])
@@ -210,12 +221,7 @@ def test_wide_heads_on_one_instance_emulated(level, d, emulated_run):
 def test_maxima_that_move_emulated(level, acc, steepness, falling):
     """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
     case = Case(n_q=20, n_k=1100, d=512 if level == 1 else 64, d_v=512, dtype=torch.float16)
-    q, k, v, _ = make_inputs(case, "cpu")
-    slope = torch.linspace(0.02, steepness, case.n_k)
-    k = (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(torch.float16)
-    with emulate(seed=2):
-        out, lse = ffpa(q, k, v, level=level, acc=acc, return_lse=True)
-    check(case, (q, k, v, None), out, lse, "f16" if acc == "f16" else "f32", "f32" if acc == "f32" else "f16")
+    check_moving_maxima(case, level, acc, steepness, falling, "forward_mma_f16")
 
 
 def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run):
@@ -339,7 +345,6 @@ def test_gradients_of_an_emulated_forward():
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library"
 )
-ACCS = {"f32": ("f32", "f32"), "mixed": ("f32", "f16"), "f16": ("f16", "f16")}
 
 
 @needs_gpu

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
+from ffpa_attn import archs, emulated, env, mma, native, ops
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ForwardMmaRows, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
-from test_mma import call, check
+from test_mma import call, check, check_moving_maxima
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)]
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -69,13 +69,7 @@ def test_rules_emulated(d, mask, rule):
 def test_maxima_that_move_emulated(acc, steepness, falling):
     """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
     case = Case(n_q=20, n_k=1100, d=64, dtype=torch.float16)
-    q, k, v, _ = make_inputs(case, "cpu")
-    slope = torch.linspace(0.02, steepness, case.n_k)
-    k = (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(torch.float16)
-    with emulate(seed=2) as reports:
-        out, lse = ffpa(q, k, v, level=1, acc=acc, return_lse=True)
-    assert reports[0]["kernel"].startswith("forward_mma_rows")
-    check(case, (q, k, v, None), out, lse, "f16" if acc == "f16" else "f32", "f32" if acc == "f32" else "f16")
+    check_moving_maxima(case, 1, acc, steepness, falling, "forward_mma_rows")
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():

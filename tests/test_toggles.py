@@ -7,13 +7,10 @@ import torch
 from cases import Case, make_inputs
 from ffpa_attn import emulated, env, mma, native, ops
 from ffpa_attn.choice import choose
-from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import call, check
+from test_plan import PROBLEM
 
-PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
-)  # fmt: skip
 CASE = Case(batch=2, heads_q=2, heads_kv=1, n_q=70, n_k=300, d=512, rule={"causal": True})
 SMALL = CASE.with_(d=64, n_q=150)
 

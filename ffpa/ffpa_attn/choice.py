@@ -12,7 +12,7 @@ from typing import Any
 
 from . import env, mma, native
 from .mma import MmaPlan
-from .spec import Problem
+from .spec import LEAST_SCALE, Problem
 
 Flags = Mapping[str, Any]
 
@@ -70,7 +70,7 @@ def _sdpa(p: Problem, flags: Flags) -> str | None:
         return "SDPA leaves open what a row without keys gives"
     if p.softcap:
         return "SDPA has no softcap"
-    if p.scale < 2.0**-100:  # or one that a float takes for 0
+    if p.scale < LEAST_SCALE:
         return "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"
     see = p.visibility
     if see.left >= 0 or see.right > 0:

@@ -39,12 +39,6 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _stages(raw: str) -> int:
-    if raw in ("1", "2", "3", "4"):
-        return int(raw)
-    raise ValueError("1 | 2 | 3 | 4")
-
-
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(raw: str) -> str:
         if raw in allowed:
@@ -179,7 +173,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "run",
         "Stages of V in a ring of its own; unset: as many as `num_stages` says.",
-        _stages,
+        lambda raw: int(_one_of("1", "2", "3", "4")(raw)),
     ),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_Q", "Swizzle Q in shared memory; 0 pads rows by 8 elements instead."),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_K", "Swizzle K in shared memory; 0 pads rows by 8 elements instead."),

@@ -14,6 +14,7 @@ import torch
 from . import archs
 from .spec import (
     COLUMNS,
+    LEAST_SCALE,
     MOST_COLUMNS,
     ROWS_HEAD_DIMS,
     ForwardMma,
@@ -46,7 +47,6 @@ _ROWS_FIXED = {
     "FFPA_PV_STAGES": None,
 }
 
-_LEAST_SCALE = 2.0**-100  # that kernels may take for positive: a float holds it
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
@@ -178,7 +178,7 @@ def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list
     return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
 
 
-def _settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
+def settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
     """(stages, value_stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing
     is forced.
     """
@@ -215,7 +215,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Mm
     plans = []
     for shape in rows_shapes(head_dim):
         spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
-        if spec.plain and (p.mask or p.softcap or p.scale < _LEAST_SCALE or q_in_registers):
+        if spec.plain and (p.mask or p.softcap or p.scale < LEAST_SCALE or q_in_registers):
             continue
         fits = [
             (slowdown, n)
@@ -251,8 +251,8 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
     plans = []
     for level, shape in _candidates(p, acc):
         spec = _as_toggled(forward_spec(p.dtype, acc, shape, streamed=level == 3), flags)
-        settings = _settings(spec, p, flags, limit)
-        if settings is None:
+        fitting = settings(spec, p, flags, limit)
+        if fitting is None:
             continue
         cap = flags["FFPA_WORKSPACE_MB"] << 20
         of_a_block = _scratch_bytes(spec, p.d_v) if level == 3 else 0
@@ -261,7 +261,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
             continue
         splits = _splits(p, level, shape, cap - of_a_block)
         cost = _microseconds(p, level, shape, splits)
-        stages, value_stages, q_resident = settings
+        stages, value_stages, q_resident = fitting
         if stages == 1:
             cost *= 8  # nothing hides the loads: only where nothing else fits
         plans.append((cost, MmaPlan(spec, level, stages, q_resident, splits, value_stages)))

@@ -206,6 +206,7 @@ class Shape(NamedTuple):
     speed: int
 
 
+LEAST_SCALE = 2.0**-100  # that counts as positive: a float holds it
 MOST_COLUMNS = 1024  # of O in registers
 COLUMNS = range(256, MOST_COLUMNS + 1, 64)
 
@@ -213,19 +214,14 @@ COLUMNS = range(256, MOST_COLUMNS + 1, 64)
 ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
-def _of_sums(table: dict, acc: tuple[str, str]) -> dict:
-    """By what PV accumulates in, where only an experiment asks for the pair."""
-    return table.get(acc) or table["f32", acc[1]]
-
-
 def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
     """Tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
-    return [Shape(*tile) for tile in _of_sums(tiles.REGISTERS, acc)[columns]]
+    return [Shape(*tile) for tile in tiles.REGISTERS[acc[1]][columns]]
 
 
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
     """Tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
-    table = _of_sums(tiles.STREAMED, acc)
+    table = tiles.STREAMED[acc[1]]
     nearest = next((d for d in table if d >= head_dim), max(table))
     return [Shape(*tile) for tile in table[nearest]]
 
@@ -269,7 +265,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
             kernels += [
                 forward_spec(dtype, acc, shape, streamed=True)
-                for d in tiles.STREAMED[acc]
+                for d in tiles.STREAMED[acc[1]]
                 for shape in streamed_shapes(d, acc)
             ]
     return tuple(dict.fromkeys(kernels))
