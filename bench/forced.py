@@ -1,4 +1,4 @@
-"""Calls of the mma forward with a given plan, on a GPU: what the sweep of tiles and the page of toggles measure."""
+"""Calls of the mma forward with a given plan: what the sweep of tiles, the page of toggles and the emulation need."""
 
 from __future__ import annotations
 
@@ -17,38 +17,44 @@ import torch
 from ffpa_attn import mma, native
 from ffpa_attn.spec import ForwardMma, Problem, Visibility
 from ffpa_attn.toolchain import BuildError
+from flops import nominal_flops
 from timing import Timer, measure_in_turn
+from workload import Inputs, Workload, make_inputs
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-_ALL = Visibility(-1, -1, False)
+SHORT = {"fp16": "f16", "bf16": "bf16"}
 _WORTH_MORE = 16  # of those whose first call was the fastest
 Name = TypeVar("Name", bound=Hashable)
 
 
-def problem_of(d: int, dtype: str, level: int | None, heads: int, n: int, acc: str = "f32") -> Problem:
+def square(d: int, dtype: str, heads: int, n: int) -> Workload:
+    return Workload(1, heads, heads, n, n, d, d, dtype)
+
+
+def problem_of(w: Workload, level: int | None, acc: str = "f32", arch: str = "sm_90") -> Problem:
+    see = Visibility.of(w.causal, "bottom_right", -1, -1)
     return Problem(
-        "forward", "cuda", "sm_90", dtype, 1, heads, heads, n, n, d, d, False, _ALL, d**-0.5, 0.0, None, False, level, acc, None
+        "forward", "cuda", arch, SHORT[w.dtype], w.batch, w.heads, w.heads_kv, w.n_q, w.n_kv, w.d, w.d_v, w.packed, see,
+        w.d**-0.5, 0.0, None, False, level, acc, None,
     )  # fmt: skip
 
 
-def run(plan: mma.MmaPlan, p: Problem, q, k, v, out) -> None:
+def run(plan: mma.MmaPlan, p: Problem, x: Inputs, out: torch.Tensor) -> None:
     rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=p.softcap)
-    mma.forward(plan, q, k, v, out, torch.empty(0, device=q.device), None, None, rule, 1 << 30)
+    q, k, v, o = (t.transpose(0, 1) if p.packed else t for t in (x.q, x.k, x.v, out))
+    mma.forward(plan, q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30)
 
 
 class ForcedCalls:
     """One problem's tensors, and the speed of plans on them."""
 
-    def __init__(self, problem: Problem):
-        p = self.problem = problem
-        self.qkv = [
-            torch.randn(p.batch, p.heads_q, p.n_q, p.d_qk, device="cuda", dtype=DTYPES[p.dtype]) for _ in range(3)
-        ]
-        self.out = torch.empty_like(self.qkv[0])
+    def __init__(self, w: Workload):
+        self.w, self.problem = w, problem_of(w, None)
+        self.inputs = make_inputs(w, "cuda", seed=0)
+        self.out = torch.empty_like(self.inputs.q)
         self.timer = Timer("cuda")
 
     def run(self, plan: mma.MmaPlan) -> None:
-        run(plan, self.problem, *self.qkv, self.out)
+        run(plan, self.problem, self.inputs, self.out)
 
     def milliseconds(self, plan: mma.MmaPlan) -> float:
         return self.timer.milliseconds(lambda: self.run(plan))
@@ -69,9 +75,7 @@ class ForcedCalls:
                 lambda name: None,
                 settle=True,
             )
-        p = self.problem
-        flops = 2 * p.batch * p.heads_q * p.n_q * p.n_k * (p.d_qk + p.d_v)
-        return {name: flops / median(times.get(name, [first[name]])) * 1e-9 for name in plans}
+        return {name: nominal_flops(self.w) / median(times.get(name, [first[name]])) * 1e-9 for name in plans}
 
 
 def compiled(specs: list[ForwardMma]) -> set[ForwardMma]:

@@ -123,7 +123,7 @@ class Bench:
         skipped.append((tag.strip("()"), _first_line(error)))
 
     def _ready(self, provider: Provider, w: Workload, x: Inputs, truth: Truth) -> _Ready:
-        verdict = truth.verdict(lambda inputs: provider.prepare(w, inputs)())
+        verdict = truth.verdict(lambda inputs: provider.prepare(w, inputs)(), provider.sums)
         call = provider.prepare(w, x)
         output = call()[0].cpu()
         for _ in range(self.settings.warmup - 1):

@@ -25,6 +25,7 @@ class Provider:
     acc: str | None = None  # what was forced, or None
     level: int | None = None
     num_stages: int | None = None
+    sums: tuple[str, str] = ("f32", "f32")  # what QK^T and PV accumulate in
 
     def prepare(self, w: Workload, x: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
         """What is timed: () -> (out,), or the gradients alone, () -> (dq, dk, dv)."""

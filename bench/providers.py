@@ -37,7 +37,8 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
         return function(x.q, x.k, x.v, *x.offsets, causal=w.causal, **forced)
 
     own_kernel = choice.backend not in _FALLBACKS
-    return Provider(tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, **forced)
+    sums = (choice.plan.spec.acc_qk, choice.plan.spec.acc_pv) if choice.plan else ("f32", "f32")
+    return Provider(tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, sums=sums, **forced)
 
 
 def our_providers(w: Workload, x: Inputs) -> Iterator[Provider]:

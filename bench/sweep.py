@@ -14,27 +14,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
+from chip import accumulators
 from ffpa_attn import archs, env, mma, tiles
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
-from forced import ForcedCalls, compiled, problem_of
+from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # by what PV accumulates in, as the tables are
 STREAMED_HEAD_DIMS = (*COLUMNS, 1152, 2048)
 _LIMITS = [archs.shared_memory_bytes(arch) for arch in ("sm_90", "sm_80", "sm_89")]  # 227, 163, 99 KB
 _STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
 _LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer were not tried
+_MOST_ACCUMULATORS = 212  # of the 255 registers of a thread
 _WITHIN = {0: 0.96, 2: 0.9}  # by limit: of level 3's fastest is as good, so that few kernels do
 
 Result = dict[Shape, float]  # TFLOPS
 Tiles = list[tuple[int, ...]]
-
-
-def registers_of(shape: Shape, acc: tuple[str, str]) -> int:
-    """What O and S take of a thread's 255."""
-    warps = 4 if shape.rows >= 64 else 8  # of a team, which share the columns of O in pairs of fragments
-    out = shape.rows // (8 // warps) // 16 * (-(-shape.columns // (16 * warps)) * 2) * 4
-    return out // (2 if acc[1] == "f16" else 1) + shape.rows * shape.keys // 256
 
 
 def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, least_scores: int) -> list[Shape]:
@@ -51,7 +46,7 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
         if (
             keys % value_rows
             or keys // warps_by_keys < 16
-            or registers_of(shape, acc) > 212
+            or accumulators(forward_spec("bf16", acc, shape)) > _MOST_ACCUMULATORS
             or rows * keys < least_scores
         ):
             continue
@@ -74,12 +69,13 @@ def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> MmaPlan | None:
 
 def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> list[Result]:
     """TFLOPS of all legal tiles, with the settings of each limit of shared memory where they fit it."""
-    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "f16"
-    problem = problem_of(d, dtype, level, args.H, args.N)
+    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "fp16"
+    w = square(d, dtype, args.H, args.N)
+    problem = problem_of(w, level)
     shapes = legal_shapes(columns, ACCS[acc], d, _LEAST_SCORES[level])
-    specs = {shape: forward_spec(dtype, ACCS[acc], shape, streamed=level == 3) for shape in shapes}
+    specs = {shape: forward_spec(SHORT[dtype], ACCS[acc], shape, streamed=level == 3) for shape in shapes}
     ready = compiled(list(specs.values()))
-    calls = ForcedCalls(problem)
+    calls = ForcedCalls(w)
 
     def tflops(limit: int) -> Result:
         plans = {shape: plan_of(spec, problem, limit) for shape, spec in specs.items() if spec in ready}
@@ -103,11 +99,14 @@ def show(d: int, acc: str, level: int, results: list[Result]) -> None:
 
 
 def register_tiles(columns: int, acc: str, args) -> Tiles:
-    """The fastest tile in each limit of shared memory, and the fastest of 32 rows."""
+    """The fastest tile in each limit of shared memory, and the fastest of 32 rows; of f16 sums, which few call for, only
+    those of 227 and 99 KB.
+    """
     results = measured((columns,), columns, acc, 1, args)
     show(columns, acc, 1, results)
     few_rows = {shape: speed for shape, speed in results[0].items() if shape.rows == 32}
-    chosen = [best(x) for x in (*results, few_rows) if x]
+    kept = (*results, few_rows) if acc == "f32" else (results[0], results[-1])
+    chosen = [best(x) for x in kept if x]
     return [tuple(shape) for shape in dict.fromkeys(chosen)]
 
 
@@ -132,14 +131,14 @@ def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tile
 
 def rate(registers: dict[int, Tiles], streamed: dict[int, Tiles], d: int, acc: str, args) -> None:
     """The speeds of the chosen tiles of all levels, measured in turn: those that the choice compares."""
-    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "f16"
-    plans = {}
+    dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "fp16"
+    w, plans = square(d, dtype, args.H, args.N), {}
     for level, table in ((1, registers), (3, streamed)):
         for i, tile in enumerate(table.get(d, [])):
-            spec = forward_spec(dtype, ACCS[acc], Shape(*tile), streamed=level == 3)
-            plans[level, i] = plan_of(spec, problem_of(d, dtype, level, args.H, args.N), _LIMITS[0])
+            spec = forward_spec(SHORT[dtype], ACCS[acc], Shape(*tile), streamed=level == 3)
+            plans[level, i] = plan_of(spec, problem_of(w, level), _LIMITS[0])
     compiled([plan.spec for plan in plans.values()])
-    for (level, i), speed in ForcedCalls(problem_of(d, dtype, 1, args.H, args.N)).tflops(plans, 3 * args.iters).items():
+    for (level, i), speed in ForcedCalls(w).tflops(plans, 3 * args.iters).items():
         tiles_of = (registers if level == 1 else streamed)[d]
         tiles_of[i] = (*tiles_of[i][:5], round(speed))
 
@@ -192,7 +191,9 @@ def main() -> None:
             lists = [(1, (d,)) for d in widths if 1 in args.level] + [(3, _STREAMED_COLUMNS)] * (3 in args.level)
             for level, columns in lists:
                 for shape in legal_shapes(columns, ACCS[acc], columns[0], _LEAST_SCORES[level]):
-                    print(f"L{level} {acc} {shape[:5]}: {registers_of(shape, ACCS[acc])} registers for O and S")
+                    print(
+                        f"L{level} {acc} {shape[:5]}: {accumulators(forward_spec('bf16', ACCS[acc], shape))} registers for O and S"
+                    )
             continue
         if 1 in args.level:
             for d in widths:

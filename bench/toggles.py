@@ -15,7 +15,8 @@ import torch
 from ffpa_attn import archs, env, jit, mma
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.testing import emulate
-from forced import ForcedCalls, compiled, problem_of, run
+from forced import ForcedCalls, compiled, problem_of, run, square
+from workload import Workload, make_inputs
 
 HEAD_DIMS = (320, 512, 1024)
 LEVELS = (1, 2, 3)
@@ -39,7 +40,7 @@ def plan_of(d: int, level: int, flags: dict[str, str], num_stages: int | None, a
     with contextlib.ExitStack() as stack:
         for name, value in flags.items():
             stack.enter_context(env.overridden(name, value))
-        problem = problem_of(d, "bf16", level, args.H, args.N)._replace(num_stages=num_stages)
+        problem = problem_of(square(d, "bf16", args.H, args.N), level)._replace(num_stages=num_stages)
         plan = mma.plan(problem, env.run_flags())
     return None if isinstance(plan, str) else plan
 
@@ -51,7 +52,7 @@ def toggles_page(args) -> list[str]:
     ready = compiled(list(dict.fromkeys(plan.spec for plan in plans.values() if plan)))
     speeds: dict[tuple, float] = {}
     for cell in cells:
-        calls = ForcedCalls(problem_of(cell[0], "bf16", cell[1], args.H, args.N))
+        calls = ForcedCalls(square(cell[0], "bf16", args.H, args.N))
         of_cell = {name: plan for (where, name), plan in plans.items() if where == cell and plan and plan.spec in ready}
         speeds |= {(cell, name): speed for name, speed in calls.tflops(of_cell, args.iters).items()}
 
@@ -83,8 +84,9 @@ def resources_page(args) -> list[str]:
             spec = plan.spec
             (used,) = jit.resources(spec, "sm_90").values()
             with emulate("sm_90a") as reports:
-                q, k, v = (torch.randn(1, 1, n, d, dtype=torch.bfloat16) for n in (2 * spec.rows, *[3 * spec.keys] * 2))
-                run(plan, problem_of(d, "bf16", level, 1, 3 * spec.keys), q, k, v, torch.empty_like(q))
+                w = Workload(1, 1, 1, 2 * spec.rows, 3 * spec.keys, d, d, "bf16")
+                x = make_inputs(w, "cpu", seed=0)
+                run(plan, problem_of(w, level), x, torch.empty_like(x.q))
             tiles = 3 * 2 * (-(-d // spec.columns) if level == 2 else 1)
             smem = mma.smem_bytes(spec, d, plan.stages, plan.q_resident, plan.value_stages)
             lines.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import compare
@@ -25,14 +26,17 @@ class Verdict(NamedTuple):
     problem: str | None  # why the result is wrong
 
 
+Sums = tuple[str, str]  # what QK^T and PV accumulate in
+_F32: Sums = ("f32", "f32")
+
+
 class _Sample(NamedTuple):
-    """Query rows of the heads that share one head of K and V, and the true results there: float64, and PyTorch's own."""
+    """Query rows of the heads that share one head of K and V, and the true results there."""
 
     sequence: int
     head_kv: int
     rows: list[tuple[int, int]]
-    want: list[torch.Tensor]
-    base: list[torch.Tensor]
+    want: list[torch.Tensor]  # float64
 
 
 class Truth:
@@ -43,17 +47,17 @@ class Truth:
         self.inputs = make_inputs(w, device, seed + _SEED_OFFSET)
         ends = {(0, 0), (w.batch - 1, w.heads_kv - 1)}
         self.samples = [self._sample(sequence, head_kv) for sequence, head_kv in sorted(ends)]
+        self._bases: dict[Sums, list[list[torch.Tensor]]] = {}
 
-    def verdict(self, run: Callable[[Inputs], tuple[torch.Tensor, ...]]) -> Verdict:
-        """run: inputs -> (out,) or, backward, (dq, dk, dv)."""
+    def verdict(self, run: Callable[[Inputs], tuple[torch.Tensor, ...]], sums: Sums = _F32) -> Verdict:
+        """run: inputs -> (out,) or, backward, (dq, dk, dv), judged by PyTorch's own error with such sums."""
         results = [x.detach() for x in run(self.inputs)]
         names = ("dq", "dk", "dv") if self.w.backward else ("out",)
         worst, problems = 0.0, []
         for i, name in enumerate(names):
             got = torch.cat([self._part(results[i], sample, of_keys=i > 0).flatten() for sample in self.samples])
-            want, base = (
-                torch.cat([getattr(s, which)[i].flatten() for s in self.samples]) for which in ("want", "base")
-            )
+            want = torch.cat([sample.want[i].flatten() for sample in self.samples])
+            base = torch.cat([results_of[i].flatten() for results_of in self._base(sums)])
             error = float((got.double() - want).abs().max()) if want.numel() else 0.0
             worst = math.inf if math.isnan(error) else max(worst, error)
             try:
@@ -78,8 +82,17 @@ class Truth:
         if not self.w.backward:
             blocks = [blocks[i] for i in sorted({0, len(blocks) // 2, len(blocks) - 1})]
         want = self._compute(oracle.attention, torch.float64, sequence, head_kv, blocks)
-        base = self._compute(compare.baseline, DTYPES[self.w.dtype], sequence, head_kv, blocks)
-        return _Sample(sequence, head_kv, blocks, want, base)
+        return _Sample(sequence, head_kv, blocks, want)
+
+    def _base(self, sums: Sums) -> list[list[torch.Tensor]]:
+        """PyTorch's own results, of each sample."""
+        if sums not in self._bases:
+            attention = partial(compare.baseline, acc_qk=sums[0], acc_pv=sums[1])
+            dtype = DTYPES[self.w.dtype]
+            self._bases[sums] = [
+                self._compute(attention, dtype, sample.sequence, sample.head_kv, sample.rows) for sample in self.samples
+            ]
+        return self._bases[sums]
 
     def _compute(self, attention, dtype, sequence, head_kv, blocks) -> list[torch.Tensor]:
         """[out] of the blocks, or [dq, dk, dv] with dk and dv summed up over blocks and heads."""

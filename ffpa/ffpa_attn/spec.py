@@ -255,12 +255,12 @@ def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """What a wheel holds, given the build-time flags."""
-    columns = (512,) if flags["ENABLE_FFPA_DEBUG"] else COLUMNS
-    head_dims = (64, 192) if flags["ENABLE_FFPA_DEBUG"] else ROWS_HEAD_DIMS
+    few = flags["ENABLE_FFPA_DEBUG"]
+    columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
         kernels.append(MergeSplits(dtype))
-        for acc in accumulators:
+        for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
             kernels += [

@@ -152,8 +152,7 @@ def test_setup_py_bdist_wheel(source, tmp_path):
     assert "ffpa_attn/_native.abi3.so" in zipfile.ZipFile(wheel).namelist()
 
 
-@needs_nvcc
-def test_sdist(tmp_path):
+def test_sdist(fake_nvcc, tmp_path):
     """All of the repository that builds and proves, nothing that a build made; a wheel comes out of it alone."""
     source = copy_of_the_repository(tmp_path / "source")
     files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}

@@ -128,7 +128,8 @@ py::dict take_report() {
   }
   return py::dict(py::arg("mma") = report.counters.mma, py::arg("wgmma") = report.counters.wgmma,
                   py::arg("barriers") = report.counters.barriers, py::arg("blocks") = report.counters.blocks,
-                  py::arg("bytes_global_to_shared") = report.counters.bytes_global_to_shared,
+                  py::arg("bytes_global") = report.counters.bytes_global_to_shared +
+                                            report.counters.bytes_global_loaded + report.counters.bytes_global_stored,
                   py::arg("bank_conflict_ratio") = ideal ? double(wavefronts) / double(ideal) : 1.0);
 }
 

@@ -1,0 +1,89 @@
+"""What the kernels take of a GPU's chip: those that a workload would get at its full size, with the flags as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from ffpa_attn import archs, env, jit, mma, native
+from ffpa_attn.mma import MmaPlan
+from ffpa_attn.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
+from forced import problem_of
+from workload import Workload
+
+MOST_REGISTERS = 255  # of a thread
+
+
+@dataclass(frozen=True)
+class ChipUse:
+    """One level with one kind of sums at one head dim."""
+
+    level: int
+    acc: str
+    kernel: str
+    shared_bytes: int  # of a block
+    most_shared_bytes: int  # that a block may have there
+    accumulators: int  # registers of a thread that hold O and S
+    registers: int | None  # of a thread, all of them; None: was not compiled here
+    spill_bytes: int | None
+    # In the emulator (emulation.py):
+    values: list[float] | None = None  # of the output
+    max_error: float | None = None
+    problem: str | None = None  # why the result is wrong
+    bank_conflicts: float | None = None  # 1: none
+    bytes_per_flop: float | None = None  # moved between global memory and the chip
+
+    @property
+    def tag(self) -> str:
+        return f"(ffpa+acc+{self.acc}+L{self.level})"
+
+
+def accumulators(spec: ForwardMma | ForwardMmaRows) -> int:
+    """Registers of a thread that hold O and S."""
+    if isinstance(spec, ForwardMmaRows):
+        out, scores = spec.rows * spec.head_dim // 128, spec.rows * spec.keys // 128
+    else:
+        warps = 4 if spec.rows >= 64 else 8  # of a team, which share the columns of O in pairs of fragments
+        out = spec.rows // (8 // warps) // 16 * (-(-spec.columns // (16 * warps)) * 2) * 4
+        scores = spec.rows * spec.keys // 256
+    return out // (2 if spec.acc_pv == "f16" else 1) + scores // (2 if spec.acc_qk == "f16" else 1)
+
+
+def flash_attention_2(d: int) -> tuple[int, int]:
+    """(bytes of shared memory, accumulators) of 64 rows and 64 keys tiled as there: whole rows of Q, K, V and O.
+
+    Up to 256 these are kernels of this project; beyond, what the same tiling would need.
+    """
+    spec = ForwardMmaRows("f16", "f32", "f32", head_dim=d, rows=64, keys=64)
+    return mma.smem_bytes(spec, d, 1, True), accumulators(spec)
+
+
+def _compiled(plan: MmaPlan, arch: str, afresh: bool):
+    """What ptxas says of the kernel: as the build wrote it down, or by compiling it now."""
+    target = archs.exact_target(plan.spec.arch, arch)
+    if afresh:
+        return jit.resources(plan.spec, arch)[target]
+    known = (native.record() or {"kernels": {}})["kernels"].get(plan.spec.name, {"resources": {}})["resources"]
+    return jit.build.Resources(**known[target]) if target in known else None
+
+
+def chip_uses(w: Workload, arch: str, build: bool = False) -> Iterator[tuple[ChipUse, MmaPlan]]:
+    """Of every level and kind of sums that can run the workload on such a GPU; `build` compiles each now."""
+    kinds = ACCS if w.dtype == "fp16" else ACCS[:1]
+    for acc, level in product(kinds, LEVELS) if not w.backward else ():
+        plan = mma.plan(problem_of(w, level, acc, arch), env.run_flags())
+        if isinstance(plan, str):
+            continue
+        used = _compiled(plan, arch, build)
+        use = ChipUse(
+            level,
+            acc,
+            plan.spec.name,
+            mma.smem_bytes(plan.spec, w.d, plan.stages, plan.q_resident, plan.value_stages),
+            archs.shared_memory_bytes(arch),
+            accumulators(plan.spec),
+            used and used.registers,
+            used and used.spill_bytes,
+        )
+        yield use, plan
