@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ffpa_attn import archs, env, jit, mma, native
+from ffpa_attn import archs, build, env, jit, mma, native
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
 from forced import problem_of
 from workload import Workload
 
 MOST_REGISTERS = 255  # of a thread
+MARKS = {"f32": "*", "f16": "^", "mixed": "*^"}  # of sums
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,18 @@ class ChipUse:
     registers: int | None  # of a thread, all of them; None: was not compiled here
     spill_bytes: int | None
     # In the emulator (emulation.py):
-    values: list[float] | None = None  # of the output
     max_error: float | None = None
     problem: str | None = None  # why the result is wrong
     bank_conflicts: float | None = None  # 1: none
-    bytes_per_flop: float | None = None  # moved between global memory and the chip
+    bytes_per_flop: float | None = None  # moved between global memory and the chip, by one block of rows
 
     @property
     def tag(self) -> str:
         return f"(ffpa+acc+{self.acc}+L{self.level})"
+
+    @property
+    def series(self) -> str:
+        return f"L{self.level}{MARKS[self.acc]}"
 
 
 def accumulators(spec: ForwardMma | ForwardMmaRows) -> int:
@@ -59,23 +64,33 @@ def flash_attention_2(d: int) -> tuple[int, int]:
     return mma.smem_bytes(spec, d, 1, True), accumulators(spec)
 
 
-def _compiled(plan: MmaPlan, arch: str, afresh: bool):
-    """What ptxas says of the kernel: as the build wrote it down, or by compiling it now."""
-    target = archs.exact_target(plan.spec.arch, arch)
+def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
+    """What ptxas says of the kernel: as the build wrote it down, or of a compilation now."""
+    target = archs.exact_target(spec.arch, arch)
     if afresh:
-        return jit.resources(plan.spec, arch)[target]
-    known = (native.record() or {"kernels": {}})["kernels"].get(plan.spec.name, {"resources": {}})["resources"]
-    return jit.build.Resources(**known[target]) if target in known else None
+        with tempfile.TemporaryDirectory() as empty, env.overridden("FFPA_CACHE_DIR", empty):
+            return jit.resources(spec, arch)[target]
+    known = (native.record() or {"kernels": {}})["kernels"].get(spec.name, {"resources": {}})["resources"]
+    return build.Resources(**known[target]) if target in known else None
 
 
-def chip_uses(w: Workload, arch: str, build: bool = False) -> Iterator[tuple[ChipUse, MmaPlan]]:
-    """Of every level and kind of sums that can run the workload on such a GPU; `build` compiles each now."""
+def chip_uses(
+    w: Workload, arch: str, tags: Sequence[str] = (), afresh: bool = False
+) -> Iterator[tuple[str, ChipUse | None, MmaPlan | str]]:
+    """(tag, use, plan) of every level and kind of sums, or (tag, None, why it cannot run the workload on such a GPU).
+
+    tags: parts of tags, only such; all without. afresh: each kernel is compiled now.
+    """
     kinds = ACCS if w.dtype == "fp16" else ACCS[:1]
     for acc, level in product(kinds, LEVELS) if not w.backward else ():
+        tag = f"(ffpa+acc+{acc}+L{level})"
+        if tags and not any(part in tag for part in tags):
+            continue
         plan = mma.plan(problem_of(w, level, acc, arch), env.run_flags())
         if isinstance(plan, str):
+            yield tag, None, plan
             continue
-        used = _compiled(plan, arch, build)
+        used = _compiled(plan.spec, arch, afresh)
         use = ChipUse(
             level,
             acc,
@@ -86,4 +101,4 @@ def chip_uses(w: Workload, arch: str, build: bool = False) -> Iterator[tuple[Chi
             used and used.registers,
             used and used.spill_bytes,
         )
-        yield use, plan
+        yield tag, use, plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 import time
@@ -12,16 +13,16 @@ from pathlib import Path
 
 import torch
 from ffpa_attn import env
+from ffpa_attn.native import gpu_of
 from flops import nominal_flops
-from lines import Progress, first_values, headline, row_line
+from lines import Progress, chip_line, first_values, headline, row_line
 from measure import Bench, Measured, Settings
 from providers import PEERS
 from record import Record, clocks, machine, source
 from tables import markdown
-from workload import DTYPES, Workload, halved
+from workload import DTYPES, Workload, halved, without_head_dim
 
-_GPU_SIZES = {"B": 1, "H": 48, "N": 8192}
-_CPU_SIZES = {"B": 1, "H": 2, "N": 64}
+_SIZES = {"B": 1, "H": 48, "N": 8192}
 _VARLEN_BATCH = 4
 _CPU_FLOPS = 0.3e9  # a call on a CPU stays below this, some 10 ms
 
@@ -35,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--B", type=_positive, help="batch; default 1 (4 sequences with --varlen)")
     add("--H", type=_positive, help="query heads; default 48")
     add("--N", type=_positive, help="rows and keys; default 8192")
-    add("--D", type=_positive, help="head dim; default: every one from 320 to MAX-D in steps of 64")
+    add("--D", type=_positives, metavar="D[,D]", help="head dims; default: every one from 320 to MAX-D in steps of 64")
     add("--MAX-D", "--MD", type=_positive, default=1024)
     add("--D-v", "--dv", type=_positive, help="head dim of V; default: D")
     add("--heads-kv", type=_positive, help="heads of K and V (GQA); default: as many as query heads")
@@ -74,7 +75,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="A,B",
         help="only rows whose tag holds one of these",
     )
-    add("--force-build", "--build", action="store_true", help="compile on-demand kernels afresh")
+    add(
+        "--force-build",
+        "--build",
+        action="store_true",
+        help="compile the levels' kernels afresh, and tell their registers",
+    )
 
     add = group("how it is measured").add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--check-all", action="store_true", help="fail where any row is wrong")
     add("--only-flops-matmul", "--flops-mm", action="store_true", help="count matmul FLOPs alone; always so here")
     add("--no-reduce", action="store_true", help="run big sizes on a CPU too")
+    add("--arch", type=_arch, default="sm_90", help="without a GPU: whose kernels the emulator runs, e.g. sm_80, sm_89")
 
     add = group("what is shown and kept").add_argument
     add(
@@ -116,8 +123,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         if env.run_flags()["FFPA_EMULATE"] is not None:
-            raise ValueError("FFPA_EMULATE is set, and times in the emulator mean nothing; unset it")
-        args.workloads, args.reductions = _workloads(args)
+            raise ValueError(
+                "FFPA_EMULATE is set, and times in the emulator mean nothing; unset it (a CPU's run emulates)"
+            )
+        args.arch = gpu_of(torch.device("cuda")) if args.device == "cuda" else args.arch
+        args.workloads, args.fullsize, args.reductions = _workloads(args)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -127,6 +137,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
     return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(word) for word in text.split(",")]
+
+
+def _arch(text: str) -> str:
+    if not re.fullmatch(r"sm_([89]|1\d)\d", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no GPU such as sm_80, sm_89 or sm_90")
+    return text
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -141,25 +161,24 @@ def _peers(text: str) -> tuple[str, ...]:
     return names
 
 
-def _workloads(args: argparse.Namespace) -> tuple[list[Workload], str | None]:
-    """One per head dim; and what was reduced to fit a CPU, and why."""
-    sizes = _GPU_SIZES if args.device == "cuda" else _CPU_SIZES
-    dims = [args.D] if args.D else list(range(320, args.MAX_D + 1, 64))
+def _workloads(args: argparse.Namespace) -> tuple[list[Workload], list[Workload], str | None]:
+    """One per head dim, as this machine can run it and as asked; and what was reduced to fit a CPU, and why."""
+    dims = args.D or list(range(320, args.MAX_D + 1, 64))
     if not dims:
         raise ValueError(f"--MAX-D {args.MAX_D} leaves no head dim; the first is 320 (or name one with --D)")
-    heads = args.H or max(sizes["H"], args.heads_kv or 1)
+    heads = args.H or max(_SIZES["H"], args.heads_kv or 1)
     heads_kv = args.heads_kv or heads
     if heads % heads_kv:
         raise ValueError(f"--H {heads} is no multiple of --heads-kv {heads_kv}")
-    length = args.N or sizes["N"]
+    length = args.N or _SIZES["N"]
     largest = Workload(
-        batch=args.B or (_VARLEN_BATCH if args.varlen else sizes["B"]),
+        batch=args.B or (_VARLEN_BATCH if args.varlen else _SIZES["B"]),
         heads=heads,
         heads_kv=heads_kv,
         n_q=args.n_q or length,
         n_kv=args.n_kv or length,
-        d=dims[-1],
-        d_v=args.D_v or dims[-1],
+        d=max(dims),
+        d_v=args.D_v or max(dims),
         dtype=args.dtype,
         causal=args.causal,
         packed=args.varlen,
@@ -169,7 +188,8 @@ def _workloads(args: argparse.Namespace) -> tuple[list[Workload], str | None]:
     said = None
     if fitting != largest:
         said = f"Reduced, since the CPU would take very long: {largest} -> {fitting} (--no-reduce runs it as it is)"
-    return [replace(fitting, d=d, d_v=args.D_v or d) for d in dims], said
+    fitting, largest = ([replace(w, d=d, d_v=args.D_v or d) for d in dims] for w in (fitting, largest))
+    return fitting, largest, said
 
 
 def _fit_a_cpu(w: Workload) -> Workload:
@@ -185,7 +205,9 @@ def _settings(args: argparse.Namespace) -> Settings:
     ones = tuple(name for name in "qkv" if args.no_rand_qkv or getattr(args, f"no_rand_{name}"))
     asked = {"unfused": args.run_torch_unfused, "flash": args.run_flash_attn}
     peers = tuple(name for name in PEERS if name in args.peers or asked.get(name))
-    return Settings(args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug)
+    return Settings(
+        args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug, args.arch, args.force_build
+    )  # fmt: skip
 
 
 def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
@@ -199,6 +221,10 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
         if args.show_matrix:
             print(measured.outputs[row.tag])
         best_ms = min(best_ms or row.median_ms, row.median_ms)
+    if measured.result.chip and args.device == "cpu":
+        print(f"{'in the emulator':>26}: the kernels that {args.arch} would run at the size asked for")
+    for use in measured.result.chip:
+        print(chip_line(use))
     for who, why in measured.result.skipped:
         if args.verbose or (who, why) not in said:
             print(f"{f'({who})':>26}: not measured: {why}")
@@ -211,22 +237,30 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
 def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """The record, and what went wrong with ours."""
     command = "python tests/test_ffpa_attn.py " + shlex.join(args.command)
-    method = {"command": command, "warmup": args.warmup, "iters": args.iters, "seed": args.seed, "started": _now()}
+    chip = f"{without_head_dim(args.fullsize[0])} on {args.arch}"
+    method = {
+        "command": command,
+        "chip": chip,
+        "warmup": args.warmup,
+        "iters": args.iters,
+        "seed": args.seed,
+        "started": _now(),
+    }
     record = Record(machine(args.device), source(), method)
     print(headline(f"{record.device}, torch {torch.__version__}, source {record.source['tree'] or 'unknown'}"))
     if args.device == "cpu":
-        print("On a CPU, sizes are small: this shows that everything works and is no claim of speed.")
+        print(
+            "On a CPU, sizes are small and our kernels run in an emulator of the GPU: proven there, and no claim of speed."
+        )
     if args.reductions:
         print(args.reductions)
-    if args.force_build:
-        print("--force-build: this installation compiles no kernel on demand; nothing to build.")
     if args.verbose:
         print(args)
     wrong, said = [], set()
     try:
         bench, progress = Bench(args.device, _settings(args)), Progress(len(args.workloads))
-        for i, w in enumerate(args.workloads):
-            measured = bench.run(w, lambda share, what, i=i: progress.show(i + share, what))
+        for i, (w, full) in enumerate(zip(args.workloads, args.fullsize, strict=True)):
+            measured = bench.run(w, full, lambda share, what, i=i: progress.show(i + share, what))
             progress.clear()
             wrong += measured.failed
             if measured.result:
@@ -291,6 +325,8 @@ def main(argv: list[str] | None = None) -> int:
         checked = [
             row for result in record.results for row in result.rows if args.check_all or (args.check and row.is_ffpa)
         ]
+        if args.check or args.check_all:
+            checked += [use for result in record.results for use in result.chip if use.max_error is not None]
         wrong += [f"{row.tag}: {row.problem}" for row in checked if row.problem]
         if checked:
             print(f"checked {len(checked)} rows against float64 on random data: {len(wrong)} wrong")

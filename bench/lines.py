@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+from chip import ChipUse
 from record import Result, Row
 
 WIDTH = 120
@@ -19,6 +20,23 @@ def first_values(out: torch.Tensor, only_one: bool) -> list[str]:
     flat = out.detach().flatten()
     some = flat[:1] if only_one else torch.cat([flat[:2], flat[-1:]])
     return [f"{value:<.8f}" for value in some.float().tolist()]
+
+
+def chip_line(use: ChipUse) -> str:
+    parts = [
+        f"{use.shared_bytes >> 10} of {use.most_shared_bytes >> 10} KB shared memory",
+        f"{use.accumulators} registers for O and S",
+    ]
+    if use.registers is not None:
+        parts.append(f"{use.registers} in all, {use.spill_bytes} B spilled")
+    if use.max_error is not None:
+        parts.append(f"bank conflicts {use.bank_conflicts:.2f}")
+        parts.append(f"{use.bytes_per_flop:.4f} B/FLOP")
+        parts.append(f"max error {use.max_error:.2e}")
+    parts.append(use.kernel)
+    if use.problem:
+        parts.append(f"WRONG: {use.problem}")
+    return f"{use.tag:>26}: " + ", ".join(parts)
 
 
 def row_line(row: Row, result: Result, values: list[str], best_ms: float | None, show_error: bool) -> str:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 from ceilings import CeilingCalls
+from chip import chip_uses
+from emulation import Emulation
+from ffpa_attn.toolchain import BuildError
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa
 from pypi import PypiPeer
@@ -28,6 +31,8 @@ class Settings:
     tags: tuple[str, ...] = ()  # parts of tags: only such rows; empty = all
     pypi: Path | None = None  # a folder that holds the ffpa-attn of PyPI
     debug: bool = False  # a provider's exception ends the run
+    arch: str = "sm_90"  # of the GPU; without one, whose kernels the emulator runs
+    build: bool = False  # compile the kernels of the levels afresh
 
 
 @dataclass
@@ -56,16 +61,19 @@ class Bench:
         self.ceilings = CeilingCalls(device)
         self.pypi = PypiPeer(settings.pypi, device) if settings.pypi else None
 
-    def run(self, w: Workload, on_progress: Callable[[float, str], None]) -> Measured:
-        """on_progress(share done, what is next)"""
+    def run(self, w: Workload, full: Workload, on_progress: Callable[[float, str], None]) -> Measured:
+        """w: as large as this machine can; full: as asked. on_progress(share done, what is next)"""
         times: dict[str, list[float]] = {}
         ready: list[_Ready] = []
         skipped: list[tuple[str, str]] = []
         failed: list[str] = []
-        interrupted = False
+        interrupted, chip = False, []
         try:
             self._prepare(w, ready, skipped, failed, lambda tag: on_progress(0.0, f"{w}: preparing {tag}"))
             self._measure(ready, times, lambda share, tag: on_progress(share, f"{w}: timing {tag}"))
+            self._look_at_the_chip(
+                w, full, chip, skipped, failed, lambda tag: on_progress(1.0, f"{w}: emulating {tag}")
+            )
         except KeyboardInterrupt:
             interrupted = True
         except Exception as error:  # no memory for the inputs, say; what is measured of this run must not be lost
@@ -78,7 +86,7 @@ class Bench:
             return Measured(None, {}, failed, interrupted)
         ceilings = self.ceilings.from_times(times)
         rows = [Row.of(one.provider, w, times[one.provider.tag], ceilings, one.peak, one.verdict) for one in measured]
-        return Measured(Result(w, ceilings, rows, skipped), outputs, failed, interrupted)
+        return Measured(Result(w, ceilings, rows, skipped, chip), outputs, failed, interrupted)
 
     def _providers(self, w: Workload, x: Inputs, skipped: list[tuple[str, str]], failed: list[str]) -> list[Provider]:
         chosen, ours = [], []
@@ -147,6 +155,28 @@ class Bench:
             on_share(sum(map(len, times.values())) / total, name)
 
         measure_in_turn(subjects, self.settings.iters, times, on_step, settle=self.timer.on_gpu)
+
+    def _look_at_the_chip(self, w, full, chip, skipped, failed, on_step) -> None:
+        """What the levels take of it; without a GPU they run in the emulator."""
+        emulation = None
+        for tag, use, plan in chip_uses(full, self.settings.arch, self.settings.tags, self.settings.build):
+            if use is None:
+                skipped.append((tag.strip("()"), plan))
+                continue
+            if self.device == "cpu":
+                on_step(tag)
+                try:
+                    emulation = emulation or Emulation(w, self.settings.arch, self.settings.seed)
+                    use = emulation.run(use, plan)
+                except BuildError as error:
+                    self._note("emulator", error, skipped)
+                    return
+                except RuntimeError as error:  # a race, say
+                    if self.settings.debug:
+                        raise
+                    failed.append(f"{tag} in the emulator on {w}: {_first_line(error)}")
+                    continue
+            chip.append(use)
 
     def _free(self) -> None:
         """What a failed or finished provider left: the next one must not run out of memory for it."""

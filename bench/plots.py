@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from pathlib import Path
 
+from chip import MOST_REGISTERS, flash_attention_2
 from ffpa_attn.spec import ACCS
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -16,18 +17,20 @@ _ACC_LINES = {"f32": ("-", "o"), "f16": ("--", "^"), "mixed": ("-.", "D")}
 _PEER_LINES = (("-", "s"), ("--", "v"), ("-.", "P"), (":", "X"), ("-", "<"), ("--", ">"), ("-.", "*"))
 
 
-def _figure(title: str, subtitle: str):
+def _figure(title: str, subtitle: str, columns: int = 1):
+    """The figure, and its axes or the list of them."""
     figure = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=15, fontweight="bold", color=_INK, loc="left", pad=26)
-    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color="#555555")
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(labelsize=11)
-    axes.set_xlabel("head dim D", fontsize=12)
-    return figure, axes
+    panels = figure.subplots(1, columns, squeeze=False)[0]
+    panels[0].set_title(title, fontsize=15, fontweight="bold", color=_INK, loc="left", pad=26)
+    panels[0].text(0, 1.02, subtitle, transform=panels[0].transAxes, fontsize=10, color="#555555")
+    for axes in panels:
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(labelsize=11)
+        axes.set_xlabel("head dim D", fontsize=12)
+    return figure, panels if columns > 1 else panels[0]
 
 
 def _legend(axes, lines, labels) -> None:
@@ -107,13 +110,43 @@ def speedup_figure(record: Record, acc: str) -> Figure | None:
     return figure
 
 
-def save_plots(record: Record, stem: Path) -> list[Path]:
+def chip_figure(record: Record) -> Figure | None:
+    """Shared memory and registers over head dim, beside a tiling that keeps whole rows on chip; f32 sums."""
+    uses = [(result.workload.d, use) for result in record.results for use in result.chip if use.acc == "f32"]
+    if not uses:
+        return None
+    title = "What a block of threads takes of the chip"
+    figure, panels = _figure(title, f"kernels chosen for {record.method['chip']}", columns=2)
+    whole_rows = [64, 128, 192, 256, *sorted({d for d, _ in uses if d > 256})]
+    quantities = (
+        ("shared memory of a block, KB", uses[0][1].most_shared_bytes >> 10, lambda use: use.shared_bytes / 1024),
+        ("registers of a thread for O and S", MOST_REGISTERS, lambda use: use.accumulators),
+    )
+    for i, (axes, (what, most, of)) in enumerate(zip(panels, quantities, strict=True)):
+        needed = [flash_attention_2(d)[i] / (1024, 1)[i] for d in whole_rows]
+        label = "FlashAttention-2 tiling, 64 x 64"
+        axes.plot(whole_rows, needed, color=_PEER, marker="s", linewidth=1.8, label=label)
+        for level, width in ((1, 5.0), (2, 2.6), (3, 1.8)):  # 1 and 2 are one kernel up to 640: both must show
+            line = [(d, of(use)) for d, use in uses if use.level == level]
+            style = {"color": _LEVEL_COLORS[level], "marker": "o", "markersize": 3 + width, "linewidth": width}
+            axes.plot(*zip(*line, strict=True), label=f"FFPA L{level}", **style)
+        axes.axhline(most, color=_INK, linestyle=":", linewidth=1.5, label=f"there are {most}")
+        axes.set_ylim(0, 1.9 * most)
+        axes.set_xticks(range(128, max(whole_rows) + 1, 128))
+        axes.set_ylabel(what, fontsize=12)
+        axes.legend(fontsize=9.5, frameon=False, loc="upper left")
+    return figure
+
+
+def save_plots(record: Record, stem: Path, mark: str = "") -> list[Path]:
+    """`mark` goes into each file, where nobody sees it."""
     figures = {"TFLOPS": tflops_figure(record)}
     figures |= {f"ffpa+acc+{acc}_Speedup": speedup_figure(record, acc) for acc in ACCS}
+    figures["on_chip"] = chip_figure(record)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():
         if figure is not None:
             paths.append(stem.with_name(f"{stem.name}_{name}.png"))
-            figure.savefig(paths[-1])
+            figure.savefig(paths[-1], metadata={"Comment": mark})
     return paths

@@ -1,11 +1,14 @@
-"""Writes the benchmark tables of README.md from the records in bench/results/: `python bench/readme.py`.
+"""Writes the measured parts of README.md, and the pictures it shows, from the records in bench/results/:
+`python bench/readme.py`.
 
-A table stands between `<!-- bench: NAME -->` and `<!-- /bench -->`, where NAME.json is the record. What is in between
-is generated: measure again, or change bench/tables.py, never the table.
+`<!-- bench: NAME -->` … `<!-- /bench -->` holds the table of NAME.json, `<!-- plots: NAME -->` its pictures, and
+`<!-- cases: NAME NAME … -->` one line for each of several records. What is in between is generated: measure again, or
+change bench/tables.py and bench/plots.py, never the README or a picture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -14,11 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from record import Record
-from tables import markdown
+from tables import cases_table, markdown
 
 _ROOT = Path(__file__).resolve().parents[1]
 README, RESULTS = _ROOT / "README.md", _ROOT / "bench" / "results"
-_BLOCK = re.compile(r"(<!-- bench: (?P<name>\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?P<kind>bench|plots|cases): (?P<names>[^>]+?) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL)
+_PICTURES = {
+    "TFLOPS": "TFLOPS over head dim, beside the ceiling and PyTorch's efficient attention",
+    "ffpa+acc+f32_Speedup": "Times as fast as PyTorch's efficient attention, f32 sums",
+    "on_chip": "Shared memory and registers over head dim, beside a tiling that keeps whole rows on chip",
+}
 
 
 def publishable(record: Record) -> Record:
@@ -38,19 +46,52 @@ def publishable(record: Record) -> Record:
     return record
 
 
+def _load(path: Path) -> Record:
+    try:
+        return publishable(Record.load(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
 def generated(text: str, results: Path) -> str:
-    """The text with every marked table as its record has it."""
+    """The text with every marked part as its records have it."""
 
-    def table(block: re.Match) -> str:
-        path = results / f"{block['name']}.json"
-        try:
-            record = publishable(Record.load(path))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path.name}: {error}") from error
-        return f"{block[1]}{markdown(record)}{block[3]}"
+    def part(block: re.Match) -> str:
+        names = block["names"].split()
+        records = [_load(results / f"{name}.json") for name in names]
+        if block["kind"] == "cases":
+            shown = cases_table(records)
+        elif block["kind"] == "bench":
+            shown = "".join(map(markdown, records))
+        else:
+            paths = {f"{results.name}/{name}_{what}.png": words for name in names for what, words in _PICTURES.items()}
+            shown = "".join(f"![{words}](bench/{path})\n" for path, words in paths.items())
+        return f"{block[1]}{shown}{block[4]}"
 
-    return _BLOCK.sub(table, text)
+    return _BLOCK.sub(part, text)
+
+
+def mark_of(record: Path) -> str:
+    """Goes into a record's pictures: another one is due when the record, or what draws it, changes."""
+    drawn_by = (_ROOT / "bench" / "plots.py").read_bytes()
+    return f"drawn from {hashlib.sha256(record.read_bytes() + drawn_by).hexdigest()}"
+
+
+def pictured(text: str, results: Path) -> dict[Path, list[Path]]:
+    """record -> the pictures of it that the text shows."""
+    names = {name for block in _BLOCK.finditer(text) if block["kind"] == "plots" for name in block["names"].split()}
+    return {results / f"{name}.json": [results / f"{name}_{what}.png" for what in _PICTURES] for name in sorted(names)}
+
+
+def draw(text: str, results: Path) -> None:
+    from plots import save_plots
+
+    for record, pictures in pictured(text, results).items():
+        for path in save_plots(_load(record), record.with_suffix(""), mark_of(record)):
+            if path not in pictures:
+                path.unlink()
 
 
 if __name__ == "__main__":
     README.write_text(generated(README.read_text(), RESULTS))
+    draw(README.read_text(), RESULTS)

@@ -12,13 +12,14 @@ from statistics import median
 
 import torch
 from ceilings import Ceilings
+from chip import MARKS, ChipUse
 from ffpa_attn import __version__, env
 from flops import halved_flops, nominal_flops
 from provider import SDPA_TAG, Provider
 from truth import Verdict
-from workload import Workload
+from workload import Workload, without_head_dim
 
-FORMAT = 1
+FORMAT = 2
 _ROOT = Path(__file__).resolve().parent.parent
 _CLOCKS = (
     "clocks.sm",
@@ -29,7 +30,6 @@ _CLOCKS = (
     "temperature.gpu",
     "persistence_mode",
 )
-_MARKS = {"f32": "*", "f16": "^", "mixed": "*^"}
 ACC_LEGEND = "* accumulates in f32, ^ in f16, *^ QK^T in f32 and PV in f16; the best of its stages"
 
 
@@ -85,7 +85,7 @@ class Row:
     def series(self) -> str:
         """The row of the table, and the line of the plot, that it belongs to."""
         if self.level:
-            return f"FFPA L{self.level}{_MARKS[self.acc]}"
+            return f"FFPA L{self.level}{MARKS[self.acc]}"
         if self.is_ffpa:
             return "FFPA auto"
         return {"(sdpa)": "SDPA EA" if self.kernel.startswith("efficient") else "SDPA"}.get(
@@ -101,6 +101,7 @@ class Result:
     ceilings: Ceilings
     rows: list[Row]
     skipped: list[tuple[str, str]]  # (who, why)
+    chip: list[ChipUse]
 
     @property
     def sdpa(self) -> Row | None:
@@ -128,7 +129,7 @@ class Record:
 
         def place(name: str) -> tuple:
             row = rows[name]
-            return (row.tag != SDPA_TAG, not row.is_ffpa, row.level or 9, list(_MARKS).index(row.acc or "f32"), name)
+            return (row.tag != SDPA_TAG, not row.is_ffpa, row.level or 9, list(MARKS).index(row.acc or "f32"), name)
 
         return sorted(rows, key=place)
 
@@ -137,9 +138,7 @@ class Record:
         return self.machine["device"]
 
     def describe(self) -> str:
-        """The workload in words, without the head dims."""
-        w = self.results[0].workload
-        return ", ".join(part for part in str(w).split(", ") if not part.startswith("D="))
+        return without_head_dim(self.results[0].workload)
 
     def save(self, stem: Path) -> list[Path]:
         paths = [stem.with_name(stem.name + ending) for ending in (".json", ".csv")]
@@ -168,6 +167,7 @@ class Record:
                 Ceilings(**result["ceilings"]),
                 [Row(**row) for row in result["rows"]],
                 [tuple(pair) for pair in result["skipped"]],
+                [ChipUse(**use) for use in result["chip"]],
             )
             for result in data["results"]
         ]

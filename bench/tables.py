@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chip import ChipUse
 from record import ACC_LEGEND, Record, Row
 
 
@@ -32,6 +33,48 @@ def bench_table(record: Record) -> str:
     return "\n".join(lines)
 
 
+def cases_table(records: list[Record]) -> str:
+    """One line for each workload: what runs when nothing is forced, beside SDPA."""
+    lines = ["| workload | kernel | ms | TFLOPS | of the ceiling | times SDPA |", "|---|---|---|---|---|---|"]
+    for result in (result for record in records for result in record.results):
+        row = result.best("FFPA auto")
+        speedup = "-" if result.sdpa is None else f"{result.speedup(row):.2f} ({result.sdpa.kernel})"
+        lines.append(
+            f"| {result.workload} | `{row.kernel}` | {row.median_ms:.3g} | {_three_digits(row.tflops)} "
+            f"| {row.ceiling_percent:.0f}% of {row.ceiling} | {speedup} |"
+        )
+    trees = sorted({record.source["tree"] or "unknown" for record in records})
+    sources = f"{records[0].device}; medians of {records[0].method['iters']} calls; source {', '.join(trees)}."
+    return "\n".join(lines) + f"\n\n{sources}\n"
+
+
+def chip_table(record: Record) -> str:
+    """What each level takes of the chip, one column per head dim."""
+    by_series: dict[str, list[ChipUse | None]] = {}
+    for i, result in enumerate(record.results):
+        for use in result.chip:
+            by_series.setdefault(use.series, [None] * len(record.results))[i] = use
+    shown = {
+        "shared memory, KB": lambda use: f"{use.shared_bytes / 1024:.0f}",
+        "registers for O and S": lambda use: str(use.accumulators),
+        "registers (B spilled)": lambda use: f"{use.registers} ({use.spill_bytes})",
+        "bank conflicts": lambda use: f"{use.bank_conflicts:.2f}",
+        "B/FLOP": lambda use: f"{use.bytes_per_flop:.4f}",
+        "max error": lambda use: f"{use.max_error:.1e}" + "(wrong)" * bool(use.problem),
+    }
+    lines = ["|".join(["", "On chip", *(str(result.workload.d) for result in record.results), ""])]
+    lines.append("|" + ":---:|" * (len(record.results) + 1))
+    for series, uses in by_series.items():
+        known = [use for use in uses if use]
+        for what, show in shown.items():
+            if "(B spilled)" in what and any(use.registers is None for use in known):
+                continue
+            if what in ("bank conflicts", "B/FLOP", "max error") and any(use.max_error is None for use in known):
+                continue
+            lines.append("|".join(["", f"{series} {what}", *("-" if use is None else show(use) for use in uses), ""]))
+    return "\n".join(lines)
+
+
 def notes(record: Record) -> list[str]:
     """What must be said below the table."""
     rows = [row for result in record.results for row in result.rows]
@@ -40,17 +83,22 @@ def notes(record: Record) -> list[str]:
         f"{record.device}, {record.describe()}; medians of {record.method['iters']} calls; nominal TFLOPS of the visible pairs; "
         f"ceiling: {ceiling} in the same run; source {record.source['tree'] or 'unknown'}."
     ]
-    if any(row.level for row in rows):
+    if any(row.level for row in rows) or any(result.chip for result in record.results):
         lines.append(ACC_LEGEND.replace("*", r"\*") + ".")
     fallbacks = sorted({row.kernel for row in rows if row.is_ffpa and not row.own_kernel})
     if fallbacks:
         lines.append(f"† ran on {' or '.join(fallbacks)}, not on a kernel of this project.")
     if record.machine["kind"] == "cpu":
-        lines.append("A CPU: this shows that the bench works and is no claim of speed.")
+        lines.append(
+            "A CPU: our kernels ran in an emulator of the GPU, which proves them; nothing here is a claim of speed."
+        )
     if record.interrupted:
         lines.append("The run was interrupted.")
     return lines
 
 
 def markdown(record: Record) -> str:
-    return bench_table(record) + "\n\n" + "\n".join(f"{line}  " for line in notes(record)) + "\n"
+    tables = [bench_table(record)]
+    if record.machine["kind"] == "cpu" and any(result.chip for result in record.results):
+        tables.append(chip_table(record))
+    return "\n\n".join(tables) + "\n\n" + "\n".join(f"{line}  " for line in notes(record)) + "\n"

@@ -47,6 +47,11 @@ class Workload:
         return asdict(self)
 
 
+def without_head_dim(w: Workload) -> str:
+    """In words."""
+    return ", ".join(part for part in str(w).split(", ") if not part.startswith("D="))
+
+
 class Inputs(NamedTuple):
     """q [B, H, Nq, D], k [B, Hkv, Nkv, D], v [B, Hkv, Nkv, Dv]; packed: [T, H, D]."""
 

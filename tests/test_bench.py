@@ -7,7 +7,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
+import chip
+import compare
+import emulation
 import flops
+import forced
 import oracle
 import overhead
 import plots
@@ -16,10 +20,12 @@ import readme
 import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
-from ffpa_attn import env
+from chip import ChipUse
+from ffpa_attn import emulated, env
+from ffpa_attn.spec import ForwardMmaRows
 from provider import Provider
 from record import Record, Result, Row
-from tables import markdown
+from tables import chip_table, markdown
 from truth import Truth, Verdict
 from workload import Workload, halved, make_inputs, rows_of
 
@@ -144,7 +150,8 @@ def test_truth_judges_every_row_it_claims_to(backward, packed):
 @pytest.fixture
 def recorded(tmp_path) -> Record:
     """Speeds are made up: SDPA 100 T, each of ours a round number of times faster; FlexAttention ends at 384."""
-    record = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, {"iters": 3})
+    method = {"iters": 3, "chip": "B=1, H=48, N=8192, fp16 on sm_90"}
+    record = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, method)
     ceilings = Ceilings("torch.mm bfloat16 8192^3", 800.0, "copy", 4000.0)
     for d in (320, 384, 448):
         w = Workload(1, 48, 48, 8192, 8192, d, d)
@@ -163,7 +170,9 @@ def recorded(tmp_path) -> Record:
                     rows.append(row(tag, speed + 20 * level + stage, acc=acc, level=level, num_stages=stage, **ours))
         rows.append(row("(ffpa+auto)", 400, **ours))
         rows += [row("(flex)", 90)] if d <= 384 else []
-        record.results.append(Result(w, ceilings, rows, []))
+        used = {"kernel": "made_up", "most_shared_bytes": 227 << 10, "registers": 255, "spill_bytes": 8}
+        chip = [ChipUse(level, "f32", shared_bytes=200 << 10, accumulators=150 + level, **used) for level in (1, 2, 3)]
+        record.results.append(Result(w, ceilings, rows, [], chip))
     record.save(tmp_path / "recorded")
     return Record.load(tmp_path / "recorded.json")
 
@@ -196,7 +205,8 @@ def test_a_fallback_is_no_number_of_ours(recorded):
 
 def test_pictures(recorded, tmp_path):
     names = [path.name for path in plots.save_plots(recorded, tmp_path / "x")]
-    assert names == ["x_TFLOPS.png", *(f"x_ffpa+acc+{acc}_Speedup.png" for acc in ("f32", "f16", "mixed"))]
+    speedups = [f"x_ffpa+acc+{acc}_Speedup.png" for acc in ("f32", "f16", "mixed")]
+    assert names == ["x_TFLOPS.png", *speedups, "x_on_chip.png"]
     lines = plots.tflops_figure(recorded).axes[0].get_lines()
     assert len(lines) == 10 and list(lines[-1].get_ydata()) == [800.0] * 3
     bars = plots.speedup_figure(recorded, "f32").axes[0]
@@ -205,12 +215,98 @@ def test_pictures(recorded, tmp_path):
     assert [round(float(bar.get_height()), 2) for bar in bars.patches] == [2.22] * 3 + [2.62] * 3 + [4.0] * 3
 
 
+def test_the_picture_of_the_chip(recorded):
+    """Ours stay below what there is; whole rows cross it."""
+    shared, registers = plots.chip_figure(recorded).axes
+    lines = [{line.get_label(): list(line.get_ydata()) for line in axes.get_lines()} for axes in (shared, registers)]
+    assert lines[0]["FFPA L3"] == [200.0] * 3 and lines[1]["FFPA L3"] == [153] * 3
+    whole_rows = "FlashAttention-2 tiling, 64 x 64"
+    # Q, K and V of 64 rows each; O and S of 64 rows for 128 threads.
+    assert [round(x) for x in lines[0][whole_rows]] == [24, 48, 72, 96, 120, 144, 168]
+    assert lines[1][whole_rows] == [64, 96, 128, 160, 192, 224, 256]
+
+
+def test_the_table_of_the_chip(recorded):
+    shown = chip_table(recorded).splitlines()
+    assert shown[0] == "|On chip|320|384|448|" and len(shown) == 2 + 3 * 3
+    assert shown[2:5] == [
+        "|L1* shared memory, KB|200|200|200|",
+        "|L1* registers for O and S|151|151|151|",
+        "|L1* registers (B spilled)|255 (8)|255 (8)|255 (8)|",
+    ]
+    assert chip_table(recorded) not in markdown(recorded)  # a GPU has speeds to tell
+
+
+@pytest.mark.parametrize("d", [64, 320, 512, 1024])
+def test_what_kernels_take_of_the_chip(d):
+    """Shared memory as the kernel itself asks for it; O and S as the tile has them."""
+    for tag, use, plan in chip.chip_uses(Workload(1, 48, 48, 8192, 8192, d, d), "sm_90"):
+        smem, _ = emulated.launch_shape(plan.spec, d, plan.stages, plan.q_resident, plan.value_stages)
+        assert use.shared_bytes == smem <= use.most_shared_bytes == 227 << 10
+        assert 64 <= use.accumulators <= 212 and use.kernel == plan.spec.name
+        assert use.level == plan.level and use.tag == tag
+    assert not list(chip.chip_uses(Workload(1, 1, 1, 64, 64, d, d, backward=True), "sm_90"))
+
+
+def test_whole_rows_are_our_own_kernels_where_these_exist():
+    for d in (64, 128, 192, 256):
+        smem, accumulators = chip.flash_attention_2(d)
+        spec = ForwardMmaRows("f16", "f32", "f32", d, 64, 64)
+        assert smem <= emulated.launch_shape(replace(spec, q_in_registers=d == 192), d, 1, True)[0]
+        assert accumulators == d // 2 + 32
+
+
+def test_f16_sums_are_judged_as_such():
+    """What f16 sums err by is no mistake of theirs, and is one of f32 sums."""
+    truth = Truth(Workload(1, 1, 1, 64, 300, 256, 256), "cpu", seed=0)
+
+    def with_f16_sums(x):
+        return (compare.baseline(x.q, x.k, x.v, acc_qk="f16", acc_pv="f16")[0],)
+
+    assert truth.verdict(with_f16_sums).problem is not None
+    assert truth.verdict(with_f16_sums, ("f16", "f16")).problem is None
+
+
+def test_a_wrong_kernel_shows_in_the_emulator(monkeypatch):
+    """And a right one does not; the last key dropped."""
+    w = Workload(1, 1, 1, 70, 90, 320, 320)
+    _, use, plan = next(chip.chip_uses(w, "sm_90"))
+    found = emulation.Emulation(w, "sm_90", seed=0).run(use, plan)
+    assert found.problem is None and 0 < found.max_error < 1e-2 and found.bank_conflicts == 1.0
+    rows, keys = plan.spec.rows, 3 * plan.spec.keys
+    least = 2 * 2 * 320 * (rows + keys) / (4 * rows * keys * 320)  # every tensor once
+    assert least <= found.bytes_per_flop < 1.1 * least
+
+    def short(plan, p, x, out):
+        forced.run(plan, p, x._replace(k=x.k[:, :, :-1], v=x.v[:, :, :-1]), out)
+
+    monkeypatch.setattr(emulation, "run", short)
+    assert emulation.Emulation(w, "sm_90", seed=0).run(use, plan).problem is not None
+
+
 def test_the_readme_shows_what_was_recorded(recorded, tmp_path):
     text = "# x\n<!-- bench: recorded -->\nan old table\n<!-- /bench -->\ny\n"
     shown = readme.generated(text, tmp_path)
     assert shown == f"# x\n<!-- bench: recorded -->\n{markdown(recorded)}<!-- /bench -->\ny\n"
     assert readme.generated(shown, tmp_path) == shown
-    assert readme.generated(readme.README.read_text(), readme.RESULTS) == readme.README.read_text()
+    text = readme.README.read_text()
+    assert readme.generated(text, readme.RESULTS) == text
+    for stored, pictures in readme.pictured(text, readme.RESULTS).items():
+        assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures), (
+            "run `python bench/readme.py`"
+        )
+
+
+def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
+    text = "<!-- plots: recorded -->\n<!-- /plots -->\n<!-- cases: recorded recorded -->\n<!-- /cases -->"
+    shown = readme.generated(text, tmp_path)
+    assert shown.count("![") == 3 and f"(bench/{tmp_path.name}/recorded_TFLOPS.png)" in shown
+    cases = [line for line in shown.splitlines() if line.startswith("| B=1, H=48, N=8192, D=")]
+    assert len(cases) == 6 and cases[0].endswith("| 400 | 50% of GEMM | 4.00 (efficient) |")
+    readme.draw(text, tmp_path)
+    ((stored, pictures),) = readme.pictured(text, tmp_path).items()
+    assert sorted(tmp_path.glob("*.png")) == sorted(pictures)
+    assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures)
 
 
 @pytest.mark.parametrize(

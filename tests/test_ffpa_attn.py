@@ -18,6 +18,8 @@ import re
 import subprocess
 
 import compare
+import emulation
+import forced
 import measure
 import oracle
 import providers
@@ -68,7 +70,9 @@ def test_calls_people_know(call, monkeypatch, tmp_path, capsys):
     assert cli.main([*call.split(), "--device", "cpu", "--save-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "no claim of speed" in shown
-    assert ("Reduced, since the CPU would take very long" in shown) == ("8192" in call or "1024" in call)
+    assert "Reduced, since the CPU would take very long" in shown
+    assert ("forward_mma_rows" in shown) == (call == VERBATIM[2])  # what the toggles ask for, and D > 256 has not
+    assert "not measured: the split-D mma forward does not know ENABLE_FFPA_PERSIST_KV_G2S=1" in shown
     if "--plot" in call:
         assert "|Algorithm|320|384|448|512|576|640|704|768|832|896|960|1024|" in shown
         assert len(saved(tmp_path, ".png")) == 2 and saved(tmp_path, ".json")
@@ -100,6 +104,44 @@ def test_line(tmp_path, capsys):
     )
 
 
+def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
+    """Those of the size asked for; all levels and sums, right, without bank conflicts."""
+    flags = ["--D", "320,512", "--N", "8192", "--H", "8", "--check", "--gen-bench"]
+    assert cli.main(["--device", "cpu", "--sleep", "0", "--save-dir", str(tmp_path), *flags]) == 0
+    shown = capsys.readouterr().out
+    found = re.findall(
+        r"\(ffpa\+acc\+(\w+)\+L(\d)\): \d+ of 227 KB shared memory, \d+ registers for O and S, bank conflicts 1\.00, "
+        r"0\.0\d+ B/FLOP, max error \S+, forward_mma_f16_\w+",
+        shown,
+    )
+    assert found == 2 * [(acc, level) for acc in ("f32", "f16", "mixed") for level in "123"]
+    assert "rows64_keys256" in shown  # a tile for many rows, few as there are here
+    assert "checked 20 rows against float64 on random data: 0 wrong" in shown
+    assert "|L3* bank conflicts|1.00|1.00|" in shown
+    record = Record.load(saved(tmp_path, ".json")[0])
+    assert [len(result.chip) for result in record.results] == [9, 9]
+
+
+def test_the_emulator_of_another_gpu(tmp_path, capsys):
+    assert run(tmp_path, "--D", "512", "--tags", "acc+f32", "--arch", "sm_89", "--check") == 0
+    assert capsys.readouterr().out.count(" of 99 KB shared memory") == 3
+
+
+def test_a_kernel_that_is_wrong_in_the_emulator_fails_the_check(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(emulation, "run", lambda plan, p, x, out: forced.run(plan, p, x._replace(v=x.v + 0.1), out))
+    assert run(tmp_path, "--D", "320", "--tags", "acc+f32+L1", "--check") == 1
+    assert "FAILED (ffpa+acc+f32+L1)" in capsys.readouterr().err
+
+
+def test_a_race_in_the_emulator_is_a_failure(monkeypatch, tmp_path, capsys):
+    def racing(*args):
+        raise RuntimeError("ffpa_attn: a race")
+
+    monkeypatch.setattr(emulation, "run", racing)
+    assert run(tmp_path, "--D", "320", "--tags", "acc+f32+L1") == 1
+    assert "FAILED (ffpa+acc+f32+L1) in the emulator" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -111,7 +153,7 @@ def test_line(tmp_path, capsys):
         "--n-q 50 --n-kv 20 --causal --check",
         "--no-rand-qkv --show-matrix --show-less --verbose",
         "--no-rq --no-rk --no-rv --seed 3 --flops-mm --w 2 --i 2 --debug",
-        "--flash --peers all --tags auto,stage2 --build",
+        "--flash --peers all --tags auto,stage2,acc+f32+L1 --build",
     ],
 )
 def test_options(flags, tmp_path):
@@ -120,7 +162,7 @@ def test_options(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--D 0", "--D x", "--MAX-D 256", "--H 5 --heads-kv 2", "--peers nobody", "--check-al"]
+    "flags", ["--D 0", "--D x", "--arch gpu", "--MAX-D 256", "--H 5 --heads-kv 2", "--peers nobody", "--check-al"]
 )
 def test_refused_flags(flags, capsys):
     with pytest.raises(SystemExit) as refused:
@@ -194,10 +236,24 @@ def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
         "def ffpa_attn_func(q, k, v, is_causal, enable_gqa):\n"
         "    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)\n"
     )
-    assert run(tmp_path, "--MAX-D", "384", "--causal", "--show", "--check-all", "--pypi", str(tmp_path)) == 0
+    assert (
+        run(
+            tmp_path,
+            "--MAX-D",
+            "384",
+            "--causal",
+            "--show",
+            "--check-all",
+            "--tags",
+            "auto,pypi",
+            "--pypi",
+            str(tmp_path),
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert shown.count("(ffpa-pypi): [") == 2 and "ffpa-attn 0.0 of PyPI" in shown
-    assert run(tmp_path, "--D", "64", "--varlen", "--pypi", str(tmp_path)) == 0
+    assert run(tmp_path, "--D", "64", "--varlen", "--tags", "auto,pypi", "--pypi", str(tmp_path)) == 0
     assert "(ffpa-pypi): not measured: RuntimeError: NotImplementedError" in capsys.readouterr().out
 
 
@@ -241,5 +297,6 @@ def test_record_and_pictures(tmp_path, capsys):
     assert {path.name.split("causal_")[1] for path in pictures.iterdir()} == {
         "TFLOPS.png",
         "ffpa+acc+f32_Speedup.png",
+        "on_chip.png",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())
