@@ -8,12 +8,12 @@ cd "$root"
 out=$(mktemp -d)
 
 measure() { # measure NAME FLAGS…
-  "$PY" tests/test_ffpa_attn.py --gen-bench --check --dir "$out/$1" "${@:2}" >"$out/$1.txt" || cat "$out/$1.txt"
+  "$PY" tests/test_ffpa_attn.py --gen-bench --check --dir "$out/$1" "${@:2}" >"$out/$1.txt" || { cat "$out/$1.txt"; exit 1; }
   cat "$out/$1"/*.md
   mv "$out/$1"/*.json "$out/$1.json"
 }
 
-measure h200 --show-all --w 2
+measure h200 --show-all --torch
 measure h200_causal --dtype bf16 --H 32 --causal --tags auto --i 9
 measure gemma --dtype bf16 --H 32 --heads-kv 4 --causal --D 512 --tags auto --i 9
 measure vae --H 1 --N 16384 --D 512 --tags auto --i 9

@@ -206,7 +206,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     asked = {"unfused": args.run_torch_unfused, "flash": args.run_flash_attn}
     peers = tuple(name for name in PEERS if name in args.peers or asked.get(name))
     return Settings(
-        args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug, args.arch, args.force_build
+        args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug, args.arch, args.show_matrix,
+        args.force_build,
     )  # fmt: skip
 
 
@@ -222,16 +223,16 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
             print(measured.outputs[row.tag])
         best_ms = min(best_ms or row.median_ms, row.median_ms)
     if measured.result.chip and args.device == "cpu":
-        print(f"{'in the emulator':>26}: the kernels that {args.arch} would run at the size asked for")
+        print(f"{'in the emulator':>28}: the kernels that {args.arch} would run at the size asked for")
     for use in measured.result.chip:
         print(chip_line(use))
     for who, why in measured.result.skipped:
         if args.verbose or (who, why) not in said:
-            print(f"{f'({who})':>26}: not measured: {why}")
+            print(f"{f'({who})':>28}: not measured: {why}")
             said.add((who, why))
     ceilings = measured.result.ceilings
     gemm, copy = f"{ceilings.gemm_tflops:.4g} TFLOPS", f"{ceilings.copy_gb_per_s:.4g} GB/s"
-    print(f"{'ceilings':>26}: {ceilings.gemm}: {gemm}; {ceilings.copy}: {copy}", flush=True)
+    print(f"{'ceilings':>28}: {ceilings.gemm}: {gemm}; {ceilings.copy}: {copy}", flush=True)
 
 
 def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:

@@ -16,10 +16,14 @@ def headline(text: str) -> str:
     return f"{f' {text} ' if text else '':-^{WIDTH}}"
 
 
-def first_values(out: torch.Tensor, only_one: bool) -> list[str]:
+def ends(out: torch.Tensor) -> torch.Tensor:
+    """The first two values and the last one."""
     flat = out.detach().flatten()
-    some = flat[:1] if only_one else torch.cat([flat[:2], flat[-1:]])
-    return [f"{value:<.8f}" for value in some.float().tolist()]
+    return torch.cat([flat[:2], flat[-1:]])
+
+
+def first_values(out: torch.Tensor, only_one: bool) -> list[str]:
+    return [f"{value:<.8f}" for value in ends(out)[: 1 if only_one else None].float().tolist()]
 
 
 def chip_line(use: ChipUse) -> str:
@@ -36,7 +40,7 @@ def chip_line(use: ChipUse) -> str:
     parts.append(use.kernel)
     if use.problem:
         parts.append(f"WRONG: {use.problem}")
-    return f"{use.tag:>26}: " + ", ".join(parts)
+    return f"{use.tag:>28}: " + ", ".join(parts)
 
 
 def row_line(row: Row, result: Result, values: list[str], best_ms: float | None, show_error: bool) -> str:
@@ -44,7 +48,7 @@ def row_line(row: Row, result: Result, values: list[str], best_ms: float | None,
     gain = max(best_ms / row.median_ms - 1, 0) * 100 if best_ms else 0.0
     speedup = result.speedup(row)
     parts = [
-        f"{row.tag:>26}: {values}, time:{row.median_ms:.5g}ms, TFLOPS:{row.tflops:<6.4g} (+{gain:<5.2f}%)"
+        f"{row.tag:>28}: {values}, time:{row.median_ms:.5g}ms, TFLOPS:{row.tflops:<6.4g} (+{gain:<5.2f}%)"
         f"(~{'-' if speedup is None else f'{speedup:.2f}'}x) {row.ceiling_percent:.1f}% of {row.ceiling}, {row.kernel}"
     ]
     if row.halved_tflops is not None:

@@ -12,6 +12,7 @@ from ceilings import CeilingCalls
 from chip import chip_uses
 from emulation import Emulation
 from ffpa_attn.toolchain import BuildError
+from lines import ends
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa
 from pypi import PypiPeer
@@ -32,6 +33,7 @@ class Settings:
     pypi: Path | None = None  # a folder that holds the ffpa-attn of PyPI
     debug: bool = False  # a provider's exception ends the run
     arch: str = "sm_90"  # of the GPU; without one, whose kernels the emulator runs
+    whole_outputs: bool = False  # keep them, not only what a line shows
     build: bool = False  # compile the kernels of the levels afresh
 
 
@@ -43,13 +45,13 @@ class _Ready:
     once: Callable[[], float]  # one timed call: ms
     verdict: Verdict
     peak: int | None
-    output: torch.Tensor  # the first, on the CPU
+    output: torch.Tensor  # what is shown of it, on the CPU
 
 
 @dataclass(frozen=True)
 class Measured:
     result: Result | None  # None: ended before anything was timed
-    outputs: dict[str, torch.Tensor]  # by tag: out or dq of the timed inputs
+    outputs: dict[str, torch.Tensor]  # by tag: out or dq of the timed inputs, or its ends
     failed: list[str]  # rows of ours that raised, and whatever ended the measurement
     interrupted: bool
 
@@ -115,7 +117,7 @@ class Bench:
                 self._note(provider.tag, error, skipped)
                 if provider.is_ffpa:
                     failed.append(f"{provider.tag} on {w}: {_first_line(error)}")
-            self._free()
+                self._free()
         del truth
         self._free()
         if self.pypi:
@@ -133,7 +135,8 @@ class Bench:
     def _ready(self, provider: Provider, w: Workload, x: Inputs, truth: Truth) -> _Ready:
         verdict = truth.verdict(lambda inputs: provider.prepare(w, inputs)(), provider.sums)
         call = provider.prepare(w, x)
-        output = call()[0].cpu()
+        output = call()[0]
+        output = (output if self.settings.whole_outputs else ends(output)).cpu()
         for _ in range(self.settings.warmup - 1):
             call()
         return _Ready(provider, lambda: self.timer.milliseconds(call), verdict, peak_bytes(call, self.device), output)
@@ -179,7 +182,7 @@ class Bench:
             chip.append(use)
 
     def _free(self) -> None:
-        """What a failed or finished provider left: the next one must not run out of memory for it."""
+        """What a failed provider or a finished phase left: the next one must not run out of memory for it."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ import forced
 import oracle
 import overhead
 import plots
+import providers
 import pytest
 import readme
 import timing
@@ -256,15 +257,26 @@ def test_whole_rows_are_our_own_kernels_where_these_exist():
         assert accumulators == d // 2 + 32
 
 
-def test_f16_sums_are_judged_as_such():
-    """What f16 sums err by is no mistake of theirs, and is one of f32 sums."""
+def test_f16_sums_are_judged_as_such(monkeypatch):
+    """By PyTorch's own error with such sums, wherever they are."""
+    asked = []
+
+    def baseline(*tensors, acc_qk, acc_pv, **rule):
+        asked.append((acc_qk, acc_pv))
+        return compare_baseline(*tensors, acc_qk=acc_qk, acc_pv=acc_pv, **rule)
+
+    compare_baseline = compare.baseline
+    monkeypatch.setattr(compare, "baseline", baseline)
     truth = Truth(Workload(1, 1, 1, 64, 300, 256, 256), "cpu", seed=0)
 
     def with_f16_sums(x):
-        return (compare.baseline(x.q, x.k, x.v, acc_qk="f16", acc_pv="f16")[0],)
+        return (compare_baseline(x.q, x.k, x.v, acc_qk="f16", acc_pv="f16")[0],)
 
-    assert truth.verdict(with_f16_sums).problem is not None
     assert truth.verdict(with_f16_sums, ("f16", "f16")).problem is None
+    truth.verdict(with_f16_sums)
+    assert set(asked) == {("f16", "f16"), ("f32", "f32")}
+    choices = {p.tag: p.sums for p in providers.our_providers(truth.w, truth.inputs)}
+    assert choices == {"(ffpa+auto)": ("f32", "f32")}
 
 
 def test_a_wrong_kernel_shows_in_the_emulator(monkeypatch):

@@ -110,7 +110,7 @@ def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
     assert cli.main(["--device", "cpu", "--sleep", "0", "--save-dir", str(tmp_path), *flags]) == 0
     shown = capsys.readouterr().out
     found = re.findall(
-        r"\(ffpa\+acc\+(\w+)\+L(\d)\): \d+ of 227 KB shared memory, \d+ registers for O and S, bank conflicts 1\.00, "
+        r"\(ffpa\+acc\+(\w+)\+L(\d)\): \d+ of 227 KB shared memory, \d+ registers for O and S(?:, \d+ in all, \d+ B spilled)?, bank conflicts 1\.00, "
         r"0\.0\d+ B/FLOP, max error \S+, forward_mma_f16_\w+",
         shown,
     )
