@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 
 
 def _in(file: str, tests: str, *edits: tuple[str, str, str], **flags: str) -> list[Mutant]:
-    path = file if file.startswith("csrc/") else PACKAGE + file
+    path = file if file.startswith(("csrc/", "bench/")) else PACKAGE + file
     return [Mutant(name, path, old, new, tests, flags) for name, old, new in edits]
 
 
@@ -360,7 +360,7 @@ MUTANTS = [
     ),
     *_in(
         "csrc/attention/forward_mma_rows.cuh",
-        "tests/test_mma_rows.py -k 'shipped or rules and (64 or 192)'",
+        "tests/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
         ("rows: scores of hidden keys kept", "hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);", ""),
         ("rows: the last key of a tile hidden", "first_key + kKeys <= common_end", "first_key + kKeys < common_end + kKeys"),
         ("rows: maximum of half of the lanes", "most = larger_of(most, ptx::shfl_xor(most, 2)) * factor;", "most = most * factor;"),
@@ -383,6 +383,40 @@ MUTANTS = [
         ("rows: output past the last row", "last_row + 1 - first_row_of_warp", "last_row + 2 - first_row_of_warp"),
         ("rows: output before it is all there", "  ptx::sync_warp();\n  const int first_row_of_warp", "  const int first_row_of_warp"),
         ENABLE_FFPA_DEBUG="1",
+    ),
+    *_in(
+        "bench/truth.py",
+        "tests/test_bench.py",
+        ("bench: f16 sums judged as f32", "self._base(sums)", "self._base(_F32)"),
+        ("bench: the last head not looked at", "(w.batch - 1, w.heads_kv - 1)", "(0, 0)"),
+    ),
+    *_in("bench/flops.py", "tests/test_bench.py", ("bench: causal counted as the half square", "(n_kv * (n_kv + 1) - unseen * (unseen + 1)) // 2", "n_q * n_kv // 2")),
+    *_in("bench/timing.py", "tests/test_bench.py", ("bench: no call to settle the clock", "            if settle:\n                subjects[name]()\n", "")),
+    *_in(
+        "bench/chip.py",
+        "tests/test_bench.py",
+        ("bench: registers of f16 sums", "out // (2 if", "out // (1 if"),
+        ("bench: whole rows of another tile", "head_dim=d, rows=64, keys=64", "head_dim=d, rows=64, keys=128"),
+        ("bench: shared memory without V's stages", "plan.q_resident, plan.value_stages)", "plan.q_resident)"),
+    ),
+    *_in(
+        "bench/emulation.py",
+        "tests/test_bench.py tests/test_ffpa_attn.py -k 'emulator'",
+        ("bench: bytes per FLOP of another workload", "/ nominal_flops(whole)", "/ nominal_flops(w)"),
+        ("bench: errors in the emulator overlooked", "problem=verdict.problem", "problem=None"),
+    ),
+    *_in(
+        "bench/readme.py",
+        "tests/test_bench.py",
+        ("bench: a dirty tree is shown", '(record.source["tree"] is None or "dirty" in record.source["tree"])', '(record.source["tree"] is None)'),
+        ("bench: an old picture is shown", 'sha256(record.read_bytes() + drawn_by)', 'sha256(drawn_by)'),
+    ),
+    *_in(
+        "bench/cli.py",
+        "tests/test_ffpa_attn.py -k 'fails or failure or emulator or ctrl'",
+        ("bench: a wrong row is no failure", "130 if record.interrupted else 1 if wrong else 0", "130 if record.interrupted else 0"),
+        ("bench: the emulator's rows unchecked", "checked += [use for", "_ = [use for"),
+        ("bench: the small workload's kernels", "bench.run(w, full,", "bench.run(w, w,"),
     ),
     *_emulator(
         "mbarrier.cpp",

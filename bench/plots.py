@@ -130,7 +130,7 @@ def chip_figure(record: Record) -> Figure | None:
             line = [(d, of(use)) for d, use in uses if use.level == level]
             style = {"color": _LEVEL_COLORS[level], "marker": "o", "markersize": 3 + width, "linewidth": width}
             axes.plot(*zip(*line, strict=True), label=f"FFPA L{level}", **style)
-        axes.axhline(most, color=_INK, linestyle=":", linewidth=1.5, label=f"there are {most}")
+        axes.axhline(most, color=_INK, linestyle=":", linewidth=1.5, label=f"limit: {most}")
         axes.set_ylim(0, 1.9 * most)
         axes.set_xticks(range(128, max(whole_rows) + 1, 128))
         axes.set_ylabel(what, fontsize=12)

@@ -245,8 +245,17 @@ def test_what_kernels_take_of_the_chip(d):
         smem, _ = emulated.launch_shape(plan.spec, d, plan.stages, plan.q_resident, plan.value_stages)
         assert use.shared_bytes == smem <= use.most_shared_bytes == 227 << 10
         assert 64 <= use.accumulators <= 212 and use.kernel == plan.spec.name
+        if use.acc == "f16":  # half of what f32 sums take in the same tile
+            assert 2 * use.accumulators == chip.accumulators(replace(plan.spec, acc_qk="f32", acc_pv="f32"))
         assert use.level == plan.level and use.tag == tag
     assert not list(chip.chip_uses(Workload(1, 1, 1, 64, 64, d, d, backward=True), "sm_90"))
+
+
+def test_a_ring_of_vs_own_takes_shared_memory(monkeypatch):
+    monkeypatch.setenv("FFPA_PV_STAGES", "1")
+    _, use, plan = next(chip.chip_uses(Workload(1, 48, 48, 8192, 8192, 320, 320), "sm_90"))
+    assert plan.value_stages == 1
+    assert use.shared_bytes == emulated.launch_shape(plan.spec, 320, plan.stages, plan.q_resident, 1)[0]
 
 
 def test_whole_rows_are_our_own_kernels_where_these_exist():
@@ -319,6 +328,9 @@ def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
     ((stored, pictures),) = readme.pictured(text, tmp_path).items()
     assert sorted(tmp_path.glob("*.png")) == sorted(pictures)
     assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures)
+    before = readme.mark_of(stored)
+    stored.write_text(stored.read_text() + "\n")
+    assert readme.mark_of(stored) != before
 
 
 @pytest.mark.parametrize(
