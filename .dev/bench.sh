@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Sets up, then runs the benchmark at a size that fits this machine; arguments go to tests/test_ffpa_attn.py.
+# Sets up, then runs the benchmark at a size that fits this machine; arguments go to tests/test_ffpa_attn.py. Where there is
+# a GPU, the kernels are built first, in place.
 set -eu
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 cd "$root"
+if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  setup_nvcc
+  "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+fi
 [ $# -gt 0 ] || set -- --gen-bench --show-all --plot --check
 exec "$PY" tests/test_ffpa_attn.py "$@"

@@ -391,7 +391,7 @@ MUTANTS = [
         ("bench: the last head not looked at", "(w.batch - 1, w.heads_kv - 1)", "(0, 0)"),
     ),
     *_in("bench/flops.py", "tests/test_bench.py", ("bench: causal counted as the half square", "(n_kv * (n_kv + 1) - unseen * (unseen + 1)) // 2", "n_q * n_kv // 2")),
-    *_in("bench/timing.py", "tests/test_bench.py", ("bench: no call to settle the clock", "            if settle:\n                subjects[name]()\n", "")),
+    *_in("bench/timing.py", "tests/test_bench.py", ("bench: no call to settle the clock", "_SETTLED_AFTER if settle else 0.0", "0.0")),
     *_in(
         "bench/chip.py",
         "tests/test_bench.py",
@@ -403,13 +403,14 @@ MUTANTS = [
         "bench/emulation.py",
         "tests/test_bench.py tests/test_ffpa_attn.py -k 'emulator'",
         ("bench: bytes per FLOP of another workload", "/ nominal_flops(whole)", "/ nominal_flops(w)"),
-        ("bench: errors in the emulator overlooked", "problem=verdict.problem", "problem=None"),
+        ("bench: errors of the workload overlooked", "problem=of_workload.problem or of_tiles.problem", "problem=of_tiles.problem"),
+        ("bench: errors between tiles overlooked", "problem=of_workload.problem or of_tiles.problem", "problem=of_workload.problem"),
     ),
     *_in(
         "bench/readme.py",
         "tests/test_bench.py",
         ("bench: a dirty tree is shown", '(record.source["tree"] is None or "dirty" in record.source["tree"])', '(record.source["tree"] is None)'),
-        ("bench: an old picture is shown", 'sha256(record.read_bytes() + drawn_by)', 'sha256(drawn_by)'),
+        ("bench: an old picture is shown", 'parts = [record.read_bytes(), *(', 'parts = [*('),
     ),
     *_in(
         "bench/cli.py",

@@ -91,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--check-all", action="store_true", help="fail where any row is wrong")
     add("--only-flops-matmul", "--flops-mm", action="store_true", help="count matmul FLOPs alone; always so here")
     add("--no-reduce", action="store_true", help="run big sizes on a CPU too")
+    add("--no-emulation", action="store_true", help="without a GPU: do not run the levels in the emulator")
     add("--arch", type=_arch, default="sm_90", help="without a GPU: whose kernels the emulator runs, e.g. sm_80, sm_89")
 
     add = group("what is shown and kept").add_argument
@@ -126,6 +127,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 "FFPA_EMULATE is set, and times in the emulator mean nothing; unset it (a CPU's run emulates)"
             )
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch sees no GPU here")
         args.arch = gpu_of(torch.device("cuda")) if args.device == "cuda" else args.arch
         args.workloads, args.fullsize, args.reductions = _workloads(args)
     except ValueError as error:
@@ -207,7 +210,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     peers = tuple(name for name in PEERS if name in args.peers or asked.get(name))
     return Settings(
         args.warmup, args.iters, args.seed, ones, peers, args.tag_hints, args.pypi, args.debug, args.arch, args.show_matrix,
-        args.force_build,
+        args.check or args.check_all, not args.no_emulation, args.force_build,
     )  # fmt: skip
 
 
@@ -284,8 +287,9 @@ def _now() -> str:
 
 
 def _stem(args: argparse.Namespace, record: Record) -> Path:
-    kind = record.results[0].workload.kind()[1:]
-    name = "_".join(part for part in (record.device, args.save_tag, *kind) if part)
+    asked = record.method["chip"].partition(" on ")[0].split(", ")
+    unusual = [part for part in asked if part not in ("B=1", "H=48", "N=8192", "fp16")]
+    name = "_".join(part.replace("=", "") for part in (record.device, args.save_tag, *unusual) if part)
     return args.save_dir / "".join(c if c.isalnum() or c in "_-." else "_" for c in name)
 
 
@@ -323,14 +327,11 @@ def main(argv: list[str] | None = None) -> int:
             return 2
     else:
         record, wrong = _measure(args)
-        checked = [
-            row for result in record.results for row in result.rows if args.check_all or (args.check and row.is_ffpa)
-        ]
-        if args.check or args.check_all:
-            checked += [use for result in record.results for use in result.chip if use.max_error is not None]
+    if args.check or args.check_all:
+        checked = [row for result in record.results for row in result.rows if args.check_all or row.is_ffpa]
+        checked += [use for result in record.results for use in result.chip if use.max_error is not None]
         wrong += [f"{row.tag}: {row.problem}" for row in checked if row.problem]
-        if checked:
-            print(f"checked {len(checked)} rows against float64 on random data: {len(wrong)} wrong")
+        print(f"checked {len(checked)} rows against float64 on random data: {len(wrong)} wrong")
     if record.results:
         _keep(args, record)
     for problem in wrong:

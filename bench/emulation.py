@@ -14,7 +14,7 @@ from ffpa_attn.testing import emulate
 from flops import nominal_flops
 from forced import problem_of, run
 from truth import Truth
-from workload import Inputs, Workload, make_inputs
+from workload import Inputs, Workload
 
 _KEY_TILES = 3  # so that what a tile leaves for the next one shows
 
@@ -27,23 +27,29 @@ class Emulation:
         self.truth = Truth(w, "cpu", seed)
 
     def run(self, use: ChipUse, plan: MmaPlan) -> ChipUse:
-        """The same with what the emulator found: errors on the workload, traffic and conflicts on whole tiles."""
+        """The same with what the emulator found: errors on the workload and on several tiles of keys; traffic and conflicts
+        on the latter.
+        """
         plan = plan._replace(splits=1)  # the parts were those of the full size
         spec, w = plan.spec, self.w
         whole = Workload(1, 1, 1, spec.rows, _KEY_TILES * spec.keys, w.d, w.d_v, w.dtype)
 
-        def attention(x: Inputs, w: Workload = w) -> tuple[torch.Tensor]:
-            out = torch.empty(*x.q.shape[:-1], w.d_v, dtype=x.q.dtype)
-            run(plan._replace(packs_heads=plan.packs_heads and w != whole), problem_of(w, use.level, use.acc), x, out)
-            return (out,)
+        def attention(w: Workload, plan: MmaPlan):
+            def compute(x: Inputs) -> tuple[torch.Tensor]:
+                out = torch.empty(*x.q.shape[:-1], w.d_v, dtype=x.q.dtype)
+                run(plan, problem_of(w, use.level, use.acc), x, out)
+                return (out,)
 
+            return compute
+
+        sums = spec.acc_qk, spec.acc_pv
         with emulate("sm_90a" if self.arch == "sm_90" else "sm_80") as reports:
-            verdict = self.truth.verdict(attention, (spec.acc_qk, spec.acc_pv))
-            attention(make_inputs(whole, "cpu", self.seed), whole)
+            of_workload = self.truth.verdict(attention(w, plan), sums)
+            of_tiles = Truth(whole, "cpu", self.seed).verdict(attention(whole, plan._replace(packs_heads=False)), sums)
         return replace(
             use,
-            max_error=verdict.max_error,
-            problem=verdict.problem,
+            max_error=max(of_workload.max_error, of_tiles.max_error),
+            problem=of_workload.problem or of_tiles.problem,
             bank_conflicts=reports[-1]["bank_conflict_ratio"],
             bytes_per_flop=reports[-1]["bytes_global"] / nominal_flops(whole),
         )

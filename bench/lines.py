@@ -51,6 +51,8 @@ def row_line(row: Row, result: Result, values: list[str], best_ms: float | None,
         f"{row.tag:>28}: {values}, time:{row.median_ms:.5g}ms, TFLOPS:{row.tflops:<6.4g} (+{gain:<5.2f}%)"
         f"(~{'-' if speedup is None else f'{speedup:.2f}'}x) {row.ceiling_percent:.1f}% of {row.ceiling}, {row.kernel}"
     ]
+    if len(row.times_ms) > 1:
+        parts.append(f"{row.min_ms:.5g} to {row.max_ms:.5g}ms")
     if row.halved_tflops is not None:
         parts.append(f"TFLOPS of the halved square: {row.halved_tflops:.4g}")
     if show_error:

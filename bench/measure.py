@@ -16,7 +16,7 @@ from lines import ends
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa
 from pypi import PypiPeer
-from record import Result, Row
+from record import Result, Row, clocks
 from timing import Timer, measure_in_turn, peak_bytes
 from truth import Truth, Verdict
 from workload import Inputs, Workload, make_inputs
@@ -34,6 +34,8 @@ class Settings:
     debug: bool = False  # a provider's exception ends the run
     arch: str = "sm_90"  # of the GPU; without one, whose kernels the emulator runs
     whole_outputs: bool = False  # keep them, not only what a line shows
+    check: bool = False  # what cannot be proven is a failure
+    emulation: bool = True  # where there is no GPU
     build: bool = False  # compile the kernels of the levels afresh
 
 
@@ -88,7 +90,8 @@ class Bench:
             return Measured(None, {}, failed, interrupted)
         ceilings = self.ceilings.from_times(times)
         rows = [Row.of(one.provider, w, times[one.provider.tag], ceilings, one.peak, one.verdict) for one in measured]
-        return Measured(Result(w, ceilings, rows, skipped, chip), outputs, failed, interrupted)
+        now = clocks() if self.device == "cuda" else None
+        return Measured(Result(w, ceilings, rows, skipped, chip, now), outputs, failed, interrupted)
 
     def _providers(self, w: Workload, x: Inputs, skipped: list[tuple[str, str]], failed: list[str]) -> list[Provider]:
         chosen, ours = [], []
@@ -98,19 +101,23 @@ class Bench:
             except Unavailable as reason:
                 skipped.append((name, str(reason)))
         try:
-            ours += our_providers(w, x)
+            ours += our_providers(w, x, skipped)
         except (NotImplementedError, ValueError) as refused:
             failed.append(f"ffpa on {w}: {_first_line(refused)}")
         before = 1 if chosen and chosen[0].tag == SDPA_TAG else 0
         chosen[before:before] = ours
-        tags = self.settings.tags
-        return [p for p in chosen if p.tag == SDPA_TAG or not tags or any(tag in p.tag for tag in tags)]
+        return [p for p in chosen if p.tag == SDPA_TAG or self._is_asked_for(p.tag)]
+
+    def _is_asked_for(self, tag: str) -> bool:
+        return not self.settings.tags or any(part in tag for part in self.settings.tags)
 
     def _prepare(self, w, ready, skipped, failed, on_step) -> None:
         x = make_inputs(w, self.device, self.settings.seed, self.settings.ones)
         truth = Truth(w, self.device, self.settings.seed)
         for provider in self._providers(w, x, skipped, failed):
             on_step(provider.tag)
+            if provider.fallback and self.settings.check:
+                failed.append(f"{provider.tag} on {w} {provider.fallback}")
             try:
                 ready.append(self._ready(provider, w, x, truth))
             except Exception as error:
@@ -120,7 +127,7 @@ class Bench:
                 self._free()
         del truth
         self._free()
-        if self.pypi:
+        if self.pypi and self._is_asked_for(self.pypi.tag):
             on_step(self.pypi.tag)
             try:
                 ready.append(self._ready_elsewhere(w))
@@ -161,6 +168,8 @@ class Bench:
 
     def _look_at_the_chip(self, w, full, chip, skipped, failed, on_step) -> None:
         """What the levels take of it; without a GPU they run in the emulator."""
+        if self.device == "cpu" and not self.settings.emulation:
+            return
         emulation = None
         for tag, use, plan in chip_uses(full, self.settings.arch, self.settings.tags, self.settings.build):
             if use is None:
@@ -172,6 +181,8 @@ class Bench:
                     emulation = emulation or Emulation(w, self.settings.arch, self.settings.seed)
                     use = emulation.run(use, plan)
                 except BuildError as error:
+                    if self.settings.check:
+                        failed.append(f"the emulator: {_first_line(error)}")
                     self._note("emulator", error, skipped)
                     return
                 except RuntimeError as error:  # a race, say

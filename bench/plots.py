@@ -9,7 +9,7 @@ from chip import MOST_REGISTERS, flash_attention_2
 from ffpa_attn.spec import ACCS
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from record import ACC_LEGEND, Record
+from record import Record
 
 _INK, _GRID, _PEER = "#222222", "#dddddd", "#8a8f98"
 _LEVEL_COLORS = {1: "#1f77b4", 2: "#2a9d5c", 3: "#e08e1b", None: "#c8102e"}  # None: automatic
@@ -22,7 +22,8 @@ def _figure(title: str, subtitle: str, columns: int = 1):
     figure = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
     panels = figure.subplots(1, columns, squeeze=False)[0]
     panels[0].set_title(title, fontsize=15, fontweight="bold", color=_INK, loc="left", pad=26)
-    panels[0].text(0, 1.02, subtitle, transform=panels[0].transAxes, fontsize=10, color="#555555")
+    below = panels[0].text(0, 1.02, subtitle, transform=panels[0].transAxes, fontsize=10, color="#555555")
+    below.set_in_layout(False)  # it may run on above the next panel
     for axes in panels:
         axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -59,10 +60,11 @@ def tflops_figure(record: Record) -> Figure:
     for series in record.series:
         best = [(place, row) for place, result in enumerate(record.results) if (row := result.best(series))]
         row = best[0][1]
-        color, width = (_LEVEL_COLORS[row.level], 2.2) if row.is_ffpa else (_PEER, 1.6)
+        in_f32 = (row.acc or "f32") == "f32"
+        color, width = (_LEVEL_COLORS[row.level], 2.4 if in_f32 else 1.1) if row.is_ffpa else (_PEER, 1.6)
         line, marker = _ACC_LINES[row.acc or "f32"] if row.is_ffpa else next(peer_lines)
-        label = series + _fallback_note(record, series)
-        style = {"color": color, "linewidth": width, "linestyle": line, "marker": marker, "markersize": 6}
+        label = (f"FFPA L{row.level}, {row.acc} sums" if row.level else series) + _fallback_note(record, series)
+        style = {"color": color, "linewidth": width, "linestyle": line, "marker": marker, "markersize": 3 + 1.5 * width}
         axes.plot([place for place, _ in best], [row.tflops for _, row in best], label=label, **style)
     ceiling = [result.ceilings.gemm_tflops for result in record.results]
     gemm = record.results[0].ceilings.gemm
@@ -75,7 +77,8 @@ def tflops_figure(record: Record) -> Figure:
     by_height = sorted(range(len(lines)), key=lambda i: -max(lines[i].get_ydata()))
     _legend(axes, [lines[i] for i in by_height], [labels[i] for i in by_height])
     if any(row.level for result in record.results for row in result.rows):
-        figure.supxlabel(ACC_LEGEND, fontsize=9, color="#555555", x=0.02, ha="left")
+        note = "mixed sums: QK^T in f32, PV in f16; each point the best of its stages"
+        figure.supxlabel(note, fontsize=9, color="#555555", x=0.02, ha="left")
     return figure
 
 
@@ -116,7 +119,9 @@ def chip_figure(record: Record) -> Figure | None:
     if not uses:
         return None
     title = "What a block of threads takes of the chip"
-    figure, panels = _figure(title, f"kernels chosen for {record.method['chip']}", columns=2)
+    figure, panels = _figure(
+        title, f"kernels chosen for {record.method['chip']}; their rings take what shared memory there is", columns=2
+    )
     whole_rows = [64, 128, 192, 256, *sorted({d for d, _ in uses if d > 256})]
     quantities = (
         ("shared memory of a block, KB", uses[0][1].most_shared_bytes >> 10, lambda use: use.shared_bytes / 1024),
@@ -131,7 +136,7 @@ def chip_figure(record: Record) -> Figure | None:
             style = {"color": _LEVEL_COLORS[level], "marker": "o", "markersize": 3 + width, "linewidth": width}
             axes.plot(*zip(*line, strict=True), label=f"FFPA L{level}", **style)
         axes.axhline(most, color=_INK, linestyle=":", linewidth=1.5, label=f"limit: {most}")
-        axes.set_ylim(0, 1.9 * most)
+        axes.set_ylim(0, 1.35 * max(needed))
         axes.set_xticks(range(128, max(whole_rows) + 1, 128))
         axes.set_ylabel(what, fontsize=12)
         axes.legend(fontsize=9.5, frameon=False, loc="upper left")

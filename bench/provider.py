@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from workload import Inputs, Workload
@@ -26,6 +26,8 @@ class Provider:
     level: int | None = None
     num_stages: int | None = None
     sums: tuple[str, str] = ("f32", "f32")  # what QK^T and PV accumulate in
+    settings: dict = field(default_factory=dict)  # of one of our kernels
+    fallback: str | None = None  # why none of our kernels runs, where one should
 
     def prepare(self, w: Workload, x: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
         """What is timed: () -> (out,), or the gradients alone, () -> (dq, dk, dv)."""

@@ -37,17 +37,28 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
         return function(x.q, x.k, x.v, *x.offsets, causal=w.causal, **forced)
 
     own_kernel = choice.backend not in _FALLBACKS
-    sums = (choice.plan.spec.acc_qk, choice.plan.spec.acc_pv) if choice.plan else ("f32", "f32")
-    return Provider(tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, sums=sums, **forced)
+    more = {}
+    if choice.plan:
+        settings = choice.plan._asdict()
+        spec = settings.pop("spec")
+        more = {"sums": (spec.acc_qk, spec.acc_pv), "settings": settings}
+    fallback = None if w.backward else choice.fallback
+    return Provider(
+        tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, fallback=fallback, **more, **forced
+    )
 
 
-def our_providers(w: Workload, x: Inputs) -> Iterator[Provider]:
-    """Every (acc, level, stages) that a kernel exists for, then what runs when nothing is forced."""
+def our_providers(w: Workload, x: Inputs, refused: list[tuple[str, str]]) -> Iterator[Provider]:
+    """Every (acc, level, stages) that a kernel exists for, then what runs when nothing is forced. On a GPU, `refused`
+    gets the levels that have none, and why.
+    """
     for acc, level, num_stages in product(ACCS, LEVELS, STAGES) if not w.backward else ():
         forced = {"acc": acc, "level": level, "num_stages": num_stages}
         try:
             choice = _explain(w, x, **forced)
-        except (NotImplementedError, ValueError):  # no such kernel; or FFPA_BACKEND forces another family
+        except (NotImplementedError, ValueError) as error:  # no such kernel; or FFPA_BACKEND forces another family
+            if x.q.is_cuda:
+                refused.append((f"ffpa+acc+{acc}+L{level}+stage{num_stages}", str(error).splitlines()[0]))
             continue
         if choice.fallback is None:
             yield _ours(w, f"(ffpa+acc+{acc}+L{level}+stage{num_stages})", choice, **forced)

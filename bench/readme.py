@@ -2,7 +2,7 @@
 `python bench/readme.py`.
 
 `<!-- bench: NAME -->` … `<!-- /bench -->` holds the table of NAME.json, `<!-- plots: NAME -->` its pictures, and
-`<!-- cases: NAME NAME … -->` one line for each of several records. What is in between is generated: measure again, or
+`<!-- cases: NAME NAME … -->` one line for each of several records, by what stands behind their GPU. What is in between is generated: measure again, or
 change bench/tables.py and bench/plots.py, never the README or a picture.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from chip import flash_attention_2
 from record import Record
 from tables import cases_table, markdown
 
@@ -38,6 +39,8 @@ def publishable(record: Record) -> Record:
         if row.is_ffpa and not row.own_kernel
     ]
     against += [f"{row.tag} is wrong: {row.problem}" for row in rows if row.problem]
+    if not any(row.is_ffpa for row in rows):
+        against.append("no row is of this project")
     against += ["it was interrupted"] * record.interrupted
     against += ["its source is no commit"] * (record.source["tree"] is None or "dirty" in record.source["tree"])
     against += ["it was measured on a CPU"] * (record.machine["kind"] == "cpu")
@@ -60,7 +63,7 @@ def generated(text: str, results: Path) -> str:
         names = block["names"].split()
         records = [_load(results / f"{name}.json") for name in names]
         if block["kind"] == "cases":
-            shown = cases_table(records)
+            shown = cases_table(dict(zip((name.partition("_")[2] for name in names), records, strict=True)))
         elif block["kind"] == "bench":
             shown = "".join(map(markdown, records))
         else:
@@ -73,8 +76,9 @@ def generated(text: str, results: Path) -> str:
 
 def mark_of(record: Path) -> str:
     """Goes into a record's pictures: another one is due when the record, or what draws it, changes."""
-    drawn_by = (_ROOT / "bench" / "plots.py").read_bytes()
-    return f"drawn from {hashlib.sha256(record.read_bytes() + drawn_by).hexdigest()}"
+    parts = [record.read_bytes(), *((_ROOT / "bench" / name).read_bytes() for name in ("plots.py", "record.py"))]
+    parts.append(repr([flash_attention_2(d) for d in range(64, 1025, 64)]).encode())
+    return f"drawn from {hashlib.sha256(b''.join(parts)).hexdigest()}"
 
 
 def pictured(text: str, results: Path) -> dict[Path, list[Path]]:

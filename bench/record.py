@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from ceilings import Ceilings
 from chip import MARKS, ChipUse
-from ffpa_attn import __version__, env
+from ffpa_attn import __version__, build, env, native
 from flops import halved_flops, nominal_flops
 from provider import SDPA_TAG, Provider
 from truth import Verdict
@@ -55,6 +55,7 @@ class Row:
     peak_bytes: int | None
     max_error: float
     problem: str | None  # why the result is wrong
+    settings: dict = field(default_factory=dict)  # of ours: level, stages and the rest of the plan
 
     @staticmethod
     def of(
@@ -79,6 +80,7 @@ class Row:
             peak_bytes=peak,
             max_error=verdict.max_error,
             problem=verdict.problem,
+            settings=provider.settings,
         )
 
     @property
@@ -102,6 +104,7 @@ class Result:
     rows: list[Row]
     skipped: list[tuple[str, str]]  # (who, why)
     chip: list[ChipUse]
+    clocks: dict[str, str] | None = None  # of the GPU, right after the last call
 
     @property
     def sdpa(self) -> Row | None:
@@ -168,6 +171,7 @@ class Record:
                 [Row(**row) for row in result["rows"]],
                 [tuple(pair) for pair in result["skipped"]],
                 [ChipUse(**use) for use in result["chip"]],
+                result.get("clocks"),
             )
             for result in data["results"]
         ]
@@ -223,11 +227,13 @@ def source() -> dict:
     """The commit's tree, whether files differ from it, and the flags that were set."""
     tree = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD^{tree}")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain")
+    built = native.record()
+    stale = built is not None and built["sources"] != build.sources_hash()  # kernels of other sources were measured
     flags = {
         flag.name: env.run_flags()[flag.name] for flag in env.RUN_FLAGS if env.run_flags()[flag.name] != flag.default
     }
     return {
-        "tree": tree and tree + ("-dirty" if changed else ""),
+        "tree": tree and tree + ("-dirty" if changed or stale else ""),
         "ffpa_attn": __version__,
         "flags": flags,
     }

@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 from chip import accumulators
-from ffpa_attn import archs, env, mma, tiles
+from ffpa_attn import archs, env, jit, mma, tiles
 from ffpa_attn.mma import MmaPlan
 from ffpa_attn.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
+from ffpa_attn.toolchain import BuildError
 from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # by what PV accumulates in, as the tables are
@@ -84,8 +86,21 @@ def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> li
     return [tflops(limit) for limit in _LIMITS]
 
 
-def best(results: Result) -> Shape:
-    return max(results, key=results.__getitem__)
+@cache
+def ships(shape: Shape, acc: str, streamed: bool) -> bool:
+    """Whether each kernel that takes this tile passes the build's gate, on sm_80 too."""
+    for accumulators_of in (pair for pair in ACCUMULATORS["f16"] if pair[1] == acc):
+        for arch in ("sm_80", "sm_90"):
+            try:
+                jit.resources(forward_spec("f16", accumulators_of, shape, streamed), arch)
+            except BuildError:
+                return False
+    return True
+
+
+def best(results: Result, acc: str, streamed: bool = False) -> Shape:
+    fastest_first = sorted(results, key=results.__getitem__, reverse=True)
+    return next(shape for shape in fastest_first if ships(shape, acc, streamed))
 
 
 def show(d: int, acc: str, level: int, results: list[Result]) -> None:
@@ -106,7 +121,7 @@ def register_tiles(columns: int, acc: str, args) -> Tiles:
     show(columns, acc, 1, results)
     few_rows = {shape: speed for shape, speed in results[0].items() if shape.rows == 32}
     kept = (*results, few_rows) if acc == "f32" else (results[0], results[-1])
-    chosen = [best(x) for x in kept if x]
+    chosen = [best(x, acc) for x in kept if x]
     return [tuple(shape) for shape in dict.fromkeys(chosen)]
 
 
@@ -118,7 +133,10 @@ def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tile
         show(d, acc, 3, results[d])
     choices = []
     for i, within in _WITHIN.items():
-        good = {d: {s for s, speed in r[i].items() if speed >= within * max(r[i].values())} for d, r in results.items()}
+        good = {}
+        for d, result in results.items():
+            least = within * result[i][best(result[i], acc, True)]
+            good[d] = {s for s, speed in result[i].items() if speed >= least and ships(s, acc, True)}
         left, chosen = set(results), {}
         while left:
             covers = {s: {d for d in left if s in good[d]} for d in left for s in good[d]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chip import ChipUse
 from record import ACC_LEGEND, Record, Row
 
@@ -33,16 +35,18 @@ def bench_table(record: Record) -> str:
     return "\n".join(lines)
 
 
-def cases_table(records: list[Record]) -> str:
-    """One line for each workload: what runs when nothing is forced, beside SDPA."""
-    lines = ["| workload | kernel | ms | TFLOPS | of the ceiling | times SDPA |", "|---|---|---|---|---|---|"]
-    for result in (result for record in records for result in record.results):
-        row = result.best("FFPA auto")
-        speedup = "-" if result.sdpa is None else f"{result.speedup(row):.2f} ({result.sdpa.kernel})"
-        lines.append(
-            f"| {result.workload} | `{row.kernel}` | {row.median_ms:.3g} | {_three_digits(row.tflops)} "
-            f"| {row.ceiling_percent:.0f}% of {row.ceiling} | {speedup} |"
-        )
+def cases_table(records: Mapping[str, Record]) -> str:
+    """One line for each workload, by its name: what runs when nothing is forced, and how long the others take."""
+    lines = ["| | workload | ms | TFLOPS | of the ceiling | others, ms | kernel |", "|---|---|---|---|---|---|---|"]
+    for name, record in records.items():
+        for result in record.results:
+            ours = result.best("FFPA auto")
+            others = ", ".join(f"{row.kernel} {row.median_ms:.3g}" for row in result.rows if not row.is_ffpa)
+            lines.append(
+                f"| {name} | {result.workload} | {ours.median_ms:.3g} | {_three_digits(ours.tflops)} "
+                f"| {ours.ceiling_percent:.0f}% of {ours.ceiling} | {others} | `{ours.kernel}` |"
+            )
+    records = list(records.values())
     trees = sorted({record.source["tree"] or "unknown" for record in records})
     sources = f"{records[0].device}; medians of {records[0].method['iters']} calls; source {', '.join(trees)}."
     return "\n".join(lines) + f"\n\n{sources}\n"

@@ -33,6 +33,7 @@ class Timer:
 
 
 _CALLS_OF_A_TURN = 3
+_SETTLED_AFTER = 50.0  # ms
 
 
 def measure_in_turn(
@@ -44,16 +45,17 @@ def measure_in_turn(
 ) -> None:
     """Appends `iters` times in ms per subject to `times`: every round gives each subject a turn of a few calls.
 
-    Each round has another order, so that drifting clocks hit all of them alike. What ran before decides the clock that a
-    subject finds (after a large matrix product it is 10% slower): with `settle`, a turn begins with a call that does not
+    Each round after the first has another order, so that drifting clocks hit all of them alike. What ran before decides the clock that a
+    subject finds (after a large matrix product it is 10% slower): with `settle`, a turn begins with calls that do not
     count. Times are appended as they come: after an interrupt, what was measured is there.
     """
     names = list(subjects)
     for done in range(0, iters, _CALLS_OF_A_TURN):
         for name in names:
             on_step(name)
-            if settle:
-                subjects[name]()
+            unsettled = _SETTLED_AFTER if settle else 0.0
+            while unsettled > 0:
+                unsettled -= subjects[name]()
             for _ in range(min(_CALLS_OF_A_TURN, iters - done)):
                 ms = subjects[name]()
                 times.setdefault(name, []).append(ms)

@@ -18,11 +18,12 @@ import plots
 import providers
 import pytest
 import readme
+import record
 import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
 from chip import ChipUse
-from ffpa_attn import emulated, env
+from ffpa_attn import build, emulated, env, native
 from ffpa_attn.spec import ForwardMmaRows
 from provider import Provider
 from record import Record, Result, Row
@@ -72,12 +73,13 @@ def test_subjects_take_turns_and_an_interrupt_loses_nothing():
     calls = []
 
     def subject(name):
-        return lambda: calls.append(name) or float(len(calls))
+        return lambda: calls.append(name) or 20.0 + len(calls)
 
     timing.measure_in_turn({name: subject(name) for name in "abcdef"}, 40, times, order.append, settle=True)
     rounds = [order[i : i + 6] for i in range(0, len(order), 6)]
     assert all(sorted(names) == list("abcdef") for names in rounds) and len({"".join(names) for names in rounds}) > 3
-    assert "".join(calls[:8]) == "aaaabbbb" and times["a"][:3] == [2.0, 3.0, 4.0]  # the first one settles the clock
+    # Three calls settle the clock, 21 + 22 + 23 ms; three count.
+    assert calls[:7] == [*"aaaaaab"] and times["a"][:3] == [24.0, 25.0, 26.0]
     assert all(len(of_name) == 40 for of_name in times.values())
 
     def stop():
@@ -152,7 +154,7 @@ def test_truth_judges_every_row_it_claims_to(backward, packed):
 def recorded(tmp_path) -> Record:
     """Speeds are made up: SDPA 100 T, each of ours a round number of times faster; FlexAttention ends at 384."""
     method = {"iters": 3, "chip": "B=1, H=48, N=8192, fp16 on sm_90"}
-    record = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, method)
+    run = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, method)
     ceilings = Ceilings("torch.mm bfloat16 8192^3", 800.0, "copy", 4000.0)
     for d in (320, 384, 448):
         w = Workload(1, 48, 48, 8192, 8192, d, d)
@@ -173,8 +175,8 @@ def recorded(tmp_path) -> Record:
         rows += [row("(flex)", 90)] if d <= 384 else []
         used = {"kernel": "made_up", "most_shared_bytes": 227 << 10, "registers": 255, "spill_bytes": 8}
         chip = [ChipUse(level, "f32", shared_bytes=200 << 10, accumulators=150 + level, **used) for level in (1, 2, 3)]
-        record.results.append(Result(w, ceilings, rows, [], chip))
-    record.save(tmp_path / "recorded")
+        run.results.append(Result(w, ceilings, rows, [], chip))
+    run.save(tmp_path / "recorded")
     return Record.load(tmp_path / "recorded.json")
 
 
@@ -262,7 +264,7 @@ def test_whole_rows_are_our_own_kernels_where_these_exist():
     for d in (64, 128, 192, 256):
         smem, accumulators = chip.flash_attention_2(d)
         spec = ForwardMmaRows("f16", "f32", "f32", d, 64, 64)
-        assert smem <= emulated.launch_shape(replace(spec, q_in_registers=d == 192), d, 1, True)[0]
+        assert smem == emulated.launch_shape(replace(spec, q_in_registers=d == 192), d, 1, True)[0]
         assert accumulators == d // 2 + 32
 
 
@@ -284,8 +286,30 @@ def test_f16_sums_are_judged_as_such(monkeypatch):
     assert truth.verdict(with_f16_sums, ("f16", "f16")).problem is None
     truth.verdict(with_f16_sums)
     assert set(asked) == {("f16", "f16"), ("f32", "f32")}
-    choices = {p.tag: p.sums for p in providers.our_providers(truth.w, truth.inputs)}
+    choices = {p.tag: p.sums for p in providers.our_providers(truth.w, truth.inputs, [])}
     assert choices == {"(ffpa+auto)": ("f32", "f32")}
+
+
+def test_kernels_of_other_sources_make_the_tree_dirty(monkeypatch):
+    monkeypatch.setattr(record, "_output", lambda *command: "" if "status" in command else "0" * 40)
+    for sources, tree in ((build.sources_hash(), "0" * 40), ("others", "0" * 40 + "-dirty")):
+        monkeypatch.setattr(native, "record", lambda sources=sources: {"sources": sources})
+        assert record.source()["tree"] == tree
+
+
+@pytest.mark.parametrize("which", ["workload", "tiles"])
+def test_a_wrong_kernel_shows_in_the_emulator_wherever(which, monkeypatch):
+    """On the workload, or on several tiles of keys alone."""
+    w = Workload(1, 1, 1, 70, 90, 320, 320)
+    _, use, plan = next(chip.chip_uses(w, "sm_90"))
+
+    def wrong(plan, p, x, out):
+        forced.run(plan, p, x, out)
+        if (p.n_k == 90) == (which == "workload"):
+            out += 0.1
+
+    monkeypatch.setattr(emulation, "run", wrong)
+    assert emulation.Emulation(w, "sm_90", seed=0).run(use, plan).problem is not None
 
 
 def test_a_wrong_kernel_shows_in_the_emulator(monkeypatch):
@@ -319,11 +343,12 @@ def test_the_readme_shows_what_was_recorded(recorded, tmp_path):
 
 
 def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
-    text = "<!-- plots: recorded -->\n<!-- /plots -->\n<!-- cases: recorded recorded -->\n<!-- /cases -->"
+    recorded.save(tmp_path / "gpu_gemma")
+    text = "<!-- plots: recorded -->\n<!-- /plots -->\n<!-- cases: gpu_gemma -->\n<!-- /cases -->"
     shown = readme.generated(text, tmp_path)
     assert shown.count("![") == 3 and f"(bench/{tmp_path.name}/recorded_TFLOPS.png)" in shown
-    cases = [line for line in shown.splitlines() if line.startswith("| B=1, H=48, N=8192, D=")]
-    assert len(cases) == 6 and cases[0].endswith("| 400 | 50% of GEMM | 4.00 (efficient) |")
+    cases = [line for line in shown.splitlines() if line.startswith("| gemma | B=1, H=48, N=8192, D=")]
+    assert len(cases) == 3 and "| 10.3 | 400 | 50% of GEMM | efficient 41.2, made_up 45.8 | `made_up` |" in cases[0]
     readme.draw(text, tmp_path)
     ((stored, pictures),) = readme.pictured(text, tmp_path).items()
     assert sorted(tmp_path.glob("*.png")) == sorted(pictures)
@@ -338,6 +363,10 @@ def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
     [
         (lambda record: record.source.update(tree="0-dirty"), "no commit"),
         (lambda record: setattr(record, "interrupted", True), "interrupted"),
+        (
+            lambda record: [result.rows.__delitem__(slice(1, None)) for result in record.results],
+            "no row is of this project",
+        ),
         (lambda record: fall_back(record.results[0].rows), "ran on sdpa, not on a kernel of this project"),
     ],
 )
