@@ -136,7 +136,7 @@ def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
         shown,
     )
     assert found == 2 * [(acc, level) for acc in ("f32", "f16", "mixed") for level in "123"]
-    assert "rows64_keys256" in shown  # a tile for many rows, few as there are here
+    assert "columns512_rows64_keys256" in shown  # a tile for many rows, few as there are here
     assert "checked 20 rows against float64 on random data: 0 wrong" in shown
     assert "|L3* bank conflicts|1.00|1.00|" in shown
     record = Record.load(saved(tmp_path, ".json")[0])
