@@ -47,16 +47,21 @@ _choose_python() {
   PY=$venv/bin/python
 }
 
-# "name" or "name>=major" of each requirement that is not met.
+# "name", "name>=version" or "name<version" of each requirement that is not met.
 _missing() {
   "$PY" - "$@" <<'PYTHON'
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+def numbers(text):
+    return [int(word) for word in re.findall(r"\d+", text)][:2]
+
 for requirement in sys.argv[1:]:
-    name, _, oldest = requirement.partition(">=")
+    name, bound, limit = re.fullmatch(r"([\w-]+)(>=|<|)(.*)", requirement).groups()
     try:
-        if int(version(name).split(".")[0]) < int(oldest or 0):
+        found = numbers(version(name))
+        if (bound == ">=" and found < numbers(limit)) or (bound == "<" and found >= numbers(limit)):
             print(requirement)
     except PackageNotFoundError:
         print(requirement)
@@ -72,7 +77,12 @@ setup_env() {
   _choose_python || return 1
   _has_torch "$PY" || _install torch==2.13.0 || return 1
   local missing
-  missing=$(_missing "setuptools>=77" wheel numpy pytest ninja pybind11 matplotlib) || return 1
+  local needed=("setuptools>=77" wheel numpy pytest ninja pybind11 matplotlib)
+  # Without a GPU, Triton's kernels run in its interpreter, which does with numpy's scalars what 2.4 no longer allows.
+  if [ "$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ]; then
+    needed+=(triton "numpy<2.4")
+  fi
+  missing=$(_missing "${needed[@]}") || return 1
   # shellcheck disable=SC2086  # one word for each package
   [ -z "$missing" ] || _install $missing || return 1
   # A program that a package brought, such as ninja, is then found without activating the environment.

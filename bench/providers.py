@@ -40,8 +40,8 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
     more = {}
     if choice.plan:
         settings = choice.plan._asdict()
-        spec = settings.pop("spec")
-        more = {"sums": (spec.acc_qk, spec.acc_pv), "settings": settings}
+        spec = settings.pop("spec", None)  # of a compiled kernel
+        more = {"settings": settings, "sums": (spec.acc_qk, spec.acc_pv) if spec else ("f32", "f32")}
     fallback = None if w.backward else choice.fallback
     return Provider(
         tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, fallback=fallback, **more, **forced

@@ -1,5 +1,6 @@
 """Every test takes `device`: the CPU, and a GPU where there is one. A run in which nothing ran is a failure."""
 
+import os
 import platform
 import sys
 import warnings
@@ -12,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # oracle, compare, cases
 sys.path.insert(0, str(Path(__file__).parent.parent / "ffpa"))  # the package, installed or not
 
 PYPI_HAS_NVCC = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and no test sees it (clean_environment)
 torch.set_num_threads(1)  # the tensors are small: on a busy machine, two threads wait more than they compute
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 

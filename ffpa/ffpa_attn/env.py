@@ -149,6 +149,7 @@ FLAGS: tuple[Flag, ...] = (
         "Run the CUDA kernels on CPU tensors in the emulator; 1 = sm_80.",
         _emulated_arch,
     ),
+    _bool("TRITON_INTERPRET", False, "run", "Triton's own flag: its kernels run on CPU tensors, in its interpreter."),
     _bool("FFPA_LOG", False, "run", "Log to stderr which kernel each new kind of call runs on, and why."),
     Flag(
         "FFPA_CACHE_DIR",

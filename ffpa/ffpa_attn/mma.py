@@ -69,6 +69,10 @@ class MmaPlan(NamedTuple):
     grid_of_heads: bool = False
     packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
 
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
 
 def smem_bytes(
     spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0

@@ -18,7 +18,7 @@ from torch import _C
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import checks, env, mma, native, reference
+from . import checks, env, mma, native, reference, triton_attention
 from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -91,7 +91,7 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
     for _ in CANDIDATES:
         choice = choose(problem, flags)
-        if problem.device != "cuda" or choice.plan is None or native.make_ready(choice.plan.spec, problem.arch):
+        if problem.device != "cuda" or choice.backend != "mma" or native.make_ready(choice.plan.spec, problem.arch):
             break
     return choice
 
@@ -267,10 +267,27 @@ def _mma_forward(form, q, k, v, out, lse, plan) -> None:
     mma.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
-_FORWARD = {"mma": _mma_forward, "reference": _reference_forward, "sdpa": _sdpa_forward}
+def _triton_forward(form, q, k, v, out, lse, plan) -> None:
+    tensors = (form.heads_first(x) for x in (q, k, v, out))
+    triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule)
+
+
+_FORWARD = {"mma": _mma_forward, "triton": _triton_forward, "sdpa": _sdpa_forward, "reference": _reference_forward}
 
 
 # ---- backward ----
+
+
+def _reference_backward(form, saved, grads, plan) -> None:
+    sequences = form.sequences(saved[2], saved[3])
+    reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
+
+
+def _triton_backward(form, saved, grads, plan) -> None:
+    triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule)
+
+
+_BACKWARD = {"triton": _triton_backward, "reference": _reference_backward}
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
@@ -287,8 +304,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
         dq, dk, dv = (torch.zeros(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
         saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
-        sequences = form.sequences(saved[2], saved[3])
-        reference.backward(*saved, *map(form.heads_first, (dq, dk, dv)), sequences, plan.rule, plan.workspace_cap)
+        _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], plan)
         if not mask_grad:
             return dq, dk, dv, q.new_empty(0)
         dmask = torch.zeros(form.mask.shape, dtype=form.mask.dtype, device=q.device)
