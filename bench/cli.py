@@ -253,9 +253,8 @@ def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:
     record = Record(machine(args.device), source(), method)
     print(headline(f"{record.device}, torch {torch.__version__}, source {record.source['tree'] or 'unknown'}"))
     if args.device == "cpu":
-        print(
-            "On a CPU, sizes are small and our kernels run in an emulator of the GPU: proven there, and no claim of speed."
-        )
+        emulated = "" if args.no_emulation else "our kernels run in an emulator of the GPU, which proves them, and "
+        print(f"On a CPU, sizes are small: {emulated}this is no claim of speed.")
     if args.reductions:
         print(args.reductions)
     if args.verbose:
@@ -331,6 +330,8 @@ def main(argv: list[str] | None = None) -> int:
         checked = [row for result in record.results for row in result.rows if args.check_all or row.is_ffpa]
         checked += [use for result in record.results for use in result.chip if use.max_error is not None]
         wrong += [f"{row.tag}: {row.problem}" for row in checked if row.problem]
+        if not checked and not record.interrupted:
+            wrong.append("the check: there was nothing to check")
         print(f"checked {len(checked)} rows against float64 on random data: {len(wrong)} wrong")
     if record.results:
         _keep(args, record)

@@ -74,7 +74,7 @@ class Bench:
         interrupted, chip = False, []
         try:
             self._prepare(w, ready, skipped, failed, lambda tag: on_progress(0.0, f"{w}: preparing {tag}"))
-            self._measure(ready, times, lambda share, tag: on_progress(share, f"{w}: timing {tag}"))
+            self._measure(w, ready, times, skipped, failed, lambda share, tag: on_progress(share, f"{w}: timing {tag}"))
             self._look_at_the_chip(
                 w, full, chip, skipped, failed, lambda tag: on_progress(1.0, f"{w}: emulating {tag}")
             )
@@ -86,7 +86,7 @@ class Bench:
             failed.append(f"{w}: {_first_line(error)}")
         measured = [one for one in ready if one.provider.tag in times]
         outputs = {one.provider.tag: one.output for one in measured}
-        if not (measured and set(self.ceilings.calls) <= set(times)):
+        if not ((measured or chip) and set(self.ceilings.calls) <= set(times)):
             return Measured(None, {}, failed, interrupted)
         ceilings = self.ceilings.from_times(times)
         rows = [Row.of(one.provider, w, times[one.provider.tag], ceilings, one.peak, one.verdict) for one in measured]
@@ -154,7 +154,7 @@ class Bench:
         output = torch.tensor(told["output"])
         return _Ready(provider, self.pypi.milliseconds, Verdict(*told["verdict"]), told["peak_bytes"], output)
 
-    def _measure(self, ready: list[_Ready], times: dict[str, list[float]], on_share) -> None:
+    def _measure(self, w, ready: list[_Ready], times: dict[str, list[float]], skipped, failed, on_share) -> None:
         subjects = {}
         for name, call in self.ceilings.calls.items():
             subjects[name] = lambda call=call: self.timer.milliseconds(call)
@@ -164,7 +164,13 @@ class Bench:
         def on_step(name: str) -> None:
             on_share(sum(map(len, times.values())) / total, name)
 
-        measure_in_turn(subjects, self.settings.iters, times, on_step, settle=self.timer.on_gpu)
+        def on_failure(name: str, error: Exception) -> None:
+            self._note(name, error, skipped)
+            if name not in peers:
+                failed.append(f"{name} on {w}: {_first_line(error)}")
+
+        peers = {one.provider.tag for one in ready if not one.provider.is_ffpa}
+        measure_in_turn(subjects, self.settings.iters, times, on_step, self.timer.on_gpu, on_failure)
 
     def _look_at_the_chip(self, w, full, chip, skipped, failed, on_step) -> None:
         """What the levels take of it; without a GPU they run in the emulator."""

@@ -42,23 +42,36 @@ def measure_in_turn(
     times: dict[str, list[float]],
     on_step: Callable[[str], None],
     settle: bool,
+    on_failure: Callable[[str, Exception], None] | None = None,
 ) -> None:
     """Appends `iters` times in ms per subject to `times`: every round gives each subject a turn of a few calls.
 
-    Each round after the first has another order, so that drifting clocks hit all of them alike. What ran before decides the clock that a
-    subject finds (after a large matrix product it is 10% slower): with `settle`, a turn begins with calls that do not
-    count. Times are appended as they come: after an interrupt, what was measured is there.
+    Each round after the first has another order, so that drifting clocks hit all of them alike. What ran before decides the
+    clock that a subject finds (after a large matrix product it is 10% slower): with `settle`, a turn begins with calls that
+    do not count. Times are appended as they come: after an interrupt, what was measured is there. A subject that raises has
+    no times and no further turn, where on_failure takes the error.
     """
+
+    def turn(name: str, calls: int) -> None:
+        unsettled = _SETTLED_AFTER if settle else 0.0
+        while unsettled > 0:
+            unsettled -= subjects[name]()
+        for _ in range(calls):
+            ms = subjects[name]()
+            times.setdefault(name, []).append(ms)
+
     names = list(subjects)
     for done in range(0, iters, _CALLS_OF_A_TURN):
-        for name in names:
+        for name in tuple(names):
             on_step(name)
-            unsettled = _SETTLED_AFTER if settle else 0.0
-            while unsettled > 0:
-                unsettled -= subjects[name]()
-            for _ in range(min(_CALLS_OF_A_TURN, iters - done)):
-                ms = subjects[name]()
-                times.setdefault(name, []).append(ms)
+            try:
+                turn(name, min(_CALLS_OF_A_TURN, iters - done))
+            except Exception as error:
+                if on_failure is None:
+                    raise
+                names.remove(name)
+                times.pop(name, None)
+                on_failure(name, error)
         random.shuffle(names)
 
 

@@ -82,6 +82,22 @@ def test_subjects_take_turns_and_an_interrupt_loses_nothing():
     assert calls[:7] == [*"aaaaaab"] and times["a"][:3] == [24.0, 25.0, 26.0]
     assert all(len(of_name) == 40 for of_name in times.values())
 
+    def broken():
+        if len(times.get("b", ())) == 3:
+            raise RuntimeError("in the second round")
+        return 2.0
+
+    times, failures = {}, []
+    timing.measure_in_turn(
+        {"a": lambda: 1.0, "b": broken},
+        6,
+        times,
+        order.append,
+        False,
+        lambda name, error: failures.append((name, str(error))),
+    )
+    assert times == {"a": [1.0] * 6} and failures == [("b", "in the second round")]
+
     def stop():
         raise KeyboardInterrupt
 

@@ -151,6 +151,49 @@ def test_build_tells_registers(nvcc, tmp_path, capsys):
     assert "compiling forward_mma_rows_f16_f32_f32_head_dim64" in shown.err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--varlen --causal",
+        "--n-q 1 --n-kv 600 --H 4 --heads-kv 2 --dtype bf16",
+        "--n-q 50 --n-kv 20 --causal",
+        "--D-v 256 --H 4 --heads-kv 1",
+    ],
+)
+def test_options_in_the_emulator(flags, tmp_path, capsys):
+    """Even where SDPA cannot run and nothing else is timed."""
+    assert run_emulated(tmp_path, "--D", "320", "--tags", "acc+f32", "--check", "--gen-bench", *flags.split()) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("bank conflicts 1.00") == 3 and "checked 3 rows" in shown and "L3* max error" in shown
+
+
+def test_a_check_of_nothing_is_a_failure(tmp_path, capsys):
+    assert run(tmp_path, "--D", "128", "--backward", "--tags", "acc+f32", "--check") == 1
+    assert "nothing to check" in capsys.readouterr().err
+
+
+def test_a_peer_that_breaks_while_it_is_timed(monkeypatch, tmp_path, capsys):
+    """It is left out; one of ours is a failure."""
+    calls = []
+
+    def breaking(x):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("out of order")
+        return x.q
+
+    monkeypatch.setitem(providers.PEERS, "unfused", lambda w, x: providers.Provider("(unfused)", "none", breaking))
+    assert run(tmp_path, "--D", "64", "--torch") == 0
+    shown = capsys.readouterr().out
+    assert "(unfused): not measured: RuntimeError: out of order" in shown and "(ffpa+auto): [" in shown
+    monkeypatch.setitem(
+        providers.PEERS, "unfused", lambda w, x: providers.Provider("(unfused)", "none", breaking, is_ffpa=True)
+    )
+    calls.clear()
+    assert run(tmp_path, "--D", "64", "--torch") == 1
+    assert "FAILED (unfused)" in capsys.readouterr().err
+
+
 def test_the_emulator_of_another_gpu(tmp_path, capsys):
     assert run_emulated(tmp_path, "--D", "512", "--tags", "acc+f32", "--arch", "sm_89", "--check") == 0
     assert capsys.readouterr().out.count(" of 99 KB shared memory") == 3
