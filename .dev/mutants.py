@@ -467,7 +467,7 @@ MUTANTS = [
 
 
 def killed(mutant: Mutant, tree: Path, home: Path) -> str | None:
-    """The first failing test, or None when the mutant survives."""
+    """The first failing test (or what ended the run), or None when the mutant survives."""
     file = tree / mutant.file
     original = file.read_text()
     if original.count(mutant.old) < 1:
@@ -490,6 +490,8 @@ def killed(mutant: Mutant, tree: Path, home: Path) -> str | None:
         file.write_text(original)
     if "BuildError" in run.stdout:
         raise SyntaxError(f"{mutant.name} does not compile:\n{run.stdout}")
+    if run.returncode < 0:
+        return f"signal {-run.returncode}"  # it left memory that is its own
     failures = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failures[0].split(" - ")[0].removeprefix("FAILED ") if run.returncode and failures else None
 
