@@ -146,7 +146,7 @@ class Record:
     def save(self, stem: Path) -> list[Path]:
         paths = [stem.with_name(stem.name + ending) for ending in (".json", ".csv")]
         stem.parent.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        paths[0].write_text(_lines({"format": FORMAT, **asdict(self)}, 4) + "\n")
         with paths[1].open("w", newline="") as file:
             writer = csv.writer(file)
             names = [f.name for f in fields(Workload)], [f.name for f in fields(Row)]
@@ -176,6 +176,17 @@ class Record:
             for result in data["results"]
         ]
         return Record(**data)
+
+
+def _lines(value, depth: int, indent: str = "\n") -> str:
+    """JSON with a line for each member down to `depth`: a row of a record is one line."""
+    if not depth or not value or not isinstance(value, (dict, list)):
+        return json.dumps(value)
+    inner = indent + " "
+    if isinstance(value, dict):
+        members = [f"{json.dumps(name)}: {_lines(member, depth - 1, inner)}" for name, member in value.items()]
+        return f"{{{inner}{f',{inner}'.join(members)}{indent}}}"
+    return f"[{inner}{f',{inner}'.join(_lines(member, depth - 1, inner) for member in value)}{indent}]"
 
 
 def _output(*command: str) -> str | None:
