@@ -5,7 +5,7 @@ import warnings
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import env, explain, ffpa, native, ops
+from ffpa_attn import env, explain, ffpa, native, ops, triton_attention
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
 
@@ -74,6 +74,73 @@ class TestSdpaMeansTheSame:
         monkeypatch.setattr(ops.F, "scaled_dot_product_attention", None)
         x = q(device=device)
         assert ffpa(x, x, x).shape == x.shape
+
+
+class TestSmallHeadDims:
+    """With every kernel there."""
+
+    SMALL = PROBLEM._replace(d_qk=128, d_v=128, scale=0.1)
+
+    @pytest.fixture(autouse=True)
+    def everything(self, monkeypatch):
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+        monkeypatch.setattr(triton_attention, "why_not", lambda: None)
+        monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: False)
+
+    @pytest.mark.parametrize(
+        "changes, backend",
+        [
+            ({}, "sdpa"),
+            ({"d_qk": 256, "d_v": 256}, "sdpa"),
+            ({"needs_lse": True}, "triton"),
+            ({"heads_kv": 4}, "triton"),
+            ({"d_v": 64}, "triton"),
+            ({"packed": True}, "triton"),
+            ({"mask": "bool"}, "triton"),
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "mma"),  # splits its keys
+            ({"n_q": 1, "n_k": 32768}, "mma"),
+            ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
+            ({"num_stages": 2}, "mma"),
+            ({"dtype": "f16", "acc": "f16"}, "mma"),
+            ({"d_qk": 264}, "mma"),
+            ({"arch": "sm_80"}, "mma"),
+            ({"arch": "sm_80", "heads_kv": 4}, "mma"),
+            ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
+            ({"direction": "backward"}, "triton"),
+            ({"direction": "backward", "arch": "sm_80"}, "triton"),
+            ({"direction": "backward", "d_qk": 264}, "reference"),
+        ],
+        ids=str,
+    )
+    def test_the_fastest_measured(self, changes, backend):
+        assert choose(self.SMALL._replace(**changes), flags()).backend == backend
+
+    def test_cores_ask_for_triton(self):
+        choice = choose(self.SMALL, flags(FFPA_TRITON_CORES=24))
+        assert choice.kernel.startswith("triton_persistent_forward") and "FFPA_TRITON_CORES=24 asks" in choice.why
+        with pytest.raises(NotImplementedError, match="FFPA_TRITON_CORES=24 cannot run .*takes no mask"):
+            choose(self.SMALL._replace(mask="bool"), flags(FFPA_TRITON_CORES=24))
+        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "triton"
+
+    def test_without_triton(self, monkeypatch):
+        monkeypatch.setattr(triton_attention, "why_not", lambda: "Triton is not installed")
+        assert choose(self.SMALL._replace(needs_lse=True), flags()).backend == "mma"
+        backward = choose(self.SMALL._replace(direction="backward"), flags())
+        assert backward.backend == "reference" and "Triton is not installed" in backward.fallback
+
+    def test_triton_without_a_compiler(self, monkeypatch):
+        monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: True)
+        choice = choose(self.SMALL._replace(needs_lse=True), flags())
+        assert choice.backend == "mma" and "install gcc and python3-dev" in dict(choice.rejected)["triton"]
+
+    @pytest.mark.parametrize("release, reason", [((3, 5), "3.6 or newer is needed"), ((3, 6), None), ((3, 10), None)])
+    def test_releases_of_triton(self, release, reason, monkeypatch):
+        monkeypatch.setattr(triton_attention, "_release", lambda: release)
+        said = triton_attention._why_not_at_all.__wrapped__()
+        assert said is None if reason is None else reason in said
+
+    def test_experiments_are_of_the_mma_family(self):
+        assert choose(self.SMALL, flags(ENABLE_FFPA_PERSIST_Q_G2S=True)).backend == "mma"
 
 
 class TestForced:
@@ -184,7 +251,8 @@ class TestExplain:
         ):
             ffpa(x, x, x, **options)
             assert explain(x, x, x, **options).backend == ran[-1], options
-        assert set(ran) == {"sdpa", "reference"}
+        on_hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+        assert set(ran) == {"sdpa", "triton" if on_hopper else "reference"}
 
     def test_without_a_gpu_about_a_gpu(self):
         x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,19 @@ CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
     ("env", "version"),
-    ("tiles",),
+    ("tiles", "triton_tiles"),
     ("spec",),
     ("archs", "generation", "toolchain"),
     ("build", "cache"),
     ("jit", "emulator_build"),
-    ("native", "emulated", "triton_kernels"),
+    ("native", "emulated", "triton_kernels", "triton_interpreter"),
+    ("triton_fp8_kernels", "triton_launch"),
+    ("triton_persistent",),
     ("mma", "triton_attention"),
+    ("triton_fp8",),
     ("checks", "choice", "reference"),
     ("ops",),
-    ("attention",),
+    ("attention", "fp8"),
     ("__init__", "doctor", "testing"),
 )
 FIBERS = "ptx/emulated/machine/context_switch.cpp"  # the emulator's one file in assembly
@@ -132,3 +137,10 @@ def test_one_reader_of_the_environment():
     reads = re.compile(r"\bos\s*\.\s*(environ|getenv|putenv)|from os import[^\n]*\b(environ|getenv)")
     found = {path.resolve() for path in files if reads.search(path.read_text())}
     assert found == {PACKAGE / "env.py"}
+
+
+def test_numpy_is_not_needed():
+    """PyTorch runs without it, and so do we."""
+    code = "import sys; sys.modules['numpy'] = None; import ffpa_attn; print(ffpa_attn.ffpa.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "ffpa", done.stderr

@@ -36,6 +36,10 @@ FROZEN = {
     "Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, *, float? scale=None, "
     'bool causal=False, str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., '
     "bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "fp8_forward": "ffpa_attn::fp8_forward(Tensor q, Tensor k, Tensor v, Tensor? q_scale=None, Tensor? k_scale=None, "
+    'Tensor? v_scale=None, *, float? scale=None, bool causal=False, str align="bottom_right", int window_left=-1, '
+    "int window_right=-1, float softcap=0., ScalarType out_dtype, bool v_transposed=False, bool return_lse=True) "
+    "-> (Tensor out, Tensor lse)",
 }
 
 

@@ -1,5 +1,6 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90` prints one JSON object,
-kernel -> [bytes of shared memory, how many wgmma or mma.sync], for the tiles that a plan would take.
+kernel -> [bytes of shared memory, how many wgmma or mma.sync], for the tiles that a plan would take. With gfx942, a GPU that
+is not CUDA's, the persistent kernel alone, and its mfma.
 """
 
 import json
@@ -9,74 +10,98 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import triton
-from ffpa_attn import env, triton_attention, triton_kernels
+from ffpa_attn import env, triton_attention, triton_fp8, triton_fp8_kernels, triton_kernels, triton_persistent
 from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn.triton_launch import Tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-PLAIN = {"PACKED": False, "TOP_LEFT": False, "CAPPED": False, "MASK": "none"}
-EVERY_RULE = {"PACKED": True, "TOP_LEFT": True, "CAPPED": True, "MASK": "additive"}
-_POINTERS = {"offsets_q": "*i32", "offsets_k": "*i32", "lse": "*fp32", "delta": "*fp32"}
-_TENSORS = ("q", "k", "v", "out", "grad", "dq", "dk", "dv", "mask")
+PLAIN = {"PACKED": False, "TOP_LEFT": False, "EDGES": True, "RAW": True, "CAPPED": False, "MASK": "none"}
+EVERY_RULE = {"PACKED": True, "TOP_LEFT": True, "EDGES": True, "RAW": False, "CAPPED": True, "MASK": "additive"}
+_POINTERS = {
+    **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
+    **dict.fromkeys(("v_column_stride", "heads", "n", "arranged_n"), "i32"),
+    **dict.fromkeys(("q_scales", "k_scales", "v_scales"), "*fp32"),
+    **dict.fromkeys(("grad_lse", "lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
+}
+_STRUCTURES = {
+    "mask_strides": triton_kernels.MaskStrides(*["i32"] * 4),
+    "sizes": triton_kernels.Sizes(*["i32"] * 6),
+    "rule": triton_kernels.Rule("fp32", "fp32", "i32", "i32"),
+    "batches": "i32",
+}
 
 
-def compiled(kernel, tiles: triton_attention.Tiles, arch: str, options: dict):
-    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-    constants |= {"ROWS": tiles.rows, "KEYS": tiles.keys}
-    constants |= {
-        name: value for name, value in {"LSE": True, "grad_column_stride": 1}.items() if name in kernel.arg_names
-    }
+def compiled(kernel, tiles: Tiles, arch: str, options: dict):
+    constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
+    element = "fp8e4nv" if fp8 else "bf16"
+    blocks = {"q": tiles.rows, "grad": tiles.rows, "k": tiles.keys, "v": tiles.keys} if constants.get("TMA") else {}
 
-    def type_of(name: str) -> str:
+    def type_of(name: str):
         if name in constants:
             return "constexpr"
-        numbers = {"scale": "fp32", "softcap": "fp32"}
-        return _POINTERS.get(name) or ("*bf16" if name in _TENSORS else numbers.get(name, "i32"))
+        if name in _STRUCTURES:
+            return _STRUCTURES[name]
+        if name.endswith("strides"):
+            return triton_kernels.Strides("i32", "i32", "i32")
+        if name in blocks:
+            width = options["WIDTH_V" if name in ("v", "grad") else "WIDTH_QK"]
+            block = f"1,1,{blocks[name]},{width}"
+            if fp8 and name == "k":
+                block = f"{tiles.keys // 16},2,4,2,{width}"
+            elif fp8 and name == "v":
+                block = f"1,1,{width},{tiles.keys}"
+            return f"tensordesc<{element}[{block}]>"
+        return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
-    # As a launch finds it: rows begin at 16 bytes.
-    aligned = [name in _TENSORS or name.endswith("_stride") for name in kernel.arg_names]
-    attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
+    attributes = {}
+    for i, name in enumerate(kernel.arg_names):  # as a launch finds it: rows begin at 16 bytes
+        aligned = [["tt.divisibility", 16]]
+        if isinstance(signature[name], triton_kernels.Strides):
+            attributes |= {(i, j): aligned for j in range(3)}
+        elif signature[name] == "*bf16":
+            attributes[(i,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options={"num_warps": tiles.warps, "num_stages": tiles.stages})
+    cuda = arch.startswith("sm_")
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32) if cuda else GPUTarget("hip", arch, 64)
+    return triton.compile(source, target=target, options=tiles.options)
 
 
 def main(arch: str) -> dict[str, list[int]]:
+    cuda = arch.startswith("sm_")
     found = {}
-    for d, rules in ((64, PLAIN), (128, PLAIN), (256, PLAIN), (72, EVERY_RULE)):
-        numbers = (
-            "bf16",
-            1,
-            32,
-            32,
-            8192,
-            8192,
-            d,
-            d,
-            False,
-            Visibility(-1, -1, False),
-            0.1,
-            0.0,
-            None,
-            True,
-            None,
-            "f32",
-            None,
-        )
+    for d, rules in ((64, PLAIN), (256, PLAIN), (72, EVERY_RULE)):
+        problem = Problem(
+            "forward", "cuda", arch if cuda else "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, False,
+            Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None,
+        )  # fmt: skip
         forward, backward = (
-            triton_attention.plan(Problem(direction, "cuda", arch, *numbers), env.run_flags())
+            triton_attention.plan(problem._replace(direction=direction), env.run_flags())
             for direction in ("forward", "backward")
         )
+        persistent = triton_attention.plan(problem, {**env.run_flags(), "FFPA_TRITON_CORES": 24})
         width = forward.widths[0]
-        widths = {"WIDTH_QK": width, "WIDTH_V": width, "PAD_QK": width != d, "PAD_V": width != d}
-        for kernel, tiles in (
+        options = {"D_QK": d, "D_V": d, "WIDTH_QK": width, "WIDTH_V": width, "SLICE": persistent.slice_rows}
+        options |= rules | {"TMA": forward.descriptors and not rules["PACKED"]}
+        in_8_bits = triton_fp8.plan(problem._replace(dtype="e4m3"), env.run_flags())
+        options |= {"D": d, "WIDTH": width, "GRAD_LSE": True, "P_EXPONENT": 8, "LARGEST_OUT": float("inf")}
+        options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
+        kernels = (
             (triton_kernels.forward_kernel, forward.over_rows),
             (triton_kernels.rows_gradient_kernel, backward.over_rows),
             (triton_kernels.keys_gradient_kernel, backward.over_keys),
-        ):
-            result = compiled(kernel, tiles, arch, {**rules, **widths})
-            products = sum(result.asm["ptx"].count(name) for name in ("wgmma.mma_async", "mma.sync"))
+            (triton_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
+            (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
+            (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
+            (triton_persistent.persistent_forward_kernel, persistent.over_rows),
+        )
+        for kernel, tiles in kernels if cuda else kernels[-1:]:
+            result = compiled(kernel, tiles, arch, options)
+            assembly = result.asm["ptx" if cuda else "amdgcn"]
+            products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
             found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products]
     return found
 

@@ -17,6 +17,7 @@ from .attention import (
     ffpa_varlen,
     merge,
 )
+from .fp8 import ffpa_fp8, quantize_fp8
 from .spec import LevelType, MMAAccType
 from .version import __version__
 
@@ -35,8 +36,10 @@ __all__ = [
     "ffpa",
     "ffpa_acc_f16_L1",
     "ffpa_acc_f32_L1",
+    "ffpa_fp8",
     "ffpa_mma_acc_f16_L1",
     "ffpa_mma_acc_f32_L1",
     "ffpa_varlen",
     "merge",
+    "quantize_fp8",
 ]

@@ -8,9 +8,11 @@ from numbers import Integral, Real
 
 import torch
 
-from .spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
+from .spec import ACCS, ALIGNS, FP8_BLOCK, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, *FP8)
 _LARGEST = 3.4028234663852886e38  # of float32, in which scores are kept
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
 
@@ -193,12 +195,18 @@ def _shape(x) -> str:
     return str(tuple(x.shape))
 
 
-def _same_dtype_and_device(q, others) -> None:
-    if q.dtype not in DTYPES:
+def _names(dtypes) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _same_dtype_and_device(q, others, dtypes) -> None:
+    if q.dtype not in dtypes:
         way_out = (
             "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
         )
-        raise TypeError(f"`q` has dtype {q.dtype}; allowed: torch.float16, torch.bfloat16; {way_out}")
+        if dtypes is FP8:
+            way_out = "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+        raise TypeError(f"`q` has dtype {q.dtype}; allowed: {_names(dtypes)}; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
     for name, x in others:
@@ -233,11 +241,11 @@ def _rank(name: str, x, rank: int, means: str) -> None:
         raise ValueError(f"`{name}` has {x.dim()} dims, shape {_shape(x)}; it must have {rank}: {means}{hint}")
 
 
-def dense(q, k, v, mask, layout: str) -> None:
+def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         _rank(name, x, 4, means)
-    _same_dtype_and_device(q, (("k", k), ("v", v)))
+    _same_dtype_and_device(q, (("k", k), ("v", v)), dtypes)
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
@@ -272,7 +280,7 @@ def mask_kind(mask) -> str | None:
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _rank(name, x, 3, "[T, H, D], the sequences one after the other")
-    _same_dtype_and_device(q, (("k", k), ("v", v)))
+    _same_dtype_and_device(q, (("k", k), ("v", v)), DTYPES)
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
     _same_head_dims_and_groups(q.shape[2], k.shape[2], v.shape[2], q.shape[1], k.shape[1], v.shape[1])
@@ -289,6 +297,82 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             f"`cu_seqlens_k` has {cu_seqlens_k.shape[0]} entries but `cu_seqlens_q` has {cu_seqlens_q.shape[0]}; "
             "both must hold B + 1 offsets"
         )
+
+
+def fp8(q, k, v, scales, out_dtype, v_transposed: bool) -> None:
+    """`scales` of q, k and v, each a tensor or None."""
+    _rank("v", v, 4, "[B, H, D, N] (v_transposed=True)" if v_transposed else "[B, H, N, D]")
+    if k.dim() == 4:
+        _orientation(v, k.shape[2], v_transposed)
+    dense(q, k, v.mT if v_transposed else v, None, "BHND", FP8)
+    for name, x, scale in zip("qkv", (q, k, v), scales, strict=True):
+        if scale is not None:
+            rows = k.shape[2] if name == "v" else x.shape[2]
+            _fp8_scale(f"{name}_scale", scale, name, x, (*x.shape[:2], -(-rows // FP8_BLOCK)))
+    fp8_output(out_dtype)
+
+
+def fp8_scale_values(q_scale, k_scale, wait: bool) -> None:
+    """Looks at scales on a GPU, and waits for it, only where asked to."""
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
+        if scale is not None and (wait or scale.device.type == "cpu") and bool((scale < 0).any()):
+            raise ValueError(
+                f"`{name}` holds {scale.min().item():g}; scales of q and k are 0 or more: turn the signs of {name[0]} instead"
+            )
+
+
+def fp8_output(out_dtype) -> None:
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"`out_dtype` is {_described(out_dtype)}; pass one of {_names(_FP8_OUTPUTS)}")
+    if out_dtype not in _FP8_OUTPUTS:
+        raise TypeError(f"`out_dtype` is {out_dtype}; allowed: {_names(_FP8_OUTPUTS)}; cast the result afterwards")
+
+
+def _orientation(v, keys: int, transposed: bool) -> None:
+    found, other = (v.shape[3], v.shape[2]) if transposed else (v.shape[2], v.shape[3])
+    if found == keys:
+        return
+    means = "[B, H, Dv, Nk]" if transposed else "[B, H, Nk, Dv]"
+    said = f"`v` has shape {_shape(v)}, read as {means} (v_transposed={transposed}): {found} rows but `k` has {keys}"
+    if other == keys:
+        turned = "[B, H, Nk, Dv]" if transposed else "[B, H, Dv, Nk]"
+        raise ValueError(f"{said}; it looks like {turned}: pass v_transposed={not transposed}, or v.mT.contiguous()")
+    raise ValueError(f"{said}; each key needs one value")
+
+
+def _fp8_scale(name: str, scale, of: str, x, blocks: tuple) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"`{name}` has dtype {scale.dtype}; it must be torch.float32: {name}.float()")
+    if scale.device != x.device:
+        raise ValueError(f"`{name}` is on {scale.device} but `{of}` is on {x.device}; move it: {name}.to({of}.device)")
+    if tuple(scale.shape) not in ((), (1,), blocks[:2], blocks):
+        raise ValueError(
+            f"`{name}` has shape {_shape(scale)}; allowed: () or (1,) for the tensor, [B, H] = {blocks[:2]} for its heads, "
+            f"[B, H, ceil(N / {FP8_BLOCK})] = {blocks} for blocks of {FP8_BLOCK} rows; ffpa_attn.quantize_fp8 makes them"
+        )
+
+
+def no_grad_in_fp8(**named) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in named.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"`{name}` requires grad, and ffpa_fp8 has no gradients; pass {name}.detach(), call under "
+                "torch.no_grad(), or train with ffpa"
+            )
+
+
+def to_quantize(x, dtype) -> None:
+    _rank("x", x, 4, "[B, H, N, D]")
+    if x.dtype not in (*DTYPES, torch.float32):
+        raise TypeError(
+            f"`x` has dtype {x.dtype}; allowed: {_names((*DTYPES, torch.float32))}; cast with .to(torch.float32)"
+        )
+    if not x.shape[3]:
+        raise ValueError("`x` has head dim 0; it needs at least one column")
+    if dtype not in FP8:
+        raise TypeError(f"`dtype` is {dtype}; allowed: {_names(FP8)}")
 
 
 def output(name: str, x, shape, q) -> None:
@@ -312,23 +396,23 @@ def saved_lse(name: str, x, shape, q) -> None:
 # ---- tensors: what only real memory tells ----
 
 
-def rows_problem(x) -> str | None:
+def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
     """Why the kernels could not read the rows of x as they lie, or None."""
     if x.numel() == 0:
         return None
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return f"has stride {x.stride(-1)} in its last dim; it must be 1"
-    step = ROW_ALIGNMENT // x.element_size()
+    step = max(alignment // x.element_size(), 1)
     if any(size > 1 and stride % step for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
-        return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {ROW_ALIGNMENT} bytes)"
-    if x.data_ptr() % ROW_ALIGNMENT:
-        return f"starts at an address that is not a multiple of {ROW_ALIGNMENT} bytes"
+        return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {alignment} bytes)"
+    if x.data_ptr() % alignment:
+        return f"starts at an address that is not a multiple of {alignment} bytes"
     return None
 
 
-def rows(**named) -> None:
+def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
     for name, x in named.items():
-        problem = rows_problem(x)
+        problem = rows_problem(x, alignment)
         if problem:
             raise ValueError(f"`{name}` {problem}; make a copy with {name}.contiguous() or {name}.clone()")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import env, mma, native, triton_attention
+from . import archs, env, mma, native, triton_attention, triton_fp8
 from .mma import MmaPlan
 from .spec import LEAST_SCALE, Problem
 from .triton_attention import TritonPlan
@@ -117,6 +117,8 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
         return "mma", f"level={p.level}"
     if backend != "auto":
         return backend, f"FFPA_BACKEND={backend}"
+    if flags["FFPA_TRITON_CORES"] and p.direction == "forward":
+        return "triton", f"FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']}"
     if flags["FFPA_EMULATE"] and p.direction == "forward":
         return "mma", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
     return None
@@ -126,20 +128,63 @@ def _chosen(p: Problem, name: str, plan: Plan | None, why: str, rejected=(), fal
     return Choice(p, plan.kernel if plan else name, name, plan, why, tuple(rejected), fallback)
 
 
+def _few_rows(p: Problem, flags: Flags) -> bool:
+    """Whether an mma kernel has work for the GPU where blocks of rows alone have not: it splits keys, or packs heads."""
+    plan = _mma(p, flags)
+    if isinstance(plan, str):
+        return False
+    blocks = -(-p.n_q // 128) * p.batch * p.heads_q
+    return plan.packs_heads or (plan.splits > 1 and blocks <= archs.multiprocessors(p.arch) // 3)
+
+
 def _by_speed(p: Problem, flags: Flags) -> list[str]:
-    """Measured on an H200 (.dev/measurements.md): SDPA's flash kernels are faster than the mma family at 256 columns.
-    They know nothing of stages, accumulators and experiments.
+    """As measured (.dev/measurements.md), all on an H200: up to 256 columns SDPA's kernels there, cuDNN's, are the fastest, then
+    Triton's. Elsewhere, and past 256 columns, Triton's only turn is the backward, which no other kernel has. SDPA and Triton
+    know nothing of stages, accumulators and experiments.
     """
-    names = list(CANDIDATES)
-    names.remove("triton")  # not measured yet: where FFPA_BACKEND=triton asks for it
-    asks_for_ours = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
-    if 192 < max(p.d_qk, p.d_v) <= 256 and not asks_for_ours:
-        names.remove("sdpa")
-        names.insert(names.index("mma"), "sdpa")
-    return names
+    widest = max(p.d_qk, p.d_v)
+    asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
+    if p.device == "cuda" and p.direction == "backward":
+        order = "hopper mma triton sdpa reference"
+    elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
+        order = "hopper mma sdpa reference"
+    elif p.arch != "sm_90":
+        order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
+    elif _few_rows(p, flags):
+        order = "hopper mma sdpa triton reference"
+    else:
+        order = "hopper sdpa triton mma reference"
+    return order.split()
+
+
+_FP8_DTYPES = ("e4m3", "e5m2")
+_FP8_ARCH = "sm_89"  # the first whose tensor cores take 8-bit floats
+
+
+def _triton_fp8(p: Problem, flags: Flags) -> TritonPlan | str:
+    too_old = archs.why_not_on(_FP8_ARCH, p.arch) if p.device == "cuda" else None
+    return too_old or triton_fp8.plan(p, flags)
+
+
+def _choose_fp8(p: Problem, flags: Flags) -> Choice:
+    """On a GPU Triton's kernel, and nothing in its place: a slow path would lose what 8 bits are used for."""
+    asked = flags["FFPA_BACKEND"]
+    backend = asked if asked != "auto" else "triton" if p.device == "cuda" else "reference"
+    candidates: Mapping[str, Candidate] = {"triton": _triton_fp8, "reference": _reference}
+    answer = candidates[backend](p, flags) if backend in candidates else f"{backend} knows no 8-bit floats"
+    if not isinstance(answer, str):
+        why = "what runs fp8 there" if asked == "auto" else f"FFPA_BACKEND={asked} asks for it"
+        return _chosen(p, backend, answer, why)
+    if p.device == "cuda":
+        way_out = f"; drop FFPA_BACKEND={asked}" if backend not in candidates else ""
+        raise NotImplementedError(f"{backend} cannot run {p}: {answer}{way_out}; or pass bfloat16 tensors to ffpa")
+    fallback = f"FFPA_BACKEND={asked} is ignored: {answer}"
+    return _chosen(p, "reference", None, "the other one that can", ((backend, answer),), fallback)
 
 
 def choose(p: Problem, flags: Flags) -> Choice:
+    if p.dtype in _FP8_DTYPES:
+        return _choose_fp8(p, flags)
     demand = _demand(p, flags)
     fallback = None
     if demand:

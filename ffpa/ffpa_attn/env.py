@@ -150,6 +150,14 @@ FLAGS: tuple[Flag, ...] = (
         _emulated_arch,
     ),
     _bool("TRITON_INTERPRET", False, "run", "Triton's own flag: its kernels run on CPU tensors, in its interpreter."),
+    Flag(
+        "FFPA_TRITON_CORES",
+        "integer",
+        None,
+        "run",
+        "Asks for the Triton forward, as a persistent kernel on at most so many programs, its accumulator in global memory; not for 8-bit floats.",
+        _at_least(1),
+    ),
     _bool("FFPA_LOG", False, "run", "Log to stderr which kernel each new kind of call runs on, and why."),
     Flag(
         "FFPA_CACHE_DIR",

@@ -18,7 +18,7 @@ from torch import _C
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import checks, env, mma, native, reference, triton_attention
+from . import checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch
 from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -39,6 +39,8 @@ SCHEMAS = (
     f"backward({_SAVED}, Tensor? mask=None, {_RULE}, str layout='BHND', bool mask_grad=False, bool fp32_grads=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     f"varlen_backward({_SAVED}, {_OFFSETS}, {_RULE}, bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"fp8_forward({_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_RULE}, "
+    "ScalarType out_dtype, bool v_transposed=False, bool return_lse=True) -> (Tensor out, Tensor lse)",
 )
 
 _lib = torch.library.Library("ffpa_attn", "DEF")
@@ -59,6 +61,7 @@ class _Plan(NamedTuple):
     out_shape: tuple
     lse_shape: tuple
     workspace_cap: int
+    memo: dict  # a backend's own
 
 
 _MOST_PLANS = 4096
@@ -84,7 +87,7 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
         print(f"ffpa_attn: {choice}", file=sys.stderr)
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
-    return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20)
+    return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {})
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
@@ -94,6 +97,14 @@ def _ready_choice(problem: Problem, flags) -> Choice:
         if problem.device != "cuda" or choice.backend != "mma" or native.make_ready(choice.plan.spec, problem.arch):
             break
     return choice
+
+
+def _without_triton(error: triton_launch.Unable, device: torch.device) -> None:
+    """Leaves this call, and all that follow, to the next candidate. What was interpreted failed for a reason of its own."""
+    if device.type == "cpu":
+        raise error
+    triton_attention.give_up(str(error))
+    _plans.clear()
 
 
 def _frames_to_the_caller() -> int:
@@ -177,7 +188,7 @@ class Packed:
 
     def sizes(self, q, k) -> tuple[int, int, int, int, int]:
         cu_q, _, max_q, max_k = self.offsets
-        return cu_q.shape[0] - 1, q.shape[1], k.shape[1], max_q, max_k
+        return cu_q.shape[0] - 1, q.shape[1], k.shape[1], min(max_q, q.shape[0]), min(max_k, k.shape[0])
 
     def lse_shape(self, q) -> tuple:
         return (q.shape[1], q.shape[0])
@@ -195,6 +206,9 @@ def _scale(q, options) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
+_DTYPES = checks.DTYPES | checks.FP8
+
+
 def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
     """The problem of a call with checked arguments; device and arch as asked for, else those of the tensors."""
     get = options.get
@@ -202,7 +216,7 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
         get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)
     )
     return Problem(
-        direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), checks.DTYPES[q.dtype], *form.sizes(q, k),
+        direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
         q.shape[-1], v.shape[-1], isinstance(form, Packed), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
     )  # fmt: skip
@@ -222,7 +236,11 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
     lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
     if out.numel():
-        _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
+        try:
+            _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
+        except triton_launch.Unable as error:
+            _without_triton(error, q.device)
+            return _forward(form, q, k, v, out, options)
     return out, lse
 
 
@@ -269,22 +287,52 @@ def _mma_forward(form, q, k, v, out, lse, plan) -> None:
 
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule)
+    triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.memo)
 
 
 _FORWARD = {"mma": _mma_forward, "triton": _triton_forward, "sdpa": _sdpa_forward, "reference": _reference_forward}
+
+
+# ---- forward of 8-bit floats ----
+
+
+def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
+    checks.fp8(q, k, v, scales, out_dtype, v_transposed)
+    checks.options(options)
+    checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
+    return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
+
+
+def _reference_fp8(q, k, v, scales, out, lse, plan) -> None:
+    with _plain_torch(q.device):
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-float("inf"))
+        q, k, v = map(reference.Dequantised, (q, k, v), scales)
+        out = reference.Saturated(out) if out.dtype in checks.FP8 else out
+        reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), plan.rule, plan.workspace_cap)
+
+
+def _triton_fp8(q, k, v, scales, out, lse, plan) -> None:
+    triton_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule, plan.memo)
+
+
+_FP8_FORWARD = {"triton": _triton_fp8, "reference": _reference_fp8}
 
 
 # ---- backward ----
 
 
 def _reference_backward(form, saved, grads, plan) -> None:
-    sequences = form.sequences(saved[2], saved[3])
-    reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
+    with _plain_torch(saved[0].device):
+        for grad in grads:
+            grad.zero_()
+        sequences = form.sequences(saved[2], saved[3])
+        reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
 
 
 def _triton_backward(form, saved, grads, plan) -> None:
-    triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule)
+    triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
 
 
 _BACKWARD = {"triton": _triton_backward, "reference": _reference_backward}
@@ -292,7 +340,7 @@ _BACKWARD = {"triton": _triton_backward, "reference": _reference_backward}
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
     flags = env.run_flags()
-    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), form.key(), flags, *options.items())
+    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
     plan = _plans.get(key) or _remember(
         key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
     )
@@ -300,17 +348,21 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     if mask_grad:
         checks.mask_gradient(form.mask)
 
-    with _plain_torch(q.device):
-        dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
-        dq, dk, dv = (torch.zeros(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
-        saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+    dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
+    dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
+    saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+    try:
         _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], plan)
-        if not mask_grad:
-            return dq, dk, dv, q.new_empty(0)
+    except triton_launch.Unable as error:
+        _without_triton(error, q.device)
+        return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+    if not mask_grad:
+        return dq, dk, dv, q.new_empty(0)
+    with _plain_torch(q.device):
         dmask = torch.zeros(form.mask.shape, dtype=form.mask.dtype, device=q.device)
         masks = reference.align_mask(form.mask), reference.align_mask(dmask)
         reference.mask_gradient(*saved, *masks, plan.rule, plan.workspace_cap)
-        return dq, dk, dv, dmask
+    return dq, dk, dv, dmask
 
 
 def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> _Plan:
@@ -342,6 +394,22 @@ def _forward_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
 
 def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
+
+
+def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
+    flags = env.run_flags()
+    scales = q_scale, k_scale, v_scale
+    key = ("fp8", *map(_seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
+    checks.fp8_scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
+    v = v.mT if v_transposed else v
+    out = q.new_empty(plan.out_shape, dtype=out_dtype)
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+    if out.numel():
+        pairs = zip(scales, (q, k, v), strict=True)
+        by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
+        _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+    return out, lse
 
 
 def _backward_dense(
@@ -377,6 +445,7 @@ _BODIES = {
     "varlen_forward_out": _forward_out_packed,
     "backward": _backward_dense,
     "varlen_backward": _backward_packed,
+    "fp8_forward": _forward_fp8,
 }
 for _name, _body in _BODIES.items():
     _lib.impl(_name, _body, "CPU")
@@ -432,6 +501,14 @@ def _(grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_g
 @torch.library.register_fake("ffpa_attn::varlen_backward", lib=_lib)
 def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_grads=False, **options):
     return _fake_backward(Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
+
+
+@torch.library.register_fake("ffpa_attn::fp8_forward", lib=_lib)
+def _(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options):
+    checks.fp8(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
+    d_v = v.shape[2] if v_transposed else v.shape[3]
+    lse_shape = q.shape[:3] if return_lse else (0,)
+    return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 # ---- autograd: a plain Function at the Autograd key (register_autograd costs twice as much a call) ----

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from .spec import Visibility
+from .spec import FP8_BLOCK, Visibility
 
 Block = tuple[int, int]  # [first, past the last)
 
@@ -128,12 +128,55 @@ def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
+# ---- 8-bit tensors: a tile is loaded as the float32 that it means, and stored within what its type can hold ----
+
+
+def scale_by_block(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[B, H, blocks] as a view of a scale of x [B, H, N, D]: one of all, [B, H], or [B, H, blocks]."""
+    if scale.dim() == 2:
+        scale = scale[..., None]
+    return scale.expand(*x.shape[:2], -(-x.shape[2] // FP8_BLOCK))
+
+
+def row_scales(scale: torch.Tensor, rows: Block) -> torch.Tensor:
+    """[..., blocks] -> [..., rows, 1]"""
+    first, last = rows[0] // FP8_BLOCK, -(-rows[1] // FP8_BLOCK)
+    by_row = scale[..., first:last].repeat_interleave(FP8_BLOCK, -1)
+    return by_row[..., rows[0] - first * FP8_BLOCK :][..., : rows[1] - rows[0], None]
+
+
+class Dequantised:
+    """Reads as the tensor x * scale [B, H, N, D] in float32, of which only what is asked for ever exists."""
+
+    dtype = torch.float32
+
+    def __init__(self, x: torch.Tensor, scale: torch.Tensor | None):
+        self.x, self.scale, self.shape, self.device = x, scale, x.shape, x.device
+
+    def __getitem__(self, at: tuple[int, slice, slice]) -> torch.Tensor:
+        batch, heads, rows = at
+        values = self.x[at].float()
+        return (
+            values if self.scale is None else values.mul_(row_scales(self.scale[batch, heads], (rows.start, rows.stop)))
+        )
+
+
+class Saturated:
+    """Writes to x, which holds no infinity or no number of that size, what is nearest."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x, self.largest = x, torch.finfo(x.dtype).max
+
+    def __setitem__(self, at, value: torch.Tensor) -> None:
+        self.x[at] = value.clamp(-self.largest, self.largest)
+
+
 # ---- one tile ----
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, like: torch.dtype) -> torch.Tensor:
-    """Batched a @ b in f32: on a GPU from inputs rounded to the 16-bit type `like`, elsewhere from f32 inputs."""
-    if a.is_cuda:
+    """Batched a @ b in f32: on a GPU from inputs rounded to a 16-bit type `like`, elsewhere from f32 inputs."""
+    if a.is_cuda and like != torch.float32:
         return torch.bmm(a.to(like), b.to(like), out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 

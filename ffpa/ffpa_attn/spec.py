@@ -33,6 +33,7 @@ LAYOUTS = ("BHND", "BNHD")
 STAGES = (1, 2, 3, 4)
 HEAD_DIM_STEP = 8  # one 16-byte row access of a 16-bit type
 ROW_ALIGNMENT = 16  # bytes
+FP8_BLOCK = 128  # rows that share a scale, where scales are given by block
 
 
 class Visibility(NamedTuple):
@@ -61,7 +62,7 @@ class Problem(NamedTuple):
     direction: str  # "forward" | "backward"
     device: str  # "cpu" | "cuda"
     arch: str | None  # "sm_90"; None on the CPU
-    dtype: str  # "f16" | "bf16"
+    dtype: str  # "f16" | "bf16", or of ffpa_fp8 "e4m3" | "e5m2"
     batch: int
     heads_q: int
     heads_kv: int

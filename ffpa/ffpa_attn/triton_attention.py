@@ -1,34 +1,33 @@
-"""Attention in Triton for head dims up to 256, forward and backward: which tiles a problem gets, and the launch.
+"""Attention in Triton for head dims up to 256, forward and backward: which tiles a problem gets, and what its kernels are given.
 
-Importing this module imports no Triton; a launch does. On the CPU the same kernels run in Triton's interpreter
-(TRITON_INTERPRET=1, to be set before Triton is imported).
+Importing this module imports no Triton; a call does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping
+import shutil
+import sysconfig
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import archs, env
-from .spec import Problem
+from .spec import LEAST_SCALE, Problem
+from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, launch, running, strides
+from .triton_tiles import DEFAULT, MEASURED
 
 MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
-_DELTA_ROWS = 64
+_STATISTICS_ROWS = 64
+_MOST_ROWS = 128  # of a tile
 _SLACK_BYTES = 1 << 10
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
-
-
-class Tiles(NamedTuple):
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class TritonPlan(NamedTuple):
@@ -36,67 +35,114 @@ class TritonPlan(NamedTuple):
     widths: tuple[int, int]  # of Q and K, of V: powers of 2
     over_rows: Tiles  # forward, and dQ: programs own rows
     over_keys: Tiles | None  # dK and dV: programs own keys
+    descriptors: bool  # reads by TMA where the tensors allow it
+    cores: int | None = None  # at most so many programs, which stay: the persistent forward
+    slice_rows: int | None = None  # of its row block, what is on chip at once
 
     @property
     def kernel(self) -> str:
         rows, keys, *_ = self.over_rows
-        return f"triton_{self.direction}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
+        kind = self.direction if self.cores is None else f"persistent_{self.direction}"
+        return f"triton_{kind}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
 
 
-# By width, the first that fits shared memory.
-_FORWARD = {
-    64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
-    128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    256: (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
-}
-_ROWS_GRADIENT = {
-    64: (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
-    128: (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 1)),
-    256: (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1)),
-}
-_KEYS_GRADIENT = {
-    64: (Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 2)),
-    128: (Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1)),
-    256: (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1)),
-}
+# With rows of a slice. Half the shared memory of the smallest GPU; one stage, so that loads of scratch stay where its
+# barriers are.
+_PERSISTENT = {64: (Tiles(128, 64, 4, 1), 64), 128: (Tiles(128, 64, 4, 1), 32), 256: (Tiles(128, 32, 4, 1), 32)}
+
+
+_gave_up: list[str] = []  # once a kernel could not be compiled, until the process ends
+_LEAST_RELEASE = (3, 6)
+_LAUNCHES_WITHOUT_C = (3, 9)  # earlier ones compile what launches kernels
 
 
 @cache
-def why_not() -> str | None:
-    """Why Triton cannot run here at all."""
+def _release() -> tuple[int, ...]:
+    for name in ("triton", "pytorch-triton"):  # the second is what PyTorch's nightly builds call it
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
+    return _LAUNCHES_WITHOUT_C  # built by someone who has what it takes
+
+
+def give_up(reason: str) -> None:
+    _gave_up.append(reason)
+
+
+@cache
+def _why_not_at_all() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'ffpa-attn[triton]'"
+    if _release() < _LEAST_RELEASE:
+        return f"Triton is {'.'.join(map(str, _release()))}; 3.6 or newer is needed: pip install -U triton"
     return None
 
 
-def _width(d: int) -> int:
+def why_not() -> str | None:
+    """Why Triton cannot run here at all."""
+    return _gave_up[0] if _gave_up else _why_not_at_all()
+
+
+@cache
+def _lacks_compiler() -> bool:
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
+    return _release() < _LAUNCHES_WITHOUT_C and not (compiler and header.exists())
+
+
+def width(d: int) -> int:
     """Triton's tiles have powers of 2."""
     return max(16, 1 << (d - 1).bit_length())
 
 
-def _smem_bytes(tiles: Tiles, widths: tuple[int, int], direction: str, owns_keys: bool) -> int:
+def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str) -> int:
     """At most, as Triton lays them out: own rows (or keys) once, the others in every stage, and P or dS on its way."""
-    own, others = (tiles.keys, tiles.rows) if owns_keys else (tiles.rows, tiles.keys)
-    resident = own * (widths[0] if direction == "forward" else sum(widths)) * 2
-    return resident + tiles.stages * others * sum(widths) * 2 + own * others * 2 + _SLACK_BYTES
+    own, others = (tiles.keys, tiles.rows) if work == "keys" else (tiles.rows, tiles.keys)
+    resident = own * (widths[0] if work in ("forward", "fp8") else sum(widths))
+    elements = resident + tiles.stages * others * sum(widths) + own * others
+    return elements * (1 if work == "fp8" else 2) + _SLACK_BYTES
 
 
-def _first_that_fits(table: Mapping[int, tuple[Tiles, ...]], p: Problem, owns_keys: bool = False) -> Tiles | str:
-    widths = _width(p.d_qk), _width(p.d_v)
-    for tiles in table[max(64, *widths)]:
-        tiles = tiles._replace(stages=p.num_stages or tiles.stages)
-        if _smem_bytes(tiles, widths, p.direction, owns_keys) <= archs.shared_memory_bytes(p.arch or "sm_80"):
+def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
+    """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own."""
+    widest, arch = max(64, *widths), p.arch or "sm_80"
+    measured = MEASURED.get(arch, {}).get((work, p.visibility.right >= 0), {}).get(widest)
+    if measured and not p.num_stages:
+        return Tiles(*measured)
+    for found in DEFAULT[work][widest]:
+        tiles = Tiles(*found)._replace(stages=p.num_stages or found[3])
+        if smem_bytes(tiles, widths, work) <= archs.shared_memory_bytes(arch):
             return tiles
     return f"{p.num_stages} stages of {max(widths)} columns do not fit the shared memory of {p.arch}"
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
-    """What runs the problem, or why Triton cannot."""
+def reads_by_descriptors(p: Problem) -> bool:
+    return p.device == "cpu" or int(p.arch.removeprefix("sm_")) >= 90
+
+
+def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
+    asked = f"the persistent Triton kernel (FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']})"
+    if p.packed:
+        return f"{asked} takes no packed sequences"
+    if p.mask:
+        return f"{asked} takes no mask"
+    if p.num_stages not in (None, 1):
+        return f"{asked} has one stage, not {p.num_stages}"
+    widths = width(p.d_qk), width(p.d_v)
+    tiles, slice_rows = _PERSISTENT[max(64, *widths)]
+    scratch_bytes_of_a_core = tiles.rows * (widths[1] + 2) * 4
+    most_cores = (flags["FFPA_WORKSPACE_MB"] << 20) // scratch_bytes_of_a_core
+    return TritonPlan("forward", widths, tiles, None, False, min(flags["FFPA_TRITON_CORES"], most_cores), slice_rows)
+
+
+def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
+    """Why Triton cannot run the problem, whatever the tiles."""
     reason = why_not()
     if reason:
         return reason
     if p.device != "cuda" and not flags["TRITON_INTERPRET"]:
         return "Triton runs CPU tensors in its interpreter alone; set TRITON_INTERPRET=1 before it is imported"
+    if p.device == "cuda" and _lacks_compiler():
+        return "Triton needs a C compiler and Python's headers; install gcc and python3-dev"
     if max(p.d_qk, p.d_v) > MOST_COLUMNS:
         return f"the Triton kernels keep whole rows on chip, up to {MOST_COLUMNS} columns and not {max(p.d_qk, p.d_v)}"
     if p.acc != "f32":
@@ -106,13 +152,23 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     experiment = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
     if experiment:
         return f"the Triton kernels do not know {experiment}={int(flags[experiment])}"
-    widths = _width(p.d_qk), _width(p.d_v)
-    if p.direction == "forward":
-        over_rows, over_keys = _first_that_fits(_FORWARD, p), None
-    else:
-        over_rows, over_keys = _first_that_fits(_ROWS_GRADIENT, p), _first_that_fits(_KEYS_GRADIENT, p, True)
-    refused = next((answer for answer in (over_rows, over_keys) if isinstance(answer, str)), None)
-    return refused or TritonPlan(p.direction, widths, over_rows, over_keys)
+    return None
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
+    """What runs the problem, or why Triton cannot."""
+    reason = refusal(p, flags)
+    if reason:
+        return reason
+    if p.direction == "forward" and flags["FFPA_TRITON_CORES"]:
+        return _persistent_plan(p, flags)
+    widths = width(p.d_qk), width(p.d_v)
+    works = ("forward",) if p.direction == "forward" else ("rows", "keys")
+    found = [tiles_of(work, p, widths) for work in works]
+    refused = next((answer for answer in found if isinstance(answer, str)), None)
+    if refused:
+        return refused
+    return TritonPlan(p.direction, widths, found[0], found[1] if len(found) > 1 else None, reads_by_descriptors(p))
 
 
 # ---- launches ----
@@ -123,119 +179,168 @@ def _dense(x: torch.Tensor, packed: bool) -> torch.Tensor:
     return x.unsqueeze(0) if packed else x
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """The interpreter multiplies the bits of bfloat16 as integers: it gets f32."""
-    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
+def scale_and_cap(rule) -> tuple[float, float]:
+    """As a kernel computes with them: caps too small or too large for it are what they come to."""
+    if 0 < rule.softcap < _LEAST_CAP:
+        return 0.0, 0.0
+    return float(rule.scale), float(rule.softcap if rule.softcap < _LARGEST_CAP else 0.0)
 
 
-@contextlib.contextmanager
-def _writable(*results: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """What a kernel writes; see _readable."""
-    targets = [_readable(x) for x in results]
-    yield targets
-    for x, target in zip(results, targets, strict=True):
-        if target is not x:
-            x.copy_(target)
+def sides(see) -> tuple[int, int]:
+    """Of a window. Without one whatever the lengths are: no other number to compile for."""
+    return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
 
 
-def _mask_of(mask: torch.Tensor | None, q: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
-    """(kind, tensor, strides over batch, heads, rows and keys: 0 where it is broadcast)."""
-    if mask is None:
-        return "none", q, (0, 0, 0, 0)
-    mask = mask[(None,) * (4 - mask.dim())]
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return ("bool", mask.view(torch.uint8), strides) if mask.dtype == torch.bool else ("additive", mask, strides)
+class _Kind:
+    """What all kernels, and all calls of a kind, are given alike."""
 
+    def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
+        """q, k, v [B, H, N, D]; more: other tensors that are read by rows."""
+        from .triton_kernels import MaskStrides, Rule, Sizes
 
-class _Call:
-    """What all kernels of a call are given alike."""
-
-    def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule):
         packed = offsets is not None
-        cu_q, cu_k, longest_q, longest_k = offsets if packed else (q, k, q.shape[-2], k.shape[-2])
-        self.packed, self.sequences = packed, len(cu_q) - 1 if packed else q.shape[0]
-        self.q, self.k, self.v = (_dense(_readable(x), packed) for x in (q, k, v))
-        self.heads, self.heads_kv = self.q.shape[1], self.k.shape[1]
-        total_q, total_k = self.q.shape[2], self.k.shape[2]
+        batch, self.heads, total_q, d_qk = q.shape
+        self.heads_kv, total_k, d_v = v.shape[1:]
+        longest_q, longest_k = offsets[2:] if packed else (total_q, total_k)
+        self.sequences = len(offsets[0]) - 1 if packed else batch
         self.longest_q, self.longest_k = min(longest_q, total_q), min(longest_k, total_k)
-        self.offsets = cu_q, cu_k
-        kind, self.mask, self.mask_strides = _mask_of(mask, self.q)
-        see, cap, scale = rule.visibility, rule.softcap, rule.scale
-        if cap and cap < _LEAST_CAP:
-            cap, scale = 0.0, 0.0
-        capped = 0 < cap < _LARGEST_CAP
-        everything = self.longest_q + self.longest_k
-        self.numbers = (
-            self.heads // self.heads_kv, self.longest_q, self.longest_k, total_q, total_k, self.q.shape[3], self.v.shape[3],
-            float(scale), float(cap if capped else 0.0), *(everything if x < 0 else min(x, everything) for x in (see.left, see.right)),
-        )  # fmt: skip
+        see, (scale, cap) = rule.visibility, scale_and_cap(rule)
+        mask_strides = MaskStrides(0, 0, 0, 0)
+        if mask is not None:
+            steps = zip(mask.shape, mask.stride(), strict=True)
+            mask_strides = MaskStrides(*(0 if size == 1 else stride for size, stride in steps))
+        sizes = Sizes(self.heads, self.heads // self.heads_kv, self.longest_q, self.longest_k, total_q, total_k)
+        self.numbers = mask_strides, sizes, Rule(scale, cap, *sides(see))
+        self.tma = plan.descriptors and not packed and all(map(has_descriptor, (q, k, v, *more)))
+        self.hides = packed or see.bounded
+        self._describers: dict[Tiles, list] = {}
         self.options = {
             "PACKED": packed,
             "TOP_LEFT": see.top_left,
-            "CAPPED": capped,
-            "MASK": kind,
+            "RAW": mask is None and not cap and scale >= LEAST_SCALE,
+            "CAPPED": cap > 0,
+            "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "additive",
+            "TMA": self.tma,
+            "D_QK": d_qk,
+            "D_V": d_v,
             "WIDTH_QK": plan.widths[0],
             "WIDTH_V": plan.widths[1],
-            "PAD_QK": plan.widths[0] != self.q.shape[3],
-            "PAD_V": plan.widths[1] != self.v.shape[3],
         }
 
-    def blocks(self, length: int, block: int, heads: int) -> tuple[int]:
-        return (-(-length // block) * heads * self.sequences,)
+    @property
+    def empty(self) -> bool:
+        return not self.sequences or not self.longest_q
+
+    def over_rows(self, tiles: Tiles, numbers: Sequence, **options) -> Launch:
+        """Of a kernel whose programs own rows."""
+        programs = -(-self.longest_q // tiles.rows) * self.heads * self.sequences
+        edges = self.hides or self.longest_k % tiles.keys != 0
+        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
+
+    def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
+        edges = self.hides or self.longest_q % tiles.rows != 0
+        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges}, tiles)
+
+    def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
+        """As a kernel of such tiles reads them."""
+        if not self.tma:
+            return q, k, v, *by_rows
+        describers = self._describers.get(tiles)
+        if describers is None:
+            qk, d_v = self.options["WIDTH_QK"], self.options["WIDTH_V"]
+            describers = [describer(q, tiles.rows, qk), describer(k, tiles.keys, qk), describer(v, tiles.keys, d_v)]
+            describers += [describer(x, tiles.rows, d_v) for x in by_rows]
+            self._describers[tiles] = describers
+        return [describe(x) for describe, x in zip(describers, (q, k, v, *by_rows), strict=True)]
 
 
-def _how(tiles: Tiles) -> dict[str, int]:
-    return {"ROWS": tiles.rows, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages}
+def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, H, Nq, Nk], of size 1 where it is broadcast; bool as bytes."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def forward(plan: TritonPlan, q, k, v, out, lse, mask, offsets, rule) -> None:
+def forward(plan: TritonPlan, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> None:
     """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; packed sequences [H, T, D], [H, T] and their offsets."""
-    from .triton_kernels import forward_kernel
+    from . import triton_kernels, triton_persistent
 
-    if offsets:  # rows of no sequence
+    packed = offsets is not None
+    if packed:  # rows of no sequence
         out.zero_()
         lse.fill_(-float("inf"))
-    call = _Call(plan, q, k, v, mask, offsets, rule)
-    if not out.numel() or not call.sequences or not call.longest_q:
-        return
+    q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
     with_lse = lse.dim() > 1
-    lse = _dense(lse, call.packed) if with_lse else lse.view(1, 1, -1)
-    with _writable(_dense(out, call.packed)) as (out,):
-        forward_kernel[call.blocks(call.longest_q, plan.over_rows.rows, call.heads)](
-            call.q, call.k, call.v, out, lse, call.mask, *call.offsets,
-            *(stride for x in (call.q, call.k, call.v, out) for stride in x.stride()[:3]), *lse.stride()[:2],
-            *call.mask_strides, call.heads, *call.numbers, LSE=with_lse, **call.options, **_how(plan.over_rows),
-        )  # fmt: skip
-
-
-def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule) -> None:
-    """dq, dk, dv are zero where no row is written: rows of no sequence."""
-    from .triton_kernels import delta_kernel, keys_gradient_kernel, rows_gradient_kernel
-
-    call = _Call(plan, q, k, v, mask, offsets, rule)
-    if not call.sequences or not call.longest_q or not call.longest_k:
+    lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
+    mask = _mask_of(mask)
+    if "kind" not in memo:
+        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, ())
+    kind: _Kind = memo["kind"]
+    if not out.numel() or kind.empty:
         return
-    grad, out = (_dense(_readable(x), call.packed) for x in (grad, out))
-    lse = _dense(lse.contiguous(), call.packed)
-    delta = torch.empty_like(lse)
+    with running(q.device):
+        if plan.cores:
+            return triton_persistent.forward(plan, kind, q, k, v, out, lse, with_lse, memo)
+        tiles = plan.over_rows
+        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+        tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
+        launch(
+            memo,
+            triton_kernels.forward_kernel,
+            tensors,
+            lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
+        )
+
+
+def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
+    """dq, dk, dv: of any contents."""
+    from .triton_kernels import keys_gradient_kernel, rows_gradient_kernel, statistics_kernel
+
+    packed = offsets is not None
+    if grad.stride(-1) != 1:  # that of a sum is one number, expanded
+        grad = grad.contiguous()
+    q, k, v, grad, out, dq, dk, dv, lse = (
+        _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
+    )
+    mask = _mask_of(mask)
+    # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
+    padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
+    exponents, delta = torch.empty(2, *lse.shape[:2], padded, dtype=torch.float32, device=q.device)
     with_lse = grad_lse is not None
-    grad_lse = _dense(grad_lse, call.packed) if with_lse else lse
+    grad_lse = _dense(grad_lse, packed) if with_lse else lse
+    if "kind" not in memo:
+        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, (grad,))
+    kind: _Kind = memo["kind"]
+    nothing = kind.empty or not kind.longest_k
+    if packed or nothing:  # rows of no sequence
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    if nothing:
+        return
+    cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+    rest = out if mask is None else mask, cu_q, cu_k
     over_rows, over_keys = plan.over_rows, plan.over_keys
-    batch, heads, n_q, d_v = grad.shape
-    delta_kernel[(-(-n_q // _DELTA_ROWS) * heads * batch,)](
-        out, grad, grad_lse, delta, *out.stride()[:3], *grad.stride(), *lse.stride()[:2], *grad_lse.stride(), heads, n_q, d_v,
-        GRAD_LSE=with_lse, WIDTH_V=plan.widths[1], PAD_V=plan.widths[1] != d_v, ROWS=_DELTA_ROWS,
-    )  # fmt: skip
-    inputs = (call.q, call.k, call.v, grad, lse, delta)
-    strides = (
-        *(stride for x in (call.q, call.k, call.v) for stride in x.stride()[:3]), *grad.stride(), *lse.stride()[:2],
-    )  # fmt: skip
-    with _writable(*(_dense(x, call.packed) for x in (dq, dk, dv))) as (dq, dk, dv):
-        keys_gradient_kernel[call.blocks(call.longest_k, over_keys.keys, call.heads_kv)](
-            *inputs, dk, dv, call.mask, *call.offsets, *strides, *dk.stride()[:3], *dv.stride()[:3], *call.mask_strides,
-            call.heads_kv, *call.numbers, **call.options, **_how(over_keys),
-        )  # fmt: skip
-        rows_gradient_kernel[call.blocks(call.longest_q, over_rows.rows, call.heads)](
-            *inputs, dq, call.mask, *call.offsets, *strides, *dq.stride()[:3], *call.mask_strides,
-            call.heads, *call.numbers, **call.options, **_how(over_rows),
-        )  # fmt: skip
+
+    def how_statistics() -> Launch:
+        programs = exponents.numel() // _STATISTICS_ROWS
+        numbers = *strides(out, grad, grad_lse, lse, exponents), kind.numbers[1]
+        return Launch(programs, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(_STATISTICS_ROWS, 0, 4, 1))
+
+    with running(q.device):
+        launch(memo, statistics_kernel, (out, grad, grad_lse, lse, exponents, delta), how_statistics)
+        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, delta, dk, dv, *rest
+        launch(
+            memo,
+            keys_gradient_kernel,
+            tensors,
+            lambda: kind.over_keys(over_keys, strides(q, k, v, grad, exponents, dk, dv)),
+        )
+        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, delta, dq, *rest
+        launch(
+            memo,
+            rows_gradient_kernel,
+            tensors,
+            lambda: kind.over_rows(over_rows, strides(q, k, v, grad, exponents, dq)),
+        )

@@ -1,13 +1,14 @@
-"""Attention for small head dims in Triton: one kernel forward, two backward.
+"""Attention for small head dims in Triton: one kernel forward, three backward.
 
 Each program owns a block of rows (or, for the gradients of K and V, of keys) with its whole head dim and goes over the
-tiles that it meets. Hidden pairs, and rows or keys past the end, are looked at in the first and the last of these tiles
-alone; those between hold visible pairs only. Scores and LSE are natural, so that a row of one key has P = 1 to the bit.
+tiles that it meets: first those in which all pairs see each other, then those at the edges, where some are hidden.
 
-Nothing here is CUDA's alone: pointers, dots, exponentials and loops, as any Triton backend has them.
+Nothing here is CUDA's alone: dots, exponentials, loops, and tiles read through pointers, or (TMA) through tensor descriptors.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,13 +17,77 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
 
+# ---- what a launch hands over ----
+
+
+class Strides(NamedTuple):
+    """Of [B, H, N, D] or [B, H, N], in elements; columns lie side by side."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    row: tl.tensor
+
+
+class MaskStrides(NamedTuple):
+    """0 where it is broadcast."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    row: tl.tensor
+    key: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """Packed sequences: of the longest ones, and of all."""
+
+    heads: tl.tensor  # of Q
+    group: tl.tensor  # heads of Q to one of K
+    longest_q: tl.tensor
+    longest_k: tl.tensor
+    total_q: tl.tensor
+    total_k: tl.tensor
+
+
+class Rule(NamedTuple):
+    scale: tl.tensor
+    softcap: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
+
+
 # ---- where things are ----
+
+
+class Sequence(NamedTuple):
+    """One head of one sequence: of the batch, or packed."""
+
+    batch: tl.tensor
+    start_q: tl.tensor
+    n_q: tl.tensor
+    start_k: tl.tensor
+    n_k: tl.tensor
+    shift: tl.tensor  # the diagonal of row r is key r + shift
+
+
+class Rows(NamedTuple):
+    """The rows of one head: a pointer to the first, or a descriptor of the whole tensor and where in it the head begins."""
+
+    source: tl.tensor
+    batch: tl.tensor
+    head: tl.tensor
+    stride: tl.tensor
+    length: tl.tensor
 
 
 @triton.jit
 def _span(offsets, sequence, longest, total, PACKED: tl.constexpr):
-    """(first row, rows) of a sequence. Packed: lengths count as clamped, and no row leaves the tensor."""
-    first, length = tl.zeros([], tl.int32), longest
+    """(first row, rows) of a sequence. Packed: lengths count as clamped, and no row leaves the tensor.
+
+    Triton makes a constant of a 1 that it is given. Of a single key the compiler then knew the P of all others to be 0, gave
+    products the same register several times, and results on a GPU were wrong: hence a factor of 1 that it does not know,
+    and which leaves it what divides the length.
+    """
+    first, length = tl.zeros([], tl.int32), longest * (tl.program_id(1) + 1)
     if PACKED:
         first = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), total)
         end = tl.minimum(tl.maximum(tl.load(offsets + sequence + 1), 0), total)
@@ -31,35 +96,74 @@ def _span(offsets, sequence, longest, total, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _load(base, rows, length, row_stride, columns, column_stride, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows, columns]; ROWS, COLUMNS: some may lie outside, and are 0."""
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :] * column_stride
-    if ROWS and COLUMNS:
-        return tl.load(pointers, mask=(rows < length)[:, None] & (columns < d)[None, :], other=0.0)
-    if ROWS:
-        return tl.load(pointers, mask=(rows < length)[:, None], other=0.0)
-    if COLUMNS:
-        return tl.load(pointers, mask=(columns < d)[None, :], other=0.0)
-    return tl.load(pointers)
+def _sequence(offsets_q, offsets_k, sizes, sequence, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr):
+    start_q, n_q = _span(offsets_q, sequence, sizes.longest_q, sizes.total_q, PACKED)
+    start_k, n_k = _span(offsets_k, sequence, sizes.longest_k, sizes.total_k, PACKED)
+    batch = sequence if not PACKED else tl.zeros([], tl.int32)
+    shift = 0 if TOP_LEFT else n_k - n_q
+    return Sequence(batch, start_q, n_q, start_k, n_k, shift)
 
 
 @triton.jit
-def _store(base, rows, length, row_stride, columns, d, x):
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-    tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < length)[:, None] & (columns < d)[None, :])
+def _offset(strides, batch, head, first):
+    """Of a row in its tensor: in 64 bits."""
+    return batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head + first.to(tl.int64) * strides.row
 
 
 @triton.jit
-def _tiles(first, block: tl.constexpr, other_first, other_end, before, after, tile: tl.constexpr):
-    """Of the others (rows or keys) in [other_first, other_end): the range that one of `block` from `first` on meets, and
-    within it, in whole tiles, the range that all of them meet. One meets the others from before to after it.
+def _rows(source, strides, batch, head, first, length, TMA: tl.constexpr):
+    if not TMA:
+        source += _offset(strides, batch, head, first)
+    return Rows(source, batch, head, strides.row, length)
+
+
+@triton.jit
+def _real(columns, D: tl.constexpr):
+    """Which columns a head has, in a form that shows eight of them to be alike: such are read at once."""
+    return columns // 8 < D // 8
+
+
+@triton.jit
+def _load(x, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLUMNS] from row `first` on; what lies outside is 0."""
+    if TMA:
+        tile = x.source.load([x.batch, x.head, first, 0]).reshape([ROWS, COLUMNS])
+    else:
+        rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        pointers = x.source + rows.to(tl.int64)[:, None] * x.stride + columns[None, :]
+        if COLUMNS == D:
+            tile = tl.load(pointers, mask=(rows < x.length)[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=(rows < x.length)[:, None] & _real(columns, D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(x, first, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    pointers = x.source + rows.to(tl.int64)[:, None] * x.stride + columns[None, :]
+    tl.store(
+        pointers, values.to(x.source.dtype.element_ty), mask=(rows < x.length)[:, None] & _real(columns, D)[None, :]
+    )
+
+
+@triton.jit
+def _tiles(first, block: tl.constexpr, other_end, before, after, tile: tl.constexpr):
+    """Of the others (rows or keys): the range, in whole tiles, that all of `block` from `first` on meet, and where the range
+    that some of them meet begins and ends. One meets the others from before to after it.
     """
-    begin = tl.maximum(first - before, other_first) // tile * tile
+    begin = tl.maximum(first - before, 0) // tile * tile
     end = tl.maximum(tl.minimum(first + block + after, other_end), begin)
-    all_begin = (tl.maximum(first + block - 1 - before, other_first) + tile - 1) // tile * tile
-    all_end = tl.minimum(first + 1 + after, other_end) // tile * tile
-    all_begin = tl.minimum(tl.maximum(all_begin, begin), end)
-    return begin, all_begin, tl.maximum(all_end, all_begin), end
+    all_begin = (tl.maximum(first + block - 1 - before, 0) + tile - 1) // tile * tile
+    all_begin = tl.minimum(tl.maximum(all_begin, begin), tl.cdiv(end, tile) * tile)
+    all_end = tl.maximum(tl.minimum(first + 1 + after, other_end) // tile * tile, all_begin)
+    return all_begin, all_end, begin, end
+
+
+@triton.jit
+def _edge_tile(first, all_begin, all_end):
+    """The edges are gone through as one range, which leaves out what is between all_begin and all_end."""
+    return tl.where(first < all_begin, first, first + (all_end - all_begin))
 
 
 # ---- scores ----
@@ -74,27 +178,45 @@ def _tanh(x):
 
 
 @triton.jit
+def _unit(rule, RAW: tl.constexpr):
+    """What a score from _scores times is its exponent of 2. RAW scores are products, to be scaled by the same step."""
+    return rule.scale * LOG2E if RAW else LOG2E
+
+
+@triton.jit
+def _visible(s, rows, keys, at, rule):
+    """Scores, -INF where a row does not see a key: [rows, keys], or transposed (of rows that are there, or whose P is 0).
+
+    Bounds for what a thread has few of, compared with what it has many of: that takes the fewest registers.
+    """
+    if rows.shape[1] == 1:
+        last = tl.minimum(rows + (at.shift + rule.right), at.n_k - 1)
+        seen = (keys >= rows + (at.shift - rule.left)) & (keys <= last)
+    else:
+        seen = (rows >= keys - (at.shift + rule.right)) & (rows <= keys - (at.shift - rule.left))
+    return tl.where(seen, s, -INF)
+
+
+@triton.jit
 def _scores(
-    s, rows, keys, n_q, n_k, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-    CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr,
+    s, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr
 ):  # fmt: skip
-    """(scores, tanh) of raw products. rows and keys broadcast to the shape of s. EDGE: some are hidden."""
+    """(scores, tanh) of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
     tanh = s
     if CAPPED:
-        tanh = _tanh(s * (scale / softcap))
-        s = tanh * softcap
-    else:
-        s = s * scale
-    inside = (rows < n_q) & (keys < n_k)
+        tanh = _tanh(s * (rule.scale / rule.softcap))
+        s = tanh * rule.softcap
+    elif not RAW:
+        s = s * rule.scale
     if MASK != "none":
-        pointers = mask + rows.to(tl.int64) * mask_row_stride + keys.to(tl.int64) * mask_key_stride
+        pointers = mask + rows.to(tl.int64) * mask_strides.row + keys.to(tl.int64) * mask_strides.key
+        inside = (rows < at.n_q) & (keys < at.n_k)
         if MASK == "bool":
             s = tl.where(tl.load(pointers, mask=inside, other=0) != 0, s, -INF)
         else:
             s += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if EDGE:
-        distance = keys - rows - shift
-        s = tl.where(inside & (distance >= -left) & (distance <= right), s, -INF)
+        s = _visible(s, rows, keys, at, rule)
     return s, tanh
 
 
@@ -103,267 +225,249 @@ def _scores(
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k, v, begin, end, rows, n_q, n_k, k_row_stride, v_row_stride, columns_qk, columns_v, d_qk, d_v,
-    scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-    PAD_QK: tl.constexpr, PAD_V: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+    acc, row_max, row_sum, q_tile, k, v, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr,
+    TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    for first in range(begin, end, KEYS):
-        keys = first + tl.arange(0, KEYS)
-        k_tile = _load(k, keys, n_k, k_row_stride, columns_qk, 1, d_qk, EDGE, PAD_QK)
-        s = tl.dot(q, tl.trans(k_tile))
-        s, _ = _scores(
-            s, rows[:, None], keys[None, :], n_q, n_k, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right,
-            shift, CAPPED, MASK, EDGE,
-        )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        reference = new_max
-        if EDGE or MASK != "none":
-            reference = tl.where(new_max == -INF, 0.0, new_max)  # of rows that have seen no key yet
-        p = tl.exp2((s - reference[:, None]) * LOG2E)
-        alpha = tl.exp2((row_max - reference) * LOG2E)
-        row_sum = row_sum * alpha + tl.sum(p, 1)
-        v_tile = _load(v, keys, n_k, v_row_stride, columns_v, 1, d_v, EDGE, PAD_V)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-        row_max = new_max
-    return acc, row_max, row_sum
+    """One more tile of keys."""
+    unit = _unit(rule, RAW)
+    k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    s = tl.dot(q_tile, tl.trans(k_tile))
+    keys = first + tl.arange(0, KEYS)
+    s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    reference = new_max * unit
+    if EDGE or MASK != "none":
+        reference = tl.where(new_max == -INF, 0.0, reference)  # of rows that have seen no key yet
+    p = tl.exp2(s * unit - reference[:, None])
+    alpha = tl.exp2(row_max * unit - reference)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    v_tile = _load(v, first, KEYS, acc.shape[1], D_V, TMA)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+    return acc, new_max, row_sum
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, mask, offsets_q, offsets_k,
-    q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride,
-    v_row_stride, out_batch_stride, out_head_stride, out_row_stride, lse_batch_stride, lse_head_stride,
-    mask_batch_stride, mask_head_stride, mask_row_stride, mask_key_stride,
-    heads, group, longest_q, longest_k, total_q, total_k, d_qk, d_v, scale, softcap, left, right,
-    PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, LSE: tl.constexpr,
-    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, k, v, out, lse, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, out_strides, lse_strides, mask_strides,
+    sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    row_blocks = tl.cdiv(longest_q, ROWS)
+    row_blocks = tl.cdiv(sizes.longest_q, ROWS)
     program = tl.program_id(0)
-    head, sequence = program // row_blocks % heads, program // row_blocks // heads
+    head = program // row_blocks % sizes.heads
     first_row = (row_blocks - 1 - program % row_blocks) * ROWS  # causal rows at the end see the most: they go first
-    start_q, n_q = _span(offsets_q, sequence, longest_q, total_q, PACKED)
-    start_k, n_k = _span(offsets_k, sequence, longest_k, total_k, PACKED)
-    if first_row < n_q:
-        batch = sequence.to(tl.int64) if not PACKED else tl.zeros([], tl.int64)
-        head_kv = head // group
-        q += batch * q_batch_stride + head.to(tl.int64) * q_head_stride + start_q.to(tl.int64) * q_row_stride
-        k += batch * k_batch_stride + head_kv.to(tl.int64) * k_head_stride + start_k.to(tl.int64) * k_row_stride
-        v += batch * v_batch_stride + head_kv.to(tl.int64) * v_head_stride + start_k.to(tl.int64) * v_row_stride
-        mask += batch * mask_batch_stride + head.to(tl.int64) * mask_head_stride
-        shift = 0 if TOP_LEFT else n_k - n_q
+    at = _sequence(offsets_q, offsets_k, sizes, program // row_blocks // sizes.heads, PACKED, TOP_LEFT)
+    if first_row < at.n_q:
+        head_kv = head // sizes.group
+        q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        out_rows = _rows(out, out_strides, at.batch, head, at.start_q, at.n_q, False)
+        mask += at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
 
+        q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
         rows = first_row + tl.arange(0, ROWS)
-        columns_qk, columns_v = tl.arange(0, WIDTH_QK), tl.arange(0, WIDTH_V)
-        q_tile = _load(q, rows, n_q, q_row_stride, columns_qk, 1, d_qk, True, PAD_QK)
         acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
         row_max = tl.full([ROWS], -INF, tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
-        begin, all_begin, all_end, end = _tiles(first_row + shift, ROWS, 0, n_k, left, right, KEYS)
-        for part in tl.static_range(3):
-            lower = begin if part == 0 else (all_begin if part == 1 else all_end)
-            upper = all_begin if part == 0 else (all_end if part == 1 else end)
+        all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+        for first in range(all_begin, all_end, KEYS):
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q_tile, k, v, lower, upper, rows, n_q, n_k, k_row_stride, v_row_stride, columns_qk,
-                columns_v, d_qk, d_v, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-                PAD_QK, PAD_V, CAPPED, MASK, part != 1, KEYS,
+                acc, row_max, row_sum, q_tile, k_rows, v_rows, first, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW,
+                CAPPED, MASK, False, KEYS,
             )  # fmt: skip
-        seen = row_sum > 0
-        acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
-        out += batch * out_batch_stride + head.to(tl.int64) * out_head_stride + start_q.to(tl.int64) * out_row_stride
-        _store(out, rows, n_q, out_row_stride, columns_v, d_v, acc)
+        if EDGES:
+            for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+                acc, row_max, row_sum = _attend(
+                    acc, row_max, row_sum, q_tile, k_rows, v_rows, _edge_tile(edge, all_begin, all_end), rows, at, rule, mask,
+                    mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
+                )  # fmt: skip
+        seen = row_sum != 0  # or is NaN
+        _store(out_rows, first_row, acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], ROWS, WIDTH_V, D_V)
         if LSE:
-            lse += batch * lse_batch_stride + head.to(tl.int64) * lse_head_stride + start_q
-            value = tl.where(seen, row_max + tl.log(tl.where(seen, row_sum, 1.0)), -INF)
-            tl.store(lse + rows, value, mask=rows < n_q)
+            top = row_max * rule.scale if RAW else row_max
+            value = tl.where(seen, top + tl.log(tl.where(seen, row_sum, 1.0)), -INF)
+            tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)
 
 
 # ---- backward ----
 
 
 @triton.jit
-def delta_kernel(
-    out, grad, grad_lse, delta,
-    out_batch_stride, out_head_stride, out_row_stride, grad_batch_stride, grad_head_stride, grad_row_stride, grad_column_stride,
-    lse_batch_stride, lse_head_stride, grad_lse_batch_stride, grad_lse_head_stride, grad_lse_row_stride,
-    heads, n_q, d_v, GRAD_LSE: tl.constexpr, WIDTH_V: tl.constexpr, PAD_V: tl.constexpr, ROWS: tl.constexpr,
+def statistics_kernel(
+    out, grad, grad_lse, lse, exponents, delta, out_strides, grad_strides, grad_lse_strides, lse_strides, strides, sizes,
+    GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over columns of out * grad, less the gradient of the LSE: what dP is lowered by."""
-    row_blocks = tl.cdiv(n_q, ROWS)
+    """Of each row, and of those that pad them to whole tiles: the LSE as an exponent of 2, one that makes P 0 where there are no
+    keys; and delta, the sum over columns of out * grad, less the gradient of the LSE: what dP is lowered by.
+    """
+    row_blocks = strides.head // ROWS
     program = tl.program_id(0)
-    rows = program % row_blocks * ROWS + tl.arange(0, ROWS)
-    head = (program // row_blocks % heads).to(tl.int64)
-    batch = (program // row_blocks // heads).to(tl.int64)
-    columns = tl.arange(0, WIDTH_V)
-    out += batch * out_batch_stride + head * out_head_stride
-    grad += batch * grad_batch_stride + head * grad_head_stride
-    product = _load(out, rows, n_q, out_row_stride, columns, 1, d_v, True, PAD_V).to(tl.float32)
-    product *= _load(grad, rows, n_q, grad_row_stride, columns, grad_column_stride, d_v, True, PAD_V).to(tl.float32)
-    total = tl.sum(product, 1)
+    head, batch = program // row_blocks % sizes.heads, program // row_blocks // sizes.heads
+    first_row, start = program % row_blocks * ROWS, tl.zeros([], tl.int32)
+    out_rows = _rows(out, out_strides, batch, head, start, sizes.total_q, False)
+    grad_rows = _rows(grad, grad_strides, batch, head, start, sizes.total_q, False)
+    product = _load(out_rows, first_row, ROWS, WIDTH_V, D_V, False).to(tl.float32)
+    total = tl.sum(product * _load(grad_rows, first_row, ROWS, WIDTH_V, D_V, False).to(tl.float32), 1)
+    rows = first_row + tl.arange(0, ROWS)
+    inside = rows < sizes.total_q
     if GRAD_LSE:
-        grad_lse += batch * grad_lse_batch_stride + head * grad_lse_head_stride
-        total -= tl.load(grad_lse + rows.to(tl.int64) * grad_lse_row_stride, mask=rows < n_q, other=0.0)
-    tl.store(delta + batch * lse_batch_stride + head * lse_head_stride + rows, total, mask=rows < n_q)
+        lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
+        total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
+    row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
+    first = _offset(strides, batch, head, start)
+    tl.store(exponents + first + rows, tl.where(row_lse == -INF, INF, row_lse * LOG2E))
+    tl.store(delta + first + rows, total)
 
 
 @triton.jit
-def _row_statistics(lse, delta, rows, n_q):
-    """(LSE, delta); rows without keys, and those past the end, get an LSE that makes P 0."""
-    inside = rows < n_q
-    row_lse = tl.load(lse + rows, mask=inside, other=INF)
-    return tl.where(row_lse == -INF, INF, row_lse), tl.load(delta + rows, mask=inside, other=0.0)
-
-
-@triton.jit
-def _keys_over_rows(
-    dk, dv, q, k_tile, v_tile, grad, lse, delta, begin, end, keys, n_q, n_k, q_row_stride, grad_row_stride, grad_column_stride, columns_qk, columns_v,
-    d_qk, d_v, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-    PAD_QK: tl.constexpr, PAD_V: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
+def _p_and_ds(
+    s, dp, exponent, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed, [keys, rows], so that P and dS are left operands as they come."""
-    for first in range(begin, end, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        q_tile = _load(q, rows, n_q, q_row_stride, columns_qk, 1, d_qk, EDGE, PAD_QK)
-        grad_tile = _load(grad, rows, n_q, grad_row_stride, columns_v, grad_column_stride, d_v, EDGE, PAD_V)
-        row_lse, row_delta = _row_statistics(lse, delta, rows, n_q)
-        s = tl.dot(k_tile, tl.trans(q_tile))
-        s, tanh = _scores(
-            s, rows[None, :], keys[:, None], n_q, n_k, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right,
-            shift, CAPPED, MASK, EDGE,
-        )  # fmt: skip
-        p = tl.exp2((s - row_lse[None, :]) * LOG2E)
-        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)
-        dp = tl.dot(v_tile, tl.trans(grad_tile))
-        ds = p * (dp - row_delta[None, :])
-        if CAPPED:
-            ds *= 1 - tanh * tanh
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
+    """P, and the gradient of the products less their scale, of products and dP in either orientation."""
+    s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    p = tl.exp2(s * _unit(rule, RAW) - exponent)
+    ds = p * (dp - row_delta)
+    if CAPPED:
+        ds *= 1 - tanh * tanh
+    return p, ds
+
+
+@triton.jit
+def _add_rows(
+    dk, dv, q, k_tile, v_tile, grad, exponents, delta, first, keys, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    D_V: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
+    EDGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of rows. Everything transposed, [keys, rows], so that P and dS are left operands as they come."""
+    q_tile = _load(q, first, ROWS, k_tile.shape[1], D_QK, TMA)
+    grad_tile = _load(grad, first, ROWS, v_tile.shape[1], D_V, TMA)
+    s = tl.dot(k_tile, tl.trans(q_tile))
+    dp = tl.dot(v_tile, tl.trans(grad_tile))
+    rows = first + tl.arange(0, ROWS)
+    if PACKED and EDGE:  # rows of the next sequence, whatever there is
+        inside = rows < at.n_q
+        exponent = tl.load(exponents + rows, mask=inside, other=INF)
+        row_delta = tl.load(delta + rows, mask=inside, other=0.0)
+    else:
+        exponent, row_delta = tl.load(exponents + rows), tl.load(delta + rows)
+    p, ds = _p_and_ds(
+        s, dp, exponent[None, :], row_delta[None, :], rows[None, :], keys[:, None], at, rule, mask, mask_strides, RAW, CAPPED,
+        MASK, EDGE,
+    )  # fmt: skip
+    dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
     return dk, dv
 
 
 @triton.jit
 def keys_gradient_kernel(
-    q, k, v, grad, lse, delta, dk, dv, mask, offsets_q, offsets_k,
-    q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride,
-    v_row_stride, grad_batch_stride, grad_head_stride, grad_row_stride, grad_column_stride, lse_batch_stride, lse_head_stride,
-    dk_batch_stride, dk_head_stride, dk_row_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-    mask_batch_stride, mask_head_stride, mask_row_stride, mask_key_stride,
-    heads_kv, group, longest_q, longest_k, total_q, total_k, d_qk, d_v, scale, softcap, left, right,
-    PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
-    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, k, v, grad, exponents, delta, dk, dv, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr,
+    RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
+    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys, summed over the query heads of its group in their order."""
-    key_blocks = tl.cdiv(longest_k, KEYS)
+    key_blocks = tl.cdiv(sizes.longest_k, KEYS)
+    heads_kv = sizes.heads // sizes.group
     program = tl.program_id(0)
-    head_kv, sequence = program // key_blocks % heads_kv, program // key_blocks // heads_kv
+    head_kv = program // key_blocks % heads_kv
     first_key = program % key_blocks * KEYS
-    start_q, n_q = _span(offsets_q, sequence, longest_q, total_q, PACKED)
-    start_k, n_k = _span(offsets_k, sequence, longest_k, total_k, PACKED)
-    if first_key < n_k:
-        batch = sequence.to(tl.int64) if not PACKED else tl.zeros([], tl.int64)
-        k += batch * k_batch_stride + head_kv.to(tl.int64) * k_head_stride + start_k.to(tl.int64) * k_row_stride
-        v += batch * v_batch_stride + head_kv.to(tl.int64) * v_head_stride + start_k.to(tl.int64) * v_row_stride
-        shift = 0 if TOP_LEFT else n_k - n_q
+    at = _sequence(offsets_q, offsets_k, sizes, program // key_blocks // heads_kv, PACKED, TOP_LEFT)
+    if first_key < at.n_k:
+        k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        dk_rows = _rows(dk, dk_strides, at.batch, head_kv, at.start_k, at.n_k, False)
+        dv_rows = _rows(dv, dv_strides, at.batch, head_kv, at.start_k, at.n_k, False)
 
+        k_tile = _load(k_rows, first_key, KEYS, WIDTH_QK, D_QK, TMA)
+        v_tile = _load(v_rows, first_key, KEYS, WIDTH_V, D_V, TMA)
         keys = first_key + tl.arange(0, KEYS)
-        columns_qk, columns_v = tl.arange(0, WIDTH_QK), tl.arange(0, WIDTH_V)
-        k_tile = _load(k, keys, n_k, k_row_stride, columns_qk, 1, d_qk, True, PAD_QK)
-        v_tile = _load(v, keys, n_k, v_row_stride, columns_v, 1, d_v, True, PAD_V)
         dk_sum = tl.zeros([KEYS, WIDTH_QK], tl.float32)
         dv_sum = tl.zeros([KEYS, WIDTH_V], tl.float32)
         # A key sees the rows from `right` before its own to `left` after it.
-        begin, all_begin, all_end, end = _tiles(first_key - shift, KEYS, 0, n_q, right, left, ROWS)
-        for member in range(group):
-            head = (head_kv * group + member).to(tl.int64)
-            q_head = q + batch * q_batch_stride + head * q_head_stride + start_q.to(tl.int64) * q_row_stride
-            grad_head = (
-                grad + batch * grad_batch_stride + head * grad_head_stride + start_q.to(tl.int64) * grad_row_stride
-            )
-            statistics = batch * lse_batch_stride + head * lse_head_stride + start_q
-            mask_head = mask + batch * mask_batch_stride + head * mask_head_stride
-            for part in tl.static_range(3):
-                lower = begin if part == 0 else (all_begin if part == 1 else all_end)
-                upper = all_begin if part == 0 else (all_end if part == 1 else end)
-                dk_sum, dv_sum = _keys_over_rows(
-                    dk_sum, dv_sum, q_head, k_tile, v_tile, grad_head, lse + statistics, delta + statistics, lower, upper, keys,
-                    n_q, n_k, q_row_stride, grad_row_stride, grad_column_stride, columns_qk, columns_v, d_qk, d_v, scale, softcap, mask_head,
-                    mask_row_stride, mask_key_stride, left, right, shift, PAD_QK, PAD_V, CAPPED, MASK, part != 1, ROWS,
+        all_begin, all_end, begin, end = _tiles(first_key - at.shift, KEYS, at.n_q, rule.right, rule.left, ROWS)
+        for member in range(sizes.group):
+            head = head_kv * sizes.group + member
+            q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+            grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
+            statistics = _offset(statistics_strides, at.batch, head, at.start_q)
+            head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+            for first in range(all_begin, all_end, ROWS):
+                dk_sum, dv_sum = _add_rows(
+                    dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics, first, keys, at,
+                    rule, head_mask, mask_strides, D_QK, D_V, PACKED, TMA, RAW, CAPPED, MASK, False, ROWS,
                 )  # fmt: skip
-        dk += batch * dk_batch_stride + head_kv.to(tl.int64) * dk_head_stride + start_k.to(tl.int64) * dk_row_stride
-        dv += batch * dv_batch_stride + head_kv.to(tl.int64) * dv_head_stride + start_k.to(tl.int64) * dv_row_stride
-        _store(dk, keys, n_k, dk_row_stride, columns_qk, d_qk, dk_sum * scale)
-        _store(dv, keys, n_k, dv_row_stride, columns_v, d_v, dv_sum)
+            if EDGES:
+                for edge in tl.range(begin, end - (all_end - all_begin), ROWS, disable_licm=True):
+                    dk_sum, dv_sum = _add_rows(
+                        dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics,
+                        _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, TMA, RAW,
+                        CAPPED, MASK, True, ROWS,
+                    )  # fmt: skip
+        _store(dk_rows, first_key, dk_sum * rule.scale, KEYS, WIDTH_QK, D_QK)
+        _store(dv_rows, first_key, dv_sum, KEYS, WIDTH_V, D_V)
 
 
 @triton.jit
-def _rows_over_keys(
-    dq, q_tile, k, v, grad_tile, row_lse, row_delta, begin, end, rows, n_q, n_k, k_row_stride, v_row_stride, columns_qk, columns_v,
-    d_qk, d_v, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-    PAD_QK: tl.constexpr, PAD_V: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+def _add_keys(
+    dq, q_tile, k, v, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    D_V: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    for first in range(begin, end, KEYS):
-        keys = first + tl.arange(0, KEYS)
-        k_tile = _load(k, keys, n_k, k_row_stride, columns_qk, 1, d_qk, EDGE, PAD_QK)
-        v_tile = _load(v, keys, n_k, v_row_stride, columns_v, 1, d_v, EDGE, PAD_V)
-        s, tanh = _scores(
-            tl.dot(q_tile, tl.trans(k_tile)), rows[:, None], keys[None, :], n_q, n_k, scale, softcap, mask, mask_row_stride,
-            mask_key_stride, left, right, shift, CAPPED, MASK, EDGE,
-        )  # fmt: skip
-        p = tl.exp2((s - row_lse[:, None]) * LOG2E)
-        ds = p * (tl.dot(grad_tile, tl.trans(v_tile)) - row_delta[:, None])
-        if CAPPED:
-            ds *= 1 - tanh * tanh
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
-    return dq
+    """One more tile of keys."""
+    k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    v_tile = _load(v, first, KEYS, grad_tile.shape[1], D_V, TMA)
+    s = tl.dot(q_tile, tl.trans(k_tile))
+    dp = tl.dot(grad_tile, tl.trans(v_tile))
+    keys = first + tl.arange(0, KEYS)
+    _, ds = _p_and_ds(
+        s, dp, exponent[:, None], row_delta[:, None], rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED,
+        MASK, EDGE,
+    )  # fmt: skip
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq)
 
 
 @triton.jit
 def rows_gradient_kernel(
-    q, k, v, grad, lse, delta, dq, mask, offsets_q, offsets_k,
-    q_batch_stride, q_head_stride, q_row_stride, k_batch_stride, k_head_stride, k_row_stride, v_batch_stride, v_head_stride,
-    v_row_stride, grad_batch_stride, grad_head_stride, grad_row_stride, grad_column_stride, lse_batch_stride, lse_head_stride,
-    dq_batch_stride, dq_head_stride, dq_row_stride, mask_batch_stride, mask_head_stride, mask_row_stride, mask_key_stride,
-    heads, group, longest_q, longest_k, total_q, total_k, d_qk, d_v, scale, softcap, left, right,
-    PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
-    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, k, v, grad, exponents, delta, dq, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dq_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr,
+    RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
+    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows."""
-    row_blocks = tl.cdiv(longest_q, ROWS)
+    row_blocks = tl.cdiv(sizes.longest_q, ROWS)
     program = tl.program_id(0)
-    head, sequence = program // row_blocks % heads, program // row_blocks // heads
+    head = program // row_blocks % sizes.heads
     first_row = (row_blocks - 1 - program % row_blocks) * ROWS
-    start_q, n_q = _span(offsets_q, sequence, longest_q, total_q, PACKED)
-    start_k, n_k = _span(offsets_k, sequence, longest_k, total_k, PACKED)
-    if first_row < n_q:
-        batch = sequence.to(tl.int64) if not PACKED else tl.zeros([], tl.int64)
-        head_kv = head // group
-        q += batch * q_batch_stride + head.to(tl.int64) * q_head_stride + start_q.to(tl.int64) * q_row_stride
-        k += batch * k_batch_stride + head_kv.to(tl.int64) * k_head_stride + start_k.to(tl.int64) * k_row_stride
-        v += batch * v_batch_stride + head_kv.to(tl.int64) * v_head_stride + start_k.to(tl.int64) * v_row_stride
-        grad += (
-            batch * grad_batch_stride + head.to(tl.int64) * grad_head_stride + start_q.to(tl.int64) * grad_row_stride
-        )
-        mask += batch * mask_batch_stride + head.to(tl.int64) * mask_head_stride
-        statistics = batch * lse_batch_stride + head.to(tl.int64) * lse_head_stride + start_q
-        shift = 0 if TOP_LEFT else n_k - n_q
+    at = _sequence(offsets_q, offsets_k, sizes, program // row_blocks // sizes.heads, PACKED, TOP_LEFT)
+    if first_row < at.n_q:
+        head_kv = head // sizes.group
+        q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        dq_rows = _rows(dq, dq_strides, at.batch, head, at.start_q, at.n_q, False)
+        mask += at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+        statistics = _offset(statistics_strides, at.batch, head, at.start_q)
 
+        q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
+        grad_tile = _load(grad_rows, first_row, ROWS, WIDTH_V, D_V, TMA)
         rows = first_row + tl.arange(0, ROWS)
-        columns_qk, columns_v = tl.arange(0, WIDTH_QK), tl.arange(0, WIDTH_V)
-        q_tile = _load(q, rows, n_q, q_row_stride, columns_qk, 1, d_qk, True, PAD_QK)
-        grad_tile = _load(grad, rows, n_q, grad_row_stride, columns_v, grad_column_stride, d_v, True, PAD_V)
-        row_lse, row_delta = _row_statistics(lse + statistics, delta + statistics, rows, n_q)
+        exponent, row_delta = tl.load(exponents + statistics + rows), tl.load(delta + statistics + rows)
         dq_sum = tl.zeros([ROWS, WIDTH_QK], tl.float32)
-        begin, all_begin, all_end, end = _tiles(first_row + shift, ROWS, 0, n_k, left, right, KEYS)
-        for part in tl.static_range(3):
-            lower = begin if part == 0 else (all_begin if part == 1 else all_end)
-            upper = all_begin if part == 0 else (all_end if part == 1 else end)
-            dq_sum = _rows_over_keys(
-                dq_sum, q_tile, k, v, grad_tile, row_lse, row_delta, lower, upper, rows, n_q, n_k, k_row_stride, v_row_stride,
-                columns_qk, columns_v, d_qk, d_v, scale, softcap, mask, mask_row_stride, mask_key_stride, left, right, shift,
-                PAD_QK, PAD_V, CAPPED, MASK, part != 1, KEYS,
+        all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+        for first in range(all_begin, all_end, KEYS):
+            dq_sum = _add_keys(
+                dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK,
+                D_V, TMA, RAW, CAPPED, MASK, False, KEYS,
             )  # fmt: skip
-        dq += batch * dq_batch_stride + head.to(tl.int64) * dq_head_stride + start_q.to(tl.int64) * dq_row_stride
-        _store(dq, rows, n_q, dq_row_stride, columns_qk, d_qk, dq_sum * scale)
+        if EDGES:
+            for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+                dq_sum = _add_keys(
+                    dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, _edge_tile(edge, all_begin, all_end), rows,
+                    at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
+                )  # fmt: skip
+        _store(dq_rows, first_row, dq_sum * rule.scale, ROWS, WIDTH_QK, D_QK)

@@ -1,0 +1,89 @@
+"""Attention of 8-bit floats: ffpa_fp8, and quantize_fp8 that makes its inputs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from . import checks, reference
+from .spec import FP8_BLOCK
+
+_forward = torch.ops.ffpa_attn.fp8_forward.default
+
+
+def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
+    """(x8, scale) with x ≈ x8.float() * scale: the largest |x| becomes the largest finite number of `dtype`.
+
+    x      [B, H, N, D], float16, bfloat16 or float32, finite.
+    dtype  torch.float8_e4m3fn or torch.float8_e5m2.
+    per    what shares a scale: "tensor" (scale has shape []), "head" ([B, H]), or "block" ([B, H, ceil(N / 128)]): 128
+           rows of a head. Smaller parts lose less where magnitudes differ.
+
+    scale is float32, and 1 where there is nothing but zeros. Deterministic; never waits for a GPU.
+    """
+    checks.only_tensors(x=x)
+    checks.to_quantize(x, dtype)
+    checks.one_of("per", per, ("tensor", "head", "block"))
+    batch, heads, rows, _ = x.shape
+    blocks = -(-rows // FP8_BLOCK)
+    largest_of_row = torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
+    # Zeros change no maximum, and there is one of no rows too.
+    if per == "tensor":
+        largest = F.pad(largest_of_row.flatten(), (0, 1)).amax()
+    elif per == "head":
+        largest = F.pad(largest_of_row, (0, 1)).amax(-1)
+    else:
+        padded = F.pad(largest_of_row, (0, blocks * FP8_BLOCK - rows))
+        largest = padded.view(batch, heads, blocks, FP8_BLOCK).amax(-1)
+    limit = torch.finfo(dtype).max
+    scale = largest / limit
+    scale = torch.where(scale == 0, 1.0, scale)  # zeros, and what is so small that float32 has no scale for it
+    by_row = reference.row_scales(reference.scale_by_block(scale, x), (0, rows))
+    return (x.float() / by_row).clamp_(-limit, limit).to(dtype), scale
+
+
+def ffpa_fp8(
+    q,
+    k,
+    v,
+    *,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    out_dtype=torch.bfloat16,
+    v_transposed=False,
+    causal=False,
+    align="bottom_right",
+    scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    return_lse=False,
+):
+    """Attention of q * q_scale, k * k_scale and v * v_scale, as ffpa means it, from 8-bit floats. It has no gradients.
+
+    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv], all float8_e4m3fn or all float8_e5m2, unit stride on the
+    last dim; D and Dv multiples of 8, on a GPU (sm_89 and newer) up to 256. Returns [B, Hq, Nq, Dv], and with
+    return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
+
+    q_scale, …    float32, of shape [] or [1] for the tensor, [B, H] for its heads, or [B, H, ceil(N / 128)] for blocks
+                  of 128 rows, as quantize_fp8 gives them; None = 1. Those of q and k are 0 or more (checked on a GPU
+                  under FFPA_CHECK=1 alone).
+    out_dtype     bfloat16, float16, float32, or an 8-bit type, which saturates at its largest finite number.
+    v_transposed  v is [B, Hkv, Dv, Nk].
+
+    causal, align, scale (of scores), window and softcap are those of ffpa. A row that sees no key gives 0, LSE -inf.
+    On a GPU the probabilities too are rounded to the inputs' type before they meet v.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    checks.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
+    checks.no_grad_in_fp8(**tensors, **scales)
+    checks.fp8_output(out_dtype)
+    causal, align = checks.causal_and_align(causal, align)
+    left, right = checks.window(window)
+    out, lse = _forward(
+        q, k, v, *scales.values(), scale=checks.scale(scale), causal=causal, align=align, window_left=left,
+        window_right=right, softcap=checks.softcap(softcap), out_dtype=out_dtype,
+        v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
