@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: build with all cores, conform, the whole suite, a short benchmark; results in $1 (build/gpu_check),
-# a short table last. SANITIZE=1 adds a compute-sanitizer pass over the kernels; SKIP="conform tests bench" leaves steps out.
+# a short table last. SANITIZE=1 adds a compute-sanitizer pass over the kernels; SKIP="conform tests bench small" leaves steps out.
 set -u
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || exit 1
@@ -18,12 +18,28 @@ step() { # step NAME COMMAND…: runs it into $out/NAME.log and notes time and o
     tee -a "$out/summary.txt"
 }
 
+# The whole suite, a part of it on each core: Triton compiles some hundred kernels for it.
+tests_in_parts() {
+  local parts runs=() wrong=0 i
+  parts=$(nproc)
+  for ((i = 1; i <= parts; i++)); do
+    "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py --part "$i/$parts" >"$out/tests.$i.log" 2>&1 &
+    runs+=($!)
+  done
+  for i in "${runs[@]}"; do wait "$i" || wrong=1; done
+  grep -hE '^(FAILED|ERROR) ' "$out"/tests.*.log
+  grep -hoE '[0-9]+ (passed|failed|error|skipped)' "$out"/tests.*.log |
+    awk '{ n[$2] += $1 } END { for (k in n) printf "%d %s  ", n[k], k; print "" }'
+  return $wrong
+}
+
 : >"$out/summary.txt"
 step build "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
-step tests "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py
+step tests tests_in_parts
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
+step small env FFPA_BACKEND=triton "$PY" bench/small.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
     "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py \

@@ -19,6 +19,20 @@ torch.set_num_threads(1)  # the tensors are small: on a busy machine, two thread
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", metavar="I/N", help="every N-th test from the I-th on: N such runs, side by side, are the suite"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--part"):
+        first, step = map(int, config.getoption("--part").split("/"))
+        left_out = [item for i, item in enumerate(items) if i % step != first - 1]
+        items[:] = items[first - 1 :: step]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request) -> str:
     return request.param
