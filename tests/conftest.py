@@ -38,6 +38,14 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def leave_memory_to_others():
+    """Parts of the suite share a GPU, and PyTorch keeps what was freed."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 28:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def nvcc() -> Path:
     """The compiler of kernels. Where PyPI has one, its absence is a failure: that every kernel compiles is proven here."""

@@ -289,7 +289,9 @@ def test_long_rows_are_divided_by_all_of_their_sum(device, path):
     out, lse = ffpa_fp8(q, k, ones, out_dtype=torch.float32, return_lse=True)
     torch.testing.assert_close(out, torch.ones_like(out), atol=1e-5, rtol=0)
     want = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
-    torch.testing.assert_close(lse.double(), want, atol=2e-3, rtol=0)
+    # Of each of a score's 64 products, Hopper cuts off what is below 2^-13 of the largest.
+    lost = 64 * 2.0**-13 * q.float().abs().max().item() * k.float().abs().max().item() / 8 if device == "cuda" else 1e-5
+    torch.testing.assert_close(lse.double(), want, atol=lost, rtol=0)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, E4M3, E5M2], ids=str)
@@ -358,13 +360,10 @@ def test_what_the_kernel_is_given(monkeypatch):
     ("n_k", "k_of", "arranged"),
     [(128, "rows", False), (144, "rows", False), (136, "rows", True), (128, "packed heads", True)],
 )
-def test_a_transposed_v_is_used_as_it_is(n_k, k_of, arranged, monkeypatch, device):
-    pytest.importorskip("triton", reason="Triton is an extra")
-    if device == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    elif torch.cuda.get_device_capability() < (9, 0):
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+def test_a_transposed_v_is_used_as_it_is(n_k, k_of, arranged, monkeypatch, device, path):
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no TMA")
-    monkeypatch.setenv("FFPA_BACKEND", "triton")
     launched = []
     launch = triton_fp8.launch
     monkeypatch.setattr(

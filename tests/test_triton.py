@@ -180,6 +180,60 @@ def test_what_other_sequences_hold_stays_theirs(device):
         assert torch.equal(gradient[:20], clean[:20]) and not gradient[40:].any()
 
 
+def some_rows_masked(n_q, n_k, device):
+    mask = torch.ones(n_q, n_k, dtype=torch.bool, device=device)
+    mask[3:70] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "rule"),
+    [
+        (100, 70, "mask"),
+        (100, 70, "additive mask"),
+        (200, 130, {"causal": True}),
+        (140, 139, {"causal": True}),
+        (140, 70, {"window": (5, 0), "align": "top_left"}),
+        (140, 134, {"window": (5, 0), "align": "top_left"}),
+        (140, 136, {"window": (-1, 3)}),
+    ],
+    ids=str,
+)
+def test_rows_without_keys_pass_on_nothing(n_q, n_k, rule, device):
+    """Whatever their Q, dO and dLSE hold."""
+    q, k, v = (torch.randn(1, 2, n, 64, device=device, dtype=torch.float16) for n in (n_q, n_k, n_k))
+    if isinstance(rule, str):
+        mask = some_rows_masked(n_q, n_k, device)
+        bias = torch.zeros(n_q, n_k, device=device).masked_fill_(~mask, -torch.inf).to(q.dtype)
+        rule = {"mask": mask if rule == "mask" else bias}
+
+    def gradients(anything: float):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        if "mask" not in rule or rule["mask"].dtype == torch.bool:  # NaN hides from a sum with -inf
+            inputs[0].data.masked_fill_(blind[..., None], anything)
+        out, lse = ffpa_attn.ffpa(*inputs, return_lse=True, **rule)
+        grads = [torch.ones_like(x).masked_fill_(blind if x is lse else blind[..., None], anything) for x in (out, lse)]
+        return torch.autograd.grad((out, lse), inputs, grads)
+
+    _, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **rule)
+    blind = lse.isneginf()
+    assert blind.any() and not blind.all()
+    got, want = gradients(torch.nan), gradients(0.0)
+    assert all(map(torch.equal, got, want)) and not got[0][blind].any()
+
+
+def test_packed_rows_without_keys_pass_on_nothing(device):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 60, 2, 64, device=device, dtype=torch.float16))
+    ends_q, ends_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 10, 60), (0, 10, 30)))
+    out = ffpa_attn.ffpa_varlen(q, k, v, ends_q, ends_k, 50, 20, causal=True)
+    grad = torch.ones_like(out)
+    grad[10:40] = 0
+    want = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    grad[10:40] = torch.nan
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    assert all(map(torch.equal, got, want)) and not got[0][10:40].any()
+
+
 def test_nan_stays(device):
     q, k, v = torch.randn(3, 1, 2, 40, 64, device=device, dtype=torch.float16)
     q[0, 0, 3, 5] = torch.nan

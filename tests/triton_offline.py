@@ -16,8 +16,24 @@ from ffpa_attn.triton_launch import Tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-PLAIN = {"PACKED": False, "TOP_LEFT": False, "EDGES": True, "RAW": True, "CAPPED": False, "MASK": "none"}
-EVERY_RULE = {"PACKED": True, "TOP_LEFT": True, "EDGES": True, "RAW": False, "CAPPED": True, "MASK": "additive"}
+PLAIN = {
+    "PACKED": False,
+    "TOP_LEFT": False,
+    "EDGES": True,
+    "RAW": True,
+    "CAPPED": False,
+    "MASK": "none",
+    "BLIND": False,
+}
+EVERY_RULE = {
+    "PACKED": True,
+    "TOP_LEFT": True,
+    "EDGES": True,
+    "RAW": False,
+    "CAPPED": True,
+    "MASK": "additive",
+    "BLIND": True,
+}
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
     **dict.fromkeys(("v_column_stride", "heads", "n", "arranged_n"), "i32"),

@@ -213,6 +213,10 @@ class _Kind:
         self.numbers = mask_strides, sizes, Rule(scale, cap, *sides(see))
         self.tma = plan.descriptors and not packed and all(map(has_descriptor, (q, k, v, *more)))
         self.hides = packed or see.bounded
+        left, right = sides(see)
+        shift = 0 if see.top_left else total_k - total_q
+        # Whether some rows see no key: of the first, the last that it sees; of the last, the first.
+        self.blind = see.bounded if packed else shift + right < 0 or total_q - 1 + shift - left >= total_k
         self._describers: dict[Tiles, list] = {}
         self.options = {
             "PACKED": packed,
@@ -240,7 +244,8 @@ class _Kind:
     def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
         programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
         edges = self.hides or self.longest_q % tiles.rows != 0
-        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges}, tiles)
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(programs, (*numbers, *self.numbers), options, tiles)
 
     def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
         """As a kernel of such tiles reads them."""

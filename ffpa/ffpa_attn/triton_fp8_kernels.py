@@ -85,6 +85,10 @@ def _attend(
         k_tile = k.source.load([k.head + first // 16, 0, 0, 0, 0]).reshape([KEYS, q_tile.shape[1]])
     else:
         k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    if TMA:  # right after K: both are waited for at once
+        v_tile = v.source.load([v.batch, v.head, 0, first]).reshape([acc.shape[1], KEYS])
+    else:
+        v_tile = _load(Rows(v.source + first, v.batch, v.head, v.stride, v.length), 0, acc.shape[1], KEYS, KEYS, False)
     s = tl.dot(q_tile, tl.trans(k_tile))
     natural = scale
     if K_SCALE == "block":
@@ -110,10 +114,6 @@ def _attend(
     row_sum = row_sum * alpha[:, None] + tl.dot(p_tile, ones, max_num_imprecise_acc=KEYS)
     if LSE:
         exact_sum = exact_sum * alpha + tl.sum(p, 1)
-    if TMA:
-        v_tile = v.source.load([v.batch, v.head, 0, first]).reshape([acc.shape[1], KEYS])
-    else:
-        v_tile = _load(Rows(v.source + first, v.batch, v.head, v.stride, v.length), 0, acc.shape[1], KEYS, KEYS, False)
     product = tl.dot(p_tile, tl.trans(v_tile), max_num_imprecise_acc=KEYS)
     if V_SCALE == "block":
         product *= tl.load(v_scales + first // SCALE_BLOCK * v_block)

@@ -299,8 +299,8 @@ def statistics_kernel(
     out, grad, grad_lse, lse, exponents, delta, out_strides, grad_strides, grad_lse_strides, lse_strides, strides, sizes,
     GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row, and of those that pad them to whole tiles: the LSE as an exponent of 2, one that makes P 0 where there are no
-    keys; and delta, the sum over columns of out * grad, less the gradient of the LSE: what dP is lowered by.
+    """Of each row, and of those that pad them to whole tiles: the LSE as an exponent of 2, INF, which makes P 0, of blind rows,
+    those that see no key; and delta, the sum over columns of out * grad, less the gradient of the LSE: what dP is lowered by.
     """
     row_blocks = strides.head // ROWS
     program = tl.program_id(0)
@@ -316,9 +316,10 @@ def statistics_kernel(
         lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
         total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
     row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
+    blind = row_lse == -INF
     first = _offset(strides, batch, head, start)
-    tl.store(exponents + first + rows, tl.where(row_lse == -INF, INF, row_lse * LOG2E))
-    tl.store(delta + first + rows, total)
+    tl.store(exponents + first + rows, tl.where(blind, INF, row_lse * LOG2E))
+    tl.store(delta + first + rows, tl.where(blind, 0.0, total))
 
 
 @triton.jit
@@ -338,15 +339,19 @@ def _p_and_ds(
 @triton.jit
 def _add_rows(
     dk, dv, q, k_tile, v_tile, grad, exponents, delta, first, keys, at, rule, mask, mask_strides, D_QK: tl.constexpr,
-    D_V: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
-    EDGE: tl.constexpr, ROWS: tl.constexpr,
+    D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One more tile of rows. Everything transposed, [keys, rows], so that P and dS are left operands as they come."""
     q_tile = _load(q, first, ROWS, k_tile.shape[1], D_QK, TMA)
     grad_tile = _load(grad, first, ROWS, v_tile.shape[1], D_V, TMA)
+    rows = first + tl.arange(0, ROWS)
+    if MASK != "none" or (BLIND and EDGE):  # their P is 0, and 0 times NaN would be NaN
+        sighted = (tl.load(exponents + rows, mask=rows < at.n_q, other=INF) != INF)[:, None]
+        q_tile = tl.where(sighted, q_tile, 0.0)
+        grad_tile = tl.where(sighted, grad_tile, 0.0)
     s = tl.dot(k_tile, tl.trans(q_tile))
     dp = tl.dot(v_tile, tl.trans(grad_tile))
-    rows = first + tl.arange(0, ROWS)
     if PACKED and EDGE:  # rows of the next sequence, whatever there is
         inside = rows < at.n_q
         exponent = tl.load(exponents + rows, mask=inside, other=INF)
@@ -366,10 +371,10 @@ def _add_rows(
 def keys_gradient_kernel(
     q, k, v, grad, exponents, delta, dk, dv, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr,
-    RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
-    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys, summed over the query heads of its group in their order."""
+    """dK and dV of a block of keys, summed over the query heads of its group in their order. BLIND: by the rule, some rows are."""
     key_blocks = tl.cdiv(sizes.longest_k, KEYS)
     heads_kv = sizes.heads // sizes.group
     program = tl.program_id(0)
@@ -398,14 +403,14 @@ def keys_gradient_kernel(
             for first in range(all_begin, all_end, ROWS):
                 dk_sum, dv_sum = _add_rows(
                     dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics, first, keys, at,
-                    rule, head_mask, mask_strides, D_QK, D_V, PACKED, TMA, RAW, CAPPED, MASK, False, ROWS,
+                    rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, False, ROWS,
                 )  # fmt: skip
             if EDGES:
                 for edge in tl.range(begin, end - (all_end - all_begin), ROWS, disable_licm=True):
                     dk_sum, dv_sum = _add_rows(
                         dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics,
-                        _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, TMA, RAW,
-                        CAPPED, MASK, True, ROWS,
+                        _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND,
+                        TMA, RAW, CAPPED, MASK, True, ROWS,
                     )  # fmt: skip
         _store(dk_rows, first_key, dk_sum * rule.scale, KEYS, WIDTH_QK, D_QK)
         _store(dv_rows, first_key, dv_sum, KEYS, WIDTH_V, D_V)
@@ -470,4 +475,5 @@ def rows_gradient_kernel(
                     dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, _edge_tile(edge, all_begin, all_end), rows,
                     at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
                 )  # fmt: skip
-        _store(dq_rows, first_row, dq_sum * rule.scale, ROWS, WIDTH_QK, D_QK)
+        dq_sum = tl.where(exponent[:, None] == INF, 0.0, dq_sum * rule.scale)  # of blind rows, whatever they hold
+        _store(dq_rows, first_row, dq_sum, ROWS, WIDTH_QK, D_QK)
