@@ -5,6 +5,7 @@ set -u
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || exit 1
 cd "$root"
+export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 out=${1:-build/gpu_check}
 mkdir -p "$out"
 failed=0
@@ -18,26 +19,11 @@ step() { # step NAME COMMAND…: runs it into $out/NAME.log and notes time and o
     tee -a "$out/summary.txt"
 }
 
-# The whole suite, a part of it on each core: Triton compiles some hundred kernels for it.
-tests_in_parts() {
-  local parts runs=() wrong=0 i
-  parts=$(nproc)
-  for ((i = 1; i <= parts; i++)); do
-    "$PY" -m pytest -q -p no:cacheprovider tests --deselect tests/wheel/test_install.py --part "$i/$parts" >"$out/tests.$i.log" 2>&1 &
-    runs+=($!)
-  done
-  for i in "${runs[@]}"; do wait "$i" || wrong=1; done
-  grep -hE '^(FAILED|ERROR) ' "$out"/tests.*.log
-  grep -hoE '[0-9]+ (passed|failed|error|skipped)' "$out"/tests.*.log |
-    awk '{ n[$2] += $1 } END { for (k in n) printf "%d %s  ", n[k], k; print "" }'
-  return $wrong
-}
-
 : >"$out/summary.txt"
 step build "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
-step tests tests_in_parts
+step tests env PYTEST_ADDOPTS="-q -p no:cacheprovider --deselect tests/wheel/test_install.py" bash .dev/test.sh
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 step small env FFPA_BACKEND=triton "$PY" bench/small.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do

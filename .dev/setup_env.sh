@@ -89,6 +89,11 @@ setup_env() {
   PATH=$(dirname "$PY"):$PATH
 }
 
+# This machine's GPU, or sm_80, as build flags ask for it: every kernel is compiled to the code of one GPU.
+this_arch() {
+  "$PY" -c 'import torch; print(*(torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)), sep=".")'
+}
+
 # nvcc from PyPI (250 MB) where there is none.
 setup_nvcc() {
   PYTHONPATH=$root/ffpa${PYTHONPATH:+:$PYTHONPATH} "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())' && return

@@ -1,11 +1,34 @@
 #!/usr/bin/env bash
-# Sets up, then runs the whole test suite; arguments go to pytest: `bash .dev/test.sh tests/test_ops.py -k compile`.
-# Without network and nvcc the tests that compile fail, and the others run.
-set -eu
+# Sets up, then runs the whole test suite, a part of it on each core; arguments go to one pytest instead:
+# `bash .dev/test.sh tests/test_ops.py -k compile`. Without network and nvcc the tests that compile fail, and the others run.
+set -eu -o pipefail
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || true
 cd "$root"
-# Every kernel is compiled, to the code of one GPU: this machine's, or sm_80.
-one_arch='import torch; print(*(torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)), sep=".")'
-export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$("$PY" -c "$one_arch")}
-exec "$PY" -m pytest "${@:-tests}"
+export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
+[ $# -eq 0 ] || exec "$PY" -m pytest "$@"
+
+parts=$(nproc)
+[ "$parts" -le 16 ] || parts=16
+logs=$root/build/suite
+rm -rf "$logs"
+mkdir -p "$logs"
+runs=()
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+for ((i = 1; i <= parts; i++)); do
+  if [ "$i" = 1 ]; then show=/dev/stdout; else show=/dev/null; fi # one is there to watch
+  "$PY" -m pytest tests --part "$i/$parts" 2>&1 | tee "$logs/part$i.log" >$show &
+  runs+=($!)
+done
+failed=0
+for ((i = 1; i <= parts; i++)); do
+  wait "${runs[i - 1]}" && continue
+  failed=1
+  [ "$i" = 1 ] || cat "$logs/part$i.log"
+done
+if [ "$parts" -gt 1 ]; then
+  printf '%s' "all $parts parts: "
+  tail -qn 1 "$logs"/*.log | grep -oE '[0-9]+ [a-z]*(passed|failed|skipped|errors?)' |
+    awk '{ n[$2] += $1 } END { for (what in n) printf "%d %s ", n[what], what; print "" }'
+fi
+exit $failed
