@@ -182,7 +182,7 @@ RULES = {
     "v_transposed": {"n": (140, 256), "heads": (4, 2), "v_transposed": True},
     "v_transposed_causal": {"n": (150, 208), "heads": (4, 2), "v_transposed": True, "causal": True, "d": 80, "d_v": 40},
     "v_transposed_odd": {"n": (70, 90), "v_transposed": True, "causal": True},
-    "three_blocks": {"n": (300, 290), "batch": 1},
+    "three_blocks": {"n": (300, 290), "batch": 1, "per": ("block",) * 3},
 }
 
 
