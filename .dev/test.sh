@@ -8,17 +8,20 @@ cd "$root"
 export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 [ $# -eq 0 ] || exec "$PY" -m pytest "$@"
 
-parts=$(nproc)
+parts=$(nproc) # and 4 GB of a GPU for each
+most=$("$PY" -c 'import torch; print(max(1, torch.cuda.mem_get_info()[1] >> 32) if torch.cuda.is_available() else 16)')
+[ "$parts" -le "$most" ] || parts=$most
 [ "$parts" -le 16 ] || parts=16
 logs=$root/build/suite
 rm -rf "$logs"
 mkdir -p "$logs"
 runs=()
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-"$PY" -m pytest tests --part "1/$parts" 2>&1 | tee "$logs/part1.log" & # one is there to watch
+part() { "$PY" -m pytest -p no:cacheprovider tests --part "$1/$parts" 2>&1 | tee "$logs/part$1.log"; }
+part 1 & # one is there to watch
 runs+=($!)
 for ((i = 2; i <= parts; i++)); do
-  "$PY" -m pytest tests --part "$i/$parts" >"$logs/part$i.log" 2>&1 &
+  part "$i" >/dev/null &
   runs+=($!)
 done
 failed=0
@@ -29,7 +32,8 @@ for ((i = 1; i <= parts; i++)); do
 done
 if [ "$parts" -gt 1 ]; then
   printf '%s' "all $parts parts: "
-  tail -qn 1 "$logs"/*.log | grep -oE '[0-9]+ [a-z]*(passed|failed|skipped|errors?)' |
-    awk '{ n[$2] += $1 } END { for (what in n) printf "%d %s ", n[what], what; print "" }'
+  for log in "$logs"/*.log; do grep -E ' in [0-9.]+s' "$log" | tail -n 1; done |
+    grep -oE '[0-9]+ (passed|failed|skipped|error)' |
+    awk '{ n[$2] += $1 } END { for (what in n) printf "%d %s ", n[what], what; print "" }' || true
 fi
 exit $failed

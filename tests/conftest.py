@@ -21,16 +21,24 @@ DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--part", metavar="I/N", help="every N-th test from the I-th on: N such runs, side by side, are the suite"
+        "--part",
+        metavar="I/N",
+        help="every N-th test from the I-th on: N such runs, side by side, are the suite. The first "
+        "has all that are marked large.",
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--part"):
-        first, step = map(int, config.getoption("--part").split("/"))
-        left_out = [item for i, item in enumerate(items) if i % step != first - 1]
-        items[:] = items[first - 1 :: step]
-        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--part"):
+        return
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part={part}/{parts}: parts count from 1")
+    chosen = {
+        item for i, item in enumerate(items) if (1 if item.get_closest_marker("large") else i % parts + 1) == part
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(params=DEVICES)

@@ -416,6 +416,7 @@ def test_another_stream_on_a_gpu(level):
 
 
 @needs_gpu
+@pytest.mark.large
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 @by_level()
 def test_more_than_31_bits_of_offsets_on_a_gpu(level, dim):

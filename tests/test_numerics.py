@@ -113,6 +113,7 @@ def test_packed(case: PackedCase, device, lengths, monkeypatch):
     assert torch.equal(given, out)
 
 
+@pytest.mark.large
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @pytest.mark.parametrize("long_side", ["q", "kv"])

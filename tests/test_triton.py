@@ -20,6 +20,7 @@ from ffpa_attn.triton_launch import Tiles
 from ffpa_attn.triton_tiles import DEFAULT, MEASURED
 
 triton = pytest.importorskip("triton", reason="Triton is an extra")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 SMALL = [case for case in CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 SMALL_PACKED = [case for case in PACKED_CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
@@ -137,16 +138,21 @@ def test_threads_take_turns_in_the_interpreter():
     """What is mended for one would else be undone by another."""
     entered = threading.Event()
 
+    mended = []
+
     def other():
         with triton_interpreter.exact():
             entered.set()
+            mended.append(interpreter._patch_lang)
 
     thread = threading.Thread(target=other)
+    theirs = interpreter._patch_lang
     with triton_interpreter.exact():
         thread.start()
         assert not entered.wait(0.2)
     thread.join()
-    assert entered.is_set()
+    assert entered.is_set() and interpreter._patch_lang is theirs
+    assert theirs in [cell.cell_contents for cell in mended[0].__closure__]  # not the other's, which would grow a chain
 
 
 def test_without_triton(monkeypatch):

@@ -44,7 +44,7 @@ def exact() -> Iterator[None]:
         )
         return interpreter.TensorHandle(np.matmul(a, b, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
-    patch, patched = interpreter._patch_lang, set()  # modules whose functions have the language patched
+    patched = set()  # modules whose functions have the language patched
 
     def patch_once(kernel):
         """Triton patches its language for a launch, and again at each call of a helper, which takes longest."""
@@ -64,6 +64,7 @@ def exact() -> Iterator[None]:
         (interpreter.InterpreterBuilder, "create_dot", product),
     )
     with _one_at_a_time:
+        patch = interpreter._patch_lang  # Triton's, and no waiting thread's
         found = [getattr(where, name) for where, name, _ in mended]
         try:
             for where, name, ours in mended:
