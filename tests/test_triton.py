@@ -173,6 +173,26 @@ def test_softcaps_of_any_size(softcap, device):
     test_numerics.test_forward(case, device)
 
 
+def test_gradients_of_a_sum(device):
+    """Of which the gradient is one number, expanded."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 40, 64, device=device, dtype=torch.float16))
+    out = ffpa_attn.ffpa(q, k, v)
+    got = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    assert all(map(torch.equal, got, torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+
+
+def test_gradients_of_tiles_longer_than_the_rows(device, monkeypatch):
+    """Where there are no rows, P is 0 even beside rows whose scores are so low that it would be infinite."""
+    monkeypatch.setitem(DEFAULT["keys"], 64, [(128, 64, 4, 2)])
+    monkeypatch.setitem(MEASURED, "sm_90", {})
+    q, v = torch.randn(2, 1, 3, 64, 64, device=device, dtype=torch.float16)
+    q = q.abs() + 10
+    q, k, v = (x.requires_grad_() for x in (q, -q, v))
+    out = ffpa_attn.ffpa(q, k, v)
+    got = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(x.isfinite().all() for x in got)
+
+
 def test_what_other_sequences_hold_stays_theirs(device):
     """Of packed sequences, and of rows of none: the next one's NaN reaches no gradient of this one."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 60, 2, 64, device=device, dtype=torch.float16))
