@@ -12,6 +12,7 @@ if [ "${1:-}" = --check ]; then
   "$PY" -m ruff format --check --quiet .
   "$PY" -m ruff check --quiet .
   clang-format --dry-run --Werror "${sources[@]}"
+  echo "lint: clean"
 else
   "$PY" -m ruff format .
   "$PY" -m ruff check --fix .

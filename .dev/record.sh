@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the kernels, measures on this GPU what README.md shows, writes the records to bench/results/, and generates README
-# and pictures anew. The records name the commit: the tree must be clean.
+# and pictures anew. The records name the commit's tree, which must be clean.
 set -eu
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc

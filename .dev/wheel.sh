@@ -7,5 +7,5 @@ setup_nvcc
 cd "$root"
 start=$SECONDS
 "$PY" setup.py -q bdist_wheel
-echo "$((SECONDS - start)) s, MAX_JOBS=${MAX_JOBS:-$(nproc)}"
+echo "the wheel took $((SECONDS - start)) s, MAX_JOBS=${MAX_JOBS:-$(nproc)}"
 ls -l dist/*-abi3-*.whl

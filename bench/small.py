@@ -101,6 +101,8 @@ def quantisation(n: int, d: int, timer: Timer) -> list[str]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU to measure")
     timer, iters = Timer("cuda"), 6
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     tutorial = [Workload(4, 48, 48, n, n, d, d, "fp16", causal) for n, d, causal in TUTORIAL]

@@ -90,15 +90,14 @@ def compilers() -> str:
 
 
 def find_ninja() -> Path | None:
-    on_path = shutil.which("ninja")
-    if on_path:
-        return Path(on_path)
-    spec = importlib.util.find_spec("ninja")  # of an environment that is not activated
+    """This environment's before that on PATH: of two releases, each takes all that the other made for out of date."""
+    spec = importlib.util.find_spec("ninja")
     for place in (spec and spec.submodule_search_locations) or ():
         for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
             if ninja.exists():
                 return ninja
-    return None
+    on_path = shutil.which("ninja")
+    return Path(on_path) if on_path else None
 
 
 def why_no_build() -> str | None:
