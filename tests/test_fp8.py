@@ -289,9 +289,8 @@ def test_long_rows_are_divided_by_all_of_their_sum(device, path):
     out, lse = ffpa_fp8(q, k, ones, out_dtype=torch.float32, return_lse=True)
     torch.testing.assert_close(out, torch.ones_like(out), atol=1e-5, rtol=0)
     want = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
-    # Of each of a score's 64 products, Hopper cuts off what is below 2^-13 of the largest.
-    lost = 64 * 2.0**-13 * q.float().abs().max().item() * k.float().abs().max().item() / 8 if device == "cuda" else 1e-5
-    torch.testing.assert_close(lse.double(), want, atol=lost, rtol=0)
+    # Products reach 150, and Hopper adds them in 14 bits: an H200 errs by 2.5e-3, a model of it with a bit less by 4.1e-3.
+    torch.testing.assert_close(lse.double(), want, atol=4e-3 if device == "cuda" else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, E4M3, E5M2], ids=str)

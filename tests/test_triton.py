@@ -136,9 +136,7 @@ def test_what_triton_cannot(change, flag, reason, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_threads_take_turns_in_the_interpreter():
     """What is mended for one would else be undone by another."""
-    entered = threading.Event()
-
-    mended = []
+    entered, mended = threading.Event(), []
 
     def other():
         with triton_interpreter.exact():

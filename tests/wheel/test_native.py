@@ -122,9 +122,8 @@ def empty_wheel(monkeypatch, fake_nvcc, cache):
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(ops, "_warned", set())
     monkeypatch.setattr(native_module, "_unready", {})
-    monkeypatch.setattr(
-        native_module, "kernel", native_module.kernel.__wrapped__
-    )  # which remembers those of this process
+    # Without what it remembers of this process.
+    monkeypatch.setattr(native_module, "kernel", native_module.kernel.__wrapped__)
     monkeypatch.setattr(native_module, "record", lambda: {"kernels": {}, "sources": build.sources_hash()})
     monkeypatch.setattr(native_module, "library", lambda: NewDriver)
     return torch.randn(1, 1, 24, 512).half()
