@@ -12,6 +12,11 @@ namespace ffpa::ptx {
 // Along which dimension an operand is contiguous in shared memory. The values are the instruction's transpose bits.
 enum class OperandMajor { kK = 0, kMN = 1 };
 
+// The widths N that native/wgmma.cuh spells out.
+FFPA_HOST_DEVICE constexpr bool is_wgmma_width(int n) {
+  return n == 64 || n == 128 || n == 160 || n == 192 || n == 224 || n == 256;
+}
+
 // A tile consists of atoms of 8 rows, each row as long as the swizzle (16 bytes without one).
 //   K-major, swizzled:   stride_bytes = from 8 rows of M or N to the next 8; leading_bytes is not used.
 //                        Advancing by k16 inside the atom adds 32 bytes to the address.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ptx/emulated/machine/bulk_store.h"
 #include "ptx/emulated/machine/tma.h"
 #include "ptx/launch_types.h"
 #include "ptx/tensor_map_spec.h"
@@ -44,9 +45,35 @@ inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* ma
   emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 4, block_mask, site);
 }
 
+inline void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1,
+                         emu::CallSite site = emu::CallSite()) {
+  const int coordinates[] = {c0, c1};
+  emu::tma_store(map->spec, source_smem, coordinates, 2, site);
+}
+
+inline void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3,
+                         emu::CallSite site = emu::CallSite()) {
+  const int coordinates[] = {c0, c1, c2, c3};
+  emu::tma_store(map->spec, source_smem, coordinates, 4, site);
+}
+
+inline void bulk_commit_group(emu::CallSite site = emu::CallSite()) { emu::bulk_commit_group(site); }
+
+template <int kPending>
+inline void bulk_wait_group_read(emu::CallSite site = emu::CallSite()) {
+  emu::bulk_wait_group(kPending, emu::BulkStep::kRead, site);
+}
+
+template <int kPending>
+inline void bulk_wait_group(emu::CallSite site = emu::CallSite()) {
+  emu::bulk_wait_group(kPending, emu::BulkStep::kComplete, site);
+}
+
 inline void prefetch_tensor_map(const TensorMap*) {}
 
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
+
+inline void fence_proxy_async_global(emu::CallSite site = emu::CallSite()) { emu::fence_proxy_async_global(site); }
 
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
   map.spec = spec;

@@ -62,14 +62,47 @@ FFPA_DEVICE void tma_load_4d_multicast(uint32_t destination_smem, const TensorMa
       : "memory");
 }
 
+// Stores complete in bulk groups of the issuing thread.
+FFPA_DEVICE void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(source_smem), "r"(c0), "r"(c1)
+               : "memory");
+}
+
+FFPA_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(source_smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+// cp.async.bulk.commit_group: the thread's stores since the last one become a group.
+FFPA_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: at most `kPending` groups of this thread still read their shared memory.
+template <int kPending>
+FFPA_DEVICE void bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.bulk.wait_group: at most `kPending` groups of this thread are incomplete; what the others wrote is visible
+// to it.
+template <int kPending>
+FFPA_DEVICE void bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // prefetch.tensormap: fetches the descriptor, which the first copy would otherwise wait for.
 FFPA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // fence.proxy.async: generic-proxy writes to shared memory (st.shared, stmatrix) by this thread, before it, are visible
-// to wgmma and bulk copies after it. `.shared::cta`: global memory needs no fence here, and a full one costs more.
+// to wgmma and bulk copies after it. `.shared::cta`: a full fence costs more.
 FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same for global memory: what this thread knows to be written there, before it, is visible to bulk copies after
+// it.
+FFPA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Host. The driver's encoder is fetched through the runtime, so that nothing links with libcuda.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {

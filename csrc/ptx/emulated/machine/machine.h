@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "ptx/emulated/machine/bulk_store.h"
 #include "ptx/emulated/machine/call_site.h"
 #include "ptx/emulated/machine/context_switch.h"
 #include "ptx/emulated/machine/global_memory.h"
@@ -66,6 +67,9 @@ struct Lane {
   std::vector<PendingCopy> copies;
   uint32_t open_copy_group = 0;
   uint32_t copy_time = 1;  // of the next copy
+
+  std::vector<uint32_t> pending_stores;  // not complete: positions in Machine::bulk_stores
+  uint32_t open_store_group = 0;
 
   // What the lane waits for, for the deadlock report and for wake-ups by mbarriers.
   const char* waiting_in = nullptr;
@@ -149,6 +153,7 @@ struct ShadowWord {
   uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
   uint8_t reader = kNobody;   // last one; the times of all are in Block::read_times
   uint8_t reader_lane = 0;
+  uint16_t bulk_reads = 0;     // TMA stores that may still read it
   bool in_flight = false;      // destination of an asynchronous copy that has not been waited for
   bool generic_write = false;  // written by st.shared or stmatrix: invisible to wgmma and TMA without a proxy fence
   CallSite write_site{"", 0};
@@ -198,8 +203,9 @@ struct Machine {
 
   std::vector<std::function<void()>> async_work;  // TMA loads in flight, mbarrier phases that wait for cp.async alone
   VectorClock async_clock;
-  int cluster_arrived_warps = 0;  // in the round in progress
-  int64_t cluster_rounds = 0;     // completed
+  std::vector<BulkStore> bulk_stores;  // all of the cluster, in the order of issue
+  int cluster_arrived_warps = 0;       // in the round in progress
+  int64_t cluster_rounds = 0;          // completed
   VectorClock cluster_arriving, cluster_completed;
 
   Report report;

@@ -10,30 +10,6 @@
 namespace ffpa::emu {
 namespace {
 
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access, const char* what,
-                  CallSite site) {
-  if (reinterpret_cast<uintptr_t>(address) % alignment) {
-    fail("misaligned", site, format("%s: global address %p is not a multiple of %u", what, address, alignment));
-  }
-  if (bytes == 0) return;
-  const char* problem = machine->global.check(address, bytes, access);
-  if (!problem) {
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-    GlobalWriters& writers = machine->global.writers();
-    const bool alone = access == Access::kReadWrite ? writers.write(begin, bytes, machine->cluster)
-                                                    : writers.read(begin, bytes, machine->cluster);
-    if (!alone && machine->options.check_races) {
-      fail("race", site, format("%s: %u bytes at %p, which another block wrote", what, bytes, address));
-    }
-    return;
-  }
-  const bool read_only = std::strstr(problem, "read-only") != nullptr;
-  char neighbour[128];
-  machine->global.describe_neighbour(address, bytes, neighbour, sizeof(neighbour));
-  fail(read_only ? "gmem-readonly" : "gmem-oob", site,
-       format("%s: %u bytes at %p are %s%s", what, bytes, address, problem, read_only ? "" : neighbour));
-}
-
 void write_bytes(Block& block, PendingCopy& copy) {
   if (copy.landed) return;
   uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
@@ -58,6 +34,31 @@ void land_groups_before(Lane& lane, uint32_t group) {
 
 }  // namespace
 
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access, GlobalProxy proxy,
+                  const char* what, CallSite site) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment) {
+    fail("misaligned", site, format("%s: global address %p is not a multiple of %u", what, address, alignment));
+  }
+  if (bytes == 0) return;
+  const char* problem = machine->global.check(address, bytes, access);
+  if (!problem) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+    GlobalWriters& writers = machine->global.writers();
+    const bool alone = access == Access::kReadWrite ? writers.write(begin, bytes, machine->cluster)
+                                                    : writers.read(begin, bytes, machine->cluster);
+    if (!alone && machine->options.check_races) {
+      fail("race", site, format("%s: %u bytes at %p, which another block wrote", what, bytes, address));
+    }
+    if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, what, site);
+    return;
+  }
+  const bool read_only = std::strstr(problem, "read-only") != nullptr;
+  char neighbour[128];
+  machine->global.describe_neighbour(address, bytes, neighbour, sizeof(neighbour));
+  fail(read_only ? "gmem-readonly" : "gmem-oob", site,
+       format("%s: %u bytes at %p are %s%s", what, bytes, address, problem, read_only ? "" : neighbour));
+}
+
 void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site) {
   count_step(site);
   Block& block = block_of(address);
@@ -77,20 +78,20 @@ void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite 
 
 void load_global(void* value, const void* address, uint32_t bytes, CallSite site) {
   count_step(site);
-  check_global(address, bytes, bytes, Access::kReadOnly, "ld.global", site);
+  check_global(address, bytes, bytes, Access::kReadOnly, GlobalProxy::kGeneric, "ld.global", site);
   machine->report.counters.bytes_global_loaded += bytes;
   std::memcpy(value, address, bytes);
 }
 
 void store_global(void* address, const void* value, uint32_t bytes, CallSite site) {
   count_step(site);
-  check_global(address, bytes, bytes, Access::kReadWrite, "st.global", site);
+  check_global(address, bytes, bytes, Access::kReadWrite, GlobalProxy::kGeneric, "st.global", site);
   machine->report.counters.bytes_global_stored += bytes;
   std::memcpy(address, value, bytes);
 }
 
 void prefetch_global(const void* address, CallSite site) {
-  check_global(address, 1, 1, Access::kReadOnly, "prefetch.global", site);
+  check_global(address, 1, 1, Access::kReadOnly, GlobalProxy::kGeneric, "prefetch.global", site);
 }
 
 void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site) {
@@ -100,7 +101,7 @@ void copy_async(uint32_t destination, const void* source, int bytes, int source_
   if (source_bytes < 0 || source_bytes > bytes) {
     fail("misaligned", site, format("cp.async: a source size of %d for a copy of %d bytes", source_bytes, bytes));
   }
-  check_global(source, source_bytes, bytes, Access::kReadOnly, "cp.async", site);
+  check_global(source, source_bytes, bytes, Access::kReadOnly, GlobalProxy::kGeneric, "cp.async", site);
   ++machine->report.counters.async_copies;
   machine->report.counters.bytes_global_to_shared += source_bytes;
   note_write(*lane.block, destination, bytes, *lane.warp, lane.index, site, WriteKind::kAsyncIssue);

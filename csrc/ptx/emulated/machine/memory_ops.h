@@ -3,11 +3,17 @@
 
 #include <cstdint>
 
+#include "ptx/emulated/machine/bulk_store.h"
 #include "ptx/emulated/machine/call_site.h"
+#include "ptx/emulated/machine/global_memory.h"
 
 namespace ffpa::emu {
 
 struct Lane;
+
+// Fails unless the current lane may access these bytes of global memory.
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access, GlobalProxy proxy,
+                  const char* what, CallSite site);
 
 void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site);
 void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite site);

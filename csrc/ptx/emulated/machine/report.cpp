@@ -15,6 +15,7 @@ void Counters::add(const Counters& other) {
   barriers += other.barriers;
   async_copies += other.async_copies;
   tma_loads += other.tma_loads;
+  tma_stores += other.tma_stores;
   bytes_global_to_shared += other.bytes_global_to_shared;
   bytes_global_loaded += other.bytes_global_loaded;
   bytes_global_stored += other.bytes_global_stored;

@@ -50,9 +50,10 @@ struct Counters {
   int64_t barriers = 0;      // completed rounds of bar.sync / sync_block
   int64_t async_copies = 0;  // cp.async of one lane
   int64_t tma_loads = 0;
+  int64_t tma_stores = 0;
   int64_t bytes_global_to_shared = 0;  // by cp.async and TMA, without filled zeros
   int64_t bytes_global_loaded = 0;     // by ld.global
-  int64_t bytes_global_stored = 0;
+  int64_t bytes_global_stored = 0;     // by st.global and TMA
   int64_t collectives = 0;
   int64_t context_switches = 0;
 

@@ -99,6 +99,7 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   self.steps = 0;
   self.async_work.clear();
   self.async_clock = VectorClock{};
+  self.bulk_stores.clear();
   self.cluster_arrived_warps = 0;
   self.cluster_rounds = 0;
   self.cluster_arriving = self.cluster_completed = VectorClock{};
@@ -129,6 +130,7 @@ void run_cluster(Machine& self, const Dim3& first_block) {
     report_error("exit", "async", CallSite("kernel", 0),
                  "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
   }
+  finish_bulk_stores();
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 

@@ -152,6 +152,7 @@ void exit_lane() {
                  format("a thread exits with %zd cp.async not waited for, the first issued at %s",
                         std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str()));
   }
+  check_bulk_stores_at_exit(*current);
   mark_not_ready(*current);
   warp.alive &= ~(1u << current->index);
   if (!warp.alive) flush_access_logs(warp);

@@ -140,6 +140,21 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
   }
 }
 
+void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
+  if (!machine->options.check_races) return;
+  note_read(block, address, bytes, warp, lane, site, Proxy::kAsync);
+  const WordRange words = words_of(address, bytes);
+  for (uint32_t i = words.first; i < words.end; ++i) ++block.shadow[i].bulk_reads;
+}
+
+// Whoever writes must have learned of this moment.
+void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
+  if (!machine->options.check_races) return;
+  const WordRange words = words_of(address, bytes);
+  for (uint32_t i = words.first; i < words.end; ++i) --block.shadow[i].bulk_reads;
+  note_read(block, address, bytes, warp, lane, site);
+}
+
 void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
                         Completion completion) {
   if (!machine->options.check_races) return;

@@ -28,6 +28,10 @@ void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int l
 void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
                 WriteKind kind = WriteKind::kGeneric);
 
+// A TMA store issued by the lane now may read these bytes from now on, and no more.
+void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
+void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
+
 // The lane's cp.async of these bytes is complete, for those who know copies_of its warp at this time. After a wait of
 // the lane itself it is, besides, like an ordinary store made now.
 enum class Completion { kTracked, kAwaited };

@@ -4,42 +4,12 @@
 #include <cstring>
 
 #include "ptx/emulated/machine/mbarrier.h"
+#include "ptx/emulated/machine/memory_ops.h"
 #include "ptx/emulated/machine/scheduler.h"
 #include "ptx/emulated/machine/shared_memory.h"
+#include "ptx/emulated/machine/tensor_box.h"
 
 namespace ffpa::emu {
-namespace {
-
-constexpr int kElementBytes = 2;
-
-// Calls visit(offset in the box, source or nullptr) for every element of a box.
-template <class Visit>
-void for_each_element(const TensorMapSpec& spec, const int* coordinates, Visit visit) {
-  uint32_t index[kMaxTensorRank] = {};
-  uint32_t offset = 0;
-  for (;;) {
-    bool inside = true;
-    const uint8_t* source = static_cast<const uint8_t*>(spec.base);
-    for (int i = 0; i < spec.rank; ++i) {
-      const int64_t position = int64_t(coordinates[i]) + index[i];
-      inside &= position >= 0 && position < int64_t(spec.size[i]);
-      if (inside) source += position * int64_t(i == 0 ? kElementBytes : spec.stride_bytes[i]);
-    }
-    visit(offset, inside ? source : nullptr);
-    offset += kElementBytes;
-    int dimension = 0;
-    while (dimension < spec.rank && ++index[dimension] == spec.box[dimension]) index[dimension++] = 0;
-    if (dimension == spec.rank) return;
-  }
-}
-
-uint32_t box_bytes(const TensorMapSpec& spec) {
-  uint32_t bytes = kElementBytes;
-  for (int i = 0; i < spec.rank; ++i) bytes *= spec.box[i];
-  return bytes;
-}
-
-}  // namespace
 
 uint32_t swizzled_address(uint32_t address, Swizzle swizzle) {
   switch (swizzle) {
@@ -63,7 +33,7 @@ const char* problem_with_tensor_map(const TensorMapSpec& spec) {
     if (spec.box[i] == 0 || spec.box[i] > 256) return "tensor map: a box extent must be 1 to 256";
     if (i > 0 && spec.stride_bytes[i] % 16) return "tensor map: a stride is not a multiple of 16 bytes";
   }
-  const uint32_t inner_bytes = spec.box[0] * kElementBytes;
+  const uint32_t inner_bytes = spec.box[0] * kBoxElementBytes;
   if (inner_bytes % 16) return "tensor map: the innermost extent of the box is not a multiple of 16 bytes";
   if (spec.swizzle != Swizzle::kNone && inner_bytes > uint32_t(swizzle_bytes(spec.swizzle))) {
     return "tensor map: the innermost extent of the box exceeds the swizzle";
@@ -86,12 +56,11 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
 
   const uint32_t bytes = box_bytes(spec);
   uint64_t bytes_read = 0;
-  for_each_element(spec, coordinates, [&](uint32_t, const uint8_t* source) {
-    if (!source) return;
-    bytes_read += kElementBytes;
-    if (machine->global.check(source, kElementBytes, Access::kReadOnly)) {
-      fail("gmem-oob", site, format("TMA: %p, inside the tensor map, is outside every registered range", source));
-    }
+  for_each_box_row(spec, coordinates, [&](const BoxRow& row) {
+    if (!row.inside_bytes()) return;
+    bytes_read += row.inside_bytes();
+    check_global(reinterpret_cast<void*>(row.inside), row.inside_bytes(), kBoxElementBytes, Access::kReadOnly,
+                 GlobalProxy::kAsync, "TMA load", site);
   });
 
   Warp& warp = *current->warp;
@@ -112,13 +81,17 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   const VectorClock issued_at = warp.clock;
   machine->async_work.push_back([=] {
     for (Block* block : targets) {
-      for_each_element(spec, position.data(), [&](uint32_t offset, const uint8_t* source) {
-        const uint32_t address = swizzled_address((destination & kOffsetMask) + offset, spec.swizzle);
-        uint8_t* target = block->smem.data() + (address - kSmemBase);
-        if (source) {
-          std::memcpy(target, source, kElementBytes);
-        } else {
-          std::memset(target, 0, kElementBytes);
+      for_each_box_row(spec, position.data(), [&](const BoxRow& row) {
+        for (uint32_t i = 0; i < spec.box[0]; ++i) {
+          const uint32_t offset = row.offset + i * kBoxElementBytes;
+          const uint32_t address = swizzled_address((destination & kOffsetMask) + offset, spec.swizzle);
+          uint8_t* target = block->smem.data() + (address - kSmemBase);
+          if (i >= row.first && i < row.end) {
+            std::memcpy(target, reinterpret_cast<void*>(row.inside + (i - row.first) * kBoxElementBytes),
+                        kBoxElementBytes);
+          } else {
+            std::memset(target, 0, kBoxElementBytes);
+          }
         }
       });
       const uint32_t now = ++machine->async_clock.at[kAsyncAgent];

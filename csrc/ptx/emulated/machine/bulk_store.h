@@ -1,0 +1,54 @@
+// TMA stores: what is pending of them in shared memory and, by bytes, in global memory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ptx/emulated/machine/call_site.h"
+#include "ptx/emulated/machine/vector_clock.h"
+#include "ptx/tensor_map_spec.h"
+
+namespace ffpa::emu {
+
+struct Block;
+struct Lane;
+
+// How far a store has come, as far as its thread's waits guarantee.
+enum class BulkStep { kIssued, kRead, kComplete };
+
+// One TMA store of the cluster that runs.
+struct BulkStore {
+  BulkStore(Lane* lane, const TensorMapSpec& spec, uint32_t source, uint32_t group, CallSite site)
+      : lane(lane), spec(spec), source(source), group(group), site(site) {}
+
+  Lane* lane;
+  TensorMapSpec spec;
+  int coordinates[kMaxTensorRank] = {};
+  uint32_t source;
+  uint32_t group;
+  CallSite site;
+  BulkStep step = BulkStep::kIssued;
+  std::vector<uint8_t> bytes;  // of the box, from the moment that they were read
+  uint32_t complete_at = 0;    // time of the lane's warp
+  uint32_t complete_in_sync_epoch = 0;
+};
+
+// `coordinates` has spec.rank entries, innermost first.
+void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinates, int coordinate_count, CallSite site);
+
+void bulk_commit_group(CallSite site);
+
+// All but `pending_groups` of the lane's groups have come to this step.
+void bulk_wait_group(int pending_groups, BulkStep step, CallSite site);
+
+void fence_proxy_async_global(CallSite site);
+
+// A lane exits, the cluster has ended.
+void check_bulk_stores_at_exit(const Lane& lane);
+void finish_bulk_stores();
+
+// Race check of an access to global memory that may meet the bytes of a bulk store.
+enum class GlobalProxy { kGeneric, kAsync };
+void check_against_bulk_stores(uintptr_t address, uint32_t bytes, GlobalProxy proxy, const char* what, CallSite site);
+
+}  // namespace ffpa::emu
