@@ -88,6 +88,29 @@ FFPA_DEVICE RowRange rows_of_sequence(const PackedRows& packed, int sequence, in
   return {begin, begin + clamp(end - begin, 0, longest)};
 }
 
+// One entry of the batch: where its rows and keys lie in their tensors, and which of them meet.
+struct BatchEntry {
+  RowRange q, k;
+  int nearest, farthest;  // row r sees the keys from r + nearest to r + farthest that exist
+
+  FFPA_DEVICE int n_q() const { return q.end - q.begin; }
+  FFPA_DEVICE int n_k() const { return k.end - k.begin; }
+};
+
+FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
+  BatchEntry entry = {{0, params.n_q}, {0, params.n_k}, 0, 0};
+  if (params.is_packed()) {
+    entry.q = rows_of_sequence(params.packed_q, batch, params.n_q);
+    entry.k = rows_of_sequence(params.packed_k, batch, params.n_k);
+  }
+  // Whatever reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
+  const int64_t diagonal = params.top_left ? 0 : entry.n_k() - entry.n_q();
+  const int64_t all_before = -entry.n_q(), all_after = entry.n_k();
+  entry.nearest = int(params.left < 0 ? all_before : max_of(diagonal - params.left, all_before));
+  entry.farthest = int(params.right < 0 ? all_after : min_of(diagonal + params.right, all_after));
+  return entry;
+}
+
 // The row block of a work item: they count through the parts of the keys, then row blocks, heads, batch. The last row
 // blocks of a head come first: under a causal mask they are the longest.
 FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int item, int rows) {
@@ -97,13 +120,12 @@ FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int item, int rows
   block.split = item % params.splits;
   block.batch = head_of_all / params.heads_q;
   block.head = head_of_all % params.heads_q;
-  RowRange q = {0, params.n_q}, k = {0, params.n_k};
-  if (params.is_packed()) {
-    q = rows_of_sequence(params.packed_q, block.batch, params.n_q);
-    k = rows_of_sequence(params.packed_k, block.batch, params.n_k);
-  }
-  block.n_q = q.end - q.begin;
-  block.n_k = k.end - k.begin;
+  const BatchEntry entry = batch_entry(params, block.batch);
+  const RowRange q = entry.q, k = entry.k;
+  block.n_q = entry.n_q();
+  block.n_k = entry.n_k();
+  block.nearest = entry.nearest;
+  block.farthest = entry.farthest;
   block.first_row = (row_blocks - 1 - row_block % row_blocks) * rows;
   block.last_row = min_of(block.first_row + rows, block.n_q) - 1;
 
@@ -118,12 +140,6 @@ FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int item, int rows
   block.lse = params.lse == nullptr
                   ? nullptr
                   : params.lse + block.batch * params.lse_batch_stride + block.head * params.lse_head_stride + q.begin;
-
-  // Whatever reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
-  const int64_t diagonal = params.top_left ? 0 : block.n_k - block.n_q;
-  const int64_t all_before = -block.n_q, all_after = block.n_k;
-  block.nearest = int(params.left < 0 ? all_before : max_of(diagonal - params.left, all_before));
-  block.farthest = int(params.right < 0 ? all_after : min_of(diagonal + params.right, all_after));
   return block;
 }
 

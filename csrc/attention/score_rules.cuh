@@ -2,6 +2,8 @@
 //
 //   logit = (cap(scale · q·k) + mask) · log2(e),  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
 //   -inf where the row does not see the key, or a bool mask says no.
+// A Block says which batch entry and head the scores are of, how many rows and keys it has, and which of them meet: a
+// KeptRowBlock, or a tile with the same names.
 //
 // Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp; `row` and `key` are
 // where the first of them lie. Whatever a call or a tile does not need costs one uniform branch.
@@ -54,9 +56,9 @@ FFPA_DEVICE float in_base_2(float mask) {
   return std::fabs(mask) == kInfinity ? mask : clamp(mask * kLog2e, -kLargestFloat, kLargestFloat);
 }
 
-template <int kM, int kN>
-FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, const KeptRowBlock& block,
-                             int row, int key, int lane) {
+template <int kM, int kN, class Block>
+FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
+                             int key, int lane) {
   const MaskView& mask = params.mask;
   const uint8_t* of_head = mask.data + block.batch() * mask.batch_stride + block.head() * mask.head_stride;
   const int n_q = block.n_q(), n_k = block.n_k();
@@ -97,8 +99,8 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
   }
 }
 
-template <int kM, int kN>
-FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const KeptRowBlock& block, int row, int key, int lane) {
+template <int kM, int kN, class Block>
+FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int row, int key, int lane) {
   const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
   for_each_score(scores, row, key, lane, [&](float& score, int r, int k) {
     if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
@@ -106,8 +108,8 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const KeptRowBlock& blo
 }
 
 // `all_seen`: every row sees every key of the tile.
-template <int kM, int kN>
-FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const KeptRowBlock& block,
+template <int kM, int kN, class Block>
+FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
                                   bool all_seen, int row, int key, int lane) {
   if (params.softcap > 0) {
     for_each_score(scores, row, key, lane, [&](float& score, int, int) {

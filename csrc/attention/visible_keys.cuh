@@ -1,15 +1,19 @@
-// Which keys a block of rows meets: what causal, window and alignment come to, tile by tile and row by row.
+// Which keys a block of rows meets: what causal, window and alignment come to, tile by tile and row by row. A Block is
+// a KeptRowBlock, or whatever else has rows and knows which keys they see.
 #pragma once
 
-#include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 
 namespace ffpa {
 
 // Keys that some row of the block sees: [begin, end), empty if begin >= end.
-FFPA_DEVICE int visible_keys_begin(const KeptRowBlock& block) { return max_of(block.first_row() + block.nearest(), 0); }
-FFPA_DEVICE int visible_keys_end(const KeptRowBlock& block) {
+template <class Block>
+FFPA_DEVICE int visible_keys_begin(const Block& block) {
+  return max_of(block.first_row() + block.nearest(), 0);
+}
+template <class Block>
+FFPA_DEVICE int visible_keys_end(const Block& block) {
   if (block.last_row() < block.first_row()) return 0;
   return min_of(block.last_row() + block.farthest() + 1, block.n_k());
 }
@@ -18,7 +22,8 @@ FFPA_DEVICE int visible_keys_end(const KeptRowBlock& block) {
 struct TileRange {
   int first, end;
 };
-FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int splits) {
+template <class Block>
+FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
   const int first = visible_keys_begin(block) / keys;
   const int end = max_of(ceil_div(visible_keys_end(block), keys), first);
   if (splits == 1) return {first, end};
@@ -28,13 +33,18 @@ FFPA_DEVICE TileRange visible_tiles(const KeptRowBlock& block, int keys, int spl
 }
 
 // Keys that every row of the block sees: [begin, end), empty if begin >= end.
-FFPA_DEVICE int common_keys_begin(const KeptRowBlock& block) { return block.last_row() + block.nearest(); }
-FFPA_DEVICE int common_keys_end(const KeptRowBlock& block) {
+template <class Block>
+FFPA_DEVICE int common_keys_begin(const Block& block) {
+  return block.last_row() + block.nearest();
+}
+template <class Block>
+FFPA_DEVICE int common_keys_end(const Block& block) {
   return min_of(block.first_row() + block.farthest() + 1, block.n_k());
 }
 
 // Whether every row of the block sees each of `count` keys from `key` on.
-FFPA_DEVICE bool all_rows_see(const KeptRowBlock& block, int key, int count) {
+template <class Block>
+FFPA_DEVICE bool all_rows_see(const Block& block, int key, int count) {
   return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
 }
 

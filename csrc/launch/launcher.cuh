@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "launch/instance.h"
+#include "launch/kernel_arguments.h"
 #include "launch/launch.cuh"
 
 namespace ffpa {
@@ -42,7 +43,10 @@ class Launcher {
     const Params& typed = *static_cast<const Params*>(params);
     *shape = Config::launch_shape(typed);
     const cudaError_t error = allow_all_shared_memory(device);
-    const LaunchStatus status = error == cudaSuccess ? launch(*shape, stream, kKernel, typed) : ptx::status_of(error);
+    typename KernelArguments<Config>::Type arguments;
+    LaunchStatus status =
+        error == cudaSuccess ? KernelArguments<Config>::make(typed, arguments) : ptx::status_of(error);
+    if (status.ok()) status = launch(*shape, stream, kKernel, arguments);
     if (!status.ok()) cudaGetLastError();  // reported here, so the next call must not see it again
     return status;
   }

@@ -22,4 +22,12 @@ struct LaunchStatus {
   bool ok() const { return code == 0; }
 };
 
+template <int kCount>
+LaunchStatus first_failure(const LaunchStatus (&statuses)[kCount]) {
+  for (const LaunchStatus& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
 }  // namespace ffpa

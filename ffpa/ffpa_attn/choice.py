@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, env, mma, native, triton_attention, triton_fp8
+from . import archs, backward, env, mma, native, triton_attention, triton_fp8
+from .backward import BackwardPlan
 from .mma import MmaPlan
 from .spec import LEAST_SCALE, Problem
 from .triton_attention import TritonPlan
 
 Flags = Mapping[str, Any]
-Plan = MmaPlan | TritonPlan
+Plan = MmaPlan | TritonPlan | BackwardPlan
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,21 @@ class Choice:
 Candidate = Callable[[Problem, Flags], Plan | None | str]
 
 
-def _no_kernel(family: str) -> Candidate:
-    def candidate(p: Problem, flags: Flags) -> str:
-        if p.device != "cuda":
-            return f"{family} kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-        return f"this installation holds no {family} kernel"
-
-    return candidate
+def _hopper(p: Problem, flags: Flags) -> BackwardPlan | str:
+    if p.direction != "backward":
+        return "there is no hopper forward kernel"
+    if flags["FFPA_EMULATE"]:
+        if p.device != "cpu":
+            return f"the emulator takes CPU tensors, and these are on {p.device}"
+        if flags["FFPA_EMULATE"] != "sm_90a":
+            return f"hopper kernels run on sm_90a, and FFPA_EMULATE is {flags['FFPA_EMULATE']}"
+        return backward.plan(p)
+    if p.device != "cuda":
+        return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
+    plan = backward.plan(p)
+    if isinstance(plan, str):
+        return plan
+    return next((reason for spec in plan.specs if (reason := native.why_not(spec, p.arch))), plan)
 
 
 def _mma(p: Problem, flags: Flags) -> MmaPlan | str:
@@ -97,7 +106,7 @@ def _reference(p: Problem, flags: Flags) -> None:
 
 
 CANDIDATES: Mapping[str, Candidate] = {
-    "hopper": _no_kernel("hopper"),
+    "hopper": _hopper,
     "mma": _mma,
     "triton": triton_attention.plan,
     "sdpa": _sdpa,
@@ -119,8 +128,8 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
         return backend, f"FFPA_BACKEND={backend}"
     if flags["FFPA_TRITON_CORES"] and p.direction == "forward":
         return "triton", f"FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']}"
-    if flags["FFPA_EMULATE"] and p.direction == "forward":
-        return "mma", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
+    if flags["FFPA_EMULATE"] and (p.direction == "forward" or flags["FFPA_EMULATE"] == "sm_90a"):
+        return "mma" if p.direction == "forward" else "hopper", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
     return None
 
 

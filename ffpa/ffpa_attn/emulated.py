@@ -15,7 +15,7 @@ import torch
 
 from . import build, env, generation
 from .emulator_build import load_emulated_module
-from .spec import KernelSpec, MergeSplits, ScaledCopy, aot_specs
+from .spec import BackwardRows, KernelSpec, MergeSplits, ScaledCopy, aot_specs
 
 
 @dataclass
@@ -76,10 +76,27 @@ def _described(x: torch.Tensor) -> tuple:
 RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offsets_k, *options) -> None:
+def _described_mask(mask: torch.Tensor | None) -> tuple | None:
+    return None if mask is None else (str(mask.dtype), *_described(mask))
+
+
+def _configured(spec: KernelSpec):
     module = _module_with(spec)
     arch = env.run_flags()["FFPA_EMULATE"]
     module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
+    return module
+
+
+def _finish(spec: KernelSpec, module, message: str) -> None:
+    report = module.take_report()
+    if _settings.reports is not None:
+        _settings.reports.append({"kernel": spec.name, **report})
+    if message:
+        raise RuntimeError(f"ffpa_attn: {spec.name}: {message}")
+
+
+def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offsets_k, *options) -> None:
+    module = _configured(spec)
     *options, scratch, blocks, splits, partial = options
     # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
     written = () if offsets_q is not None else (out, lse)
@@ -90,7 +107,7 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
         spec.name,
         *map(_described, (q, k, v, out)),
         _address(lse),
-        None if mask is None else (str(mask.dtype), *_described(mask)),
+        _described_mask(mask),
         _address(offsets_q),
         _address(offsets_k),
         0 if offsets_q is None else len(offsets_q) - 1,
@@ -100,11 +117,38 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
         splits,
         *_floats(partial),
     )
-    report = module.take_report()
-    if _settings.reports is not None:
-        _settings.reports.append({"kernel": spec.name, **report})
-    if message:
-        raise RuntimeError(f"ffpa_attn: {spec.name}: {message}")
+    _finish(spec, module, message)
+
+
+def attention_backward(
+    spec: KernelSpec, q, k, v, out, grad_out, lse, grad_lse, mask, offsets_q, offsets_k, longest_q, longest_k, scale, softcap,
+    left, right, top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial, *chunk,
+) -> None:  # fmt: skip
+    module = _configured(spec)
+    if isinstance(spec, BackwardRows):  # the first one: what is not written before it is read shows
+        written = () if offsets_q is not None else (dq, dk, dv)
+        for x in (*written, statistics, p, ds, partial):
+            if x is not None:
+                x.fill_(torch.nan)
+    memory = (lse, grad_lse, offsets_q, offsets_k, statistics, live_rows, p, ds, partial)
+    message = module.attention_backward(
+        spec.name,
+        [_described(x) for x in (q, k, v, out, grad_out, dq, dk, dv)],
+        [(_address(x), 0 if x is None else x.nbytes) for x in memory],
+        _described_mask(mask),
+        0 if offsets_q is None else len(offsets_q) - 1,
+        longest_q,
+        longest_k,
+        scale,
+        softcap,
+        left,
+        right,
+        top_left,
+        blocks,
+        dq.dtype == torch.float32,
+        *chunk,
+    )
+    _finish(spec, module, message)
 
 
 @contextlib.contextmanager

@@ -73,6 +73,10 @@ class MmaPlan(NamedTuple):
     def kernel(self) -> str:
         return self.spec.name
 
+    @property
+    def specs(self) -> tuple:
+        return (self.spec,)
+
 
 def smem_bytes(
     spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0

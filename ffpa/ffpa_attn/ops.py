@@ -18,7 +18,7 @@ from torch import _C
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch
+from . import backward, checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch
 from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -94,7 +94,8 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
     for _ in CANDIDATES:
         choice = choose(problem, flags)
-        if problem.device != "cuda" or choice.backend != "mma" or native.make_ready(choice.plan.spec, problem.arch):
+        specs = getattr(choice.plan, "specs", ())  # what nvcc compiles
+        if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in specs):
             break
     return choice
 
@@ -335,7 +336,11 @@ def _triton_backward(form, saved, grads, plan) -> None:
     triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
 
 
-_BACKWARD = {"triton": _triton_backward, "reference": _reference_backward}
+def _hopper_backward(form, saved, grads, plan) -> None:
+    backward.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+
+
+_BACKWARD = {"hopper": _hopper_backward, "triton": _triton_backward, "reference": _reference_backward}
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):

@@ -196,6 +196,42 @@ class MergeSplits(KernelSpec):
     dtype: str
 
 
+@dataclass(frozen=True)
+class BackwardRows(KernelSpec):
+    """Of each query row what its gradients need: LSE, dO·O, whether it counts."""
+
+    family = "backward_rows"
+    arch = "sm_80"
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BackwardScoresWgmma(KernelSpec):
+    """P and dS into the workspace; one spec serves every head dim."""
+
+    family = "backward_scores_wgmma"
+    arch = "sm_90a"
+    allowed_spill_bytes = 224  # what is live across a product of 128 accumulators beside 64 packed values
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BackwardProductsWgmma(KernelSpec):
+    """dQ, or dK and dV, from P and dS; one spec serves every head dim, in tiles of `columns`."""
+
+    family = "backward_products_wgmma"
+    arch = "sm_90a"
+
+    dtype: str
+    columns: int
+    of_q: bool
+
+
+PRODUCT_COLUMNS = (160, 192, 224, 256)
+
+
 class Shape(NamedTuple):
     """A tile, and its speed: TFLOPS at N = 8192 on an H200."""
 
@@ -260,7 +296,9 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
-        kernels.append(MergeSplits(dtype))
+        kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype)]
+        for product_columns in PRODUCT_COLUMNS[-1:] if few else PRODUCT_COLUMNS:
+            kernels += [BackwardProductsWgmma(dtype, product_columns, of_q) for of_q in (True, False)]
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]

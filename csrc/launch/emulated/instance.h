@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 
+#include "launch/kernel_arguments.h"
 #include "launch/launch.cuh"
 
 namespace ffpa {
@@ -26,7 +27,10 @@ struct Emulated {
   }
 
   static LaunchStatus launch(const void* params) {
-    return ffpa::launch(shape(params), nullptr, kKernel, *static_cast<const typename Config::Params*>(params));
+    typename KernelArguments<Config>::Type arguments;
+    const LaunchStatus status =
+        KernelArguments<Config>::make(*static_cast<const typename Config::Params*>(params), arguments);
+    return status.ok() ? ffpa::launch(shape(params), nullptr, kKernel, arguments) : status;
   }
 
   static constexpr EmulatedInstance instance() { return {&launch, &shape}; }

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "attention/attention_params.h"
+#include "attention/backward_params.h"
 #include "launch/emulated/instance.h"
 #include "ptx/emulated/machine/run.h"
 
@@ -58,6 +60,19 @@ void configure(int arch, uint64_t seed, bool exact, int os_threads) {
   emu::set_current_options(options);
 }
 
+struct EmulatedMask {
+  MaskView view{};
+  std::optional<emu::RegisteredRange> range;
+
+  explicit EmulatedMask(const std::optional<MaskTuple>& mask) {
+    if (!mask) return;
+    const auto& [type, address, sizes, strides] = *mask;
+    const HostTensor tensor = host_tensor(address, sizes, strides);
+    view = tensor.mask(kMaskTypes.at(type).kind);
+    range.emplace(tensor.data, extent_bytes(tensor, kMaskTypes.at(type).bytes), emu::Access::kReadOnly);
+  }
+};
+
 // The message of a failed run, empty after a good one.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse,
@@ -83,22 +98,58 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       {reinterpret_cast<void*>(offsets_k), offsets_bytes, emu::Access::kReadOnly},
       {reinterpret_cast<void*>(partial), size_t(partial_floats) * sizeof(float), emu::Access::kReadWrite},
   };
-  MaskView mask_view{};
-  std::optional<emu::RegisteredRange> mask_range;
-  if (mask) {
-    const auto& [type, address, sizes, strides] = *mask;
-    const HostTensor tensor = host_tensor(address, sizes, strides);
-    mask_view = tensor.mask(kMaskTypes.at(type).kind);
-    mask_range.emplace(tensor.data, extent_bytes(tensor, kMaskTypes.at(type).bytes), emu::Access::kReadOnly);
-  }
+  const EmulatedMask of_mask(mask);
   const AttentionParams params = forward_params(
-      tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), mask_view,
+      tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), of_mask.view,
       {reinterpret_cast<const int32_t*>(offsets_q), reinterpret_cast<const int32_t*>(offsets_k), sequences, longest_q,
        longest_k},
       {scale, softcap, left, right, top_left, stages, value_stages, q_resident, grid_of_heads,
        reinterpret_cast<float*>(scratch), int(resident_blocks), int(splits), reinterpret_cast<float*>(partial)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
+}
+
+using MemoryTuple = std::tuple<uintptr_t, size_t>;  // address, bytes
+
+// See torch_ops/attention_backward.cpp. tensors: q, k, v, out, grad_out, dq, dk, dv; memory: lse, grad_lse, offsets of
+// q and k, statistics, live rows, p, ds, partial.
+std::string attention_backward(const std::string& kernel, const std::vector<TensorTuple>& tensors,
+                               const std::vector<MemoryTuple>& memory, const std::optional<MaskTuple>& mask,
+                               int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap,
+                               int64_t left, int64_t right, bool top_left, int64_t resident_blocks,
+                               bool float_gradients, int64_t first_entry, int64_t entries, int64_t first_tile,
+                               int64_t end_tile, int64_t first_key, int64_t end_key) {
+  const auto tensor = [&](size_t i) { return std::apply(host_tensor, tensors.at(i)); };
+  const BackwardTensors x = {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7)};
+  const auto address = [&](size_t i) { return reinterpret_cast<void*>(std::get<0>(memory.at(i))); };
+  std::deque<emu::RegisteredRange> ranges;
+  constexpr size_t kInputs = 5, kInputMemory = 4;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const HostTensor of = tensor(i);
+    ranges.emplace_back(of.data, extent_bytes(of, i >= kInputs && float_gradients ? 4 : 2),
+                        i < kInputs ? emu::Access::kReadOnly : emu::Access::kReadWrite);
+  }
+  for (size_t i = 0; i < memory.size(); ++i) {
+    ranges.emplace_back(address(i), std::get<1>(memory[i]),
+                        i < kInputMemory ? emu::Access::kReadOnly : emu::Access::kReadWrite);
+  }
+  const EmulatedMask of_mask(mask);
+  ForwardOptions options{};
+  options.scale = scale;
+  options.softcap = softcap;
+  options.left = left;
+  options.right = right;
+  options.top_left = top_left;
+  options.resident_blocks = int(resident_blocks);
+  const BackwardParams params = backward_params(
+      x, static_cast<float*>(address(0)), static_cast<const float*>(address(1)), of_mask.view,
+      {static_cast<const int32_t*>(address(2)), static_cast<const int32_t*>(address(3)), sequences, longest_q,
+       longest_k},
+      options, float_gradients, static_cast<float*>(address(4)), static_cast<uint64_t*>(address(5)),
+      {first_entry, entries, first_tile, end_tile, first_key, end_key, static_cast<uint16_t*>(address(6)),
+       static_cast<uint16_t*>(address(7)), static_cast<float*>(address(8))});
+  const py::gil_scoped_release release;
+  return emulated_instances().at(kernel).launch(&params).message;
 }
 
 // (bytes of shared memory, grid) of a call with one row block for each of these heads.
@@ -139,6 +190,7 @@ py::dict take_report() {
 PYBIND11_MODULE(ffpa_emulated, module) {
   module.def("configure", &ffpa::configure);
   module.def("attention_forward", &ffpa::attention_forward);
+  module.def("attention_backward", &ffpa::attention_backward);
   module.def("launch_shape", &ffpa::launch_shape);
   module.def("take_report", &ffpa::take_report);
 }

@@ -1,0 +1,102 @@
+// What the kernels of the backward are told. They share one workspace, a chunk of the problem after the other:
+//
+//   backward_rows       of every row of dO and O: LSE in base 2, and δ = dO·O - dLSE
+//   backward_scores     of every (row, key) tile that has visible pairs: P and dS, into the workspace
+//   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
+//
+// An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
+// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries, or some row tiles of one: dK
+// and dV are then sums over several chunks, which `partial` keeps in fp32. It has all keys, or some key tiles: then it
+// gives dK and dV only.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "base/compiler.h"
+#include "base/math.h"
+
+namespace ffpa {
+
+inline constexpr int kRowTile = 128;      // rows of a tile of P
+inline constexpr int kKeyTile = 256;      // and its keys
+inline constexpr int kLiveRows = 64;      // rows in a word of live_rows
+inline constexpr int kProductRows = 128;  // rows of a tile of dQ, keys of one of dK and dV
+
+// [batch, heads, rows, columns] of 16-bit elements, or of floats; columns are adjacent, strides count elements.
+struct GradientView {
+  void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+struct BackwardParams {
+  AttentionParams attention;  // lse: of all keys that the rows saw, here or elsewhere; out likewise
+  TensorView grad_out;        // [batch, heads_q, n_q, d_v]
+  const float* grad_lse;      // as lse, or null
+  GradientView dq, dk, dv;    // as q, k, v
+  bool float_gradients;
+  float scale;  // dQ = scale · dS K
+
+  float* statistics;    // [as lse][2]: LSE · log2(e), +inf where that is -inf; δ
+  uint64_t* live_rows;  // [batch · heads_q][ceil(n_q / kLiveRows)]: bit r of a word is 0 where row r must not count
+
+  int first_entry, entries;  // of the chunk
+  int first_tile, end_tile;  // of the row tiles of each
+  int first_key, end_key;    // multiples of kKeyTile
+  uint16_t* p;               // [entries · row tiles · kRowTile][end_key - first_key]
+  uint16_t* ds;
+  float* partial;  // of dK and dV, where a chunk holds some row tiles of an entry; in the order of fragments
+
+  FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }
+  FFPA_HOST_DEVICE int tiles_of_head() const { return ceil_div(attention.n_q, kRowTile); }
+  FFPA_HOST_DEVICE int tiles_of_entry() const { return tiles_of_head() * attention.group; }
+  FFPA_HOST_DEVICE int tiles_of_chunk() const { return end_tile - first_tile; }  // of each of its entries
+  FFPA_HOST_DEVICE int keys_of_chunk() const { return end_key - first_key; }
+  FFPA_HOST_DEVICE int64_t workspace_rows() const { return int64_t(entries) * tiles_of_chunk() * kRowTile; }
+  FFPA_HOST_DEVICE int live_words() const { return ceil_div(attention.n_q, kLiveRows); }  // of a head
+};
+
+struct BackwardChunk {
+  int64_t first_entry, entries, first_tile, end_tile, first_key, end_key;
+  uint16_t* p;
+  uint16_t* ds;
+  float* partial;
+};
+
+struct BackwardTensors {
+  HostTensor q, k, v, out, grad_out, dq, dk, dv;
+};
+
+inline BackwardParams backward_params(const BackwardTensors& x, float* lse, const float* grad_lse, const MaskView& mask,
+                                      const HostSequences& sequences, const ForwardOptions& options,
+                                      bool float_gradients, float* statistics, uint64_t* live_rows,
+                                      const BackwardChunk& chunk) {
+  const auto gradient = [](const HostTensor& t) {
+    return GradientView{t.data, t.strides[0], t.strides[1], t.strides[2]};
+  };
+  BackwardParams params{};
+  params.attention = forward_params(x.q, x.k, x.v, x.out, lse, mask, sequences, options);
+  params.grad_out = x.grad_out.view();
+  params.grad_lse = grad_lse;
+  params.dq = gradient(x.dq);
+  params.dk = gradient(x.dk);
+  params.dv = gradient(x.dv);
+  params.float_gradients = float_gradients;
+  params.scale = finite_float(options.scale);
+  params.statistics = statistics;
+  params.live_rows = live_rows;
+  params.first_entry = int(chunk.first_entry);
+  params.entries = int(chunk.entries);
+  params.first_tile = int(chunk.first_tile);
+  params.end_tile = int(chunk.end_tile);
+  params.first_key = int(chunk.first_key);
+  params.end_key = int(chunk.end_key);
+  params.p = chunk.p;
+  params.ds = chunk.ds;
+  params.partial = chunk.partial;
+  return params;
+}
+
+}  // namespace ffpa

@@ -1,0 +1,274 @@
+// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kProductRows rows × kColumns
+// columns, 64 rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
+// and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads that share a key/value
+// head, in a fixed order; no result is added to by anybody else, so bits do not change from run to run.
+//
+// Rows that must not count (of packed sequences, what lies behind; rows that see no key) have zeros in P and dS, and
+// become zeros in shared memory where they are the other operand: 0 · NaN would be NaN.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_params.h"
+#include "attention/backward_tiles.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/memory.cuh"
+#include "ptx/register_budget.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragment_output.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype; kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
+// ptxas then serialises.)
+template <class Fields>
+struct BackwardProductsWgmmaConfig : Fields {
+  using Params = BackwardParams;
+  using Tiles = ProductTiles<Fields::kOfQ, Fields::kColumns>;
+  using Ring = tile::BoxRing<ceil_div(Fields::kColumns, tile::kBox), 4>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
+  static_assert(kProductRows == tile::kConsumerGroups * tile::kBox, "a warpgroup has 64 rows of a tile");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(Tiles(params).count(), int64_t{params.attention.resident_blocks}));
+    shape.threads = kThreads;
+    shape.smem_bytes = Ring::kBytes + Ring::kBarrierBytes;
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, grad_out, p, ds;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const AttentionParams& a = params.attention;
+    const int rows = a.is_packed() ? a.packed_q.total : a.n_q, keys = a.is_packed() ? a.packed_k.total : a.n_k;
+    const int batch = a.is_packed() ? 1 : a.batch;
+    arguments.params = params;
+    const LaunchStatus statuses[] = {
+        map_tensor(arguments.q, a.q, a.d_qk, rows, a.heads_q, batch),
+        map_tensor(arguments.k, a.k, a.d_qk, keys, params.heads_kv(), batch),
+        map_tensor(arguments.grad_out, params.grad_out, a.d_v, rows, a.heads_q, batch),
+        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
+        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class BackwardProductsWgmma {
+  using Element = typename Config::Dtype;
+  using Tiles = typename Config::Tiles;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kColumns = Config::kColumns;
+  using Sums = float[kColumns / 2];
+
+ public:
+  FFPA_DEVICE explicit BackwardProductsWgmma(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        attention_(arguments.params.attention),
+        lane_(ptx::lane_id()),
+        warp_(ptx::thread_x() / 32),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes} {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) ring_.init();
+    ptx::sync_block();
+    constexpr int kGroupWarps = tile::kGroupThreads / 32;
+    if (warp_ < kGroupWarps) {
+      ptx::decrease_registers<Config::kProducerRegisters>();
+      if (warp_ == 0) produce();
+    } else {
+      ptx::increase_registers<Config::kConsumerRegisters>();
+      consume(warp_ / kGroupWarps - 1);
+    }
+  }
+
+ private:
+  // Round after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the
+  // longer one.
+  template <class Function>
+  FFPA_DEVICE void for_each_tile(const Function& function) const {
+    const Tiles tiles(params_);
+    const int blocks = ptx::grid_x(), block = ptx::block_x();
+    bool backwards = false;
+    FFPA_NO_UNROLL
+    for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
+      const int64_t item = round + (backwards ? blocks - 1 - block : block);
+      if (item < tiles.count()) function(tiles.get(item));
+    }
+  }
+
+  // function(head of the group, run over its rows) for what dK or dV is summed over.
+  template <class Function>
+  FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
+    const int first_head = params_.first_tile / params_.tiles_of_head();
+    const int end_head = ceil_div(params_.end_tile, params_.tiles_of_head());
+    FFPA_NO_UNROLL
+    for (int head = first_head; head < end_head; ++head) {
+      const TileRange tiles = tiles_of_head_in_chunk(params_, head);
+      function(head,
+               run_over_rows(entry, params_.first_key + tile.tile * kProductRows, tiles.first, tiles.end, tile::kBox));
+    }
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    for_each_tile([&](const ProductTile& tile) {
+      if (Config::kOfQ) {
+        bring_keys(producer, tile);
+        return;
+      }
+      const EntryPlace place = entry_place(params_, tile.entry);
+      const BatchEntry entry = batch_entry(attention_, place.batch);
+      bool any = false;
+      for_each_run(tile, entry, [&](int head_of_group, const Run& run) {
+        any |= run.begin < run.end;
+        bring_rows(producer, tile, entry, place, head_of_group, run);
+      });
+      if (!any) producer.bring_zeros();
+    });
+  }
+
+  // All keys that the rows of a tile see, for dQ.
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
+    const HeadRows rows = rows_of_tile(params_, tile.entry, tile.tile);
+    const MapPlace k = {rows.entry.k.begin, entry_place(params_, tile.entry).head_kv, map_batch(rows.batch())};
+    const Run run = run_over_keys(rows, tile::kBox);
+    const int row = int(workspace_row(params_, tile.entry, tile.tile));
+    if (run.begin == run.end) producer.bring_zeros();
+    FFPA_NO_UNROLL
+    for (int key = run.begin; key < run.end; key += tile::kBox) {
+      producer.bring_live_rows(live_keys(rows.n_k() - key), [&](uint32_t boxes_smem, uint32_t barrier) {
+        for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
+          ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
+        }
+        load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
+      });
+    }
+  }
+
+  // The rows of one query head, for dK or dV.
+  FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const ProductTile& tile, const BatchEntry& entry,
+                              const EntryPlace& place, int head_of_group, const Run& run) const {
+    const bool of_v = tile.product == Product::kDv;
+    const ptx::TensorMap &a = of_v ? arguments_.p : arguments_.ds, &b = of_v ? arguments_.grad_out : arguments_.q;
+    const int head = place.head_kv * attention_.group + head_of_group;
+    const MapPlace q = {entry.q.begin, head, map_batch(place.batch)};
+    const int row_0 =
+        int(workspace_row(params_, tile.entry, head_of_group * params_.tiles_of_head() - params_.first_tile));
+    const int64_t head_of_all = int64_t(place.batch) * attention_.heads_q + head;
+    const uint64_t* live = params_.live_rows + head_of_all * params_.live_words() + run.begin / kLiveRows;
+    const int steps = run.steps(tile::kBox);
+    uint32_t words[2] = {0, 0};  // of the step that is `lane` further
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      if (step % 32 == 0 && step + lane_ < steps) ptx::ld_global_8(words, live + step + lane_);
+      const uint64_t live_rows = ptx::shfl_idx(words[0], step % 32) | uint64_t(ptx::shfl_idx(words[1], step % 32))
+                                                                          << 32;
+      const int row = run.begin + step * tile::kBox;
+      producer.bring_live_rows(live_rows, [&](uint32_t boxes_smem, uint32_t barrier) {
+        for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
+          ptx::tma_load_2d(boxes_smem, &a, barrier, tile.tile * kProductRows + box * tile::kBox, row_0 + row);
+        }
+        load_columns(boxes_smem, b, barrier, q, tile.column, row);
+      });
+    }
+  }
+
+  FFPA_DEVICE int map_batch(int batch) const { return attention_.is_packed() ? 0 : batch; }
+
+  static FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier,
+                                       const MapPlace& place, int column, int row) {
+    for (int box = 0; box < Ring::kBoxesB; ++box) {
+      load_box(boxes_smem + box * tile::kBoxBytes, map, barrier, place, column + box * tile::kBox, row);
+    }
+  }
+
+  // Of the next 64 keys, of which `left` are the entry's. Behind the last key of a tensor copies find zeros.
+  FFPA_DEVICE uint64_t live_keys(int left) const {
+    return left >= 64 || !attention_.is_packed() ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group) const {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
+    for_each_tile([&](const ProductTile& tile) {
+      Sums sums;
+      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, max_of(steps_of(tile), 1));
+      finish(tile, group, sums);
+    });
+  }
+
+  FFPA_DEVICE int steps_of(const ProductTile& tile) const {
+    if (Config::kOfQ) return run_over_keys(rows_of_tile(params_, tile.entry, tile.tile), tile::kBox).steps(tile::kBox);
+    int steps = 0;
+    const BatchEntry entry = batch_entry(attention_, entry_place(params_, tile.entry).batch);
+    for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
+    return steps;
+  }
+
+  // dK and dV: with what earlier chunks left, for a later one or as the result.
+  FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums) const {
+    const bool of_v = tile.product == Product::kDv;
+    const bool continues = !Config::kOfQ && params_.first_tile > 0;
+    const bool is_last = Config::kOfQ || params_.end_tile == params_.tiles_of_entry();
+    const int warp = group * 4 + warp_ % 4, row = warp * 16;  // of the tile
+    float* partial = params_.partial + (Tiles(params_).index_in_entry(tile) * kProductRows + row) * int64_t{kColumns};
+
+    const EntryPlace place = entry_place(params_, tile.entry);
+    const HeadRows rows = rows_of_tile(params_, tile.entry, Config::kOfQ ? tile.tile : 0);
+    const RowRange& all = Config::kOfQ ? rows.entry.q : rows.entry.k;
+    const int first = all.begin + (Config::kOfQ ? rows.first : params_.first_key + tile.tile * kProductRows) + row;
+    const int64_t head = Config::kOfQ ? rows.head() : place.head_kv;
+    const GradientView& x = Config::kOfQ ? params_.dq : of_v ? params_.dv : params_.dk;
+    const int64_t offset =
+        map_batch(place.batch) * x.batch_stride + head * x.head_stride + first * x.row_stride + tile.column;
+    void* first_gmem = static_cast<uint8_t*>(x.data) + offset * (params_.float_gradients ? 4 : 2);
+    const float scale = of_v ? 1.0f : params_.scale;
+    tile::RowWriter<Element, kColumns / 8> writer(first_gmem, x.row_stride, all.end - first,
+                                                  tile.columns_of_all - tile.column, params_.float_gradients, lane_);
+    FFPA_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      float values[4] = {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]};
+      if (continues) tile::add_fragment(values, partial, n, lane_);
+      if (!is_last) {
+        tile::save_fragment(partial, n, values, lane_);
+        continue;
+      }
+      FFPA_UNROLL
+      for (float& value : values) value *= scale;
+      writer.put(n, values);
+    }
+  }
+
+  const Arguments& arguments_;
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int lane_, warp_;
+  Ring ring_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_products_wgmma(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  BackwardProductsWgmma<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,287 @@
+// P and dS of the backward on wgmma: tiles of kRowTile rows × kKeyTile keys, into the workspace. For each tile, of 64
+// rows a warpgroup:
+//
+//   1. dP = dO Vᵀ          over d_v, in steps of 64
+//   2. X = dP - δ          packed to 16 bits, beside the accumulators
+//   3. S = Q Kᵀ            over d_qk, in the same accumulators
+//   4. P = exp2(S - LSE), dS = P ∘ X, 64 keys at a time: to shared memory, from there by TMA to the workspace
+//
+// dP comes first since X takes half of its registers, and then P and dS are finished together (with a softcap, dS also
+// needs the scores). The producer is a tile ahead as far as the ring reaches. In step 4 the staging boxes of a
+// warpgroup are its own: its warps meet at a named barrier before they write (the copies of the last 64 keys have read
+// them) and before one thread starts the copies (all have written).
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_params.h"
+#include "attention/backward_tiles.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_budget.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragments.cuh"
+#include "tile/smem_layout.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype.
+template <class Fields>
+struct BackwardScoresWgmmaConfig : Fields {
+  using Params = BackwardParams;
+  using Ring = tile::BoxRing<kKeyTile / tile::kBox, 4>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread
+
+  // Shared memory: slots of the ring; for each warpgroup a box of P and one of dS; barriers.
+  static constexpr uint32_t kStagingBytes = 2 * tile::kBoxBytes;
+  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes;
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(score_tiles(params), int64_t{params.attention.resident_blocks}));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, v, grad_out, p, ds;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const AttentionParams& a = params.attention;
+    const int rows = a.is_packed() ? a.packed_q.total : a.n_q, keys = a.is_packed() ? a.packed_k.total : a.n_k;
+    const int batch = a.is_packed() ? 1 : a.batch;
+    arguments.params = params;
+    const LaunchStatus statuses[] = {
+        map_tensor(arguments.q, a.q, a.d_qk, rows, a.heads_q, batch),
+        map_tensor(arguments.k, a.k, a.d_qk, keys, params.heads_kv(), batch),
+        map_tensor(arguments.v, a.v, a.d_v, keys, params.heads_kv(), batch),
+        map_tensor(arguments.grad_out, params.grad_out, a.d_v, rows, a.heads_q, batch),
+        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
+        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class BackwardScoresWgmma {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+
+  static constexpr int kFragments = kKeyTile / 8;           // of a row of a tile
+  static constexpr int kBoxFragments = tile::kBox / 8;      // and of a box
+  static constexpr int kPartFragments = kBoxFragments / 2;  // finished at a time: registers are scarce
+  using Sums = float[kKeyTile / 2];
+  using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
+
+ public:
+  FFPA_DEVICE explicit BackwardScoresWgmma(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        attention_(arguments.params.attention),
+        lane_(ptx::lane_id()),
+        warp_(ptx::thread_x() / 32),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes} {
+  }
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) ring_.init();
+    ptx::sync_block();
+    constexpr int kGroupWarps = tile::kGroupThreads / 32;
+    if (warp_ < kGroupWarps) {
+      ptx::decrease_registers<Config::kProducerRegisters>();
+      if (warp_ == 0) produce();
+    } else {
+      ptx::increase_registers<Config::kConsumerRegisters>();
+      consume(warp_ / kGroupWarps - 1, warp_ % kGroupWarps);
+    }
+  }
+
+ private:
+  FFPA_DEVICE int qk_steps() const { return ceil_div(attention_.d_qk, tile::kBox); }
+  FFPA_DEVICE int v_steps() const { return ceil_div(attention_.d_v, tile::kBox); }
+
+  template <class Function>
+  FFPA_DEVICE void for_each_tile(const Function& function) const {
+    const int64_t tiles = score_tiles(params_);
+    FFPA_NO_UNROLL
+    for (int64_t item = ptx::block_x(); item < tiles; item += ptx::grid_x()) {
+      const ScoreTile tile = score_tile(params_, item);
+      if (tile.has_visible_pairs()) function(tile);
+    }
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    for_each_tile([&](const ScoreTile& tile) {
+      const HeadRows& rows = tile.rows;
+      const int batch = attention_.is_packed() ? 0 : rows.batch();
+      const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
+      const MapPlace k = {rows.entry.k.begin + tile.first_key, tile.head_kv, batch};
+      const auto bring = [&](const ptx::TensorMap& a, const ptx::TensorMap& b, int steps) {
+        FFPA_NO_UNROLL
+        for (int step = 0; step < steps; ++step) {
+          producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
+            const int column = step * tile::kBox;
+            for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, a, barrier, q, column, box * tile::kBox);
+            }
+            for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, b, barrier, k, column, box * tile::kBox);
+            }
+          });
+        }
+      };
+      bring(arguments_.grad_out, arguments_.v, v_steps());
+      bring(arguments_.q, arguments_.k, qk_steps());
+    });
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group, int group_warp) {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const uint32_t staging_smem = ring_.slots_smem + Ring::kBytes + group * Config::kStagingBytes;
+    const bool stores = group_warp == 0 && lane_ == 0;
+    for_each_tile([&](const ScoreTile& tile) {
+      const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
+      float lse2[2], delta[2];
+      load_statistics(tile.rows, tile.rows.first + row, lse2, delta);
+
+      Sums sums;
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
+      Packed x;
+      FFPA_UNROLL
+      for (int i = 0; i < kFragments * 2; ++i) {
+        x[i] = ptx::pack<Element>(sums[2 * i] - delta[i % 2], sums[2 * i + 1] - delta[i % 2]);
+      }
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
+
+      const bool all_seen =
+          all_rows_see(tile.rows, tile.first_key, kKeyTile) && tile.rows.last - tile.rows.first == kRowTile - 1;
+      FFPA_UNROLL
+      for (int box = 0; box < kKeyTile / tile::kBox; ++box) {
+        uint32_t p[kBoxFragments * 2], ds[kBoxFragments * 2];
+        FFPA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          finish(sums, x, 2 * box + half, tile, row, lse2, all_seen, p + half * kBoxFragments,
+                 ds + half * kBoxFragments);
+        }
+        if (stores) ptx::bulk_wait_group_read<0>();
+        ptx::bar_sync(1 + group, tile::kGroupThreads);
+        stage(staging_smem, group_warp, p);
+        stage(staging_smem + tile::kBoxBytes, group_warp, ds);
+        ptx::fence_proxy_async();
+        ptx::bar_sync(1 + group, tile::kGroupThreads);
+        if (stores) {
+          const int key = tile.first_key - params_.first_key + box * tile::kBox;
+          const int at = int(tile.workspace_row) + group * tile::kBox;
+          ptx::tma_store_2d(&arguments_.p, staging_smem, key, at);
+          ptx::tma_store_2d(&arguments_.ds, staging_smem + tile::kBoxBytes, key, at);
+          ptx::bulk_commit_group();
+        }
+      }
+    });
+    if (stores) ptx::bulk_wait_group<0>();
+  }
+
+  // Of rows row + lane / 4 and 8 further.
+  FFPA_DEVICE void load_statistics(const HeadRows& rows, int row, float (&lse2)[2], float (&delta)[2]) const {
+    const int64_t first =
+        rows.batch() * attention_.lse_batch_stride + rows.head() * attention_.lse_head_stride + rows.entry.q.begin;
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int r = row + tile::c_coordinate(lane_, 2 * h).row;
+      uint32_t bits[2] = {float_bits(kInfinity), 0};  // a row that does not exist: P = 0
+      if (r <= rows.last) ptx::ld_global_8(bits, params_.statistics + 2 * (first + r));
+      lse2[h] = float_from_bits(bits[0]);
+      delta[h] = float_from_bits(bits[1]);
+    }
+  }
+
+  // P and dS of 32 keys, packed as X is.
+  FFPA_DEVICE void finish(const Sums& sums, const Packed& x, int part, const ScoreTile& tile, int row,
+                          const float (&lse2)[2], bool all_seen, uint32_t* p, uint32_t* ds) const {
+    float scores[1][kPartFragments][4], factors[kPartFragments][4];  // of dS = factor · P
+    FFPA_UNROLL
+    for (int n = 0; n < kPartFragments; ++n) {
+      const int fragment = part * kPartFragments + n;
+      FFPA_UNROLL
+      for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[fragment * 4 + e];
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        ptx::unpack<Element>(x[fragment * 2 + h], factors[n][2 * h], factors[n][2 * h + 1]);
+      }
+    }
+    if (attention_.softcap > 0) {  // the derivative of the cap
+      FFPA_UNROLL
+      for (int n = 0; n < kPartFragments; ++n) {
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const float t = tanh_of(scores[0][n][e] * attention_.score_factor);
+          factors[n][e] *= 1 - t * t;
+        }
+      }
+    }
+    scores_to_logits(scores, attention_, tile.rows, all_seen, tile.rows.first + row,
+                     tile.first_key + part * kPartFragments * 8, lane_);
+    const bool rows_may_be_dead = !all_seen || attention_.mask.kind != MaskKind::kNone;
+    FFPA_UNROLL
+    for (int n = 0; n < kPartFragments; ++n) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float probability[2], gradient[2];
+        FFPA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          // Where the pair does not count, S and X may be NaN.
+          const float logit = rows_may_be_dead && lse2[h] == kInfinity ? -kInfinity : scores[0][n][2 * h + e];
+          probability[e] = ptx::ex2(logit - lse2[h]);
+          gradient[e] = probability[e] == 0 ? 0.0f : probability[e] * factors[n][2 * h + e];
+        }
+        p[2 * n + h] = ptx::pack<Element>(probability[0], probability[1]);
+        ds[2 * n + h] = ptx::pack<Element>(gradient[0], gradient[1]);
+      }
+    }
+  }
+
+  // 16 rows of a box, as TMA's 128-byte swizzle has it.
+  FFPA_DEVICE void stage(uint32_t box_smem, int group_warp, const uint32_t (&packed)[kBoxFragments * 2]) const {
+    constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
+    FFPA_UNROLL
+    for (int n = 0; n < kBoxFragments; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
+      const int row = group_warp * 16 + lane_ / 8 % 2 * 8 + lane_ % 8;
+      ptx::stmatrix_x4(box_smem + kLayout.offset(row, n + lane_ / 16),
+                       {packed[2 * n], packed[2 * n + 1], packed[2 * n + 2], packed[2 * n + 3]});
+    }
+  }
+
+  const Arguments& arguments_;
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int lane_, warp_;
+  Ring ring_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_scores_wgmma(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  BackwardScoresWgmma<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,54 @@
+// How TMA sees the tensors of a call: all in boxes of 64 × 64 elements (tile/box_ring.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "base/compiler.h"
+#include "ptx/launch_types.h"
+#include "ptx/tma.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Of `rows` rows of `columns` in each head; of packed sequences all rows of the tensor. What lies outside reads as 0.
+inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch) {
+  TensorMapSpec spec;
+  spec.base = x.data;
+  spec.rank = 4;
+  spec.swizzle = Swizzle::k128Bytes;
+  const int64_t sizes[] = {columns, rows, heads, batch};
+  const int64_t strides[] = {1, x.row_stride, x.head_stride, x.batch_stride};
+  for (int dim = 0; dim < 4; ++dim) {
+    spec.size[dim] = uint64_t(sizes[dim]);
+    spec.stride_bytes[dim] = uint64_t(sizes[dim] == 1 ? columns : strides[dim]) * 2;  // nobody steps along a dim of one
+    spec.box[dim] = dim < 2 ? tile::kBox : 1;
+  }
+  return ptx::encode_tensor_map(map, spec);
+}
+
+// A matrix of a workspace.
+inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_t columns, int64_t rows) {
+  TensorMapSpec spec;
+  spec.base = data;
+  spec.rank = 2;
+  spec.swizzle = Swizzle::k128Bytes;
+  spec.size[0] = uint64_t(columns);
+  spec.size[1] = uint64_t(rows);
+  spec.stride_bytes[1] = uint64_t(columns) * 2;
+  spec.box[0] = spec.box[1] = tile::kBox;
+  return ptx::encode_tensor_map(map, spec);
+}
+
+// Where row 0 of a head lies in such a map.
+struct MapPlace {
+  int row, head, batch;
+};
+
+// The box of a tensor's columns from `column` on and rows from `row` on.
+FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
+                          int column, int row) {
+  ptx::tma_load_4d(box_smem, &map, barrier, column, place.row + row, place.head, place.batch);
+}
+
+}  // namespace ffpa

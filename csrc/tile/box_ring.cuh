@@ -1,0 +1,205 @@
+// The core of the Hopper kernels: one warp brings tiles of two matrices by TMA, two warpgroups multiply them.
+//
+// Everything moves in boxes of 64 × 64 16-bit elements, 8 rows of 128 bytes an atom of the 128-byte swizzle: whatever
+// its tensor, and whichever way wgmma reads it. A step is 64 of the common dimension:
+//
+//   A   2 boxes, one for each warpgroup's 64 rows:  [64 rows][64 of the step], or [64 of the step][64 rows]
+//   B   kBoxesB, 64 columns each:                   [64 columns][64 of the step], or [64 of the step][64 columns]
+//
+// Slots of a step each form a ring. Each has two mbarriers: `full`, all boxes have landed; `empty`, no warp reads them
+// any more.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace ffpa::tile {
+
+inline constexpr int kBox = 64;  // rows and columns
+inline constexpr uint32_t kBoxRowBytes = kBox * 2;
+inline constexpr uint32_t kBoxBytes = kBox * kBoxRowBytes;
+inline constexpr uint32_t kAtomBytes = 8 * kBoxRowBytes;
+
+inline constexpr int kConsumerGroups = 2;
+inline constexpr int kGroupThreads = 128;
+
+// Which way a box lies: along which of its dimensions it is contiguous.
+using Major = ptx::OperandMajor;
+
+template <int kBoxesOfB, int kSlots>
+struct BoxRing {
+  static constexpr int kBoxesB = kBoxesOfB;
+  static constexpr int kStages = kSlots;
+  static constexpr uint32_t kSlotBytes = (kConsumerGroups + kBoxesB) * kBoxBytes;
+  static constexpr uint32_t kBytes = kStages * kSlotBytes;
+  static constexpr uint32_t kBarrierBytes = (2 * kStages + 1) * 8;
+
+  uint32_t slots_smem;
+  uint32_t barriers_smem;
+
+  FFPA_DEVICE uint32_t slot(int i) const { return slots_smem + i * kSlotBytes; }
+  FFPA_DEVICE uint32_t full(int i) const { return barriers_smem + i * 8; }
+  FFPA_DEVICE uint32_t empty(int i) const { return barriers_smem + (kStages + i) * 8; }
+  FFPA_DEVICE uint32_t landed() const { return barriers_smem + 2 * kStages * 8; }
+
+  // By one thread, before a barrier of the block.
+  FFPA_DEVICE void init() const {
+    FFPA_NO_UNROLL
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full(i), 1);
+      ptx::mbarrier_init(empty(i), kConsumerGroups * kGroupThreads / 32);
+    }
+    ptx::mbarrier_init(landed(), 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Where a role is in the ring: each goes round on its own.
+template <class Ring>
+struct RingPosition {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  FFPA_DEVICE void advance() {
+    if (++slot == Ring::kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The warp that brings steps, all of its lanes together; one of them issues the copies.
+template <class Ring>
+class BoxProducer {
+ public:
+  FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
+
+  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other.
+  template <class Load>
+  FFPA_DEVICE void bring(const Load& load) {
+    if (lane_ == 0) {
+      const uint32_t full = ring_.full(at_.slot);
+      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, Ring::kSlotBytes);
+      load(ring_.slot(at_.slot), full);
+    }
+    at_.advance();
+  }
+
+  // The same, with zeros for those rows of B's boxes whose bit in `live` is 0: a NaN that lies there would survive the
+  // zero it is multiplied with.
+  template <class Load>
+  FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load) {
+    if (live == ~uint64_t{0}) return bring(load);
+    const uint32_t slot = ring_.slot(at_.slot);
+    if (lane_ == 0) {
+      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(ring_.landed(), Ring::kSlotBytes);
+      load(slot, ring_.landed());
+    }
+    ptx::sync_warp();
+    ptx::mbarrier_wait(ring_.landed(), landed_parity_);
+    landed_parity_ ^= 1;
+    constexpr int kChunks = kBoxRowBytes / 16;
+    for (int row = lane_ / kChunks; row < kBox; row += 32 / kChunks) {
+      if (live >> row & 1) continue;
+      FFPA_NO_UNROLL
+      for (int box = 0; box < Ring::kBoxesB; ++box) {
+        ptx::st_shared_16(slot + (kConsumerGroups + box) * kBoxBytes + row * kBoxRowBytes + lane_ % kChunks * 16,
+                          {0, 0, 0, 0});
+      }
+    }
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));
+    at_.advance();
+  }
+
+  // A step of zeros: what a product over nothing is made of.
+  FFPA_DEVICE void bring_zeros() {
+    const uint32_t slot = ring_.slot(at_.slot);
+    ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+    FFPA_NO_UNROLL
+    for (uint32_t offset = lane_ * 16; offset < Ring::kSlotBytes; offset += 32 * 16) {
+      ptx::st_shared_16(slot + offset, {0, 0, 0, 0});
+    }
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));
+    at_.advance();
+  }
+
+ private:
+  const Ring ring_;
+  int lane_;
+  RingPosition<Ring> at_;
+  uint32_t landed_parity_ = 0;
+};
+
+// One of the warpgroups that multiply.
+template <class Ring>
+class BoxConsumer {
+ public:
+  // `group`: which of them.
+  FFPA_DEVICE BoxConsumer(const Ring& ring, int group, int lane) : ring_(ring), group_(group), lane_(lane) {}
+
+  // sums [64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one.
+  template <class Element, int kColumns, Major kA, Major kB>
+  FFPA_DEVICE void multiply(float (&sums)[kColumns / 2], int steps) {
+    static_assert(kColumns <= Ring::kBoxesB * kBox, "the boxes of B hold all columns");
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      begin_step<Element, kColumns, kA, kB>(sums, step > 0);
+      ptx::wgmma_wait_group<1>();  // the products of the step before are done
+      if (step > 0) release(slot_before(2));
+    }
+    ptx::wgmma_wait_group<0>();
+    release(slot_before(1));
+  }
+
+ private:
+  // One loop body, and no other code that touches the sums: ptxas then leaves the products asynchronous.
+  template <class Element, int kColumns, Major kA, Major kB>
+  FFPA_DEVICE void begin_step(float (&sums)[kColumns / 2], bool accumulate) {
+    // From one multiple of 16 of the common dimension to the next: along a row, or 16 rows.
+    constexpr uint32_t kNextA = kA == Major::kK ? 32 : 2 * kAtomBytes, kNextB = kB == Major::kK ? 32 : 2 * kAtomBytes;
+    const uint32_t a_smem = ring_.slot(at_.slot) + group_ * kBoxBytes;
+    const uint32_t b_smem = ring_.slot(at_.slot) + kConsumerGroups * kBoxBytes;
+    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
+    ptx::wgmma_fence();
+    FFPA_UNROLL
+    for (int depth = 0; depth < kBox / 16; ++depth) {
+      ptx::wgmma_ss<Element, kColumns, kA, kB>(
+          sums, ptx::wgmma_descriptor(a_smem + depth * kNextA, kBoxBytes, kAtomBytes, Swizzle::k128Bytes),
+          ptx::wgmma_descriptor(b_smem + depth * kNextB, kBoxBytes, kAtomBytes, Swizzle::k128Bytes),
+          accumulate || depth > 0);
+    }
+    ptx::wgmma_commit_group();
+    at_.advance();
+  }
+
+  // That of `steps` steps ago.
+  FFPA_DEVICE int slot_before(int steps) const {
+    return at_.slot >= steps ? at_.slot - steps : at_.slot + Ring::kStages - steps;
+  }
+
+  FFPA_DEVICE void release(int slot) const {
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(slot));
+  }
+
+  const Ring ring_;
+  int group_, lane_;
+  RingPosition<Ring> at_;
+};
+
+inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
+
+}  // namespace ffpa::tile

@@ -1,0 +1,78 @@
+// Accumulators of a warp to global memory: 16 rows as C fragments, row by row or in the order they are held.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "base/types.h"
+#include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa::tile {
+
+// 16 rows of a matrix of Element, or of floats, fragment after fragment. `rows` and `columns` count what exists from
+// the first element on; columns are a multiple of 8.
+template <class Element, int kFragments>
+class RowWriter {
+ public:
+  FFPA_DEVICE RowWriter(void* first_gmem, int64_t row_stride, int rows, int columns, bool floats, int lane)
+      : first_gmem_(first_gmem),
+        row_stride_(row_stride),
+        rows_(rows),
+        columns_(columns),
+        floats_(floats),
+        lane_(lane) {}
+
+  // Fragment `n`, by all lanes, in order from 0 to kFragments - 1.
+  FFPA_DEVICE void put(int n, const float (&values)[4]) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const Coordinate at = c_coordinate(lane_, 2 * h);
+      if (floats_) {
+        float* row_gmem = static_cast<float*>(first_gmem_) + at.row * row_stride_;
+        if (at.row < rows_ && n * 8 < columns_) {
+          ptx::st_global_8(row_gmem + n * 8 + at.column, {float_bits(values[2 * h]), float_bits(values[2 * h + 1])});
+        }
+        continue;
+      }
+      // The four lanes of a row have 4 bytes each of a fragment's 16; every lane collects one fragment of four.
+      const uint32_t mine = ptx::pack<Element>(values[2 * h], values[2 * h + 1]);
+      FFPA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t piece = ptx::shfl_idx(mine, lane_ / 4 * 4 + i);
+        if (lane_ % 4 == n % 4) chunk_[h][i] = piece;
+      }
+      if (n % 4 < 3 && n < kFragments - 1) continue;
+      uint16_t* row_gmem = static_cast<uint16_t*>(first_gmem_) + at.row * row_stride_;
+      const int fragment = n / 4 * 4 + lane_ % 4;
+      if (at.row < rows_ && fragment < kFragments && fragment * 8 < columns_) {
+        ptx::st_global_16(row_gmem + fragment * 8, chunk_[h]);
+      }
+    }
+  }
+
+ private:
+  void* first_gmem_;
+  int64_t row_stride_;
+  int rows_, columns_;
+  bool floats_;
+  int lane_;
+  uint32_t chunk_[2][4];
+};
+
+// A fragment in scratch that only the same warp reads, in the same order: 16 bytes a lane.
+FFPA_DEVICE void save_fragment(float* warp_gmem, int n, const float (&values)[4], int lane) {
+  ptx::st_global_16(warp_gmem + (n * 32 + lane) * 4,
+                    {float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])});
+}
+
+FFPA_DEVICE void add_fragment(float (&values)[4], const float* warp_gmem, int n, int lane) {
+  uint32_t bits[4];
+  ptx::ld_global_16(bits, warp_gmem + (n * 32 + lane) * 4);
+  FFPA_UNROLL
+  for (int e = 0; e < 4; ++e) values[e] += float_from_bits(bits[e]);
+}
+
+}  // namespace ffpa::tile
