@@ -26,15 +26,15 @@ py::dict to_python(const emu::Report& report) {
                                    py::arg("worst_way") = entry.worst_way));
   }
   const emu::Counters& counters = report.counters;
-  py::dict counts(py::arg("blocks") = counters.blocks, py::arg("mma") = counters.mma, py::arg("wgmma") = counters.wgmma,
-                  py::arg("ldmatrix") = counters.ldmatrix, py::arg("stmatrix") = counters.stmatrix,
-                  py::arg("shuffles") = counters.shuffles, py::arg("barriers") = counters.barriers,
-                  py::arg("async_copies") = counters.async_copies, py::arg("tma_loads") = counters.tma_loads,
-                  py::arg("bytes_global_to_shared") = counters.bytes_global_to_shared,
-                  py::arg("bytes_global_loaded") = counters.bytes_global_loaded,
-                  py::arg("bytes_global_stored") = counters.bytes_global_stored,
-                  py::arg("collectives") = counters.collectives,
-                  py::arg("context_switches") = counters.context_switches);
+  py::dict counts(
+      py::arg("blocks") = counters.blocks, py::arg("mma") = counters.mma, py::arg("wgmma") = counters.wgmma,
+      py::arg("ldmatrix") = counters.ldmatrix, py::arg("stmatrix") = counters.stmatrix,
+      py::arg("shuffles") = counters.shuffles, py::arg("barriers") = counters.barriers,
+      py::arg("async_copies") = counters.async_copies, py::arg("tma_loads") = counters.tma_loads,
+      py::arg("tma_stores") = counters.tma_stores, py::arg("bytes_global_to_shared") = counters.bytes_global_to_shared,
+      py::arg("bytes_global_loaded") = counters.bytes_global_loaded,
+      py::arg("bytes_global_stored") = counters.bytes_global_stored, py::arg("collectives") = counters.collectives,
+      py::arg("context_switches") = counters.context_switches);
   return py::dict(py::arg("errors") = errors, py::arg("bank_conflicts") = bank_conflicts, py::arg("counters") = counts);
 }
 

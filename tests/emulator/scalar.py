@@ -340,6 +340,37 @@ def tma(rank, inner, start, swizzled=True):
     return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
 
 
+def tma_store(rank, inner, start, swizzled=True):
+    """The tensor of `tma` after a store of one box, in memory that was 0xcd."""
+    sizes, strides, box = {
+        2: ([40, 21], [1, 48], [inner, 16]),
+        4: ([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2]),
+    }[rank]
+
+    def define(words):
+        out = np.full(21 * 48, 0xCDCD, np.uint16)
+        data = swizzle_chunks(words, 2 * inner) if swizzled else words  # the permutation is its own inverse
+        data = data.view(np.uint16).reshape([*reversed(box)])
+        for index in np.ndindex(*data.shape):
+            position = [c + i for c, i in zip(start, reversed(index), strict=True)]
+            if all(0 <= p < n for p, n in zip(position, sizes, strict=True)):
+                out[sum(p * s for p, s in zip(position, strides, strict=True))] = data[index]
+        return out.view(np.uint32)
+
+    return define
+
+
+def store_ring(words):
+    return swizzle_chunks(words, 128)
+
+
+def workspace(words):
+    """What was stored; boxes of 256 words read back, by TMA (which swizzles again) and by ordinary loads in turn."""
+    stored = swizzle_chunks(words, 128)
+    read = np.where(np.arange(words.size) // 256 % 2, stored, words)
+    return np.concatenate([stored, read])
+
+
 def multicast(words):
     """Two rounds of 8 rows of 64, the same in both blocks."""
     rounds = [swizzle_chunks(part, 128) for part in words.view(np.uint16).reshape(2, 8, 64)]
@@ -419,4 +450,15 @@ EXACT = {
     "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
     "tma_load_3d_multicast": multicast,
     "tma_load_4d_multicast": multicast,
+    "tma_store_2d/inside": tma_store(2, 24, [8, 2], swizzled=False),
+    "tma_store_2d/outside": tma_store(2, 24, [24, -3], swizzled=False),
+    "tma_store_2d/odd": tma_store(2, 24, [-3, 7], swizzled=False),
+    "tma_store_2d/nothing": tma_store(2, 24, [8, 21], swizzled=False),
+    "tma_store_2d/swizzle_32": tma_store(2, 16, [8, 2]),
+    "tma_store_2d/swizzle_64": tma_store(2, 32, [16, 9]),
+    "tma_store_2d/swizzle_128": tma_store(2, 64, [-8, 1]),
+    "tma_store_4d/inside": tma_store(4, 24, [8, 2, 0, 0], swizzled=False),
+    "tma_store_4d/outside": tma_store(4, 64, [-8, 5, -1, 1]),
+    "bulk_wait_group_read": store_ring,
+    "fence_proxy_async_global": workspace,
 }

@@ -1,8 +1,9 @@
-// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, TMA, clusters, setmaxnreg.
+// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, TMA loads, clusters, setmaxnreg.
 #pragma once
 
 #include "cases/case.h"
 #include "cases/matrix.cuh"
+#include "cases/tma_store.cuh"
 #include "cases/wgmma.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -77,37 +78,6 @@ void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, i
   for (int word = lane; word < box_bytes / 4; word += 32) {
     ptx::st_global_4(output + word, ptx::ld_shared_4(smem + word * 4));
   }
-}
-
-// Tensors of all ranks start at the input and have 21 rows of 40 elements, 48 apart; higher dimensions are groups of
-// those rows.
-inline TensorMapSpec tma_spec(const uint32_t* input, int rank, Swizzle swizzle) {
-  constexpr uint64_t kRowBytes = 96;
-  TensorMapSpec spec;
-  spec.base = input;
-  spec.rank = rank;
-  spec.swizzle = swizzle;
-  spec.size[0] = 40;
-  spec.box[0] = swizzle == Swizzle::kNone ? 24 : swizzle_bytes(swizzle) / 2;
-  if (rank == 2) {
-    spec.size[1] = 21;
-    spec.box[1] = 16;
-    spec.stride_bytes[1] = kRowBytes;
-  } else {
-    spec.size[1] = 7;
-    spec.size[2] = 3;
-    spec.box[1] = 4;
-    spec.box[2] = 2;
-    spec.stride_bytes[1] = kRowBytes;
-    spec.stride_bytes[2] = 7 * kRowBytes;
-  }
-  if (rank == 4) {
-    spec.size[3] = 2;
-    spec.size[2] = 1;
-    spec.box[3] = 2;
-    spec.stride_bytes[3] = 10 * kRowBytes;
-  }
-  return spec;
 }
 
 template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0>
@@ -213,7 +183,7 @@ inline std::vector<Case> async_cases() {
 
 inline std::vector<Case> sm90_cases() {
   std::vector<Case> all;
-  for (auto group : {stmatrix_cases, async_cases, wgmma_cases}) {
+  for (auto group : {stmatrix_cases, async_cases, tma_store_cases, wgmma_cases}) {
     const std::vector<Case> cases = group();
     all.insert(all.end(), cases.begin(), cases.end());
   }

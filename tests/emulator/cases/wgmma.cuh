@@ -22,6 +22,12 @@ struct OperandLayout {
   static constexpr bool kKMajor = kMajor == ptx::OperandMajor::kK;
   static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
 
+  // Bytes of `extent` rows. MN-major atoms are whole, even where the last one is half used.
+  static constexpr int bytes(int extent) {
+    constexpr int kMultiple = kKMajor ? 1 : kRowBytes / 2;
+    return (extent + kMultiple - 1) / kMultiple * kMultiple * kDepth * 2;
+  }
+
   // K-major: atoms are stacked along M or N. MN-major: along k first, then along M or N.
   static constexpr uint32_t kStrideBytes = kSwizzled ? kAtomBytes : 2 * kAtomBytes;
   static constexpr uint32_t kLeadingBytes = kSwizzled ? kDepth / 8 * kAtomBytes : kAtomBytes;
@@ -129,7 +135,7 @@ template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA = ptx::O
           ptx::OperandMajor kB = ptx::OperandMajor::kK>
 Case wgmma_ss_case(const char* name) {
   constexpr int kDepth = OperandLayout<kSwizzle, kA>::kDepth;
-  constexpr int kSmem = (kWgmmaRows + kN) * kDepth * 2;
+  constexpr int kSmem = OperandLayout<kSwizzle, kA>::bytes(kWgmmaRows) + OperandLayout<kSwizzle, kB>::bytes(kN);
   return {name,
           90,
           Input::kHalves,
@@ -142,13 +148,14 @@ Case wgmma_ss_case(const char* name) {
 template <class Element, int kN, ptx::OperandMajor kB>
 Case wgmma_rs_case(const char* name) {
   constexpr int kDepth = 64;
-  return {name,
-          90,
-          Input::kHalves,
-          (kWgmmaRows + kN) * kDepth / 2,
-          kWgmmaThreads * kN / 2,
-          0,
-          run_kernel<wgmma_rs_kernel<Element, kN, kB>, kWgmmaThreads, kN * kDepth * 2>};
+  return {
+      name,
+      90,
+      Input::kHalves,
+      (kWgmmaRows + kN) * kDepth / 2,
+      kWgmmaThreads * kN / 2,
+      0,
+      run_kernel<wgmma_rs_kernel<Element, kN, kB>, kWgmmaThreads, OperandLayout<Swizzle::k128Bytes, kB>::bytes(kN)>};
 }
 
 // Variants are named type_N[_swizzle][_majors of A and B].
@@ -161,10 +168,18 @@ inline std::vector<Case> wgmma_cases() {
       wgmma_ss_case<Half, 128, k128>("wgmma_ss/f16_128"),
       wgmma_ss_case<Half, 192, k128>("wgmma_ss/f16_192"),
       wgmma_ss_case<Half, 256, k128>("wgmma_ss/f16_256"),
+      wgmma_ss_case<Half, 160, k128>("wgmma_ss/f16_160"),
+      wgmma_ss_case<Half, 224, k128>("wgmma_ss/f16_224"),
       wgmma_ss_case<BFloat16, 64, k128>("wgmma_ss/bf16_64"),
       wgmma_ss_case<BFloat16, 128, k128>("wgmma_ss/bf16_128"),
       wgmma_ss_case<BFloat16, 192, k128>("wgmma_ss/bf16_192"),
       wgmma_ss_case<BFloat16, 256, k128>("wgmma_ss/bf16_256"),
+      wgmma_ss_case<BFloat16, 160, k128>("wgmma_ss/bf16_160"),
+      wgmma_ss_case<BFloat16, 224, k128>("wgmma_ss/bf16_224"),
+      wgmma_ss_case<Half, 160, k128, kK, kMN>("wgmma_ss/f16_160_k_mn"),
+      wgmma_ss_case<BFloat16, 160, k128, kK, kMN>("wgmma_ss/bf16_160_k_mn"),
+      wgmma_ss_case<Half, 224, k128, kK, kMN>("wgmma_ss/f16_224_k_mn"),
+      wgmma_ss_case<BFloat16, 224, k128, kMN, kMN>("wgmma_ss/bf16_224_mn_mn"),
       wgmma_ss_case<Half, 64, Swizzle::k64Bytes>("wgmma_ss/f16_64_swizzle64"),
       wgmma_ss_case<Half, 64, Swizzle::k32Bytes>("wgmma_ss/f16_64_swizzle32"),
       wgmma_ss_case<Half, 64, Swizzle::kNone>("wgmma_ss/f16_64_none"),
@@ -179,6 +194,12 @@ inline std::vector<Case> wgmma_cases() {
       wgmma_rs_case<Half, 128, kMN>("wgmma_rs/f16_128_mn"),
       wgmma_rs_case<BFloat16, 64, kMN>("wgmma_rs/bf16_64_mn"),
       wgmma_rs_case<BFloat16, 128, kK>("wgmma_rs/bf16_128"),
+      wgmma_rs_case<Half, 160, kK>("wgmma_rs/f16_160"),
+      wgmma_rs_case<Half, 160, kMN>("wgmma_rs/f16_160_mn"),
+      wgmma_rs_case<BFloat16, 160, kMN>("wgmma_rs/bf16_160_mn"),
+      wgmma_rs_case<BFloat16, 224, kK>("wgmma_rs/bf16_224"),
+      wgmma_rs_case<Half, 224, kMN>("wgmma_rs/f16_224_mn"),
+      wgmma_rs_case<BFloat16, 224, kMN>("wgmma_rs/bf16_224_mn"),
       wgmma_rs_case<Half, 192, kMN>("wgmma_rs/f16_192_mn"),
       wgmma_rs_case<BFloat16, 192, kMN>("wgmma_rs/bf16_192_mn"),
       wgmma_rs_case<Half, 256, kMN>("wgmma_rs/f16_256_mn"),

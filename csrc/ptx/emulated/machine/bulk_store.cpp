@@ -32,6 +32,27 @@ void write_destination(BulkStore& store) {
   store.bytes = {};
 }
 
+// Whether the warp has learned of the completion.
+bool is_known(const BulkStore& store, const Warp& warp) {
+  const Warp& owner = *store.lane->warp;
+  return &owner == &warp || store.complete_at <= warp.clock.at[owner.cluster_id];
+}
+
+// Why the lane may not touch what the store wrote, or nullptr.
+const char* what_is_missing(const BulkStore& store, const Lane& lane, GlobalProxy proxy) {
+  const Warp& warp = *lane.warp;
+  if (store.step != BulkStep::kComplete) return "it is not complete: bulk_wait_group by that thread missing";
+  if (!is_known(store, warp)) return "no barrier after its bulk_wait_group";
+  if (store.lane == &lane) return nullptr;
+  if (store.lane->warp == &warp && store.complete_in_sync_epoch == warp.sync_epoch) {
+    return "no __syncwarp after its bulk_wait_group";
+  }
+  const bool fenced = std::any_of(store.fences.begin(), store.fences.end(), [&](const BulkStore::Fence& fence) {
+    return fence.warp == warp.cluster_id || fence.time <= warp.clock.at[fence.warp];
+  });
+  return proxy == GlobalProxy::kAsync && !fenced ? "fence_proxy_async_global missing" : nullptr;
+}
+
 void advance(BulkStore& store, BulkStep step) {
   Lane& lane = *store.lane;
   Warp& warp = *lane.warp;
@@ -49,6 +70,29 @@ void advance(BulkStore& store, BulkStep step) {
 
 }  // namespace
 
+void BulkFootprint::write(uintptr_t address, size_t bytes, uint32_t store) {
+  for (uintptr_t at = address, next; at < address + bytes; at = next) {
+    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
+    Page& page = pages_[at / kPageBytes];
+    for (; at < next; at += kUnitBytes) page[at % kPageBytes / kUnitBytes] = store + 1;
+  }
+}
+
+template <class Visit>
+void BulkFootprint::for_each_store(uintptr_t address, size_t bytes, Visit visit) const {
+  uint32_t last = 0;
+  for (uintptr_t at = address, next; at < address + bytes; at = next) {
+    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
+    const auto page = pages_.find(at / kPageBytes);
+    if (page == pages_.end()) continue;
+    for (; at < next; at += kUnitBytes) {
+      const uint32_t store = page->second[at % kPageBytes / kUnitBytes];
+      if (store != last && store != 0) visit(store - 1);
+      last = store;
+    }
+  }
+}
+
 void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinates, int coordinate_count,
                CallSite site) {
   constexpr const char* kWhat = "TMA store";
@@ -64,7 +108,7 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
   for_each_box_row(spec, coordinates, [&](const BoxRow& row) {
     if (!row.inside_bytes()) return;
     check_global(reinterpret_cast<void*>(row.inside), row.inside_bytes(), kBoxElementBytes, Access::kReadWrite,
-                 GlobalProxy::kAsync, kWhat, site);
+                 GlobalProxy::kGeneric, kWhat, site);
     machine->report.counters.bytes_global_stored += row.inside_bytes();
   });
   ++machine->report.counters.tma_stores;
@@ -79,6 +123,7 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
   if (machine->random_schedule() && machine->random() % 4 == 0) read_source(store);
   for_each_box_row(spec, coordinates, [&](const BoxRow& row) {
     if (!row.inside_bytes()) return;
+    machine->bulk_footprint.write(row.inside, row.inside_bytes(), id);
     if (machine->options.poison) std::memset(reinterpret_cast<void*>(row.inside), 0xff, row.inside_bytes());
   });
 }
@@ -92,9 +137,6 @@ void bulk_wait_group(int pending_groups, BulkStep step, CallSite site) {
   require_arch(kSm90, "cp.async.bulk.wait_group", site);
   maybe_preempt();
   Lane& lane = *current;
-  Warp& warp = *lane.warp;
-  // What the warp has done so far, fences among it, is earlier than the completion.
-  if (step == BulkStep::kComplete) ++warp.clock.at[warp.cluster_id];
   for (const uint32_t id : lane.pending_stores) {
     BulkStore& store = machine->bulk_stores[id];
     if (int64_t(store.group) < int64_t(lane.open_store_group) - pending_groups && store.step < step) {
@@ -106,7 +148,18 @@ void bulk_wait_group(int pending_groups, BulkStep step, CallSite site) {
                             lane.pending_stores.end());
 }
 
-void fence_proxy_async_global(CallSite site) { require_arch(kSm90, "fence.proxy.async", site); }
+// One lane's fence counts for its warp, as that for shared memory does.
+void fence_proxy_async_global(CallSite site) {
+  require_arch(kSm90, "fence.proxy.async", site);
+  const Warp& warp = *current->warp;
+  const int self = warp.cluster_id;
+  for (BulkStore& store : machine->bulk_stores) {
+    if (store.step != BulkStep::kComplete || !is_known(store, warp)) continue;
+    const bool again = std::any_of(store.fences.begin(), store.fences.end(),
+                                   [&](const BulkStore::Fence& fence) { return fence.warp == self; });
+    if (!again) store.fences.push_back({self, warp.clock.at[self]});
+  }
+}
 
 void check_bulk_stores_at_exit(const Lane& lane) {
   for (const uint32_t id : lane.pending_stores) {
@@ -119,13 +172,23 @@ void check_bulk_stores_at_exit(const Lane& lane) {
   }
 }
 
-// The end of the grid is a wait for all of them.
+// The end of the grid completes what was read.
 void finish_bulk_stores() {
   for (BulkStore& store : machine->bulk_stores) {
     if (store.step == BulkStep::kRead) write_destination(store);
   }
 }
 
-void check_against_bulk_stores(uintptr_t, uint32_t, GlobalProxy, const char*, CallSite) {}
+void check_against_bulk_stores(uintptr_t address, uint32_t bytes, GlobalProxy proxy, const char* what, CallSite site) {
+  if (!machine->options.check_races) return;
+  machine->bulk_footprint.for_each_store(address, bytes, [&](uint32_t id) {
+    const BulkStore& store = machine->bulk_stores[id];
+    const char* missing = what_is_missing(store, *current, proxy);
+    if (!missing) return;
+    fail("race", site,
+         format("%s: of the %u bytes at %p some are those of the TMA store issued at %s by thread %d (%s)", what, bytes,
+                reinterpret_cast<void*>(address), to_string(store.site).c_str(), store.lane->thread, missing));
+  });
+}
 
 }  // namespace ffpa::emu

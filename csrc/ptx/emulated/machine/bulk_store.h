@@ -1,11 +1,13 @@
 // TMA stores: what is pending of them in shared memory and, by bytes, in global memory.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "ptx/emulated/machine/call_site.h"
-#include "ptx/emulated/machine/vector_clock.h"
 #include "ptx/tensor_map_spec.h"
 
 namespace ffpa::emu {
@@ -28,9 +30,32 @@ struct BulkStore {
   uint32_t group;
   CallSite site;
   BulkStep step = BulkStep::kIssued;
-  std::vector<uint8_t> bytes;  // of the box, from the moment that they were read
+  std::vector<uint8_t> bytes;  // of the box, from the moment that they were read to the one they were written
   uint32_t complete_at = 0;    // time of the lane's warp
   uint32_t complete_in_sync_epoch = 0;
+
+  // fence.proxy.async.global by a warp that knew of the completion: who knows of one may load through the async proxy.
+  struct Fence {
+    int warp;
+    uint32_t time;
+  };
+  std::vector<Fence> fences;
+};
+
+// Which bulk store wrote where last.
+class BulkFootprint {
+ public:
+  void clear() { pages_.clear(); }
+  void write(uintptr_t address, size_t bytes, uint32_t store);
+
+  // Calls visit(store) for those that wrote some of these bytes, each once in a row of bytes.
+  template <class Visit>
+  void for_each_store(uintptr_t address, size_t bytes, Visit visit) const;
+
+ private:
+  static constexpr uintptr_t kPageBytes = 4096, kUnitBytes = 2;
+  using Page = std::array<uint32_t, kPageBytes / kUnitBytes>;  // 1 + store, 0: none
+  std::unordered_map<uintptr_t, Page> pages_;
 };
 
 // `coordinates` has spec.rank entries, innermost first.

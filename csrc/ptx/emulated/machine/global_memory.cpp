@@ -40,21 +40,28 @@ RegisteredRange::~RegisteredRange() {
 bool GlobalWriters::read(uintptr_t address, size_t bytes, uint32_t cluster) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pages_.empty()) return true;
-  for (uintptr_t at = address; at < address + bytes; at += kUnitBytes) {
+  for (uintptr_t at = address, next; at < address + bytes; at = next) {
+    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
     const auto page = pages_.find(at / kPageBytes);
     if (page == pages_.end()) continue;
-    const uint32_t writer = page->second[at % kPageBytes / kUnitBytes];
-    if (writer != 0 && writer != cluster + 1) return false;
+    for (; at < next; at += kUnitBytes) {
+      const uint32_t writer = page->second[at % kPageBytes / kUnitBytes];
+      if (writer != 0 && writer != cluster + 1) return false;
+    }
   }
   return true;
 }
 
 bool GlobalWriters::write(uintptr_t address, size_t bytes, uint32_t cluster) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (uintptr_t at = address; at < address + bytes; at += kUnitBytes) {
-    uint32_t& writer = pages_[at / kPageBytes][at % kPageBytes / kUnitBytes];
-    if (writer != 0 && writer != cluster + 1) return false;
-    writer = cluster + 1;
+  for (uintptr_t at = address, next; at < address + bytes; at = next) {
+    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
+    Page& page = pages_[at / kPageBytes];
+    for (; at < next; at += kUnitBytes) {
+      uint32_t& writer = page[at % kPageBytes / kUnitBytes];
+      if (writer != 0 && writer != cluster + 1) return false;
+      writer = cluster + 1;
+    }
   }
   return true;
 }

@@ -204,8 +204,9 @@ struct Machine {
   std::vector<std::function<void()>> async_work;  // TMA loads in flight, mbarrier phases that wait for cp.async alone
   VectorClock async_clock;
   std::vector<BulkStore> bulk_stores;  // all of the cluster, in the order of issue
-  int cluster_arrived_warps = 0;       // in the round in progress
-  int64_t cluster_rounds = 0;          // completed
+  BulkFootprint bulk_footprint;
+  int cluster_arrived_warps = 0;  // in the round in progress
+  int64_t cluster_rounds = 0;     // completed
   VectorClock cluster_arriving, cluster_completed;
 
   Report report;

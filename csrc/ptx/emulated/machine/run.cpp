@@ -100,6 +100,7 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   self.async_work.clear();
   self.async_clock = VectorClock{};
   self.bulk_stores.clear();
+  self.bulk_footprint.clear();
   self.cluster_arrived_warps = 0;
   self.cluster_rounds = 0;
   self.cluster_arriving = self.cluster_completed = VectorClock{};

@@ -1,5 +1,7 @@
 #include "ptx/emulated/machine/shared_memory.h"
 
+#include "ptx/emulated/machine/tensor_box.h"
+
 namespace ffpa::emu {
 namespace {
 
@@ -31,12 +33,37 @@ bool knows_copy(const ShadowWord& word, const Warp& warp) {
   return word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)];
 }
 
+void remember_read(Block& block, uint32_t i, const Warp& warp, int lane, CallSite site) {
+  ShadowWord& word = block.shadow[i];
+  const int self = warp.cluster_id;
+  block.read_times[i * machine->warps.size() + self] = warp.clock.at[self];
+  word.read_site = site;
+  // Lanes of one warp have no clocks of their own: the last reading lane is compared with a later writer of the same
+  // warp instead. Collectives need no such care, all lanes have come to them.
+  if (lane == kWholeWarp) return;
+  const bool second_lane = word.reader == self && word.read_sync_epoch == warp.sync_epoch && word.reader_lane != lane;
+  word.reader = uint8_t(self);
+  word.reader_lane = uint8_t(second_lane ? kWholeWarp : lane);
+  word.read_sync_epoch = warp.sync_epoch;
+}
+
 void report_race(const char* what, const char* missing, uint32_t word, Warp& warp, CallSite site, int other,
                  CallSite other_site) {
   report_error("race", what + to_string(other_site) + to_string(site), site,
                format("%s: shared offset %u, %s at %s against %s at %s (%s)", what, word * kWordBytes,
                       name_of(warp.cluster_id).c_str(), to_string(site).c_str(), name_of(other).c_str(),
                       to_string(other_site).c_str(), missing));
+}
+
+void report_write_under_bulk_store(const Block& block, uint32_t word, Warp& warp, CallSite site) {
+  for (const BulkStore& store : machine->bulk_stores) {
+    const WordRange source = words_of(store.source, box_bytes(store.spec));
+    const bool reads_it =
+        store.step == BulkStep::kIssued && store.lane->block == &block && source.first <= word && word < source.end;
+    if (!reads_it) continue;
+    report_race("write to bytes that a TMA store may still read", "bulk_wait_group_read missing", word, warp, site,
+                store.lane->warp->cluster_id, store.site);
+  }
 }
 
 }  // namespace
@@ -64,7 +91,6 @@ uint8_t* shared_pointer(Block& block, uint32_t address, uint32_t bytes, uint32_t
 void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site, Proxy proxy) {
   if (!machine->options.check_races) return;
   const int self = warp.cluster_id;
-  const size_t warp_count = machine->warps.size();
   const WordRange words = words_of(address, bytes);
   for (uint32_t i = words.first; i < words.end; ++i) {
     ShadowWord& word = block.shadow[i];
@@ -87,15 +113,7 @@ void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int l
                     word.writer, word.write_site);
       }
     }
-    block.read_times[i * warp_count + self] = warp.clock.at[self];
-    word.read_site = site;
-    // Lanes of one warp have no clocks of their own: the last reading lane is compared with a later writer of the same
-    // warp instead. Collectives need no such care, all lanes have come to them.
-    if (lane == kWholeWarp) continue;
-    const bool second_lane = word.reader == self && word.read_sync_epoch == warp.sync_epoch && word.reader_lane != lane;
-    word.reader = uint8_t(self);
-    word.reader_lane = uint8_t(second_lane ? kWholeWarp : lane);
-    word.read_sync_epoch = warp.sync_epoch;
+    remember_read(block, i, warp, lane, site);
   }
 }
 
@@ -115,6 +133,7 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
                (word.written_bytes & bytes_in_word(address, bytes, i))) {
       report_race("write after write", "no barrier between", i, warp, site, word.writer, word.write_site);
     }
+    if (word.bulk_reads) report_write_under_bulk_store(block, i, warp, site);
     uint32_t* read_times = &block.read_times[i * warp_count];
     for (size_t reader = 0; reader < warp_count; ++reader) {
       if (int(reader) == self || read_times[reader] <= warp.clock.at[reader]) continue;
@@ -151,8 +170,10 @@ void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& 
 void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
   if (!machine->options.check_races) return;
   const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) --block.shadow[i].bulk_reads;
-  note_read(block, address, bytes, warp, lane, site);
+  for (uint32_t i = words.first; i < words.end; ++i) {
+    --block.shadow[i].bulk_reads;
+    remember_read(block, i, warp, lane, site);
+  }
 }
 
 void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
