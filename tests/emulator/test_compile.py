@@ -11,7 +11,7 @@ CSRC = ROOT / "csrc"
 
 # Everything that takes part in a device compilation; the launches by name come along.
 SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "case_table_sm80.cu"]
-SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "case_table.cu"]
+SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "misuse_bulk_store_kernels.cu", "case_table.cu"]
 
 
 @pytest.mark.parametrize(

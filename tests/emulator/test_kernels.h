@@ -37,6 +37,7 @@ const std::vector<cases::Case>& case_table();
 
 std::vector<Kernel> misuse_kernels();
 std::vector<Kernel> misuse_sm90_kernels();
+std::vector<Kernel> misuse_bulk_store_kernels();
 std::vector<Kernel> split_d_kernels();
 std::vector<Kernel> split_d_sm90_kernels();
 std::vector<Kernel> split_d_sm90_bugs();

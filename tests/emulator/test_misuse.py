@@ -86,13 +86,77 @@ def test_sm90_misuse_is_reported(emulator, name, seed):
     assert run.kinds == {MISUSE_SM90[name]}, run.status
 
 
+MISUSE_BULK_STORES = {
+    "never_awaited": ("exit", "no wait for its group"),
+    "never_committed": ("exit", "in no group"),
+    "awaited_by_another": ("exit", "no wait for its group"),
+    "no_proxy_fence": ("race", "fence.proxy.async missing"),
+    "wrong_fence": ("race", "fence.proxy.async missing"),
+    "no_barrier_before": ("race", "no __syncwarp between"),
+    "source_overwritten": ("race", "bulk_wait_group_read missing"),
+    "source_overwritten_by_lane": ("race", "write after read by another lane|bulk_wait_group_read missing"),
+    "source_overwritten_by_warp": ("race", "write after read|bulk_wait_group_read missing"),
+    "younger_source_overwritten": ("race", "bulk_wait_group_read missing"),
+    "source_overwritten_by_load": ("race", "bulk_wait_group_read missing"),
+    "load_before_complete": ("race", "TMA load: .*not complete"),
+    "ordinary_load_before_complete": ("race", "ld.global: .*not complete"),
+    "ordinary_store_before_complete": ("race", "st.global: .*not complete"),
+    "two_stores_to_one_row": ("race", "TMA store: .*not complete"),
+    "no_fence": ("race", "fence_proxy_async_global missing"),
+    "fence_before_wait": ("race", "fence_proxy_async_global missing"),
+    "late_fence": ("race", "fence_proxy_async_global missing"),
+    "shared_fence": ("race", "fence_proxy_async_global missing"),
+    "no_barrier": ("race", "no barrier after its bulk_wait_group|not complete"),
+    "misaligned_source": ("misaligned", "not a multiple of 128"),
+    "source_past_end": ("smem-oob", "TMA store"),
+    "wrong_rank": ("tma", "4 coordinates for a tensor map of rank 2"),
+    "to_read_only": ("gmem-readonly", "TMA store"),
+    "past_end": ("gmem-oob", "TMA store: .*past a range"),
+    "blocks_store_the_same": ("race", "TMA store: .*which another block wrote"),
+    "block_loads_what_another_stored": ("race", "TMA load: .*which another block wrote"),
+}
+
+
+def run_bulk_store(emulator, name, **options):
+    output = np.zeros(1024, np.uint32)
+    run = emulator.run(f"misuse_bulk/{name}", [np.zeros(1024, np.uint32)], [output], arch=90, **options)
+    return output, run
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 9])
+@pytest.mark.parametrize("name", sorted(MISUSE_BULK_STORES))
+def test_misuse_of_a_bulk_store_is_reported(emulator, name, seed):
+    kind, message = MISUSE_BULK_STORES[name]
+    _, run = run_bulk_store(emulator, name, seed=seed)
+    assert run.kinds == {kind}, run.status
+    assert any(re.search(message, error["message"]) for error in run.errors), run.status
+    assert run.errors[0]["file"].endswith("misuse_bulk_store_kernels.cuh")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 9])
+@pytest.mark.parametrize("name", ["storer_fences", "loader_fences"])
+def test_either_side_may_fence(emulator, name, seed):
+    output, run = run_bulk_store(emulator, name, seed=seed)
+    assert not run.errors, run.status
+    assert output[0] == output[512] == 0x3C003C00
+
+
+def test_bulk_stores_are_late(emulator):
+    """Without the race check, what is missing shows in the data."""
+    output, run = run_bulk_store(emulator, "source_overwritten", check_races=False)
+    assert not run.errors and (output[:32] == 0x40004000).all()
+    for name in ("load_before_complete", "ordinary_load_before_complete"):
+        output, run = run_bulk_store(emulator, name, check_races=False)
+        assert not run.errors and output[0] == 0x3C003C00 and output[512] == 0xFFFFFFFF
+
+
 def test_proxy_fence_present(emulator):
     output, run = emulator.run_case("misuse_sm90/proxy_fence_present", np.zeros(4, np.uint32), 128, arch=90)
     assert not run.errors
     assert (output.view(np.float32) == 16).all()
 
 
-@pytest.mark.parametrize("name", ["stmatrix_x4", "tma_load_2d/inside", "wgmma_ss/f16_64", "elect_one"])
+@pytest.mark.parametrize("name", ["stmatrix_x4", "tma_load_2d/inside", "tma_store_2d/inside", "wgmma_ss/f16_64", "elect_one"])
 def test_sm90_instructions_are_refused_on_sm80(emulator, name):
     case = next(case for case in emulator.module.cases() if case["name"] == name)
     words = np.zeros(case["input_words"], np.uint32)

@@ -1,0 +1,235 @@
+// Misuse of TMA stores, one kind a kernel. The map has rows of 64 elements, 128 bytes, and boxes of one row.
+#pragma once
+
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+
+namespace ffpa::testing {
+
+inline constexpr uint32_t kStoredRowBytes = 128;
+inline constexpr uint32_t kReadBackOffset = 4096;
+inline constexpr uint32_t kLoadBarrierOffset = 8192;
+
+// One warp writes ones to the row at `smem`.
+FFPA_DEVICE void write_row(uint32_t smem, bool fence = true) {
+  ptx::st_shared_4(smem + ptx::lane_id() * 4, 0x3c003c00);
+  if (fence) ptx::fence_proxy_async();
+  ptx::sync_warp();
+}
+
+FFPA_DEVICE void store_row(const ptx::TensorMap* map, uint32_t smem, int row = 0) {
+  ptx::tma_store_2d(map, smem, 0, row);
+  ptx::bulk_commit_group();
+}
+
+// By one thread; its barrier is new.
+FFPA_DEVICE void load_row(const ptx::TensorMap* map, uint32_t smem, int row = 0) {
+  const uint32_t barrier = ptx::dynamic_smem() + kLoadBarrierOffset;
+  ptx::mbarrier_init(barrier, 1);
+  ptx::mbarrier_arrive_expect_tx(barrier, kStoredRowBytes);
+  ptx::tma_load_2d(smem, map, barrier, 0, row);
+  ptx::mbarrier_wait(barrier, 0);
+}
+
+FFPA_KERNEL(32, 1) void store_never_awaited_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem());
+}
+
+// The wait is for the groups that there are, and the store is in none.
+FFPA_KERNEL(32, 1) void store_never_committed_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  ptx::tma_store_2d(&map, ptx::dynamic_smem(), 0, 0);
+  ptx::bulk_wait_group<0>();
+}
+
+// Another lane waits: groups belong to a thread.
+FFPA_KERNEL(32, 1) void store_awaited_by_another_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem());
+  ptx::sync_warp();
+  if (ptx::lane_id() == 1) ptx::bulk_wait_group<0>();
+}
+
+FFPA_KERNEL(32, 1) void store_without_proxy_fence_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem(), false);
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+}
+
+// The fence for global memory says nothing about the source.
+FFPA_KERNEL(32, 1) void store_with_the_wrong_fence_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem(), false);
+  ptx::fence_proxy_async_global();
+  ptx::sync_warp();
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+}
+
+FFPA_KERNEL(32, 1) void store_without_barrier_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  ptx::st_shared_4(ptx::dynamic_smem() + ptx::lane_id() * 4, 0x3c003c00);
+  ptx::fence_proxy_async();
+  if (ptx::vote_ballot(true) == 0 || ptx::lane_id() != 0) return;  // a vote orders nothing
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+}
+
+// kWait: with the wait, but nobody waits for the lane that has waited.
+template <bool kWait>
+FFPA_KERNEL(32, 1)
+void source_overwritten_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  const uint32_t smem = ptx::dynamic_smem();
+  write_row(smem);
+  if (ptx::lane_id() == 0) {
+    store_row(&map, smem);
+    if (kWait) ptx::bulk_wait_group_read<0>();
+  }
+  if (!kWait) ptx::sync_warp();
+  if (ptx::vote_ballot(true) == 0) return;
+  ptx::st_shared_4(smem + ptx::lane_id() * 4, 0x40004000);
+  ptx::sync_warp();
+  if (ptx::lane_id() == 0) ptx::bulk_wait_group<0>();
+}
+
+// Warp 1 overwrites what warp 0 has stored, after a barrier that comes before the wait.
+FFPA_KERNEL(64, 1) void source_overwritten_by_a_warp_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  const uint32_t smem = ptx::dynamic_smem();
+  const bool first = ptx::thread_x() < 32;
+  if (first) write_row(smem);
+  if (ptx::thread_x() == 0) store_row(&map, smem);
+  ptx::sync_block();
+  if (ptx::thread_x() == 0) ptx::bulk_wait_group_read<0>();
+  if (!first) ptx::st_shared_4(smem + ptx::lane_id() * 4, 0x40004000);
+}
+
+// The wait leaves the younger of two groups, whose source is overwritten.
+FFPA_KERNEL(32, 1) void younger_source_overwritten_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  const uint32_t smem = ptx::dynamic_smem();
+  write_row(smem);
+  write_row(smem + kStoredRowBytes);
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, smem, 0);
+  store_row(&map, smem + kStoredRowBytes, 1);
+  ptx::bulk_wait_group_read<1>();
+  ptx::st_shared_4(smem + kStoredRowBytes, 0);
+  ptx::bulk_wait_group_read<0>();
+}
+
+FFPA_KERNEL(32, 1) void source_overwritten_by_a_load_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  const uint32_t smem = ptx::dynamic_smem();
+  write_row(smem);
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, smem, 0);
+  load_row(&map, smem, 1);
+  ptx::bulk_wait_group_read<0>();
+}
+
+// The wait for the reads says nothing about the writes.
+template <bool kTma>
+FFPA_KERNEL(32, 1)
+void read_before_complete_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  write_row(smem);
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, smem);
+  ptx::bulk_wait_group_read<0>();
+  ptx::fence_proxy_async_global();
+  if (kTma) {
+    load_row(&map, smem + kReadBackOffset);
+    ptx::st_global_4(output + 512, ptx::ld_shared_4(smem + kReadBackOffset));
+  } else {
+    ptx::st_global_4(output + 512, ptx::ld_global_4(output));
+  }
+}
+
+FFPA_KERNEL(32, 1)
+void ordinary_store_before_complete_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+  ptx::st_global_4(output, 0);
+}
+
+FFPA_KERNEL(32, 1) void two_stores_to_one_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group_read<0>();
+}
+
+// Warp 0 stores a row and waits, warp 1 loads it. What is between them: the fence of either side, or a barrier, misses.
+enum class Between { kNoFence, kFenceBeforeWait, kLateFence, kSharedFence, kNoBarrier, kStorerFences, kLoaderFences };
+template <Between kBetween>
+FFPA_KERNEL(64, 1)
+void read_back_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  const bool first = ptx::thread_x() < 32;
+  if (first) write_row(smem);
+  if (ptx::thread_x() == 0) {
+    store_row(&map, smem);
+    if (kBetween == Between::kFenceBeforeWait) ptx::fence_proxy_async_global();
+    if (kBetween == Between::kNoBarrier) ptx::bulk_wait_group_read<0>();
+    if (kBetween != Between::kNoBarrier) ptx::bulk_wait_group<0>();
+    if (kBetween == Between::kStorerFences) ptx::fence_proxy_async_global();
+    if (kBetween == Between::kSharedFence) ptx::fence_proxy_async();
+  }
+  ptx::sync_block();
+  if (ptx::thread_x() == 0) {
+    if (kBetween == Between::kLateFence) ptx::fence_proxy_async_global();
+    if (kBetween == Between::kNoBarrier) {
+      ptx::bulk_wait_group<0>();
+      ptx::fence_proxy_async_global();
+    }
+  }
+  if (ptx::thread_x() == 32) {
+    if (kBetween == Between::kLoaderFences) ptx::fence_proxy_async_global();
+    load_row(&map, smem + kReadBackOffset);
+    ptx::st_global_4(output + 512, ptx::ld_shared_4(smem + kReadBackOffset));
+  }
+}
+
+FFPA_KERNEL(32, 1) void misaligned_source_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem() + 64);
+}
+
+FFPA_KERNEL(32, 1) void source_past_end_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem() + (16 << 10));
+}
+
+FFPA_KERNEL(32, 1) void wrong_rank_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  if (ptx::lane_id() == 0) ptx::tma_store_4d(&map, ptx::dynamic_smem(), 0, 0, 0, 0);
+}
+
+// Nothing wrong with the kernel: the map names memory that must not be written, or is not there.
+FFPA_KERNEL(32, 1) void store_to_the_last_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem(), 3);
+  ptx::bulk_wait_group<0>();
+}
+
+// Two blocks. kLoads: the second one loads what the first one stores; else both store.
+template <bool kLoads>
+FFPA_KERNEL(32, 1)
+void blocks_meet_in_a_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  if (kLoads && ptx::block_x() == 1) {
+    load_row(&map, ptx::dynamic_smem() + kReadBackOffset);
+    return;
+  }
+  store_row(&map, ptx::dynamic_smem());
+  ptx::bulk_wait_group<0>();
+}
+
+}  // namespace ffpa::testing
