@@ -60,6 +60,8 @@ std::vector<Kernel> misuse_bulk_store_kernels() {
       {"misuse_bulk/no_barrier", run_read_back<Between::kNoBarrier>},
       {"misuse_bulk/storer_fences", run_read_back<Between::kStorerFences>},
       {"misuse_bulk/loader_fences", run_read_back<Between::kLoaderFences>},
+      {"misuse_bulk/same_lane", run_with_map<read_back_in_warp_kernel<0>, 32>},
+      {"misuse_bulk/no_syncwarp", run_with_map<read_back_in_warp_kernel<1>, 32>},
       {"misuse_bulk/misaligned_source", run_with_map<misaligned_source_kernel, 32>},
       {"misuse_bulk/source_past_end", run_with_map<source_past_end_kernel, 32>},
       {"misuse_bulk/wrong_rank", run_with_map<wrong_rank_kernel, 32>},

@@ -198,6 +198,22 @@ void read_back_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* out
   }
 }
 
+// The same with two lanes of a warp, or one: the lane that has waited needs neither.
+template <int kLoader>
+FFPA_KERNEL(32, 1)
+void read_back_in_warp_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  write_row(smem);
+  if (ptx::lane_id() == 0) {
+    store_row(&map, smem);
+    ptx::bulk_wait_group<0>();
+    if (kLoader != 0) ptx::fence_proxy_async_global();
+  }
+  if (ptx::vote_ballot(true) == 0 || ptx::lane_id() != kLoader) return;  // a vote orders nothing
+  load_row(&map, smem + kReadBackOffset);
+  ptx::st_global_4(output + 512, ptx::ld_shared_4(smem + kReadBackOffset));
+}
+
 FFPA_KERNEL(32, 1) void misaligned_source_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem() + 64);
 }

@@ -107,6 +107,7 @@ MISUSE_BULK_STORES = {
     "late_fence": ("race", "fence_proxy_async_global missing"),
     "shared_fence": ("race", "fence_proxy_async_global missing"),
     "no_barrier": ("race", "no barrier after its bulk_wait_group|not complete"),
+    "no_syncwarp": ("race", "no __syncwarp after its bulk_wait_group"),
     "misaligned_source": ("misaligned", "not a multiple of 128"),
     "source_past_end": ("smem-oob", "TMA store"),
     "wrong_rank": ("tma", "4 coordinates for a tensor map of rank 2"),
@@ -134,8 +135,8 @@ def test_misuse_of_a_bulk_store_is_reported(emulator, name, seed):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 9])
-@pytest.mark.parametrize("name", ["storer_fences", "loader_fences"])
-def test_either_side_may_fence(emulator, name, seed):
+@pytest.mark.parametrize("name", ["storer_fences", "loader_fences", "same_lane"])
+def test_what_a_bulk_store_wrote_can_be_read_back(emulator, name, seed):
     output, run = run_bulk_store(emulator, name, seed=seed)
     assert not run.errors, run.status
     assert output[0] == output[512] == 0x3C003C00
@@ -156,7 +157,9 @@ def test_proxy_fence_present(emulator):
     assert (output.view(np.float32) == 16).all()
 
 
-@pytest.mark.parametrize("name", ["stmatrix_x4", "tma_load_2d/inside", "tma_store_2d/inside", "wgmma_ss/f16_64", "elect_one"])
+@pytest.mark.parametrize(
+    "name", ["stmatrix_x4", "tma_load_2d/inside", "tma_store_2d/inside", "wgmma_ss/f16_64", "elect_one"]
+)
 def test_sm90_instructions_are_refused_on_sm80(emulator, name):
     case = next(case for case in emulator.module.cases() if case["name"] == name)
     words = np.zeros(case["input_words"], np.uint32)
