@@ -18,10 +18,10 @@
 
 namespace ffpa {
 
-inline constexpr int kRowTile = 128;      // rows of a tile of P
-inline constexpr int kKeyTile = 256;      // and its keys
-inline constexpr int kLiveRows = 64;      // rows in a word of live_rows
-inline constexpr int kProductRows = 128;  // rows of a tile of dQ, keys of one of dK and dV
+inline constexpr int kRowTile = 256;    // what rows are counted in: as many as the largest tile of a product has
+inline constexpr int kKeyTile = 256;    // the same of keys; those of a tile of P
+inline constexpr int kScoreRows = 128;  // rows of a tile of P
+inline constexpr int kLiveRows = 64;    // rows in a word of live_rows
 
 // [batch, heads, rows, columns] of 16-bit elements, or of floats; columns are adjacent, strides count elements.
 struct GradientView {

@@ -1,5 +1,5 @@
-// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kProductRows rows × kColumns
-// columns, 64 rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
+// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kRows rows × kColumns columns, half
+// of the rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
 // and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads that share a key/value
 // head, in a fixed order; no result is added to by anybody else, so bits do not change from run to run.
 //
@@ -26,20 +26,20 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
+// Fields: Dtype; kRows and kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
 // ptxas then serialises.)
 template <class Fields>
 struct BackwardProductsWgmmaConfig : Fields {
   using Params = BackwardParams;
-  using Tiles = ProductTiles<Fields::kOfQ, Fields::kColumns>;
-  using Ring = tile::BoxRing<ceil_div(Fields::kColumns, tile::kBox), 4>;
+  using Tiles = ProductTiles<Fields::kOfQ, Fields::kRows, Fields::kColumns>;
+  using Ring = tile::BoxRing<Fields::kRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
-  static_assert(kProductRows == tile::kConsumerGroups * tile::kBox, "a warpgroup has 64 rows of a tile");
+  static_assert(kRowTile % Fields::kRows == 0 && kKeyTile % Fields::kRows == 0, "a row or key tile is whole tiles");
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(Tiles(params).count(), int64_t{params.attention.resident_blocks}));
+    shape.grid.x = uint32_t(min_of(Tiles(params).count(), params.attention.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = Ring::kBytes + Ring::kBarrierBytes;
     return shape;
@@ -71,8 +71,10 @@ class BackwardProductsWgmma {
   using Tiles = typename Config::Tiles;
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
   static constexpr int kColumns = Config::kColumns;
-  using Sums = float[kColumns / 2];
+  static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // of 64 rows, of a warpgroup
+  using Sums = float[kBlocks][kColumns / 2];
 
  public:
   FFPA_DEVICE explicit BackwardProductsWgmma(const Arguments& arguments)
@@ -80,7 +82,7 @@ class BackwardProductsWgmma {
         params_(arguments.params),
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
-        warp_(ptx::thread_x() / 32),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes} {}
 
   FFPA_DEVICE void run() {
@@ -105,8 +107,8 @@ class BackwardProductsWgmma {
     const int blocks = ptx::grid_x(), block = ptx::block_x();
     bool backwards = false;
     FFPA_NO_UNROLL
-    for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
-      const int64_t item = round + (backwards ? blocks - 1 - block : block);
+    for (int round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
+      const int item = round + (backwards ? blocks - 1 - block : block);
       if (item < tiles.count()) function(tiles.get(item));
     }
   }
@@ -120,8 +122,14 @@ class BackwardProductsWgmma {
     for (int head = first_head; head < end_head; ++head) {
       const TileRange tiles = tiles_of_head_in_chunk(params_, head);
       function(head,
-               run_over_rows(entry, params_.first_key + tile.tile * kProductRows, tiles.first, tiles.end, tile::kBox));
+               run_over_rows(entry, first_key(tile), kRows, tiles.first, tiles.end, tile::kBox));
     }
+  }
+
+  FFPA_DEVICE int first_key(const ProductTile& tile) const { return params_.first_key + tile.tile * kRows; }
+  FFPA_DEVICE HeadRows rows_of(const ProductTile& tile) const {
+    constexpr int kParts = kRowTile / kRows;
+    return rows_of_tile(params_, tile.entry, tile.tile / kParts, tile.tile % kParts * kRows, kRows);
   }
 
   // ---- the producer's warp ----
@@ -146,15 +154,18 @@ class BackwardProductsWgmma {
 
   // All keys that the rows of a tile see, for dQ.
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
-    const HeadRows rows = rows_of_tile(params_, tile.entry, tile.tile);
+    const HeadRows rows = rows_of(tile);
     const MapPlace k = {rows.entry.k.begin, entry_place(params_, tile.entry).head_kv, map_batch(rows.batch())};
     const Run run = run_over_keys(rows, tile::kBox);
-    const int row = int(workspace_row(params_, tile.entry, tile.tile));
+    const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRows;
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
-      producer.bring_live_rows(live_keys(rows.n_k() - key), [&](uint32_t boxes_smem, uint32_t barrier) {
-        for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
+      // Behind the last key of a tensor copies find zeros; behind that of a packed sequence, another one.
+      const int left = attention_.is_packed() ? rows.n_k() - key : tile::kBox;
+      const uint64_t live = left >= tile::kBox ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+      producer.bring_live_rows(live, [&](uint32_t boxes_smem, uint32_t barrier) {
+        for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
         }
         load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
@@ -171,26 +182,42 @@ class BackwardProductsWgmma {
     const MapPlace q = {entry.q.begin, head, map_batch(place.batch)};
     const int row_0 =
         int(workspace_row(params_, tile.entry, head_of_group * params_.tiles_of_head() - params_.first_tile));
+    const int key = tile.tile * kRows;  // of the chunk
+    const auto load = [&](int row) {
+      return [&, row](uint32_t boxes_smem, uint32_t barrier) {
+        for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+          ptx::tma_load_2d(boxes_smem, &a, barrier, key + box * tile::kBox, row_0 + row);
+        }
+        load_columns(boxes_smem, b, barrier, q, tile.column, row);
+      };
+    };
     const int64_t head_of_all = int64_t(place.batch) * attention_.heads_q + head;
     const uint64_t* live = params_.live_rows + head_of_all * params_.live_words() + run.begin / kLiveRows;
     const int steps = run.steps(tile::kBox);
-    uint32_t words[2] = {0, 0};  // of the step that is `lane` further
+    if (all_live(live, steps)) {
+      FFPA_NO_UNROLL
+      for (int step = 0; step < steps; ++step) producer.bring(load(run.begin + step * tile::kBox));
+      return;
+    }
     FFPA_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      if (step % 32 == 0 && step + lane_ < steps) ptx::ld_global_8(words, live + step + lane_);
-      const uint64_t live_rows = ptx::shfl_idx(words[0], step % 32) | uint64_t(ptx::shfl_idx(words[1], step % 32))
-                                                                          << 32;
-      const int row = run.begin + step * tile::kBox;
-      producer.bring_live_rows(live_rows, [&](uint32_t boxes_smem, uint32_t barrier) {
-        for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
-          ptx::tma_load_2d(boxes_smem, &a, barrier, tile.tile * kProductRows + box * tile::kBox, row_0 + row);
-        }
-        load_columns(boxes_smem, b, barrier, q, tile.column, row);
-      });
+      uint32_t word[2];
+      ptx::ld_global_8(word, live + step);
+      producer.bring_live_rows(word[0] | uint64_t(word[1]) << 32, load(run.begin + step * tile::kBox));
     }
   }
 
-  FFPA_DEVICE int map_batch(int batch) const { return attention_.is_packed() ? 0 : batch; }
+  // Almost always so; asking again at every step would leave the ring empty.
+  FFPA_DEVICE bool all_live(const uint64_t* live, int words) const {
+    uint32_t all = ~0u;
+    FFPA_NO_UNROLL
+    for (int i = lane_; i < words; i += 32) {
+      uint32_t word[2];
+      ptx::ld_global_8(word, live + i);
+      all &= word[0] & word[1];
+    }
+    return ptx::vote_all(all == ~0u);
+  }
 
   static FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier,
                                        const MapPlace& place, int column, int row) {
@@ -199,10 +226,7 @@ class BackwardProductsWgmma {
     }
   }
 
-  // Of the next 64 keys, of which `left` are the entry's. Behind the last key of a tensor copies find zeros.
-  FFPA_DEVICE uint64_t live_keys(int left) const {
-    return left >= 64 || !attention_.is_packed() ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
-  }
+  FFPA_DEVICE int map_batch(int batch) const { return attention_.is_packed() ? 0 : batch; }
 
   // ---- the warpgroups that multiply ----
 
@@ -217,7 +241,7 @@ class BackwardProductsWgmma {
   }
 
   FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (Config::kOfQ) return run_over_keys(rows_of_tile(params_, tile.entry, tile.tile), tile::kBox).steps(tile::kBox);
+    if (Config::kOfQ) return run_over_keys(rows_of(tile), tile::kBox).steps(tile::kBox);
     int steps = 0;
     const BatchEntry entry = batch_entry(attention_, entry_place(params_, tile.entry).batch);
     for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
@@ -229,32 +253,39 @@ class BackwardProductsWgmma {
     const bool of_v = tile.product == Product::kDv;
     const bool continues = !Config::kOfQ && params_.first_tile > 0;
     const bool is_last = Config::kOfQ || params_.end_tile == params_.tiles_of_entry();
-    const int warp = group * 4 + warp_ % 4, row = warp * 16;  // of the tile
-    float* partial = params_.partial + (Tiles(params_).index_in_entry(tile) * kProductRows + row) * int64_t{kColumns};
-
     const EntryPlace place = entry_place(params_, tile.entry);
-    const HeadRows rows = rows_of_tile(params_, tile.entry, Config::kOfQ ? tile.tile : 0);
-    const RowRange& all = Config::kOfQ ? rows.entry.q : rows.entry.k;
-    const int first = all.begin + (Config::kOfQ ? rows.first : params_.first_key + tile.tile * kProductRows) + row;
-    const int64_t head = Config::kOfQ ? rows.head() : place.head_kv;
+    const BatchEntry entry = batch_entry(attention_, place.batch);
     const GradientView& x = Config::kOfQ ? params_.dq : of_v ? params_.dv : params_.dk;
-    const int64_t offset =
-        map_batch(place.batch) * x.batch_stride + head * x.head_stride + first * x.row_stride + tile.column;
-    void* first_gmem = static_cast<uint8_t*>(x.data) + offset * (params_.float_gradients ? 4 : 2);
+    const RowRange& all = Config::kOfQ ? entry.q : entry.k;
+    int64_t head = place.head_kv;
+    int first = all.begin + first_key(tile);
+    if (Config::kOfQ) {
+      const HeadRows rows = rows_of(tile);
+      head = rows.head();
+      first = all.begin + rows.first;
+    }
+    const int64_t head_offset = map_batch(place.batch) * x.batch_stride + head * x.head_stride + tile.column;
     const float scale = of_v ? 1.0f : params_.scale;
-    tile::RowWriter<Element, kColumns / 8> writer(first_gmem, x.row_stride, all.end - first,
-                                                  tile.columns_of_all - tile.column, params_.float_gradients, lane_);
     FFPA_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      float values[4] = {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]};
-      if (continues) tile::add_fragment(values, partial, n, lane_);
-      if (!is_last) {
-        tile::save_fragment(partial, n, values, lane_);
-        continue;
-      }
+    for (int block = 0; block < kBlocks; ++block) {
+      const int row = (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp, in the tile
+      float* partial = params_.partial + (Tiles(params_).index_in_entry(tile) * kRows + row) * int64_t{kColumns};
+      const int64_t offset = head_offset + (first + row) * x.row_stride;
+      tile::RowWriter<Element, kColumns / 8> writer(
+          static_cast<uint8_t*>(x.data) + offset * (params_.float_gradients ? 4 : 2), x.row_stride,
+          all.end - first - row, tile.columns_of_all - tile.column, params_.float_gradients, lane_);
       FFPA_UNROLL
-      for (float& value : values) value *= scale;
-      writer.put(n, values);
+      for (int n = 0; n < kColumns / 8; ++n) {
+        float values[4] = {sums[block][4 * n], sums[block][4 * n + 1], sums[block][4 * n + 2], sums[block][4 * n + 3]};
+        if (continues) tile::add_fragment(values, partial, n, lane_);
+        if (!is_last) {
+          tile::save_fragment(partial, n, values, lane_);
+          continue;
+        }
+        FFPA_UNROLL
+        for (float& value : values) value *= scale;
+        writer.put(n, values);
+      }
     }
   }
 

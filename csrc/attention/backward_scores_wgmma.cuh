@@ -29,6 +29,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
@@ -39,7 +40,7 @@ namespace ffpa {
 template <class Fields>
 struct BackwardScoresWgmmaConfig : Fields {
   using Params = BackwardParams;
-  using Ring = tile::BoxRing<kKeyTile / tile::kBox, 4>;
+  using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread
 
@@ -49,7 +50,7 @@ struct BackwardScoresWgmmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(score_tiles(params), int64_t{params.attention.resident_blocks}));
+    shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     return shape;
@@ -84,9 +85,11 @@ class BackwardScoresWgmma {
 
   static constexpr int kFragments = kKeyTile / 8;           // of a row of a tile
   static constexpr int kBoxFragments = tile::kBox / 8;      // and of a box
-  static constexpr int kPartFragments = kBoxFragments / 2;  // finished at a time: registers are scarce
-  using Sums = float[kKeyTile / 2];
+  static constexpr int kPartFragments = kBoxFragments / 2;
+  static constexpr int kBoxes = kKeyTile / tile::kBox;
+  using Sums = float[1][kKeyTile / 2];
   using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
+  using PackedBox = uint32_t[kBoxFragments * 2];
 
  public:
   FFPA_DEVICE explicit BackwardScoresWgmma(const Arguments& arguments)
@@ -94,7 +97,7 @@ class BackwardScoresWgmma {
         params_(arguments.params),
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
-        warp_(ptx::thread_x() / 32),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes} {
   }
 
@@ -117,11 +120,11 @@ class BackwardScoresWgmma {
 
   template <class Function>
   FFPA_DEVICE void for_each_tile(const Function& function) const {
-    const int64_t tiles = score_tiles(params_);
+    const int tiles = score_tiles(params_);
     FFPA_NO_UNROLL
-    for (int64_t item = ptx::block_x(); item < tiles; item += ptx::grid_x()) {
+    for (int item = ptx::block_x(); item < tiles; item += ptx::grid_x()) {
       const ScoreTile tile = score_tile(params_, item);
-      if (tile.has_visible_pairs()) function(tile);
+      if (tile.is_read) function(tile);
     }
   }
 
@@ -130,6 +133,7 @@ class BackwardScoresWgmma {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
     for_each_tile([&](const ScoreTile& tile) {
+      if (!tile.is_computed) return;
       const HeadRows& rows = tile.rows;
       const int batch = attention_.is_packed() ? 0 : rows.batch();
       const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
@@ -139,7 +143,7 @@ class BackwardScoresWgmma {
         for (int step = 0; step < steps; ++step) {
           producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
             const int column = step * tile::kBox;
-            for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
+            for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
               load_box(boxes_smem, a, barrier, q, column, box * tile::kBox);
             }
             for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
@@ -161,28 +165,7 @@ class BackwardScoresWgmma {
     const bool stores = group_warp == 0 && lane_ == 0;
     for_each_tile([&](const ScoreTile& tile) {
       const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
-      float lse2[2], delta[2];
-      load_statistics(tile.rows, tile.rows.first + row, lse2, delta);
-
-      Sums sums;
-      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
-      Packed x;
-      FFPA_UNROLL
-      for (int i = 0; i < kFragments * 2; ++i) {
-        x[i] = ptx::pack<Element>(sums[2 * i] - delta[i % 2], sums[2 * i + 1] - delta[i % 2]);
-      }
-      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
-
-      const bool all_seen =
-          all_rows_see(tile.rows, tile.first_key, kKeyTile) && tile.rows.last - tile.rows.first == kRowTile - 1;
-      FFPA_UNROLL
-      for (int box = 0; box < kKeyTile / tile::kBox; ++box) {
-        uint32_t p[kBoxFragments * 2], ds[kBoxFragments * 2];
-        FFPA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          finish(sums, x, 2 * box + half, tile, row, lse2, all_seen, p + half * kBoxFragments,
-                 ds + half * kBoxFragments);
-        }
+      const auto store_box = [&](int box, const PackedBox& p, const PackedBox& ds) {
         if (stores) ptx::bulk_wait_group_read<0>();
         ptx::bar_sync(1 + group, tile::kGroupThreads);
         stage(staging_smem, group_warp, p);
@@ -191,11 +174,43 @@ class BackwardScoresWgmma {
         ptx::bar_sync(1 + group, tile::kGroupThreads);
         if (stores) {
           const int key = tile.first_key - params_.first_key + box * tile::kBox;
-          const int at = int(tile.workspace_row) + group * tile::kBox;
-          ptx::tma_store_2d(&arguments_.p, staging_smem, key, at);
-          ptx::tma_store_2d(&arguments_.ds, staging_smem + tile::kBoxBytes, key, at);
+          const int to_row = int(tile.workspace_row) + group * tile::kBox;
+          ptx::tma_store_2d(&arguments_.p, staging_smem, key, to_row);
+          ptx::tma_store_2d(&arguments_.ds, staging_smem + tile::kBoxBytes, key, to_row);
           ptx::bulk_commit_group();
         }
+      };
+      if (!tile.is_computed) {
+        const PackedBox zeros = {};
+        FFPA_NO_UNROLL
+        for (int box = 0; box < kBoxes; ++box) store_box(box, zeros, zeros);
+        return;
+      }
+      float lse2[2], delta[2];
+      load_statistics(tile.rows, tile.rows.first + row, lse2, delta);
+
+      Sums sums;
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
+      Packed x;
+      FFPA_UNROLL
+      for (int i = 0; i < kFragments * 2; ++i) {
+        x[i] = ptx::pack<Element>(sums[0][2 * i] - delta[i % 2], sums[0][2 * i + 1] - delta[i % 2]);
+      }
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
+
+      const bool whole = tile.rows.last - tile.rows.first == kScoreRows - 1;
+      const bool all_seen = whole && all_rows_see(tile.rows, tile.first_key, kKeyTile);
+      const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
+      FFPA_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        PackedBox p, ds;
+        if (plain) {
+          finish_plain(sums[0], x, box, lse2, p, ds);
+        } else {
+          FFPA_UNROLL
+          for (int half = 0; half < 2; ++half) finish(sums[0], x, box, half, tile, row, lse2, all_seen, p, ds);
+        }
+        store_box(box, p, ds);
       }
     });
     if (stores) ptx::bulk_wait_group<0>();
@@ -215,10 +230,26 @@ class BackwardScoresWgmma {
     }
   }
 
-  // P and dS of 32 keys, packed as X is.
-  FFPA_DEVICE void finish(const Sums& sums, const Packed& x, int part, const ScoreTile& tile, int row,
-                          const float (&lse2)[2], bool all_seen, uint32_t* p, uint32_t* ds) const {
+  // P and dS of 64 keys that every row sees, packed as X is.
+  FFPA_DEVICE void finish_plain(const float (&sums)[kKeyTile / 2], const Packed& x, int box, const float (&lse2)[2],
+                                PackedBox& p, PackedBox& ds) const {
+    FFPA_UNROLL
+    for (int i = 0; i < kBoxFragments * 2; ++i) {
+      const int pair = box * kBoxFragments * 2 + i;
+      float x0, x1;
+      ptx::unpack<Element>(x[pair], x0, x1);
+      const float p0 = ptx::ex2(sums[2 * pair] * attention_.score_factor - lse2[i % 2]);
+      const float p1 = ptx::ex2(sums[2 * pair + 1] * attention_.score_factor - lse2[i % 2]);
+      p[i] = ptx::pack<Element>(p0, p1);
+      ds[i] = ptx::pack<Element>(p0 * x0, p1 * x1);
+    }
+  }
+
+  // The same of 32 of them, by all rules: fewer at a time, as registers are scarce.
+  FFPA_DEVICE void finish(const float (&sums)[kKeyTile / 2], const Packed& x, int box, int half, const ScoreTile& tile,
+                          int row, const float (&lse2)[2], bool all_seen, PackedBox& p, PackedBox& ds) const {
     float scores[1][kPartFragments][4], factors[kPartFragments][4];  // of dS = factor · P
+    const int part = 2 * box + half;
     FFPA_UNROLL
     for (int n = 0; n < kPartFragments; ++n) {
       const int fragment = part * kPartFragments + n;
@@ -254,14 +285,15 @@ class BackwardScoresWgmma {
           probability[e] = ptx::ex2(logit - lse2[h]);
           gradient[e] = probability[e] == 0 ? 0.0f : probability[e] * factors[n][2 * h + e];
         }
-        p[2 * n + h] = ptx::pack<Element>(probability[0], probability[1]);
-        ds[2 * n + h] = ptx::pack<Element>(gradient[0], gradient[1]);
+        const int pair = (half * kPartFragments + n) * 2 + h;
+        p[pair] = ptx::pack<Element>(probability[0], probability[1]);
+        ds[pair] = ptx::pack<Element>(gradient[0], gradient[1]);
       }
     }
   }
 
   // 16 rows of a box, as TMA's 128-byte swizzle has it.
-  FFPA_DEVICE void stage(uint32_t box_smem, int group_warp, const uint32_t (&packed)[kBoxFragments * 2]) const {
+  FFPA_DEVICE void stage(uint32_t box_smem, int group_warp, const PackedBox& packed) const {
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     FFPA_UNROLL
     for (int n = 0; n < kBoxFragments; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next

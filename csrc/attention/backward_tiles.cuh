@@ -36,16 +36,16 @@ FFPA_DEVICE EntryPlace entry_place(const BackwardParams& params, int entry_of_ch
   return {entry / params.heads_kv(), entry % params.heads_kv()};
 }
 
-// Row tile `tile` of the chunk, of one of its entries.
-FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chunk, int tile) {
+// `count` rows of one of the chunk's entries, a part of row tile `tile` of the chunk: from its row `offset` on.
+FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chunk, int tile, int offset, int count) {
   const EntryPlace place = entry_place(params, entry_of_chunk);
   const int tile_of_entry = params.first_tile + tile;
   HeadRows rows;
   rows.entry = batch_entry(params.attention, place.batch);
   rows.batch_index = place.batch;
   rows.head_index = place.head_kv * params.attention.group + tile_of_entry / params.tiles_of_head();
-  rows.first = tile_of_entry % params.tiles_of_head() * kRowTile;
-  rows.last = min_of(rows.first + kRowTile, rows.n_q()) - 1;
+  rows.first = tile_of_entry % params.tiles_of_head() * kRowTile + offset;
+  rows.last = min_of(rows.first + count, rows.n_q()) - 1;
   return rows;
 }
 
@@ -56,59 +56,74 @@ FFPA_DEVICE int64_t workspace_row(const BackwardParams& params, int entry_of_chu
 
 // ---- tiles of P and dS ----
 
+FFPA_DEVICE bool has_visible_pairs(const HeadRows& rows, int first_key) {
+  return first_key < visible_keys_end(rows) && first_key + kKeyTile > visible_keys_begin(rows);
+}
+
 struct ScoreTile {
   HeadRows rows;
   int head_kv;
   int first_key;
   int64_t workspace_row;
-
-  // Tiles without a visible pair are not computed, and nobody reads them.
-  FFPA_DEVICE bool has_visible_pairs() const {
-    return first_key < visible_keys_end(rows) && first_key + kKeyTile > visible_keys_begin(rows);
-  }
+  bool is_read;      // by some product: the whole row tile has visible pairs among these keys
+  bool is_computed;  // these rows have; otherwise P and dS are 0
 };
 
-FFPA_HOST_DEVICE int64_t score_tiles(const BackwardParams& params) {
-  return int64_t(params.entries) * params.tiles_of_chunk() * (params.keys_of_chunk() / kKeyTile);
+// The workspace bounds their number, and that of the gradients' tiles, far below 2^31.
+FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
+  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) *
+         (params.keys_of_chunk() / kKeyTile);
 }
 
-FFPA_DEVICE ScoreTile score_tile(const BackwardParams& params, int64_t item) {
+// Some row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
+FFPA_DEVICE ScoreTile score_tile(const BackwardParams& params, int item) {
+  constexpr int kBand = 12, kTilesOfRow = kRowTile / kScoreRows;
   const int key_tiles = params.keys_of_chunk() / kKeyTile;
-  const int key_tile = int(item % key_tiles), tile_of_all = int(item / key_tiles);
+  const int band = item / (kBand * key_tiles), in_band = item % (kBand * key_tiles);
+  const int all_tiles = params.entries * params.tiles_of_chunk() * kTilesOfRow;
+  const int tiles_of_band = min_of(kBand, all_tiles - band * kBand);
+  const int first_key = params.first_key + in_band / tiles_of_band * kKeyTile;
+  const int part_of_all = band * kBand + in_band % tiles_of_band;
+  const int tile_of_all = part_of_all / kTilesOfRow, offset = part_of_all % kTilesOfRow * kScoreRows;
   const int entry = tile_of_all / params.tiles_of_chunk(), tile = tile_of_all % params.tiles_of_chunk();
-  return {rows_of_tile(params, entry, tile), entry_place(params, entry).head_kv, params.first_key + key_tile * kKeyTile,
-          workspace_row(params, entry, tile)};
+  const HeadRows rows = rows_of_tile(params, entry, tile, offset, kScoreRows);
+  return {rows,
+          entry_place(params, entry).head_kv,
+          first_key,
+          workspace_row(params, entry, tile) + offset,
+          has_visible_pairs(rows_of_tile(params, entry, tile, 0, kRowTile), first_key),
+          has_visible_pairs(rows, first_key)};
 }
 
 // ---- tiles of the gradients ----
 
 enum class Product : int { kDq, kDk, kDv };
 
-// kProductRows rows of dQ, or keys of dK or dV, times some columns.
+// Some rows of dQ, or keys of dK or dV, times some columns.
 struct ProductTile {
   Product product;
   int entry;           // of the chunk
-  int tile;            // of rows of the chunk, or of its keys
+  int tile;            // of so many rows, or keys, of the chunk
   int column;          // the first one
   int columns_of_all;  // of the gradient
 };
 
 // Tiles of dQ, or of dK and dV. Under a causal mask the longest come first: the last rows of dQ meet the most keys, the
 // first keys the most rows.
-template <bool kOfQ, int kColumns>
+template <bool kOfQ, int kRows, int kColumns>
 class ProductTiles {
  public:
   FFPA_HOST_DEVICE explicit ProductTiles(const BackwardParams& params)
       : entries_(params.entries),
         d_qk_(params.attention.d_qk),
         d_v_(params.attention.d_v),
-        tiles_(kOfQ ? params.tiles_of_chunk() : params.keys_of_chunk() / kProductRows) {}
+        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) : params.keys_of_chunk() / kRows) {}
 
-  FFPA_HOST_DEVICE int64_t count() const { return int64_t(entries_) * tiles_ * groups(); }
+  FFPA_HOST_DEVICE int count() const { return entries_ * tiles_ * groups(); }
 
-  FFPA_DEVICE ProductTile get(int64_t item) const {
-    const int group = int(item % groups());
-    const int tile_of_all = int(item / groups());
+  FFPA_DEVICE ProductTile get(int item) const {
+    const int group = item % groups();
+    const int tile_of_all = item / groups();
     const int rank = tile_of_all / entries_;
     const bool of_v = group >= qk_groups();
     return {kOfQ   ? Product::kDq
@@ -149,9 +164,10 @@ FFPA_DEVICE Run run_over_keys(const HeadRows& rows, int step) {
 }
 
 // Of the rows of a head that the chunk holds (those of its tiles [first_tile, end_tile)), the ones that see one of
-// kProductRows keys.
-FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int first_tile, int end_tile, int step) {
-  const int last_key = min_of(first_key + kProductRows, entry.n_k()) - 1;
+// `keys` keys.
+FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, int first_tile, int end_tile,
+                              int step) {
+  const int last_key = min_of(first_key + keys, entry.n_k()) - 1;
   const int begin = max_of(first_key - entry.farthest, first_tile * kRowTile);
   const int end = min_of(min_of(last_key - entry.nearest + 1, entry.n_q()), end_tile * kRowTile);
   return last_key < first_key || end <= begin ? Run{0, 0} : whole_steps(begin, end, step);

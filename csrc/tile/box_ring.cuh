@@ -3,8 +3,8 @@
 // Everything moves in boxes of 64 × 64 16-bit elements, 8 rows of 128 bytes an atom of the 128-byte swizzle: whatever
 // its tensor, and whichever way wgmma reads it. A step is 64 of the common dimension:
 //
-//   A   2 boxes, one for each warpgroup's 64 rows:  [64 rows][64 of the step], or [64 of the step][64 rows]
-//   B   kBoxesB, 64 columns each:                   [64 columns][64 of the step], or [64 of the step][64 columns]
+//   A   kBoxesA, 64 rows each, the same number for each warpgroup:  [64 rows][64 of the step], or [64 of the step][64 rows]
+//   B   kBoxesB, 64 columns each:                       [64 columns][64 of the step], or [64 of the step][64 columns]
 //
 // Slots of a step each form a ring. Each has two mbarriers: `full`, all boxes have landed; `empty`, no warp reads them
 // any more.
@@ -33,11 +33,12 @@ inline constexpr int kGroupThreads = 128;
 // Which way a box lies: along which of its dimensions it is contiguous.
 using Major = ptx::OperandMajor;
 
-template <int kBoxesOfB, int kSlots>
+template <int kBoxesOfA, int kBoxesOfB, int kSlots>
 struct BoxRing {
+  static constexpr int kBoxesA = kBoxesOfA;
   static constexpr int kBoxesB = kBoxesOfB;
   static constexpr int kStages = kSlots;
-  static constexpr uint32_t kSlotBytes = (kConsumerGroups + kBoxesB) * kBoxBytes;
+  static constexpr uint32_t kSlotBytes = (kBoxesA + kBoxesB) * kBoxBytes;
   static constexpr uint32_t kBytes = kStages * kSlotBytes;
   static constexpr uint32_t kBarrierBytes = (2 * kStages + 1) * 8;
 
@@ -112,7 +113,7 @@ class BoxProducer {
       if (live >> row & 1) continue;
       FFPA_NO_UNROLL
       for (int box = 0; box < Ring::kBoxesB; ++box) {
-        ptx::st_shared_16(slot + (kConsumerGroups + box) * kBoxBytes + row * kBoxRowBytes + lane_ % kChunks * 16,
+        ptx::st_shared_16(slot + (Ring::kBoxesA + box) * kBoxBytes + row * kBoxRowBytes + lane_ % kChunks * 16,
                           {0, 0, 0, 0});
       }
     }
@@ -150,10 +151,11 @@ class BoxConsumer {
   // `group`: which of them.
   FFPA_DEVICE BoxConsumer(const Ring& ring, int group, int lane) : ring_(ring), group_(group), lane_(lane) {}
 
-  // sums [64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one.
-  template <class Element, int kColumns, Major kA, Major kB>
-  FFPA_DEVICE void multiply(float (&sums)[kColumns / 2], int steps) {
+  // sums [kBlocks · 64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one.
+  template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
+  FFPA_DEVICE void multiply(float (&sums)[kBlocks][kColumns / 2], int steps) {
     static_assert(kColumns <= Ring::kBoxesB * kBox, "the boxes of B hold all columns");
+    static_assert(kBlocks * kConsumerGroups == Ring::kBoxesA, "the warpgroups share the boxes of A");
     FFPA_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       begin_step<Element, kColumns, kA, kB>(sums, step > 0);
@@ -166,23 +168,29 @@ class BoxConsumer {
 
  private:
   // One loop body, and no other code that touches the sums: ptxas then leaves the products asynchronous.
-  template <class Element, int kColumns, Major kA, Major kB>
-  FFPA_DEVICE void begin_step(float (&sums)[kColumns / 2], bool accumulate) {
+  template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
+  FFPA_DEVICE void begin_step(float (&sums)[kBlocks][kColumns / 2], bool accumulate) {
     // From one multiple of 16 of the common dimension to the next: along a row, or 16 rows.
     constexpr uint32_t kNextA = kA == Major::kK ? 32 : 2 * kAtomBytes, kNextB = kB == Major::kK ? 32 : 2 * kAtomBytes;
-    const uint32_t a_smem = ring_.slot(at_.slot) + group_ * kBoxBytes;
-    const uint32_t b_smem = ring_.slot(at_.slot) + kConsumerGroups * kBoxBytes;
+    // An address takes part in a descriptor as a number of 16 bytes: what follows is reached by additions.
+    const uint64_t a = descriptor(ring_.slot(at_.slot) + group_ * kBlocks * kBoxBytes);
+    const uint64_t b = descriptor(ring_.slot(at_.slot) + Ring::kBoxesA * kBoxBytes);
     ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
     ptx::wgmma_fence();
     FFPA_UNROLL
     for (int depth = 0; depth < kBox / 16; ++depth) {
-      ptx::wgmma_ss<Element, kColumns, kA, kB>(
-          sums, ptx::wgmma_descriptor(a_smem + depth * kNextA, kBoxBytes, kAtomBytes, Swizzle::k128Bytes),
-          ptx::wgmma_descriptor(b_smem + depth * kNextB, kBoxBytes, kAtomBytes, Swizzle::k128Bytes),
-          accumulate || depth > 0);
+      FFPA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::wgmma_ss<Element, kColumns, kA, kB>(sums[block], a + (block * kBoxBytes + depth * kNextA) / 16,
+                                                 b + depth * kNextB / 16, accumulate || depth > 0);
+      }
     }
     ptx::wgmma_commit_group();
     at_.advance();
+  }
+
+  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
+    return ptx::wgmma_descriptor(boxes_smem, kBoxBytes, kAtomBytes, Swizzle::k128Bytes);
   }
 
   // That of `steps` steps ago.

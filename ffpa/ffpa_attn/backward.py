@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from . import checks
-from .spec import PRODUCT_COLUMNS, BackwardProductsWgmma, BackwardRows, BackwardScoresWgmma, Problem
+from .spec import PRODUCT_TILES, BackwardProductsWgmma, BackwardRows, BackwardScoresWgmma, Problem
 
-ROW_TILE, KEY_TILE, PRODUCT_ROWS, LIVE_ROWS = 128, 256, 128, 64  # as csrc/attention/backward_params.h
+ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
 _BYTES_OF_PAIR = 4  # P and dS
-_ENOUGH_TILES = 4096  # of a chunk: more gain nothing
+_ENOUGH_TILES = 2048  # of a chunk: more gain nothing
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
@@ -48,16 +48,16 @@ class Chunk(NamedTuple):
     of_k: bool  # gives dK and dV, or a part of their sums
 
 
-def _columns(*head_dims: int) -> int:
-    """The width of tiles that computes the fewest columns in vain; the wider one of equals."""
-    return min(reversed(PRODUCT_COLUMNS), key=lambda width: sum(-(-d // width) * width for d in head_dims))
+def _product_tile(*head_dims: int) -> tuple[int, int]:
+    """Rows and columns of the tile that computes the fewest columns in vain; the widest one of equals."""
+    return min(reversed(PRODUCT_TILES), key=lambda tile: sum(-(-d // tile[1]) * tile[1] for d in head_dims))
 
 
 def plan(p: Problem) -> BackwardPlan | str:
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    columns = _columns(p.d_qk, p.d_qk, p.d_v)
-    of_q, of_k = (BackwardProductsWgmma(p.dtype, columns, of_q) for of_q in (True, False))
+    tile = _product_tile(p.d_qk, p.d_qk, p.d_v)
+    of_q, of_k = (BackwardProductsWgmma(p.dtype, *tile, of_q) for of_q in (True, False))
     return BackwardPlan(BackwardRows(p.dtype), BackwardScoresWgmma(p.dtype), of_q, of_k)
 
 
@@ -100,7 +100,7 @@ def chunks(sizes: _Sizes, cap: int) -> Iterator[Chunk]:
         return
     partial = sizes.keys * sizes.partial_of_key
     for entry in range(sizes.entries):
-        if partial + of_tile * 8 <= cap:
+        if partial + of_tile * 4 <= cap:
             for first, end in _parts(sizes.tiles, (cap - partial) // of_tile):
                 yield Chunk(entry, 1, first, end, 0, sizes.keys, True, True)
             continue

@@ -212,24 +212,26 @@ class BackwardScoresWgmma(KernelSpec):
 
     family = "backward_scores_wgmma"
     arch = "sm_90a"
-    allowed_spill_bytes = 224  # what is live across a product of 128 accumulators beside 64 packed values
+    allowed_spill_bytes = 384  # what is live across a product of 128 accumulators beside 64 packed values
 
     dtype: str
 
 
 @dataclass(frozen=True)
 class BackwardProductsWgmma(KernelSpec):
-    """dQ, or dK and dV, from P and dS; one spec serves every head dim, in tiles of `columns`."""
+    """dQ, or dK and dV, from P and dS; one spec serves every head dim."""
 
     family = "backward_products_wgmma"
     arch = "sm_90a"
+    allowed_spill_bytes = 48  # once a tile
 
     dtype: str
+    rows: int  # of a tile
     columns: int
     of_q: bool
 
 
-PRODUCT_COLUMNS = (160, 192, 224, 256)
+PRODUCT_TILES = ((256, 160), (256, 192), (128, 224), (128, 256))  # rows, columns
 
 
 class Shape(NamedTuple):
@@ -297,8 +299,8 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
         kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype)]
-        for product_columns in PRODUCT_COLUMNS[-1:] if few else PRODUCT_COLUMNS:
-            kernels += [BackwardProductsWgmma(dtype, product_columns, of_q) for of_q in (True, False)]
+        for tile in PRODUCT_TILES[-1:] if few else PRODUCT_TILES:
+            kernels += [BackwardProductsWgmma(dtype, *tile, of_q) for of_q in (True, False)]
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]

@@ -31,6 +31,8 @@ namespace {
 using namespace ffpa;
 
 // Memory that kernels can access, filled with 0xcd.
+const char* case_name = "";  // of the case that runs
+
 class Buffer {
  public:
   explicit Buffer(size_t words) : words_(words) {
@@ -78,7 +80,7 @@ class Buffer {
 #if FFPA_CUDA
   static void check(cudaError_t error) {
     if (error == cudaSuccess) return;
-    std::fprintf(stderr, "CUDA: %s\n", cudaGetErrorString(error));
+    std::fprintf(stderr, "%s: %s\n", case_name, cudaGetErrorString(error));
     std::exit(1);
   }
 #else
@@ -172,6 +174,7 @@ int main(int argc, char** argv) {
     std::vector<uint32_t> input_words(entry.input_words);
     for (uint32_t& word : input_words) word = random.word(entry.input);
     if (entry.arch > arch) continue;
+    case_name = entry.name;
     Buffer input(input_words.size()), output(entry.output_words);
     input.upload(input_words);
     const LaunchStatus status = entry.run(input.data(), output.data());

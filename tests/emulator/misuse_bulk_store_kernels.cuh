@@ -40,6 +40,14 @@ FFPA_KERNEL(32, 1) void store_never_awaited_kernel(const FFPA_GRID_CONSTANT ptx:
   if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem());
 }
 
+// Loads may begin before the tensor, and then find zeros there.
+FFPA_KERNEL(32, 1) void store_before_the_tensor_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem(), -1);
+  ptx::bulk_wait_group<0>();
+}
+
 // The wait is for the groups that there are, and the store is in none.
 FFPA_KERNEL(32, 1) void store_never_committed_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   write_row(ptx::dynamic_smem());

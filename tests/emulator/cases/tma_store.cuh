@@ -192,14 +192,14 @@ inline std::vector<Case> tma_store_cases() {
   };
   return {
       store_case("tma_store_2d/inside", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 8, 2>),
-      store_case("tma_store_2d/outside", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 24, -3>),
-      store_case("tma_store_2d/odd", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, -3, 7>),
+      store_case("tma_store_2d/outside", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 24, 10>),
+      store_case("tma_store_2d/odd", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 3, 7>),
       store_case("tma_store_2d/nothing", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 8, 21>),
       store_case("tma_store_2d/swizzle_32", 16 * 16 / 2, run_tma_store<2, Swizzle::k32Bytes, 8, 2>),
       store_case("tma_store_2d/swizzle_64", 32 * 16 / 2, run_tma_store<2, Swizzle::k64Bytes, 16, 9>),
-      store_case("tma_store_2d/swizzle_128", 64 * 16 / 2, run_tma_store<2, Swizzle::k128Bytes, -8, 1>),
+      store_case("tma_store_2d/swizzle_128", 64 * 16 / 2, run_tma_store<2, Swizzle::k128Bytes, 8, 7>),
       store_case("tma_store_4d/inside", 24 * 16 / 2, run_tma_store<4, Swizzle::kNone, 8, 2, 0, 0>),
-      store_case("tma_store_4d/outside", 64 * 16 / 2, run_tma_store<4, Swizzle::k128Bytes, -8, 5, -1, 1>),
+      store_case("tma_store_4d/outside", 64 * 16 / 2, run_tma_store<4, Swizzle::k128Bytes, 8, 5, 0, 1>),
       {"bulk_wait_group_read", kSm90, Input::kBits, kStoreRounds * kStoredWords, kStoreRounds * kStoredWords, 0,
        run_store_ring},
       {"fence_proxy_async_global", kSm90, Input::kBits, kWorkspaceRounds * kStoredWords,

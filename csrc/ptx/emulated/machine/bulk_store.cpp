@@ -102,6 +102,9 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
     fail("tma", site, format("%d coordinates for a tensor map of rank %d", coordinate_count, spec.rank));
   }
   if (const char* problem = problem_with_tensor_map(spec)) fail("tma", site, problem);
+  if (std::any_of(coordinates, coordinates + coordinate_count, [](int c) { return c < 0; })) {
+    fail("tma", site, "a store to a negative coordinate is an illegal instruction (seen on an H200; loads may)");
+  }
   Lane& lane = *current;
   const uint32_t bytes = box_bytes(spec);
   shared_pointer(*lane.block, source, bytes, kSourceAlignment, kWhat, site);

@@ -1,0 +1,271 @@
+"""The backward on our compiled kernels: every case of the matrix, in the emulator everywhere and on a GPU where there is one.
+
+The forward is whatever the case gets by itself; only the backward is forced.
+"""
+
+import contextlib
+
+import compare
+import ffpa_attn
+import oracle
+import pytest
+import test_numerics
+import torch
+from cases import CASES, PACKED_CASES, Case, make_inputs, offsets
+from ffpa_attn import backward, env, ops
+from ffpa_attn.spec import PRODUCT_TILES, Problem, Visibility
+from ffpa_attn.testing import emulate
+
+ARCHS = {"hopper": "sm_90a"}  # backend -> what emulates it
+BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
+PROBLEM = Problem(
+    "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
+)  # fmt: skip
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """forced(backend, device, seed): from now on backwards run there; gives the list of what the emulator reports."""
+
+    def force(backend: str, device: str, seed: int = 0) -> list[dict]:
+        if device == "cuda" and backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a Hopper GPU")
+        reports, run = [], ops._backward
+        ops._plans.clear()
+
+        def run_there(*args):
+            with contextlib.ExitStack() as stack:
+                if device == "cpu":
+                    found = stack.enter_context(emulate(ARCHS[backend], seed=seed))
+                    stack.callback(lambda: reports.extend(found))
+                stack.enter_context(env.overridden("FFPA_BACKEND", backend))
+                return run(*args)
+
+        monkeypatch.setattr(ops, "_backward", run_there)
+        return reports
+
+    return force
+
+
+@BACKENDS
+@test_numerics.by_id(CASES)
+def test_gradients(case, backend, device, forced):
+    reports = forced(backend, device)
+    test_numerics.test_gradients(case, device)
+    if device == "cpu" and case.batch * case.n_q * case.n_k:
+        kernels = [report["kernel"] for report in reports]
+        assert "backward_rows" in kernels[0] and all("backward" in name for name in kernels) and len(kernels) == 4
+        assert all(report["bank_conflict_ratio"] < 1.2 for report in reports)
+
+
+@BACKENDS
+@test_numerics.by_id(PACKED_CASES)
+def test_packed(case, backend, device, forced, monkeypatch):
+    forced(backend, device)
+    test_numerics.test_packed(case, device, "read", monkeypatch)
+
+
+LONGER = Case(heads_q=4, heads_kv=2, n_q=600, n_k=520, d=320, d_v=264, rule={"causal": True})
+LONGER_PACKED = ((300, 0, 270), (520, 9, 300))
+
+
+@BACKENDS
+@pytest.mark.parametrize("seed", [1, 3])
+def test_schedules(seed, backend, device, forced):
+    """More tiles than blocks, in other orders of the warps."""
+    forced(backend, device, seed)
+    test_numerics.test_gradients(LONGER.with_(rule={"window": (200, 100)}, mask="bool-some-rows-empty"), device)
+
+
+def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
+    inputs = test_numerics.leaves(*make_inputs(case, device))
+    q, k, v, *mask = inputs
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, mask=mask[0] if mask else None, layout=case.layout, **case.rule)
+    g = test_numerics.random_like(out, 7)
+    with env.overridden("FFPA_WORKSPACE_MB", str(cap_mb)) if cap_mb else contextlib.nullcontext():
+        return torch.ops.ffpa_attn.backward(
+            g, None, q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), *(mask[:1] or [None]), layout=case.layout,
+            **case.rule, **options,
+        )[:3]  # fmt: skip
+
+
+@BACKENDS
+@pytest.mark.parametrize("cap_mb, kinds", [(3, {(True, True)}), (1, {(True, False), (False, True)})])
+def test_workspace_caps(cap_mb, kinds, backend, device, forced, monkeypatch):
+    """In chunks: whole gradients, or sums of dK and dV over some rows; at last dQ on its own, and dK and dV by keys."""
+    forced(backend, device)
+    found, cut = [], backward.chunks
+
+    def noted(*args):
+        found.extend(cut(*args))
+        return cut(*args)
+
+    monkeypatch.setattr(backward, "chunks", noted)
+    got = gradients_of(LONGER, device, cap_mb)
+    assert {(chunk.of_q, chunk.of_k) for chunk in found} == kinds and len(found) > 2
+    for name, x, want in zip(("dq", "dk", "dv"), got, gradients_of(LONGER, device), strict=True):
+        # The same sums, in fp32, in another order of additions.
+        assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
+
+
+@pytest.mark.parametrize("mb", [1, 64, 1024])
+@pytest.mark.parametrize("n", [100, 8192, 131072])
+@pytest.mark.parametrize("group", [1, 8])
+def test_chunks_cover_everything_once_within_the_cap(mb, n, group):
+    sizes = backward._Sizes(entries=3, group=group, n_q=n, n_k=n + 300, partial_of_key=4096)
+    rows, keys = sizes.tiles, sizes.keys
+    of_q, of_k = {}, {}
+    fits = backward.ROW_TILE * keys * 4 <= mb << 20
+    for c in backward.chunks(sizes, mb << 20):
+        pairs = c.entries * (c.end_tile - c.first_tile) * backward.ROW_TILE * (c.end_key - c.first_key)
+        in_parts = c.of_k and c.end_tile - c.first_tile < rows
+        assert not fits or pairs * 4 + in_parts * (c.end_key - c.first_key) * 4096 <= mb << 20, c
+        assert not c.of_q or (c.first_key, c.end_key) == (0, keys)
+        for entry in range(c.first_entry, c.first_entry + c.entries):
+            if c.of_q:
+                of_q.setdefault(entry, []).append((c.first_tile, c.end_tile))
+            if c.of_k:
+                of_k.setdefault((entry, c.first_key, c.end_key), []).append((c.first_tile, c.end_tile))
+    for parts in (*of_q.values(), *of_k.values()):
+        assert parts[0][0] == 0 and parts[-1][1] == rows
+        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    assert set(of_q) == {0, 1, 2}
+    for entry in range(3):
+        ranges = sorted(key[1:] for key in of_k if key[0] == entry)
+        assert ranges[0][0] == 0 and ranges[-1][1] == keys
+        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+
+
+@BACKENDS
+def test_bits_repeat(backend, device, forced):
+    forced(backend, device)
+    first = gradients_of(LONGER, device)
+    forced(backend, device, seed=2)
+    for _ in range(50 if device == "cuda" else 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(LONGER, device), strict=True))
+
+
+@BACKENDS
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+def test_fp32_gradients(layout, backend, device, forced):
+    """What partial results are summed up from: the 16-bit gradients are these, rounded."""
+    forced(backend, device)
+    case = LONGER.with_(n_q=70, n_k=90, layout=layout)
+    exact, rounded = gradients_of(case, device, fp32_grads=True), gradients_of(case, device)
+    for x, y in zip(exact, rounded, strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x.to(y.dtype), y)
+
+
+@BACKENDS
+def test_the_lse_of_more_keys(backend, device, forced):
+    """Ring attention: a backward over some keys, with out and LSE of all of them; the parts add up."""
+    forced(backend, device)
+    q, k, v, _ = make_inputs(Case(n_q=70, n_k=200, d=264), device)
+    q, k, v = (x.clone() for x in (q, k, v))
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    g = test_numerics.random_like(out, 7)
+
+    def run(keys):
+        return torch.ops.ffpa_attn.backward(g, None, q, k[:, :, keys], v[:, :, keys], out, lse, fp32_grads=True)
+
+    parts, whole = [run(slice(0, 130)), run(slice(130, None))], run(slice(None))
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0], atol=2e-3, rtol=1e-2)
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i], atol=2e-3, rtol=1e-2)
+
+
+@BACKENDS
+@pytest.mark.parametrize("what", ["sum", "expanded heads", "padded rows"])
+def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
+    """dO of a sum is one number; of a broadcast, one row."""
+    forced(backend, device)
+    q, k, v, _ = make_inputs(Case(n_q=70, n_k=90, d=264), device)
+
+    def run(function, tensors):
+        out = function(*tensors)
+        if what == "sum":
+            return torch.autograd.grad(out.sum(), tensors)
+        g = test_numerics.random_like(out, 7).to(out.dtype)
+        g = g[:, :1].expand(out.shape) if what == "expanded heads" else torch.nn.functional.pad(g, (0, 3))[..., :-3]
+        return torch.autograd.grad(out, tensors, g)
+
+    got = run(ffpa_attn.ffpa, test_numerics.leaves(q, k, v))
+    want = run(lambda *x: oracle.attention(*x)[0], test_numerics.leaves(q, k, v))
+    base = run(lambda *x: compare.baseline(*x)[0], test_numerics.leaves(q, k, v))
+    for name, *three in zip(("dq", "dk", "dv"), got, want, base, strict=True):
+        compare.assert_close(name, *three)
+
+
+@BACKENDS
+def test_heads_that_share_memory(backend, device, forced):
+    """K and V expanded over the batch: all their strides there are 0."""
+    forced(backend, device)
+    q, k, v, _ = make_inputs(Case(batch=2, n_q=40, n_k=90, d=264), device)
+    k, v = (x[:1].clone().expand(2, -1, -1, -1) for x in (k, v))
+    q = q.clone()
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    g = test_numerics.random_like(out, 7)
+    got = torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse)
+    want = torch.ops.ffpa_attn.backward(g, None, q, k.contiguous(), v.contiguous(), out, lse)
+    assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+
+
+@BACKENDS
+def test_rows_without_keys_pass_on_nothing(backend, device, forced):
+    """Whatever Q, dO and dLSE hold there: neither their own gradients nor those of keys see it."""
+    forced(backend, device)
+    case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=90, d=264, mask="bool-some-rows-empty")
+    q, k, v, mask = make_inputs(case, device)
+    q, k, v = (x.clone() for x in (q, k, v))
+    dead = ~mask.expand(1, 2, 300, 90).any(-1)
+    assert dead.any()
+
+    def run(garbage: float):
+        x = q.masked_fill(dead[..., None], garbage)
+        out, lse = ffpa_attn.ffpa(x, k, v, mask=mask, return_lse=True)
+        g = test_numerics.random_like(out, 7).masked_fill(dead[..., None], garbage)
+        return torch.ops.ffpa_attn.backward(g, torch.full_like(lse, 0.5), x, k, v, out, lse, mask)[:3]
+
+    clean, dirty = run(0.0), run(float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert not dirty[0][dead].any()
+
+
+@BACKENDS
+def test_sequences_do_not_see_each_other(backend, device, forced):
+    """NaN in one packed sequence stays there, though tiles reach beyond the ends of sequences."""
+    forced(backend, device)
+    lengths_q, lengths_k = LONGER_PACKED
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(lengths, heads):
+        return torch.randn(sum(lengths), heads, 264, generator=generator).to(device, torch.bfloat16)
+
+    q, k, v = tensor(lengths_q, 2), tensor(lengths_k, 1), tensor(lengths_k, 1)
+    cu = offsets(lengths_q, device), offsets(lengths_k, device), 300, 520
+    second_q, second_k = slice(300, None), slice(529, None)
+
+    def run():
+        out, lse = ffpa_attn.ffpa_varlen(q, k, v, *cu, causal=True, return_lse=True)
+        g = test_numerics.random_like(out, 7)
+        g[second_q] *= q[second_q]
+        return torch.ops.ffpa_attn.varlen_backward(g, None, q, k, v, out, lse, *cu, causal=True)
+
+    clean = run()
+    for x, rows in ((q, second_q), (k, second_k), (v, second_k)):
+        x[rows] = torch.nan
+    dirty = run()
+    for x, y, rows in zip(clean, dirty, (slice(0, 300), slice(0, 520), slice(0, 520)), strict=True):
+        assert torch.equal(x[rows], y[rows])
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize(
+    "d, d_v, tile",
+    [(320, 320, (256, 160)), (384, 384, (256, 192)), (448, 448, (128, 224)), (512, 512, (128, 256)), (1024, 1024, (128, 256)), (576, 512, (256, 192))],
+)  # fmt: skip
+def test_tiles_fit_head_dims(d, d_v, tile):
+    plan = backward.plan(PROBLEM._replace(d_qk=d, d_v=d_v))
+    assert (plan.of_q.rows, plan.of_q.columns) == tile and tile in PRODUCT_TILES
