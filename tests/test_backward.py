@@ -16,7 +16,7 @@ from ffpa_attn import backward, env, ops
 from ffpa_attn.spec import PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
-ARCHS = {"hopper": "sm_90a"}  # backend -> what emulates it
+ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
 BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
 PROBLEM = Problem(
     "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
@@ -267,5 +267,5 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
     [(320, 320, (256, 160)), (384, 384, (256, 192)), (448, 448, (128, 224)), (512, 512, (128, 256)), (1024, 1024, (128, 256)), (576, 512, (256, 192))],
 )  # fmt: skip
 def test_tiles_fit_head_dims(d, d_v, tile):
-    plan = backward.plan(PROBLEM._replace(d_qk=d, d_v=d_v))
+    plan = backward.plan(PROBLEM._replace(d_qk=d, d_v=d_v), "hopper")
     assert (plan.of_q.rows, plan.of_q.columns) == tile and tile in PRODUCT_TILES

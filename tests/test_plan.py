@@ -158,7 +158,6 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"direction": "backward"}, "no mma backward"),
         ({"acc": "f16"}, "accumulate products of bf16 in f32 only"),
         ({"acc": "mixed"}, "accumulate products of bf16 in f32 only"),
         ({"level": 1, "d_v": 1152}, "level 1 keeps O in registers"),

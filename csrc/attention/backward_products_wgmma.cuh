@@ -1,5 +1,5 @@
-// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kRows rows × kColumns columns, half
-// of the rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
+// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kRows rows × kColumns columns,
+// half of the rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
 // and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads that share a key/value
 // head, in a fixed order; no result is added to by anybody else, so bits do not change from run to run.
 //
@@ -11,10 +11,10 @@
 
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
+#include "attention/gradient_writer.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "base/types.h"
 #include "ptx/barrier.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/memory.cuh"
@@ -22,12 +22,11 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
-#include "tile/fragment_output.cuh"
 
 namespace ffpa {
 
-// Fields: Dtype; kRows and kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
-// ptxas then serialises.)
+// Fields: Dtype; kRows and kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of
+// products, which ptxas then serialises.)
 template <class Fields>
 struct BackwardProductsWgmmaConfig : Fields {
   using Params = BackwardParams;
@@ -35,7 +34,6 @@ struct BackwardProductsWgmmaConfig : Fields {
   using Ring = tile::BoxRing<Fields::kRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
-  static_assert(kRowTile % Fields::kRows == 0 && kKeyTile % Fields::kRows == 0, "a row or key tile is whole tiles");
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -99,37 +97,22 @@ class BackwardProductsWgmma {
   }
 
  private:
-  // Round after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the
-  // longer one.
   template <class Function>
   FFPA_DEVICE void for_each_tile(const Function& function) const {
-    const Tiles tiles(params_);
-    const int blocks = ptx::grid_x(), block = ptx::block_x();
-    bool backwards = false;
+    ProductTileSequence<Tiles> tiles(params_);
+    ProductTile tile;
     FFPA_NO_UNROLL
-    for (int round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
-      const int item = round + (backwards ? blocks - 1 - block : block);
-      if (item < tiles.count()) function(tiles.get(item));
-    }
+    while (tiles.next(tile)) function(tile);
   }
 
   // function(head of the group, run over its rows) for what dK or dV is summed over.
   template <class Function>
   FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
-    const int first_head = params_.first_tile / params_.tiles_of_head();
-    const int end_head = ceil_div(params_.end_tile, params_.tiles_of_head());
+    const HeadRange heads = heads_of_chunk(params_);
     FFPA_NO_UNROLL
-    for (int head = first_head; head < end_head; ++head) {
-      const TileRange tiles = tiles_of_head_in_chunk(params_, head);
-      function(head,
-               run_over_rows(entry, first_key(tile), kRows, tiles.first, tiles.end, tile::kBox));
+    for (int head = heads.first; head < heads.end; ++head) {
+      function(head, run_over_head<Tiles>(params_, tile, entry, head, tile::kBox));
     }
-  }
-
-  FFPA_DEVICE int first_key(const ProductTile& tile) const { return params_.first_key + tile.tile * kRows; }
-  FFPA_DEVICE HeadRows rows_of(const ProductTile& tile) const {
-    constexpr int kParts = kRowTile / kRows;
-    return rows_of_tile(params_, tile.entry, tile.tile / kParts, tile.tile % kParts * kRows, kRows);
   }
 
   // ---- the producer's warp ----
@@ -154,7 +137,7 @@ class BackwardProductsWgmma {
 
   // All keys that the rows of a tile see, for dQ.
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
-    const HeadRows rows = rows_of(tile);
+    const HeadRows rows = rows_of_product<Tiles>(params_, tile);
     const MapPlace k = {rows.entry.k.begin, entry_place(params_, tile.entry).head_kv, map_batch(rows.batch())};
     const Run run = run_over_keys(rows, tile::kBox);
     const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRows;
@@ -241,51 +224,22 @@ class BackwardProductsWgmma {
   }
 
   FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (Config::kOfQ) return run_over_keys(rows_of(tile), tile::kBox).steps(tile::kBox);
+    if (Config::kOfQ) return run_over_keys(rows_of_product<Tiles>(params_, tile), tile::kBox).steps(tile::kBox);
     int steps = 0;
     const BatchEntry entry = batch_entry(attention_, entry_place(params_, tile.entry).batch);
     for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
     return steps;
   }
 
-  // dK and dV: with what earlier chunks left, for a later one or as the result.
   FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums) const {
-    const bool of_v = tile.product == Product::kDv;
-    const bool continues = !Config::kOfQ && params_.first_tile > 0;
-    const bool is_last = Config::kOfQ || params_.end_tile == params_.tiles_of_entry();
-    const EntryPlace place = entry_place(params_, tile.entry);
-    const BatchEntry entry = batch_entry(attention_, place.batch);
-    const GradientView& x = Config::kOfQ ? params_.dq : of_v ? params_.dv : params_.dk;
-    const RowRange& all = Config::kOfQ ? entry.q : entry.k;
-    int64_t head = place.head_kv;
-    int first = all.begin + first_key(tile);
-    if (Config::kOfQ) {
-      const HeadRows rows = rows_of(tile);
-      head = rows.head();
-      first = all.begin + rows.first;
-    }
-    const int64_t head_offset = map_batch(place.batch) * x.batch_stride + head * x.head_stride + tile.column;
-    const float scale = of_v ? 1.0f : params_.scale;
+    const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const int row = (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp, in the tile
-      float* partial = params_.partial + (Tiles(params_).index_in_entry(tile) * kRows + row) * int64_t{kColumns};
-      const int64_t offset = head_offset + (first + row) * x.row_stride;
-      tile::RowWriter<Element, kColumns / 8> writer(
-          static_cast<uint8_t*>(x.data) + offset * (params_.float_gradients ? 4 : 2), x.row_stride,
-          all.end - first - row, tile.columns_of_all - tile.column, params_.float_gradients, lane_);
-      FFPA_UNROLL
-      for (int n = 0; n < kColumns / 8; ++n) {
-        float values[4] = {sums[block][4 * n], sums[block][4 * n + 1], sums[block][4 * n + 2], sums[block][4 * n + 3]};
-        if (continues) tile::add_fragment(values, partial, n, lane_);
-        if (!is_last) {
-          tile::save_fragment(partial, n, values, lane_);
-          continue;
-        }
+      writer.template write<kColumns / 8>(row, 0, [&](int n, float (&values)[4]) {
         FFPA_UNROLL
-        for (float& value : values) value *= scale;
-        writer.put(n, values);
-      }
+        for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * n + e];
+      });
     }
   }
 

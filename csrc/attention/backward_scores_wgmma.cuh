@@ -14,24 +14,20 @@
 
 #include <cstdint>
 
+#include "attention/backward_pairs.cuh"
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
-#include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "base/types.h"
 #include "ptx/barrier.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
-#include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace ffpa {
@@ -83,8 +79,8 @@ class BackwardScoresWgmma {
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
 
-  static constexpr int kFragments = kKeyTile / 8;           // of a row of a tile
-  static constexpr int kBoxFragments = tile::kBox / 8;      // and of a box
+  static constexpr int kFragments = kKeyTile / 8;       // of a row of a tile
+  static constexpr int kBoxFragments = tile::kBox / 8;  // and of a box
   static constexpr int kPartFragments = kBoxFragments / 2;
   static constexpr int kBoxes = kKeyTile / tile::kBox;
   using Sums = float[1][kKeyTile / 2];
@@ -187,7 +183,7 @@ class BackwardScoresWgmma {
         return;
       }
       float lse2[2], delta[2];
-      load_statistics(tile.rows, tile.rows.first + row, lse2, delta);
+      load_statistics(params_, tile.rows, tile.rows.first + row, lane_, lse2, delta);
 
       Sums sums;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
@@ -198,17 +194,25 @@ class BackwardScoresWgmma {
       }
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
 
-      const bool whole = tile.rows.last - tile.rows.first == kScoreRows - 1;
-      const bool all_seen = whole && all_rows_see(tile.rows, tile.first_key, kKeyTile);
+      const bool all_seen = tile.all_seen();
       const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
       FFPA_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
         PackedBox p, ds;
         if (plain) {
-          finish_plain(sums[0], x, box, lse2, p, ds);
+          float scores[1][kBoxFragments][4];
+          get_scores(scores, sums[0], box * kBoxFragments);
+          finish_plain_pairs<Element>(scores, x + box * kBoxFragments * 2, attention_.score_factor, lse2, p, ds);
         } else {
           FFPA_UNROLL
-          for (int half = 0; half < 2; ++half) finish(sums[0], x, box, half, tile, row, lse2, all_seen, p, ds);
+          for (int half = 0; half < 2; ++half) {  // fewer at a time, as registers are scarce
+            const int fragment = (2 * box + half) * kPartFragments;
+            float scores[1][kPartFragments][4];
+            get_scores(scores, sums[0], fragment);
+            finish_pairs<Element>(scores, x + fragment * 2, attention_, tile.rows, all_seen, tile.rows.first + row,
+                                  tile.first_key + fragment * 8, lse2, lane_, p + half * kPartFragments * 2,
+                                  ds + half * kPartFragments * 2);
+          }
         }
         store_box(box, p, ds);
       }
@@ -216,79 +220,12 @@ class BackwardScoresWgmma {
     if (stores) ptx::bulk_wait_group<0>();
   }
 
-  // Of rows row + lane / 4 and 8 further.
-  FFPA_DEVICE void load_statistics(const HeadRows& rows, int row, float (&lse2)[2], float (&delta)[2]) const {
-    const int64_t first =
-        rows.batch() * attention_.lse_batch_stride + rows.head() * attention_.lse_head_stride + rows.entry.q.begin;
+  template <int kCount>
+  static FFPA_DEVICE void get_scores(float (&scores)[1][kCount][4], const float (&sums)[kKeyTile / 2], int fragment) {
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const int r = row + tile::c_coordinate(lane_, 2 * h).row;
-      uint32_t bits[2] = {float_bits(kInfinity), 0};  // a row that does not exist: P = 0
-      if (r <= rows.last) ptx::ld_global_8(bits, params_.statistics + 2 * (first + r));
-      lse2[h] = float_from_bits(bits[0]);
-      delta[h] = float_from_bits(bits[1]);
-    }
-  }
-
-  // P and dS of 64 keys that every row sees, packed as X is.
-  FFPA_DEVICE void finish_plain(const float (&sums)[kKeyTile / 2], const Packed& x, int box, const float (&lse2)[2],
-                                PackedBox& p, PackedBox& ds) const {
-    FFPA_UNROLL
-    for (int i = 0; i < kBoxFragments * 2; ++i) {
-      const int pair = box * kBoxFragments * 2 + i;
-      float x0, x1;
-      ptx::unpack<Element>(x[pair], x0, x1);
-      const float p0 = ptx::ex2(sums[2 * pair] * attention_.score_factor - lse2[i % 2]);
-      const float p1 = ptx::ex2(sums[2 * pair + 1] * attention_.score_factor - lse2[i % 2]);
-      p[i] = ptx::pack<Element>(p0, p1);
-      ds[i] = ptx::pack<Element>(p0 * x0, p1 * x1);
-    }
-  }
-
-  // The same of 32 of them, by all rules: fewer at a time, as registers are scarce.
-  FFPA_DEVICE void finish(const float (&sums)[kKeyTile / 2], const Packed& x, int box, int half, const ScoreTile& tile,
-                          int row, const float (&lse2)[2], bool all_seen, PackedBox& p, PackedBox& ds) const {
-    float scores[1][kPartFragments][4], factors[kPartFragments][4];  // of dS = factor · P
-    const int part = 2 * box + half;
-    FFPA_UNROLL
-    for (int n = 0; n < kPartFragments; ++n) {
-      const int fragment = part * kPartFragments + n;
+    for (int n = 0; n < kCount; ++n) {
       FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[fragment * 4 + e];
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        ptx::unpack<Element>(x[fragment * 2 + h], factors[n][2 * h], factors[n][2 * h + 1]);
-      }
-    }
-    if (attention_.softcap > 0) {  // the derivative of the cap
-      FFPA_UNROLL
-      for (int n = 0; n < kPartFragments; ++n) {
-        FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const float t = tanh_of(scores[0][n][e] * attention_.score_factor);
-          factors[n][e] *= 1 - t * t;
-        }
-      }
-    }
-    scores_to_logits(scores, attention_, tile.rows, all_seen, tile.rows.first + row,
-                     tile.first_key + part * kPartFragments * 8, lane_);
-    const bool rows_may_be_dead = !all_seen || attention_.mask.kind != MaskKind::kNone;
-    FFPA_UNROLL
-    for (int n = 0; n < kPartFragments; ++n) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        float probability[2], gradient[2];
-        FFPA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          // Where the pair does not count, S and X may be NaN.
-          const float logit = rows_may_be_dead && lse2[h] == kInfinity ? -kInfinity : scores[0][n][2 * h + e];
-          probability[e] = ptx::ex2(logit - lse2[h]);
-          gradient[e] = probability[e] == 0 ? 0.0f : probability[e] * factors[n][2 * h + e];
-        }
-        const int pair = (half * kPartFragments + n) * 2 + h;
-        p[pair] = ptx::pack<Element>(probability[0], probability[1]);
-        ds[pair] = ptx::pack<Element>(gradient[0], gradient[1]);
-      }
+      for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[(fragment + n) * 4 + e];
     }
   }
 

@@ -9,6 +9,7 @@
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 
@@ -67,12 +68,16 @@ struct ScoreTile {
   int64_t workspace_row;
   bool is_read;      // by some product: the whole row tile has visible pairs among these keys
   bool is_computed;  // these rows have; otherwise P and dS are 0
+
+  // All rows of a tile exist, and see all of its keys.
+  FFPA_DEVICE bool all_seen() const {
+    return all_rows_see(rows, first_key, kKeyTile) && rows.last - rows.first == kScoreRows - 1;
+  }
 };
 
 // The workspace bounds their number, and that of the gradients' tiles, far below 2^31.
 FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
-  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) *
-         (params.keys_of_chunk() / kKeyTile);
+  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.keys_of_chunk() / kKeyTile);
 }
 
 // Some row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
@@ -110,9 +115,13 @@ struct ProductTile {
 
 // Tiles of dQ, or of dK and dV. Under a causal mask the longest come first: the last rows of dQ meet the most keys, the
 // first keys the most rows.
-template <bool kOfQ, int kRows, int kColumns>
+template <bool kIsOfQ, int kTileRows, int kTileColumns>
 class ProductTiles {
  public:
+  static constexpr bool kOfQ = kIsOfQ;
+  static constexpr int kRows = kTileRows, kColumns = kTileColumns;
+  static_assert(kRowTile % kRows == 0 && kKeyTile % kRows == 0, "a row or key tile is whole tiles");
+
   FFPA_HOST_DEVICE explicit ProductTiles(const BackwardParams& params)
       : entries_(params.entries),
         d_qk_(params.attention.d_qk),
@@ -146,6 +155,44 @@ class ProductTiles {
   int entries_, d_qk_, d_v_, tiles_;
 };
 
+// The tiles of this block. Round after round over the blocks, every other one backwards: tiles get shorter, and nobody
+// shall always have the longer one.
+template <class Tiles>
+class ProductTileSequence {
+ public:
+  FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : tiles_(params) {}
+
+  // Whether there is one more.
+  FFPA_DEVICE bool next(ProductTile& tile) {
+    const int blocks = ptx::grid_x(), block = ptx::block_x();
+    const int item = round_ + (backwards_ ? blocks - 1 - block : block);
+    round_ += blocks;
+    backwards_ = !backwards_;
+    if (item >= tiles_.count()) return false;  // nor in any round after this one
+    tile = tiles_.get(item);
+    return true;
+  }
+
+ private:
+  Tiles tiles_;
+  int round_ = 0;
+  bool backwards_ = false;
+};
+
+// The first key of a tile of dK or dV.
+template <class Tiles>
+FFPA_DEVICE int first_key_of_product(const BackwardParams& params, const ProductTile& tile) {
+  return params.first_key + tile.tile * Tiles::kRows;
+}
+
+// The rows of a tile of dQ.
+template <class Tiles>
+FFPA_DEVICE HeadRows rows_of_product(const BackwardParams& params, const ProductTile& tile) {
+  constexpr int kParts = kRowTile / Tiles::kRows;
+  const int part = Tiles::kOfQ ? tile.tile : 0;
+  return rows_of_tile(params, tile.entry, part / kParts, part % kParts * Tiles::kRows, Tiles::kRows);
+}
+
 // What a product runs over, in steps of `step`: positions [begin, end) of keys (dQ) or rows (dK, dV).
 struct Run {
   int begin, end;
@@ -173,10 +220,22 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
   return last_key < first_key || end <= begin ? Run{0, 0} : whole_steps(begin, end, step);
 }
 
-// The row tiles of query head `head` (of the group) that the chunk holds.
-FFPA_DEVICE TileRange tiles_of_head_in_chunk(const BackwardParams& params, int head) {
+// Query heads (of the group) that the chunk holds rows of: [first, end).
+struct HeadRange {
+  int first, end;
+};
+FFPA_DEVICE HeadRange heads_of_chunk(const BackwardParams& params) {
+  return {params.first_tile / params.tiles_of_head(), ceil_div(params.end_tile, params.tiles_of_head())};
+}
+
+// What a tile of dK or dV is summed over in query head `head` (of the group).
+template <class Tiles>
+FFPA_DEVICE Run run_over_head(const BackwardParams& params, const ProductTile& tile, const BatchEntry& entry, int head,
+                              int step) {
   const int first = head * params.tiles_of_head();
-  return {max_of(params.first_tile - first, 0), min_of(params.end_tile - first, params.tiles_of_head())};
+  return run_over_rows(entry, first_key_of_product<Tiles>(params, tile), Tiles::kRows,
+                       max_of(params.first_tile - first, 0), min_of(params.end_tile - first, params.tiles_of_head()),
+                       step);
 }
 
 }  // namespace ffpa

@@ -5,8 +5,9 @@
 // A Block says which batch entry and head the scores are of, how many rows and keys it has, and which of them meet: a
 // KeptRowBlock, or a tile with the same names.
 //
-// Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp; `row` and `key` are
-// where the first of them lie. Whatever a call or a tile does not need costs one uniform branch.
+// Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp (or those keys that
+// Fragments says); `row` and `key` are where the first of them lie. Whatever a call or a tile does not need costs one
+// uniform branch.
 #pragma once
 
 #include <cmath>
@@ -35,7 +36,7 @@ FFPA_DEVICE float tanh_of(float x) {
 }
 
 // function(score, row, key) for every score of the thread.
-template <int kM, int kN, class Function>
+template <class Fragments, int kM, int kN, class Function>
 FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, int lane, Function function) {
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -43,8 +44,8 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
     for (int n = 0; n < kN; ++n) {
       FFPA_UNROLL
       for (int e = 0; e < 4; ++e) {
-        const tile::Coordinate at = tile::c_coordinate(lane, e);
-        function(scores[m][n][e], row + m * 16 + at.row, key + n * 8 + at.column);
+        function(scores[m][n][e], row + m * 16 + tile::c_coordinate(lane, e).row,
+                 key + Fragments::first_column(lane) + Fragments::column_of(n) + e % 2);
       }
     }
   }
@@ -56,7 +57,7 @@ FFPA_DEVICE float in_base_2(float mask) {
   return std::fabs(mask) == kInfinity ? mask : clamp(mask * kLog2e, -kLargestFloat, kLargestFloat);
 }
 
-template <int kM, int kN, class Block>
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
 FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
                              int key, int lane) {
   const MaskView& mask = params.mask;
@@ -70,7 +71,7 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
       const int r = min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, n_q - 1);  // past it nothing counts
       const uint8_t* row_gmem = of_head + r * mask.row_stride;
       const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // nor past this
-      const uint8_t* gmem = row_gmem + (key + tile::c_coordinate(lane, 0).column) * mask.key_stride;
+      const uint8_t* gmem = row_gmem + (key + Fragments::first_column(lane)) * mask.key_stride;
       const auto apply = [&](auto masked) {
         FFPA_UNROLL
         for (int n = 0; n < kN; ++n) {
@@ -79,7 +80,7 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
             float& logit = logits[m][n][2 * h + e];
             logit = masked(logit, min_of(gmem + e * mask.key_stride, last));
           }
-          gmem += 8 * mask.key_stride;
+          gmem += (Fragments::column_of(n + 1) - Fragments::column_of(n)) * mask.key_stride;
         }
       };
       if (mask.kind == MaskKind::kBool) {
@@ -99,27 +100,27 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
   }
 }
 
-template <int kM, int kN, class Block>
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
 FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int row, int key, int lane) {
   const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
-  for_each_score(scores, row, key, lane, [&](float& score, int r, int k) {
+  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int r, int k) {
     if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
   });
 }
 
 // `all_seen`: every row sees every key of the tile.
-template <int kM, int kN, class Block>
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
 FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
                                   bool all_seen, int row, int key, int lane) {
   if (params.softcap > 0) {
-    for_each_score(scores, row, key, lane, [&](float& score, int, int) {
+    for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) {
       score = params.softcap * tanh_of(score * params.score_factor) * kLog2e;
     });
   } else {
-    for_each_score(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
+    for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
   }
-  if (params.mask.kind != MaskKind::kNone) mask_logits(scores, params, block, row, key, lane);
-  if (!all_seen) hide_unseen(scores, block, row, key, lane);
+  if (params.mask.kind != MaskKind::kNone) mask_logits<Fragments>(scores, params, block, row, key, lane);
+  if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 
 }  // namespace ffpa

@@ -45,6 +45,22 @@ FFPA_HOST_DEVICE constexpr Coordinate c_coordinate(int lane, int value) {
   return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2};
 }
 
+// Which columns the C fragments side by side are: value e of fragment n, first_column(lane) + column_of(n) + e % 2.
+struct AdjacentFragments {
+  FFPA_HOST_DEVICE static constexpr int first_column(int lane) { return c_coordinate(lane, 0).column; }
+  FFPA_HOST_DEVICE static constexpr int column_of(int n) { return n * kMmaN; }
+};
+
+// The columns of B dealt out in pairs to four fragments, so that these together hold 8 adjacent columns for each lane:
+// 16 bytes once they are packed, with nothing to exchange. Column c of B then lies where place_of(c) would.
+struct DealtFragments {
+  FFPA_HOST_DEVICE static constexpr int first_column(int lane) { return 8 * (lane % 4); }
+  FFPA_HOST_DEVICE static constexpr int column_of(int n) { return n / 4 * 32 + n % 4 * 2; }
+  FFPA_HOST_DEVICE static constexpr int place_of(int column) {
+    return column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2;
+  }
+};
+
 // Where a lane points for ldmatrix: row and 8-element (16-byte) column chunk of the stored matrix, relative to the
 // fragment's corner. Each matches the register order of the fragment it names.
 

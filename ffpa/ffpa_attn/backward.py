@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 
 from . import checks
-from .spec import PRODUCT_TILES, BackwardProductsWgmma, BackwardRows, BackwardScoresWgmma, Problem
+from .spec import (
+    MMA_PRODUCT_TILES,
+    PRODUCT_TILES,
+    BackwardProductsMma,
+    BackwardProductsWgmma,
+    BackwardRows,
+    BackwardScoresMma,
+    BackwardScoresWgmma,
+    Problem,
+)
 
 ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
 _BYTES_OF_PAIR = 4  # P and dS
@@ -22,9 +31,9 @@ _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 class BackwardPlan(NamedTuple):
     rows: BackwardRows
-    scores: BackwardScoresWgmma
-    of_q: BackwardProductsWgmma
-    of_k: BackwardProductsWgmma
+    scores: BackwardScoresWgmma | BackwardScoresMma
+    of_q: BackwardProductsWgmma | BackwardProductsMma
+    of_k: BackwardProductsWgmma | BackwardProductsMma
 
     @property
     def kernel(self) -> str:
@@ -48,17 +57,26 @@ class Chunk(NamedTuple):
     of_k: bool  # gives dK and dV, or a part of their sums
 
 
-def _product_tile(*head_dims: int) -> tuple[int, int]:
-    """Rows and columns of the tile that computes the fewest columns in vain; the widest one of equals."""
-    return min(reversed(PRODUCT_TILES), key=lambda tile: sum(-(-d // tile[1]) * tile[1] for d in head_dims))
+# The kernels of a backend, and the tiles of its products.
+_FAMILIES = {
+    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
+    "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
+}
 
 
-def plan(p: Problem) -> BackwardPlan | str:
+def _product_tile(tiles: tuple[tuple[int, ...], ...], *head_dims: int) -> tuple[int, ...]:
+    """The tile that computes the fewest columns in vain; the widest one of equals."""
+    return min(reversed(tiles), key=lambda tile: sum(-(-d // tile[-1]) * tile[-1] for d in head_dims))
+
+
+def plan(p: Problem, backend: str) -> BackwardPlan | str:
+    """`backend`: hopper or mma. Whether its kernels are built is another question."""
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    tile = _product_tile(p.d_qk, p.d_qk, p.d_v)
-    of_q, of_k = (BackwardProductsWgmma(p.dtype, *tile, of_q) for of_q in (True, False))
-    return BackwardPlan(BackwardRows(p.dtype), BackwardScoresWgmma(p.dtype), of_q, of_k)
+    scores, products, tiles = _FAMILIES[backend]
+    tile = _product_tile(tiles, p.d_qk, p.d_qk, p.d_v)
+    of_q, of_k = (products(p.dtype, *tile, of_q) for of_q in (True, False))
+    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k)
 
 
 class _Sizes(NamedTuple):

@@ -48,24 +48,30 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | str:
             return f"the emulator takes CPU tensors, and these are on {p.device}"
         if flags["FFPA_EMULATE"] != "sm_90a":
             return f"hopper kernels run on sm_90a, and FFPA_EMULATE is {flags['FFPA_EMULATE']}"
-        return backward.plan(p)
+        return backward.plan(p, "hopper")
     if p.device != "cuda":
         return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    plan = backward.plan(p)
-    if isinstance(plan, str):
-        return plan
-    return next((reason for spec in plan.specs if (reason := native.why_not(spec, p.arch))), plan)
+    return _runnable(backward.plan(p, "hopper"), p)
 
 
-def _mma(p: Problem, flags: Flags) -> MmaPlan | str:
+def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | str:
+    def plan(p: Problem) -> MmaPlan | BackwardPlan | str:
+        return mma.plan(p, flags) if p.direction == "forward" else backward.plan(p, "mma")
+
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":
             return f"the emulator takes CPU tensors, and these are on {p.device}"
-        return mma.plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")), flags)
+        return plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")))
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    plan = mma.plan(p, flags)
-    return plan if isinstance(plan, str) else native.why_not(plan.spec, p.arch) or plan
+    return _runnable(plan(p), p)
+
+
+def _runnable(plan: Plan | str, p: Problem) -> Plan | str:
+    """The plan, or why one of its kernels cannot run on the GPU."""
+    if isinstance(plan, str):
+        return plan
+    return next((reason for spec in plan.specs if (reason := native.why_not(spec, p.arch))), plan)
 
 
 _MOST_SDPA_HEADS = 65535  # a grid's second dimension
@@ -128,8 +134,9 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
         return backend, f"FFPA_BACKEND={backend}"
     if flags["FFPA_TRITON_CORES"] and p.direction == "forward":
         return "triton", f"FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']}"
-    if flags["FFPA_EMULATE"] and (p.direction == "forward" or flags["FFPA_EMULATE"] == "sm_90a"):
-        return "mma" if p.direction == "forward" else "hopper", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
+    if flags["FFPA_EMULATE"]:
+        hopper = p.direction == "backward" and flags["FFPA_EMULATE"] == "sm_90a"
+        return "hopper" if hopper else "mma", f"FFPA_EMULATE={flags['FFPA_EMULATE']}"
     return None
 
 
@@ -146,15 +153,19 @@ def _few_rows(p: Problem, flags: Flags) -> bool:
     return plan.packs_heads or (plan.splits > 1 and blocks <= archs.multiprocessors(p.arch) // 3)
 
 
+_TRITON_BACKWARD_COLUMNS = 128  # up to which Triton's backward is faster than ours on mma.sync
+
+
 def _by_speed(p: Problem, flags: Flags) -> list[str]:
     """As measured (.dev/measurements.md), all on an H200: up to 256 columns SDPA's kernels there, cuDNN's, are the fastest, then
-    Triton's. Elsewhere, and past 256 columns, Triton's only turn is the backward, which no other kernel has. SDPA and Triton
-    know nothing of stages, accumulators and experiments.
+    Triton's. Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns and
+    last beyond. SDPA and Triton know nothing of stages, accumulators and experiments.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.device == "cuda" and p.direction == "backward":
-        order = "hopper mma triton sdpa reference"
+        narrow = p.arch != "sm_90" and widest <= _TRITON_BACKWARD_COLUMNS
+        order = "hopper triton mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":

@@ -277,9 +277,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> M
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
-    """What runs the problem, or why nothing of this family can (whether it is built is another question)."""
-    if p.direction != "forward":
-        return "there is no mma backward kernel"
+    """What runs the forward, or why nothing of this family can (whether it is built is another question)."""
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc

@@ -336,11 +336,16 @@ def _triton_backward(form, saved, grads, plan) -> None:
     triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
 
 
-def _hopper_backward(form, saved, grads, plan) -> None:
+def _kernel_backward(form, saved, grads, plan) -> None:
     backward.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
-_BACKWARD = {"hopper": _hopper_backward, "triton": _triton_backward, "reference": _reference_backward}
+_BACKWARD = {
+    "hopper": _kernel_backward,
+    "mma": _kernel_backward,
+    "triton": _triton_backward,
+    "reference": _reference_backward,
+}
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):

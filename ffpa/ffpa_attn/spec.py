@@ -231,7 +231,30 @@ class BackwardProductsWgmma(KernelSpec):
     of_q: bool
 
 
+@dataclass(frozen=True)
+class BackwardScoresMma(KernelSpec):
+    """As BackwardScoresWgmma, on every GPU."""
+
+    family = "backward_scores_mma"
+    arch = "sm_80"
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BackwardProductsMma(KernelSpec):
+    """As BackwardProductsWgmma, on every GPU."""
+
+    family = "backward_products_mma"
+    arch = "sm_80"
+
+    dtype: str
+    columns: int
+    of_q: bool
+
+
 PRODUCT_TILES = ((256, 160), (256, 192), (128, 224), (128, 256))  # rows, columns
+MMA_PRODUCT_TILES = ((128,), (192,), (256,))  # columns
 
 
 class Shape(NamedTuple):
@@ -298,9 +321,9 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
     for dtype, accumulators in ACCUMULATORS.items():
-        kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype)]
-        for tile in PRODUCT_TILES[-1:] if few else PRODUCT_TILES:
-            kernels += [BackwardProductsWgmma(dtype, *tile, of_q) for of_q in (True, False)]
+        kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype), BackwardScoresMma(dtype)]
+        for family, shapes in (BackwardProductsWgmma, PRODUCT_TILES), (BackwardProductsMma, MMA_PRODUCT_TILES):
+            kernels += [family(dtype, *shape, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)]
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]

@@ -1,0 +1,227 @@
+// P and dS of the backward on mma.sync: tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each tile, of
+// which a warp has 64 rows × 64 keys:
+//
+//   1. dP = dO Vᵀ          over d_v, in steps of 32
+//   2. X = dP - δ          packed to 16 bits, into the place of dS in the workspace
+//   3. S = Q Kᵀ            over d_qk, in the same accumulators
+//   4. P = exp2(S - LSE), dS = P ∘ X, to the workspace
+//
+// Beside 128 accumulators, registers have no room for X. A thread writes and reads X where it will itself write dS, 16
+// bytes at a time: nobody waits for anybody. While a warp finishes a tile, the first steps of the next one are on their
+// way.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_pairs.cuh"
+#include "attention/backward_params.h"
+#include "attention/backward_tiles.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/fragments.cuh"
+#include "tile/mma_core.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype.
+template <class Fields>
+struct BackwardScoresMmaConfig : Fields {
+  using Params = BackwardParams;
+  using Core = tile::MmaCore<typename Fields::Dtype, kKeyTile, tile::Lines::kAlong, tile::Lines::kAlong>;
+  static constexpr int kThreads = Core::kThreads;
+  static_assert(Core::kRows == kScoreRows, "a tile of the workspace is a tile of the core");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
+    shape.threads = kThreads;
+    shape.smem_bytes = Core::kSmemBytes;
+    return shape;
+  }
+};
+
+template <class Config>
+class BackwardScoresMma {
+  using Element = typename Config::Dtype;
+  using Core = typename Config::Core;
+  using Fragments = tile::DealtFragments;
+  static constexpr int kM = Core::kM;
+  static constexpr int kGroup = 4;                   // fragments that hold 16 bytes a lane
+  static constexpr int kGroups = Core::kN / kGroup;  // of a row of fragments
+  using Packed = uint32_t[kGroups][2 * kGroup];      // of 16 rows: [fragment][half of rows], a pair of keys each
+
+ public:
+  FFPA_DEVICE explicit BackwardScoresMma(const BackwardParams& params)
+      : params_(params), attention_(params.attention), tiles_(score_tiles(params)) {}
+
+  FFPA_DEVICE void run() {
+    core_.init();
+    const int v_steps = ceil_div(attention_.d_v, Core::kStep), qk_steps = ceil_div(attention_.d_qk, Core::kStep);
+    int item = visible_item(ptx::block_x());
+    if (item < tiles_) begin(item);
+    FFPA_NO_UNROLL
+    while (item < tiles_) {
+      const auto bring_next = [&] { bring_step(); };
+      {
+        typename Core::Sums sums;
+        core_.multiply(sums, v_steps, bring_next);
+        save_x(score_tile(params_, item), sums);
+      }
+      typename Core::Sums sums;
+      core_.multiply(sums, qk_steps, bring_next);
+      const int next = visible_item(item + ptx::grid_x());
+      if (next < tiles_) begin(next);
+      finish(score_tile(params_, item), sums);
+      item = next;
+    }
+  }
+
+ private:
+  // The first one from `item` on, of those of this block, that is to be computed. (The others are read by products with
+  // larger tiles only.)
+  FFPA_DEVICE int visible_item(int item) const {
+    FFPA_NO_UNROLL
+    while (item < tiles_ && !score_tile(params_, item).is_computed) item += ptx::grid_x();
+    return item;
+  }
+
+  // ---- steps of dO and V, then of Q and K, on their way into shared memory ----
+
+  FFPA_DEVICE void begin(int item) {
+    const ScoreTile tile = score_tile(params_, item);
+    const auto of_tile = [&](const TensorView& x, int head, int first, int begin, int end, int columns) {
+      const int64_t row = begin + first;
+      return tile::GmemWindow{x.data + tile.rows.batch() * x.batch_stride + head * x.head_stride + row * x.row_stride,
+                              x.row_stride, end - begin - first, columns};
+    };
+    const RowRange &q = tile.rows.entry.q, &k = tile.rows.entry.k;
+    a_ = of_tile(params_.grad_out, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_v);
+    b_ = of_tile(attention_.v, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_v);
+    next_a_ = of_tile(attention_.q, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_qk).origin;
+    next_b_ = of_tile(attention_.k, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_qk).origin;
+    FFPA_NO_UNROLL
+    for (int step = 0; step < core_.ahead(); ++step) bring_step();
+  }
+
+  FFPA_DEVICE void bring_step() {
+    if (a_.columns <= 0) {
+      if (next_a_ == nullptr) return;  // those of the tile are all brought
+      a_ = {next_a_, attention_.q.row_stride, a_.rows, attention_.d_qk};
+      b_ = {next_b_, attention_.k.row_stride, b_.rows, attention_.d_qk};
+      next_a_ = nullptr;
+    }
+    const int columns = a_.columns;
+    core_.bring(
+        a_, [&](int row, int chunk) { return row < a_.rows && chunk * tile::kChunkElements < columns; }, b_,
+        [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < columns; });
+    a_.origin += Core::kStep;
+    b_.origin += Core::kStep;
+    a_.columns -= Core::kStep;
+  }
+
+  // ---- what becomes of the products ----
+
+  // Where this thread's pairs of the warp's first row and group lie in P and dS.
+  FFPA_DEVICE int64_t first_pair(const ScoreTile& tile) const {
+    const int64_t row = tile.workspace_row + core_.warp_row() + tile::c_coordinate(core_.lane(), 0).row;
+    const int key = tile.first_key - params_.first_key + core_.warp_column() + Fragments::first_column(core_.lane());
+    return row * params_.keys_of_chunk() + key;
+  }
+
+  // function(packed, half of rows, where they lie) for 16 bytes at a time of 16 rows.
+  FFPA_DEVICE void store(uint16_t* gmem, const Packed& packed) const {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      FFPA_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        const uint32_t (&x)[2 * kGroup] = packed[group];
+        ptx::st_global_16(gmem + Fragments::column_of(group * kGroup), {x[h], x[2 + h], x[4 + h], x[6 + h]});
+      }
+      gmem += int64_t{8} * params_.keys_of_chunk();
+    }
+  }
+
+  FFPA_DEVICE void load(const uint16_t* gmem, Packed& packed) const {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      FFPA_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        uint32_t chunk[4];
+        ptx::ld_global_16(chunk, gmem + Fragments::column_of(group * kGroup));
+        FFPA_UNROLL
+        for (int i = 0; i < kGroup; ++i) packed[group][2 * i + h] = chunk[i];
+      }
+      gmem += int64_t{8} * params_.keys_of_chunk();
+    }
+  }
+
+  FFPA_DEVICE void save_x(const ScoreTile& tile, const typename Core::Sums& sums) const {
+    uint16_t* ds = params_.ds + first_pair(tile);
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      float lse2[2], delta[2];
+      load_statistics(params_, tile.rows, tile.rows.first + core_.warp_row() + m * 16, core_.lane(), lse2, delta);
+      Packed x;
+      FFPA_UNROLL
+      for (int i = 0; i < kGroups * 2 * kGroup; ++i) {
+        const float (&c)[4] = sums[m][i / 2].c;
+        const int h = i % 2;
+        x[i / (2 * kGroup)][i % (2 * kGroup)] = ptx::pack<Element>(c[2 * h] - delta[h], c[2 * h + 1] - delta[h]);
+      }
+      store(ds, x);
+      ds += int64_t{16} * params_.keys_of_chunk();
+    }
+  }
+
+  FFPA_DEVICE void finish(const ScoreTile& tile, const typename Core::Sums& sums) const {
+    const bool all_seen = tile.all_seen();
+    const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
+    const int64_t first = first_pair(tile);
+    uint16_t *p_gmem = params_.p + first, *ds_gmem = params_.ds + first;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      const int row = tile.rows.first + core_.warp_row() + m * 16;
+      float lse2[2], delta[2];
+      load_statistics(params_, tile.rows, row, core_.lane(), lse2, delta);
+      Packed x, p, ds;
+      load(ds_gmem, x);
+      FFPA_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        float scores[1][kGroup][4];
+        FFPA_UNROLL
+        for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
+        if (plain) {
+          finish_plain_pairs<Element>(scores, x[group], attention_.score_factor, lse2, p[group], ds[group]);
+        } else {
+          finish_pairs<Element, Fragments>(scores, x[group], attention_, tile.rows, all_seen, row,
+                                           tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup),
+                                           lse2, core_.lane(), p[group], ds[group]);
+        }
+      }
+      store(p_gmem, p);
+      store(ds_gmem, ds);
+      p_gmem += int64_t{16} * params_.keys_of_chunk();
+      ds_gmem += int64_t{16} * params_.keys_of_chunk();
+    }
+  }
+
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int tiles_;
+  Core core_;
+  tile::GmemWindow a_, b_;            // the rest of the operands that come now; columns are counted in a_
+  const uint16_t *next_a_, *next_b_;  // and of those that follow them
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_scores_mma(FFPA_GRID_CONSTANT const BackwardParams params) {
+  BackwardScoresMma<Config>(params).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,73 @@
+// What becomes of a finished tile of dQ, dK or dV, 16 rows of a warp at a time. dK and dV: with what earlier chunks
+// left, for a later one or as the result.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_params.h"
+#include "attention/backward_tiles.cuh"
+#include "base/compiler.h"
+#include "tile/fragment_output.cuh"
+
+namespace ffpa {
+
+template <class Element, class Tiles>
+class GradientWriter {
+  static constexpr bool kOfQ = Tiles::kOfQ;
+
+ public:
+  FFPA_DEVICE GradientWriter(const BackwardParams& params, const ProductTile& tile, int lane)
+      : params_(params),
+        continues_(!kOfQ && params.first_tile > 0),
+        is_last_(kOfQ || params.end_tile == params.tiles_of_entry()),
+        scale_(tile.product == Product::kDv ? 1.0f : params.scale),
+        columns_(tile.columns_of_all - tile.column),
+        lane_(lane),
+        partial_(params.partial + Tiles(params).index_in_entry(tile) * int64_t{Tiles::kRows * Tiles::kColumns}) {
+    const EntryPlace place = entry_place(params, tile.entry);
+    const HeadRows rows = rows_of_product<Tiles>(params, tile);
+    const RowRange& all = kOfQ ? rows.entry.q : rows.entry.k;
+    const int first = all.begin + (kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
+    const GradientView& x = kOfQ ? params.dq : tile.product == Product::kDv ? params.dv : params.dk;
+    const int64_t head = kOfQ ? rows.head() : place.head_kv, batch = params.attention.is_packed() ? 0 : place.batch;
+    rows_ = all.end - first;
+    row_stride_ = x.row_stride;
+    const int64_t offset = batch * x.batch_stride + head * x.head_stride + first * x.row_stride + tile.column;
+    gmem_ = static_cast<uint8_t*>(x.data) + offset * element_bytes();
+  }
+
+  // kFragments of 16 rows, from row `row` and fragment `first` of the tile on: fragment(n, values) gives them.
+  template <int kFragments, class Fragment>
+  FFPA_DEVICE void write(int row, int first, const Fragment& fragment) const {
+    float* partial = partial_ + row * int64_t{Tiles::kColumns} + first * 128;
+    tile::RowWriter<Element, kFragments> writer(gmem_ + (row * row_stride_ + first * 8) * element_bytes(), row_stride_,
+                                                rows_ - row, columns_ - first * 8, params_.float_gradients, lane_);
+    FFPA_UNROLL
+    for (int n = 0; n < kFragments; ++n) {
+      float values[4];
+      fragment(n, values);
+      if (continues_) tile::add_fragment(values, partial, n, lane_);
+      if (!is_last_) {
+        tile::save_fragment(partial, n, values, lane_);
+        continue;
+      }
+      FFPA_UNROLL
+      for (float& value : values) value *= scale_;
+      writer.put(n, values);
+    }
+  }
+
+ private:
+  FFPA_DEVICE int element_bytes() const { return params_.float_gradients ? 4 : 2; }
+
+  const BackwardParams& params_;
+  bool continues_, is_last_;
+  float scale_;
+  int rows_, columns_;  // that exist, from the tile's first ones on
+  int lane_;
+  float* partial_;
+  uint8_t* gmem_;
+  int64_t row_stride_;
+};
+
+}  // namespace ffpa

@@ -1,0 +1,143 @@
+// The core of the mma.sync kernels of the backward: 8 warps bring tiles of two matrices with cp.async, and multiply
+// them. Of a tile of 128 rows × kColumns a warp has 64 rows and a quarter of the columns. A step is 32 of the common
+// dimension; lines of memory run along it or across it:
+//
+//   A   [128 rows][32 of the step], or [32 of the step][128 rows]
+//   B   [kColumns][32 of the step], with columns where DealtFragments has them, or [32 of the step][kColumns]
+//
+// Slots of a step each form a ring (tile/stage_ring.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
+#include "tile/smem_layout.cuh"
+#include "tile/stage_ring.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa::tile {
+
+enum class Lines { kAlong, kAcross };
+
+class DealtRowLayout {
+ public:
+  FFPA_HOST_DEVICE constexpr explicit DealtRowLayout(int row_bytes) : layout_(row_bytes) {}
+  FFPA_HOST_DEVICE constexpr uint32_t offset(int row, int chunk) const {
+    return layout_.offset(DealtFragments::place_of(row), chunk);
+  }
+
+ private:
+  RowLayout layout_;
+};
+
+template <class Element, int kColumns, Lines kLinesA, Lines kLinesB>
+class MmaCore {
+ public:
+  static constexpr int kThreads = 256;
+  static constexpr int kRows = 128;
+  static constexpr int kStep = 32;
+  static constexpr int kStages = 4;
+  static constexpr int kWarpRows = 64, kWarpColumns = kColumns / 4;
+  static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 8;  // fragments
+  static_assert(kColumns % 64 == 0, "columns of a warp come in pairs of fragments");
+
+  using Ring = StageRing<kThreads>;
+  static constexpr uint32_t kBytesA = kRows * kStep * 2;
+  static constexpr uint32_t kSlotBytes = kBytesA + kColumns * kStep * 2;
+  static constexpr uint32_t kSmemBytes = kStages * kSlotBytes + Ring::kBarrierBytes;
+
+  using Sums = Accumulator<float>[kM][kN];
+
+  FFPA_DEVICE MmaCore()
+      : thread_(ptx::thread_x()),
+        lane_(ptx::lane_id()),
+        ring_(ptx::dynamic_smem() + kStages * kSlotBytes, ptx::dynamic_smem(), kStages, kSlotBytes) {
+    const Coordinate a = kLinesA == Lines::kAlong ? ldmatrix_a(lane_) : ldmatrix_a_trans(lane_);
+    const Coordinate b = kLinesB == Lines::kAlong ? ldmatrix_b_pair(lane_) : ldmatrix_b_pair_trans(lane_);
+    constexpr RowLayout kA = layout_a(), kB = layout_b();
+    a_offset_ = kLinesA == Lines::kAlong ? kA.offset(warp_row() + a.row, a.column)
+                                         : kA.moved(kA.offset(a.row, a.column), 0, warp_row() / kChunkElements);
+    b_offset_ =
+        kBytesA + (kLinesB == Lines::kAlong ? kB.offset(warp_column() + b.row, b.column) : kB.offset(b.row, b.column));
+  }
+
+  // By every thread, before anything else; ends with a barrier of the block.
+  FFPA_DEVICE void init() const {
+    ring_.init(thread_);
+    ptx::sync_block();
+  }
+
+  FFPA_DEVICE int lane() const { return lane_; }
+  FFPA_DEVICE int warp_row() const { return thread_ / 32 / 4 * kWarpRows; }        // the first one
+  FFPA_DEVICE int warp_column() const { return thread_ / 32 % 4 * kWarpColumns; }  // in the order of lines along
+
+  // How many steps are to be brought before the first is used; with each use follows another one.
+  FFPA_DEVICE int ahead() const { return ring_.ahead(); }
+
+  // Starts the copies of a step. Of the windows origin and stride count; exists(line, chunk) says what is there, the
+  // rest becomes zeros.
+  template <class ExistsA, class ExistsB>
+  FFPA_DEVICE void bring(const GmemWindow& a, const ExistsA& exists_a, const GmemWindow& b, const ExistsB& exists_b) {
+    const uint32_t slot = ring_.begin_fill();
+    if constexpr (kLinesA == Lines::kAlong) {
+      copy_chunks_async<kRows, kStep, kThreads>(slot, layout_a(), a, thread_, exists_a, ptx::CallSite());
+    } else {
+      copy_chunks_async<kStep, kRows, kThreads>(slot, layout_a(), a, thread_, exists_a, ptx::CallSite());
+    }
+    if constexpr (kLinesB == Lines::kAlong) {
+      copy_chunks_async<kColumns, kStep, kThreads>(slot + kBytesA, DealtRowLayout(kStep * 2), b, thread_, exists_b,
+                                                   ptx::CallSite());
+    } else {
+      copy_chunks_async<kStep, kColumns, kThreads>(slot + kBytesA, layout_b(), b, thread_, exists_b, ptx::CallSite());
+    }
+    ring_.end_fill();
+  }
+
+  // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() further, if there is one.
+  template <class BringNext>
+  FFPA_DEVICE void multiply(Sums& sums, int steps, const BringNext& bring_next) {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      bring_next();
+      const uint32_t slot = ring_.begin_use();
+      const uint32_t a_smem = slot + a_offset_, b_smem = slot + b_offset_;
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
+        if (kLinesA == Lines::kAlong) {
+          ptx::ldmatrix_x4(a, layout_a().moved(a_smem, m * 16, depth * 2));
+        } else {
+          ptx::ldmatrix_x4_trans(a, layout_a().moved(a_smem, depth * 16, m * 2));
+        }
+      };
+      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
+        if (kLinesB == Lines::kAlong) {
+          ptx::ldmatrix_x4(b, layout_b().moved(b_smem, pair * 16, depth * 2));
+        } else {
+          ptx::ldmatrix_x4_trans(b, layout_b().moved(b_smem, depth * 16, warp_column() / kChunkElements + pair * 2));
+        }
+      };
+      add_product<Element, 1, kStep / 16>(sums, load_a, load_b);
+      ring_.end_use();
+    }
+  }
+
+ private:
+  FFPA_HOST_DEVICE static constexpr RowLayout layout_a() {
+    return RowLayout((kLinesA == Lines::kAlong ? kStep : kRows) * 2);
+  }
+  FFPA_HOST_DEVICE static constexpr RowLayout layout_b() {
+    return RowLayout((kLinesB == Lines::kAlong ? kStep : kColumns) * 2);
+  }
+
+  int thread_, lane_;
+  uint32_t a_offset_, b_offset_;  // where ldmatrix begins, in a slot
+  Ring ring_;
+};
+
+}  // namespace ffpa::tile
