@@ -5,9 +5,9 @@
 //   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
 // An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
-// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries, or some row tiles of one: dK
-// and dV are then sums over several chunks, which `partial` keeps in fp32. It has all keys, or some key tiles: then it
-// gives dK and dV only.
+// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or some
+// row tiles of a head: dK and dV are then sums over several chunks, which `partial` keeps in fp32. It has all keys, or
+// some key tiles: then it gives dK and dV only.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,7 @@ struct BackwardParams {
   FFPA_HOST_DEVICE int tiles_of_head() const { return ceil_div(attention.n_q, kRowTile); }
   FFPA_HOST_DEVICE int tiles_of_entry() const { return tiles_of_head() * attention.group; }
   FFPA_HOST_DEVICE int tiles_of_chunk() const { return end_tile - first_tile; }  // of each of its entries
+  FFPA_HOST_DEVICE int heads_of_chunk() const { return max_of(tiles_of_chunk() / tiles_of_head(), 1); }
   FFPA_HOST_DEVICE int keys_of_chunk() const { return end_key - first_key; }
   FFPA_HOST_DEVICE int64_t workspace_rows() const { return int64_t(entries) * tiles_of_chunk() * kRowTile; }
   FFPA_HOST_DEVICE int live_words() const { return ceil_div(attention.n_q, kLiveRows); }  // of a head

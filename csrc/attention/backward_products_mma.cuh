@@ -26,7 +26,7 @@ namespace ffpa {
 template <class Fields>
 struct BackwardProductsMmaConfig : Fields {
   using Params = BackwardParams;
-  using Tiles = ProductTiles<Fields::kOfQ, 128, Fields::kColumns>;
+  using Tiles = ProductTiles<Fields::kOfQ, Fields::kRows, Fields::kColumns>;
   using Core = tile::MmaCore<typename Fields::Dtype, Fields::kColumns,
                              Fields::kOfQ ? tile::Lines::kAlong : tile::Lines::kAcross, tile::Lines::kAcross>;
   static constexpr int kThreads = Core::kThreads;

@@ -57,43 +57,44 @@ class BackwardScoresMma {
 
  public:
   FFPA_DEVICE explicit BackwardScoresMma(const BackwardParams& params)
-      : params_(params), attention_(params.attention), tiles_(score_tiles(params)) {}
+      : params_(params), attention_(params.attention), tiles_(params) {}
 
   FFPA_DEVICE void run() {
     core_.init();
     const int v_steps = ceil_div(attention_.d_v, Core::kStep), qk_steps = ceil_div(attention_.d_qk, Core::kStep);
-    int item = visible_item(ptx::block_x());
-    if (item < tiles_) begin(item);
+    ScoreTile tile;
+    bool more = next(tile);
+    if (more) begin(tile);
     FFPA_NO_UNROLL
-    while (item < tiles_) {
+    while (more) {
       const auto bring_next = [&] { bring_step(); };
       {
         typename Core::Sums sums;
         core_.multiply(sums, v_steps, bring_next);
-        save_x(score_tile(params_, item), sums);
+        save_x(tile, sums);
       }
       typename Core::Sums sums;
       core_.multiply(sums, qk_steps, bring_next);
-      const int next = visible_item(item + ptx::grid_x());
-      if (next < tiles_) begin(next);
-      finish(score_tile(params_, item), sums);
-      item = next;
+      ScoreTile coming;
+      more = next(coming);
+      if (more) begin(coming);
+      finish(tile, sums);
+      tile = coming;
     }
   }
 
  private:
-  // The first one from `item` on, of those of this block, that is to be computed. (The others are read by products with
-  // larger tiles only.)
-  FFPA_DEVICE int visible_item(int item) const {
-    FFPA_NO_UNROLL
-    while (item < tiles_ && !score_tile(params_, item).is_computed) item += ptx::grid_x();
-    return item;
+  // (Tiles that are read and not computed are read by products with larger tiles only.)
+  FFPA_DEVICE bool next(ScoreTile& tile) {
+    bool more;
+    do more = tiles_.next(tile);
+    while (more && !tile.is_computed);
+    return more;
   }
 
   // ---- steps of dO and V, then of Q and K, on their way into shared memory ----
 
-  FFPA_DEVICE void begin(int item) {
-    const ScoreTile tile = score_tile(params_, item);
+  FFPA_DEVICE void begin(const ScoreTile& tile) {
     const auto of_tile = [&](const TensorView& x, int head, int first, int begin, int end, int columns) {
       const int64_t row = begin + first;
       return tile::GmemWindow{x.data + tile.rows.batch() * x.batch_stride + head * x.head_stride + row * x.row_stride,
@@ -212,7 +213,7 @@ class BackwardScoresMma {
 
   const BackwardParams& params_;
   const AttentionParams& attention_;
-  int tiles_;
+  ScoreTileSequence tiles_;
   Core core_;
   tile::GmemWindow a_, b_;            // the rest of the operands that come now; columns are counted in a_
   const uint16_t *next_a_, *next_b_;  // and of those that follow them

@@ -116,12 +116,10 @@ class BackwardScoresWgmma {
 
   template <class Function>
   FFPA_DEVICE void for_each_tile(const Function& function) const {
-    const int tiles = score_tiles(params_);
+    ScoreTileSequence tiles(params_);
+    ScoreTile tile;
     FFPA_NO_UNROLL
-    for (int item = ptx::block_x(); item < tiles; item += ptx::grid_x()) {
-      const ScoreTile tile = score_tile(params_, item);
-      if (tile.is_read) function(tile);
-    }
+    while (tiles.next(tile)) function(tile);
   }
 
   // ---- the producer's warp ----

@@ -80,25 +80,70 @@ FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
   return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.keys_of_chunk() / kKeyTile);
 }
 
-// Some row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
-FFPA_DEVICE ScoreTile score_tile(const BackwardParams& params, int item) {
-  constexpr int kBand = 12, kTilesOfRow = kRowTile / kScoreRows;
-  const int key_tiles = params.keys_of_chunk() / kKeyTile;
-  const int band = item / (kBand * key_tiles), in_band = item % (kBand * key_tiles);
-  const int all_tiles = params.entries * params.tiles_of_chunk() * kTilesOfRow;
-  const int tiles_of_band = min_of(kBand, all_tiles - band * kBand);
-  const int first_key = params.first_key + in_band / tiles_of_band * kKeyTile;
-  const int part_of_all = band * kBand + in_band % tiles_of_band;
-  const int tile_of_all = part_of_all / kTilesOfRow, offset = part_of_all % kTilesOfRow * kScoreRows;
-  const int entry = tile_of_all / params.tiles_of_chunk(), tile = tile_of_all % params.tiles_of_chunk();
-  const HeadRows rows = rows_of_tile(params, entry, tile, offset, kScoreRows);
-  return {rows,
-          entry_place(params, entry).head_kv,
-          first_key,
-          workspace_row(params, entry, tile) + offset,
-          has_visible_pairs(rows_of_tile(params, entry, tile, 0, kRowTile), first_key),
-          has_visible_pairs(rows, first_key)};
-}
+// The tiles of this block, of those that are read: shared by all blocks evenly, whatever a mask hides. They come in
+// bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
+class ScoreTileSequence {
+ public:
+  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params)
+      : params_(params),
+        heads_(params.heads_of_chunk()),
+        tiles_of_head_(params.tiles_of_chunk() / heads_),
+        bands_of_head_(ceil_div(tiles_of_head_, kBand)),
+        item_(ptx::block_x()) {
+    enter_band();
+  }
+
+  // Whether there is one more.
+  FFPA_DEVICE bool next(ScoreTile& tile) {
+    for (;; item_ += ptx::grid_x()) {
+      while (band_ < params_.entries * heads_ * bands_of_head_ && item_ >= band_end_) {
+        ++band_;
+        enter_band();
+      }
+      if (band_ >= params_.entries * heads_ * bands_of_head_) return false;
+      tile = get(item_ - (band_end_ - key_tiles_ * parts()));
+      if (!tile.is_read) continue;
+      item_ += ptx::grid_x();
+      return true;
+    }
+  }
+
+ private:
+  static constexpr int kBand = 6, kParts = kRowTile / kScoreRows;
+
+  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // row by row, of the band
+
+  FFPA_DEVICE void enter_band() {
+    if (band_ >= params_.entries * heads_ * bands_of_head_) return;
+    const int head_of_all = band_ / bands_of_head_, first = band_ % bands_of_head_ * kBand;
+    entry_ = head_of_all / heads_;
+    first_tile_ = head_of_all % heads_ * tiles_of_head_ + first;
+    tiles_ = min_of(kBand, tiles_of_head_ - first);
+    const TileRange seen = visible_tiles(rows_of_tile(params_, entry_, first_tile_, 0, tiles_ * kRowTile), kKeyTile);
+    first_key_tile_ = max_of(seen.first, params_.first_key / kKeyTile);
+    key_tiles_ = max_of(min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_, 0);
+    band_end_ += key_tiles_ * parts();
+  }
+
+  FFPA_DEVICE ScoreTile get(int in_band) const {
+    const int first_key = (first_key_tile_ + in_band / parts()) * kKeyTile, part = in_band % parts();
+    const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
+    const HeadRows rows = rows_of_tile(params_, entry_, tile, offset, kScoreRows);
+    return {rows,
+            entry_place(params_, entry_).head_kv,
+            first_key,
+            workspace_row(params_, entry_, tile) + offset,
+            has_visible_pairs(rows_of_tile(params_, entry_, tile, 0, kRowTile), first_key),
+            has_visible_pairs(rows, first_key)};
+  }
+
+  const BackwardParams& params_;
+  int heads_, tiles_of_head_, bands_of_head_;
+  int item_;
+  int band_ = 0, band_end_ = 0;  // the items before its end are those of all bands up to it
+  int entry_, first_tile_, tiles_;
+  int first_key_tile_, key_tiles_;
+};
 
 // ---- tiles of the gradients ----
 
@@ -126,20 +171,20 @@ class ProductTiles {
       : entries_(params.entries),
         d_qk_(params.attention.d_qk),
         d_v_(params.attention.d_v),
-        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) : params.keys_of_chunk() / kRows) {}
+        heads_(kOfQ ? params.heads_of_chunk() : 1),
+        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) / heads_ : params.keys_of_chunk() / kRows) {}
 
-  FFPA_HOST_DEVICE int count() const { return entries_ * tiles_ * groups(); }
+  FFPA_HOST_DEVICE int count() const { return entries_ * heads_ * tiles_ * groups(); }
 
   FFPA_DEVICE ProductTile get(int item) const {
-    const int group = item % groups();
-    const int tile_of_all = item / groups();
-    const int rank = tile_of_all / entries_;
+    const int group = item % groups(), tile_of_all = item / groups();
+    const int entry_head = tile_of_all % (entries_ * heads_), rank = tile_of_all / (entries_ * heads_);
     const bool of_v = group >= qk_groups();
     return {kOfQ   ? Product::kDq
             : of_v ? Product::kDv
                    : Product::kDk,
-            tile_of_all % entries_, kOfQ ? tiles_ - 1 - rank : rank, (of_v ? group - qk_groups() : group) * kColumns,
-            of_v ? d_v_ : d_qk_};
+            entry_head / heads_, entry_head % heads_ * tiles_ + (kOfQ ? tiles_ - 1 - rank : rank),
+            (of_v ? group - qk_groups() : group) * kColumns, of_v ? d_v_ : d_qk_};
   }
 
   // Among the tiles of dK and dV of one entry.
@@ -152,7 +197,8 @@ class ProductTiles {
   FFPA_HOST_DEVICE int qk_groups() const { return ceil_div(d_qk_, kColumns); }
   FFPA_HOST_DEVICE int groups() const { return qk_groups() + (kOfQ ? 0 : ceil_div(d_v_, kColumns)); }
 
-  int entries_, d_qk_, d_v_, tiles_;
+  int entries_, d_qk_, d_v_;
+  int heads_, tiles_;  // of an entry; of each
 };
 
 // The tiles of this block. Round after round over the blocks, every other one backwards: tiles get shorter, and nobody

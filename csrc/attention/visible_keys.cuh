@@ -18,18 +18,24 @@ FFPA_DEVICE int visible_keys_end(const Block& block) {
   return min_of(block.last_row() + block.farthest() + 1, block.n_k());
 }
 
-// Tiles of `keys` keys that hold them: [first, end); of `splits` parts of the tiles, the block's.
+// Tiles of `keys` keys that hold them: [first, end).
 struct TileRange {
   int first, end;
 };
 template <class Block>
-FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
+FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys) {
   const int first = visible_keys_begin(block) / keys;
-  const int end = max_of(ceil_div(visible_keys_end(block), keys), first);
-  if (splits == 1) return {first, end};
-  const int tiles = ceil_div(end - first, splits);
-  const int first_of_part = min_of(first + block.split() * tiles, end);
-  return {first_of_part, min_of(first_of_part + tiles, end)};
+  return {first, max_of(ceil_div(visible_keys_end(block), keys), first)};
+}
+
+// The block's, of `splits` parts of them.
+template <class Block>
+FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
+  const TileRange all = visible_tiles(block, keys);
+  if (splits == 1) return all;
+  const int tiles = ceil_div(all.end - all.first, splits);
+  const int first_of_part = min_of(all.first + block.split() * tiles, all.end);
+  return {first_of_part, min_of(first_of_part + tiles, all.end)};
 }
 
 // Keys that every row of the block sees: [begin, end), empty if begin >= end.

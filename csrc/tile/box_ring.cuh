@@ -126,7 +126,9 @@ class BoxProducer {
   // A step of zeros: what a product over nothing is made of.
   FFPA_DEVICE void bring_zeros() {
     const uint32_t slot = ring_.slot(at_.slot);
-    ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+    // One lane waits: the others may be rounds ahead of it, and a parity tells only neighbouring rounds apart.
+    if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+    ptx::sync_warp();
     FFPA_NO_UNROLL
     for (uint32_t offset = lane_ * 16; offset < Ring::kSlotBytes; offset += 32 * 16) {
       ptx::st_shared_16(slot + offset, {0, 0, 0, 0});

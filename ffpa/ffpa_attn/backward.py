@@ -1,17 +1,17 @@
 """The backward on our kernels: P and dS are computed once, into a workspace, and the gradients are three products of them.
 
 At large head dims the N² intermediates cost less to store than to compute again. Chunk after chunk of the problem fits the
-workspace. `plan` and `chunks` are pure: the order of sums, and with it every bit, follows from shape and cap alone.
+workspace (backward_chunks.py). `plan` is pure: the order of sums, and with it every bit, follows from shape and cap alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from . import checks
+from . import archs, backward_chunks, checks
+from .backward_chunks import KEY_TILE, LIVE_ROWS, Chunk, Work
 from .spec import (
     MMA_PRODUCT_TILES,
     PRODUCT_TILES,
@@ -21,11 +21,9 @@ from .spec import (
     BackwardScoresMma,
     BackwardScoresWgmma,
     Problem,
+    visible_keys,
 )
 
-ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
-_BYTES_OF_PAIR = 4  # P and dS
-_ENOUGH_TILES = 2048  # of a chunk: more gain nothing
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
@@ -34,6 +32,9 @@ class BackwardPlan(NamedTuple):
     scores: BackwardScoresWgmma | BackwardScoresMma
     of_q: BackwardProductsWgmma | BackwardProductsMma
     of_k: BackwardProductsWgmma | BackwardProductsMma
+    chunks: tuple[Chunk, ...]
+    pairs: int  # of the largest chunk: elements of P, and of dS
+    partial_floats: int  # sums of dK and dV between chunks
 
     @property
     def kernel(self) -> str:
@@ -41,96 +42,49 @@ class BackwardPlan(NamedTuple):
 
     @property
     def specs(self) -> tuple:
-        return tuple(self)
+        return self[:4]
 
 
-class Chunk(NamedTuple):
-    """Of the key/value heads of all batch entries [first_entry, + entries); of the row tiles of each, and of the keys."""
-
-    first_entry: int
-    entries: int
-    first_tile: int
-    end_tile: int
-    first_key: int
-    end_key: int
-    of_q: bool  # gives dQ
-    of_k: bool  # gives dK and dV, or a part of their sums
-
-
-# The kernels of a backend, and the tiles of its products.
+# The kernels of a backend; and the tiles (rows, columns) of its products with their speed, that of 128 x 256 being 1.
 _FAMILIES = {
-    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
-    "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
-}
+    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, dict(zip(PRODUCT_TILES, (1.0, 1.03, 0.9, 1.0), strict=True))),
+    "mma": (BackwardScoresMma, BackwardProductsMma, dict.fromkeys(MMA_PRODUCT_TILES, 1.0)),
+}  # fmt: skip
 
 
-def _product_tile(tiles: tuple[tuple[int, ...], ...], *head_dims: int) -> tuple[int, ...]:
-    """The tile that computes the fewest columns in vain; the widest one of equals."""
-    return min(reversed(tiles), key=lambda tile: sum(-(-d // tile[-1]) * tile[-1] for d in head_dims))
-
-
-def plan(p: Problem, backend: str) -> BackwardPlan | str:
+def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     """`backend`: hopper or mma. Whether its kernels are built is another question."""
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    scores, products, tiles = _FAMILIES[backend]
-    tile = _product_tile(tiles, p.d_qk, p.d_qk, p.d_v)
-    of_q, of_k = (products(p.dtype, *tile, of_q) for of_q in (True, False))
-    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k)
-
-
-class _Sizes(NamedTuple):
-    """What a chunk is cut from."""
-
-    entries: int
-    group: int
-    n_q: int
-    n_k: int
-    partial_of_key: int  # bytes of fp32 sums of dK and dV
-
-    @property
-    def tiles(self) -> int:
-        return self.group * -(-self.n_q // ROW_TILE)
-
-    @property
-    def keys(self) -> int:
-        return -(-self.n_k // KEY_TILE) * KEY_TILE
-
-
-def _parts(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """[0, count) in parts of at most `most`, all about as large."""
-    parts = -(-count // max(most, 1))
-    size = -(-count // parts)
-    for first in range(0, count, size):
-        yield first, min(first + size, count)
-
-
-def chunks(sizes: _Sizes, cap: int) -> Iterator[Chunk]:
-    """Whole entries if one fits; else row tiles of one; and if the sums of dK and dV do not fit beside them, dQ by row tiles,
-    and then dK and dV by keys.
-    """
-    cap = min(cap, _ENOUGH_TILES * ROW_TILE * KEY_TILE * _BYTES_OF_PAIR)
-    of_tile = ROW_TILE * sizes.keys * _BYTES_OF_PAIR
-    of_entry = sizes.tiles * of_tile
-    if of_entry <= cap:
-        for first, end in _parts(sizes.entries, cap // of_entry):
-            yield Chunk(first, end - first, 0, sizes.tiles, 0, sizes.keys, True, True)
-        return
-    partial = sizes.keys * sizes.partial_of_key
-    for entry in range(sizes.entries):
-        if partial + of_tile * 4 <= cap:
-            for first, end in _parts(sizes.tiles, (cap - partial) // of_tile):
-                yield Chunk(entry, 1, first, end, 0, sizes.keys, True, True)
-            continue
-        for first, end in _parts(sizes.tiles, cap // of_tile):
-            yield Chunk(entry, 1, first, end, 0, sizes.keys, True, False)
-        of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + sizes.partial_of_key)  # with one row tile
-        key_tiles = max(1, min(sizes.keys // KEY_TILE, cap // 4 // of_key_tile))
-        for first_key, end_key in _parts(sizes.keys // KEY_TILE, key_tiles):
-            keys = (end_key - first_key) * KEY_TILE
-            row_tiles = (cap - keys * sizes.partial_of_key) // (ROW_TILE * keys * _BYTES_OF_PAIR)
-            for first, end in _parts(sizes.tiles, row_tiles):
-                yield Chunk(entry, 1, first, end, first_key * KEY_TILE, end_key * KEY_TILE, False, True)
+    scores, products, speeds = _FAMILIES[backend]
+    work = Work(
+        entries=p.batch * p.heads_kv,
+        group=p.group,
+        n_q=p.n_q,
+        n_k=p.n_k,
+        d_qk=p.d_qk,
+        d_v=p.d_v,
+        seen=visible_keys(p) / p.n_k if p.n_k else 1.0,
+        multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
+    )
+    chunks = tuple(backward_chunks.cut(work, speeds, cap)) if work.entries * work.tiles * work.n_k else ()
+    largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, True, True)
+    of_q, of_k = (
+        products(
+            p.dtype, *backward_chunks.fastest_tile(work, speeds, largest.entries, largest.row_tiles, of_q)[1], of_q
+        )
+        for of_q in (True, False)
+    )
+    in_parts = (c.keys for c in chunks if c.of_k and c.row_tiles < work.tiles)
+    return BackwardPlan(
+        BackwardRows(p.dtype),
+        scores(p.dtype),
+        of_q,
+        of_k,
+        chunks,
+        max((c.pairs for c in chunks), default=0),
+        max(in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns),
+    )
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
@@ -139,20 +93,12 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if expanded or checks.rows_problem(x) else x
 
 
-def backward(
-    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, workspace_cap: int
-) -> None:
+def backward(plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule) -> None:
     """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences."""
-    if offsets:  # rows of no sequence
+    if offsets or not plan.chunks:  # rows of no sequence
         for grad in (dq, dk, dv):
             grad.zero_()
-    longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
-    n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
-    batch = len(offsets[0]) - 1 if offsets else len(q)
-    heads_q, heads_kv = q.shape[-3], k.shape[-3]
-    if not (n_q and n_k and batch and heads_q):
-        for grad in (dq, dk, dv):
-            grad.zero_()
+    if not plan.chunks:
         return
     if q.is_cuda:
         from . import native
@@ -176,17 +122,11 @@ def backward(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    columns = plan.of_k.columns
-    sums_of_key = (-(-q.shape[-1] // columns) - (-v.shape[-1] // columns)) * columns
-    sizes = _Sizes(batch * heads_kv, heads_q // heads_kv, n_q, n_k, sums_of_key * 4)
-    all_chunks = list(chunks(sizes, workspace_cap))
-    pairs = max(c.entries * (c.end_tile - c.first_tile) * ROW_TILE * (c.end_key - c.first_key) for c in all_chunks)
-    in_parts = any(c.of_k and c.end_tile - c.first_tile < sizes.tiles for c in all_chunks)
-    most_keys = max(c.end_key - c.first_key for c in all_chunks if c.of_k)
-    p, ds = (empty(pairs, dtype=q.dtype) for _ in range(2))
-    partial = empty(most_keys * sums_of_key, dtype=torch.float32) if in_parts else None
+    batch, n_q = (len(offsets[0]) - 1, min(offsets[2], q.shape[-2])) if offsets else (len(q), q.shape[-2])
+    p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
+    partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
     statistics = empty(*lse.shape, 2, dtype=torch.float32)
-    live_rows = empty(batch * heads_q * -(-n_q // LIVE_ROWS), dtype=torch.int64)
+    live_rows = empty(batch * q.shape[-3] * -(-n_q // LIVE_ROWS), dtype=torch.int64)
 
     see = rule.visibility
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -194,10 +134,11 @@ def backward(
         q, k, v, out, _as_read(grad_out), lse.contiguous(), grad_lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right,
         see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial,
     )  # fmt: skip
-    run(kernel(plan.rows), *call, *all_chunks[0][:6])
-    for chunk in all_chunks:
-        run(kernel(plan.scores), *call, *chunk[:6])
+    rows, scores, of_q, of_k = map(kernel, plan.specs)
+    run(rows, *call, *plan.chunks[0].place)
+    for chunk in plan.chunks:
+        run(scores, *call, *chunk.place)
         if chunk.of_q:
-            run(kernel(plan.of_q), *call, *chunk[:6])
+            run(of_q, *call, *chunk.place)
         if chunk.of_k:
-            run(kernel(plan.of_k), *call, *chunk[:6])
+            run(of_k, *call, *chunk.place)

@@ -48,15 +48,19 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | str:
             return f"the emulator takes CPU tensors, and these are on {p.device}"
         if flags["FFPA_EMULATE"] != "sm_90a":
             return f"hopper kernels run on sm_90a, and FFPA_EMULATE is {flags['FFPA_EMULATE']}"
-        return backward.plan(p, "hopper")
+        return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
     if p.device != "cuda":
         return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    return _runnable(backward.plan(p, "hopper"), p)
+    return _runnable(backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20), p)
 
 
 def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | str:
     def plan(p: Problem) -> MmaPlan | BackwardPlan | str:
-        return mma.plan(p, flags) if p.direction == "forward" else backward.plan(p, "mma")
+        return (
+            mma.plan(p, flags)
+            if p.direction == "forward"
+            else backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
+        )
 
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":

@@ -28,6 +28,7 @@ from .spec import (
     rows_shapes,
     rows_spec,
     streamed_shapes,
+    visible_keys,
 )
 
 # What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
@@ -130,18 +131,6 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
             yield 3, shape
 
 
-def _visible_keys(p: Problem) -> float:
-    """Of a row, on average: as nine rows from first to last say."""
-    see, shift = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
-
-    def seen_by(row: int) -> int:
-        first = 0 if see.left < 0 else max(row + shift - see.left, 0)
-        end = p.n_k if see.right < 0 else min(row + shift + see.right + 1, p.n_k)
-        return max(end - first, 0)
-
-    return sum(seen_by((2 * i + 1) * p.n_q // 18) for i in range(9)) / 9 if see.bounded else p.n_k
-
-
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and some more for its ends.
 
@@ -156,7 +145,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
     of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
     on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
-    tiles = -(-(_visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
+    tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge

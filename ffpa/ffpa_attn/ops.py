@@ -337,7 +337,7 @@ def _triton_backward(form, saved, grads, plan) -> None:
 
 
 def _kernel_backward(form, saved, grads, plan) -> None:
-    backward.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+    backward.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule)
 
 
 _BACKWARD = {

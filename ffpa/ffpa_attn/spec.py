@@ -101,6 +101,18 @@ class Problem(NamedTuple):
         return " ".join(word for word in words if word)
 
 
+def visible_keys(p: Problem) -> float:
+    """Of a row, on average: as nine rows from first to last say."""
+    see, shift = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
+
+    def seen_by(row: int) -> int:
+        first = 0 if see.left < 0 else max(row + shift - see.left, 0)
+        end = p.n_k if see.right < 0 else min(row + shift + see.right + 1, p.n_k)
+        return max(end - first, 0)
+
+    return sum(seen_by((2 * i + 1) * p.n_q // 18) for i in range(9)) / 9 if see.bounded else p.n_k
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One kernel to compile. Its name is the generated file, the C++ Config type, the registry key, the test id and the
@@ -249,12 +261,13 @@ class BackwardProductsMma(KernelSpec):
     arch = "sm_80"
 
     dtype: str
+    rows: int
     columns: int
     of_q: bool
 
 
 PRODUCT_TILES = ((256, 160), (256, 192), (128, 224), (128, 256))  # rows, columns
-MMA_PRODUCT_TILES = ((128,), (192,), (256,))  # columns
+MMA_PRODUCT_TILES = ((128, 128), (128, 192), (128, 256))
 
 
 class Shape(NamedTuple):

@@ -40,6 +40,7 @@ std::vector<Kernel> misuse_bulk_store_kernels() {
   return {
       {"misuse_bulk/never_awaited", run_with_map<store_never_awaited_kernel, 32>},
       {"misuse_bulk/before_the_tensor", run_with_map<store_before_the_tensor_kernel, 32>},
+      {"misuse_bulk/to_an_odd_column", run_with_map<store_to_an_odd_column_kernel, 32>},
       {"misuse_bulk/never_committed", run_with_map<store_never_committed_kernel, 32>},
       {"misuse_bulk/awaited_by_another", run_with_map<store_awaited_by_another_kernel, 32>},
       {"misuse_bulk/no_proxy_fence", run_with_map<store_without_proxy_fence_kernel, 32>},

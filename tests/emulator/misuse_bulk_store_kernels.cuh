@@ -21,8 +21,8 @@ FFPA_DEVICE void write_row(uint32_t smem, bool fence = true) {
   ptx::sync_warp();
 }
 
-FFPA_DEVICE void store_row(const ptx::TensorMap* map, uint32_t smem, int row = 0) {
-  ptx::tma_store_2d(map, smem, 0, row);
+FFPA_DEVICE void store_row(const ptx::TensorMap* map, uint32_t smem, int row = 0, int column = 0) {
+  ptx::tma_store_2d(map, smem, column, row);
   ptx::bulk_commit_group();
 }
 
@@ -38,6 +38,13 @@ FFPA_DEVICE void load_row(const ptx::TensorMap* map, uint32_t smem, int row = 0)
 FFPA_KERNEL(32, 1) void store_never_awaited_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   write_row(ptx::dynamic_smem());
   if (ptx::lane_id() == 0) store_row(&map, ptx::dynamic_smem());
+}
+
+FFPA_KERNEL(32, 1) void store_to_an_odd_column_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
+  write_row(ptx::dynamic_smem());
+  if (ptx::lane_id() != 0) return;
+  store_row(&map, ptx::dynamic_smem(), 0, 3);
+  ptx::bulk_wait_group<0>();
 }
 
 // Loads may begin before the tensor, and then find zeros there.

@@ -89,6 +89,7 @@ def test_sm90_misuse_is_reported(emulator, name, seed):
 MISUSE_BULK_STORES = {
     "never_awaited": ("exit", "no wait for its group"),
     "before_the_tensor": ("tma", "negative coordinate"),
+    "to_an_odd_column": ("tma", "not a multiple of 16 bytes"),
     "never_committed": ("exit", "in no group"),
     "awaited_by_another": ("exit", "no wait for its group"),
     "no_proxy_fence": ("race", "fence.proxy.async missing"),

@@ -193,7 +193,7 @@ inline std::vector<Case> tma_store_cases() {
   return {
       store_case("tma_store_2d/inside", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 8, 2>),
       store_case("tma_store_2d/outside", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 24, 10>),
-      store_case("tma_store_2d/odd", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 3, 7>),
+      store_case("tma_store_2d/other_columns", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 16, 7>),
       store_case("tma_store_2d/nothing", 24 * 16 / 2, run_tma_store<2, Swizzle::kNone, 8, 21>),
       store_case("tma_store_2d/swizzle_32", 16 * 16 / 2, run_tma_store<2, Swizzle::k32Bytes, 8, 2>),
       store_case("tma_store_2d/swizzle_64", 32 * 16 / 2, run_tma_store<2, Swizzle::k64Bytes, 16, 9>),

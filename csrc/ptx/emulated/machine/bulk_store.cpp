@@ -102,8 +102,12 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
     fail("tma", site, format("%d coordinates for a tensor map of rank %d", coordinate_count, spec.rank));
   }
   if (const char* problem = problem_with_tensor_map(spec)) fail("tma", site, problem);
+  // Both are illegal instructions, as seen on an H200; loads may.
   if (std::any_of(coordinates, coordinates + coordinate_count, [](int c) { return c < 0; })) {
-    fail("tma", site, "a store to a negative coordinate is an illegal instruction (seen on an H200; loads may)");
+    fail("tma", site, "a store to a negative coordinate");
+  }
+  if (coordinates[0] * kBoxElementBytes % 16 != 0) {
+    fail("tma", site, format("a store from column %d on, which is not a multiple of 16 bytes", coordinates[0]));
   }
   Lane& lane = *current;
   const uint32_t bytes = box_bytes(spec);

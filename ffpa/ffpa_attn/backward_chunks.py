@@ -1,0 +1,173 @@
+"""How the backward is cut into chunks that fit the workspace, and how long they take: sizes alone, no tensors.
+
+Times are in steps: 64 of the common dimension of a product of 128 x 256 on one multiprocessor. What matters is that tiles
+fill whole rounds of the multiprocessors, and that under a causal mask the longest tile does not outlast all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
+_BYTES_OF_PAIR = 4  # P and dS
+_ENOUGH_BYTES = 1 << 30  # of several heads: more gain nothing
+
+_STEPS_OF_ENDS = 4  # begin and end of a tile of a product
+_STEPS_OF_FINISH = 8  # of a tile of P and dS
+_STEPS_OF_LAUNCH = 12
+
+Speeds = Mapping[tuple[int, int], float]  # of tiles (rows, columns)
+
+
+class Chunk(NamedTuple):
+    """Of the key/value heads of all batch entries [first_entry, + entries); of the row tiles of each, and of the keys."""
+
+    first_entry: int
+    entries: int
+    first_tile: int
+    end_tile: int
+    first_key: int
+    end_key: int
+    of_q: bool  # gives dQ
+    of_k: bool  # gives dK and dV, or a part of their sums
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self[:6]
+
+    @property
+    def row_tiles(self) -> int:
+        return self.end_tile - self.first_tile
+
+    @property
+    def keys(self) -> int:
+        return self.end_key - self.first_key
+
+    @property
+    def pairs(self) -> int:
+        return self.entries * self.row_tiles * ROW_TILE * self.keys
+
+
+class Work(NamedTuple):
+    """What is cut: entries are key/value heads of batch entries, each with the rows of `group` query heads."""
+
+    entries: int
+    group: int
+    n_q: int
+    n_k: int
+    d_qk: int
+    d_v: int
+    seen: float = 1.0  # part of the keys that a row sees, on average
+    multiprocessors: int = 132
+
+    @property
+    def tiles_of_head(self) -> int:
+        return -(-self.n_q // ROW_TILE)
+
+    @property
+    def tiles(self) -> int:
+        return self.group * self.tiles_of_head
+
+    @property
+    def keys(self) -> int:
+        return -(-self.n_k // KEY_TILE) * KEY_TILE
+
+
+def sums_of_key(work: Work, width: int) -> int:
+    """Floats of dK and dV of one key, in tiles of this width."""
+    return (-(-work.d_qk // width) - (-work.d_v // width)) * width
+
+
+# ---- how long ----
+
+
+def _steps_of_product(tiles: int, area: float, mean: float, longest: float, blocks: int) -> float:
+    """Tiles of this size, of so many rows or keys on average and at most, shared by the blocks."""
+    if mean == longest:
+        rounds = -(-tiles // blocks) * mean
+    else:  # the longest come first
+        rounds = max(longest, tiles * mean / blocks + mean / 2)
+    return (rounds / 64 + _STEPS_OF_ENDS * -(-tiles // blocks)) * area
+
+
+def fastest_tile(work: Work, speeds: Speeds, entries: int, row_tiles: int, of_q: bool) -> tuple[float, tuple[int, int]]:
+    """(steps, tile) of a chunk's dQ, or of its dK and dV."""
+
+    def steps(tile: tuple[int, int]) -> float:
+        rows, width = tile
+        area = rows * width / (128 * 256) / speeds[tile]
+        if of_q:
+            tiles = entries * row_tiles * (ROW_TILE // rows) * -(-work.d_qk // width)
+            return _steps_of_product(tiles, area, work.n_k * work.seen, work.n_k, work.multiprocessors)
+        tiles = entries * -(-work.keys // rows) * (sums_of_key(work, width) // width)
+        longest = row_tiles * ROW_TILE
+        return _steps_of_product(tiles, area, longest * work.seen, longest, work.multiprocessors)
+
+    return min((steps(tile), tile) for tile in speeds)
+
+
+def _steps_of_chunk(work: Work, speeds: Speeds, entries: int) -> float:
+    """Of whole entries."""
+    tiles = entries * work.tiles * 2 * (work.keys // KEY_TILE) * work.seen
+    of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
+    products = sum(fastest_tile(work, speeds, entries, work.tiles, of_q)[0] for of_q in (True, False))
+    return -(-tiles // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
+
+
+# ---- what fits ----
+
+
+def _parts(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """[0, count) in parts of at most `most`, all about as large."""
+    parts = -(-count // max(most, 1))
+    size = -(-count // parts)
+    for first in range(0, count, size):
+        yield first, min(first + size, count)
+
+
+def _row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
+    """The row tiles of an entry, at most so many at a time: some whole heads, or a part of one."""
+    of_head = work.tiles_of_head
+    if most >= of_head:
+        for first, end in _parts(work.group, most // of_head):
+            yield first * of_head, end * of_head
+        return
+    for head in range(work.group):
+        for first, end in _parts(of_head, most):
+            yield head * of_head + first, head * of_head + end
+
+
+def _whole_entries(work: Work, speeds: Speeds, most: int, enough: int) -> int:
+    """At a time, at most so many."""
+    counts = sorted({-(-work.entries // parts) for parts in range(-(-work.entries // most), work.entries + 1)})
+    few = [count for count in counts if count <= max(enough, counts[0])]
+    return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, speeds, count))
+
+
+def cut(work: Work, speeds: Speeds, cap: int) -> Iterator[Chunk]:
+    """Whole entries if one fits, as many as are fastest; else row tiles of one; and if the sums of dK and dV do not fit
+    beside them, dQ by row tiles, and then dK and dV by keys.
+    """
+    of_tile = ROW_TILE * work.keys * _BYTES_OF_PAIR
+    of_entry = work.tiles * of_tile
+    if of_entry <= cap:
+        most = min(cap // of_entry, work.entries)
+        for first, end in _parts(work.entries, _whole_entries(work, speeds, most, _ENOUGH_BYTES // of_entry)):
+            yield Chunk(first, end - first, 0, work.tiles, 0, work.keys, True, True)
+        return
+    partial_of_key = 4 * max(sums_of_key(work, width) for _, width in speeds)
+    partial = work.keys * partial_of_key
+    for entry in range(work.entries):
+        if partial + of_tile * 4 <= cap:
+            for first, end in _row_parts(work, (cap - partial) // of_tile):
+                yield Chunk(entry, 1, first, end, 0, work.keys, True, True)
+            continue
+        for first, end in _row_parts(work, cap // of_tile):
+            yield Chunk(entry, 1, first, end, 0, work.keys, True, False)
+        of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
+        for first_key, end_key in _parts(work.keys // KEY_TILE, cap // 4 // of_key_tile):
+            keys = (end_key - first_key) * KEY_TILE
+            row_tiles = (cap - keys * partial_of_key) // (ROW_TILE * keys * _BYTES_OF_PAIR)
+            for first, end in _row_parts(work, row_tiles):
+                yield Chunk(entry, 1, first, end, first_key * KEY_TILE, end_key * KEY_TILE, False, True)
