@@ -153,7 +153,7 @@ class BackwardProductsWgmma {
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
-      producer.bring_live_rows(live_keys(rows.n_k() - key), [&](uint32_t boxes_smem, uint32_t barrier) {
+      producer.bring_live_rows(live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
         for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
         }
@@ -178,10 +178,10 @@ class BackwardProductsWgmma {
     FFPA_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       if (step % 32 == 0 && step + lane_ < steps) ptx::ld_global_8(words, live + step + lane_);
-      const uint64_t live_rows = ptx::shfl_idx(words[0], step % 32) | uint64_t(ptx::shfl_idx(words[1], step % 32))
+      const uint64_t live_of_step = ptx::shfl_idx(words[0], step % 32) | uint64_t(ptx::shfl_idx(words[1], step % 32))
                                                                           << 32;
       const int row = run.begin + step * tile::kBox;
-      producer.bring_live_rows(live_rows, [&](uint32_t boxes_smem, uint32_t barrier) {
+      producer.bring_live_rows(live_of_step, [&](uint32_t boxes_smem, uint32_t barrier) {
         for (int box = 0; box < tile::kConsumerGroups; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &a, barrier, tile.tile * kProductRows + box * tile::kBox, row_0 + row);
         }
@@ -197,11 +197,6 @@ class BackwardProductsWgmma {
     for (int box = 0; box < Ring::kBoxesB; ++box) {
       load_box(boxes_smem + box * tile::kBoxBytes, map, barrier, place, column + box * tile::kBox, row);
     }
-  }
-
-  // Of the next 64 keys, of which `left` are the entry's. Behind the last key of a tensor copies find zeros.
-  FFPA_DEVICE uint64_t live_keys(int left) const {
-    return left >= 64 || !attention_.is_packed() ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
   }
 
   // ---- the warpgroups that multiply ----

@@ -229,6 +229,17 @@ class BackwardProductsWgmma(KernelSpec):
     of_q: bool
 
 
+@dataclass(frozen=True)
+class ForwardTwoPhase(KernelSpec):
+    """Forward for wide head dims: P into scratch, and the product with V, `columns` of O at a time; serves every head dim."""
+
+    family = "forward_two_phase"
+    arch = "sm_90a"
+
+    dtype: str
+    columns: int
+
+
 PRODUCT_COLUMNS = (160, 192, 224, 256)
 
 
@@ -299,6 +310,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
         kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype)]
         for product_columns in PRODUCT_COLUMNS[-1:] if few else PRODUCT_COLUMNS:
             kernels += [BackwardProductsWgmma(dtype, product_columns, of_q) for of_q in (True, False)]
+            kernels.append(ForwardTwoPhase(dtype, product_columns))
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
