@@ -86,7 +86,7 @@ class RowTiles {
   FFPA_DEVICE HeadRows get(const AttentionParams& params, int64_t item) const {
     const int64_t items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
     const int64_t heads = min_of(together_, entries_ - section * together_) * group_;
-    const int in_section = int(item % items_of_section);
+    const int64_t in_section = item % items_of_section;
     const int64_t head = section * together_ * group_ + in_section % heads;  // of all query heads
     HeadRows rows;
     rows.batch_index = int(head / (int64_t{heads_kv_} * group_));
@@ -248,6 +248,7 @@ class ForwardTwoPhase {
     for_each_tile([&](const HeadRows& rows) {
       for_each_chunk(rows, [&](const Chunk& chunk) {
         bring_keys(producer, rows, chunk);
+        ptx::sync_warp();
         ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
         ptx::fence_proxy_async_global();
         bring_values(producer, rows, chunk);
@@ -436,6 +437,7 @@ class ForwardTwoPhase {
     static_assert(kKeys == 32 * 8, "a row of a tile is 16 bytes a lane");
     const uint32_t moved_lanes[2] = {ptx::vote_ballot(moved[0]), ptx::vote_ballot(moved[1])};
     if ((moved_lanes[0] | moved_lanes[1]) == 0) return;
+    ptx::fence_gpu();  // TMA has written past what L1 may hold of an earlier repair
     ptx::sync_warp();  // the references that other lanes have kept
     const float* references = scratch().references(ptx::block_x()) + row;
     uint16_t* p = scratch().p() + (int64_t(ptx::block_x()) * kRows + row) * params_.chunk_keys + lane_ * 8;

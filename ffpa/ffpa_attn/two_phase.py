@@ -16,6 +16,7 @@ from . import env
 from .spec import PRODUCT_COLUMNS, ForwardTwoPhase, Problem, Visibility
 
 ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
+MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
 LEAST_HEAD_DIM = 513  # what up to there is wide fits on chip
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
@@ -59,10 +60,10 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
     of_tile = ROWS * (KEYS * 2 + 4)  # P, and the references of its rows
     out = -(-d_v // columns) * columns * ROWS * 4
     blocks, all_tiles = min(row_tiles, multiprocessors), _tiles(n_k, see)
-    if blocks * all_tiles * of_tile <= cap:
+    if blocks * all_tiles * of_tile <= cap and all_tiles * KEYS <= MOST_KEYS:
         return Cut(blocks, all_tiles * KEYS, blocks * all_tiles * of_tile)
     blocks = max(1, min(blocks, cap // (of_tile + out)))
-    most = min(all_tiles, max(1, (cap // blocks - out) // of_tile))
+    most = min(all_tiles, MOST_KEYS // KEYS, max(1, (cap // blocks - out) // of_tile))
     tiles = -(-all_tiles // -(-all_tiles // most))  # of chunks all about as large
     return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
 
