@@ -70,8 +70,9 @@ struct AttentionParams {
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
   bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
 
-  float* scratch;       // of kernels that stream O: a part for each block of the grid
+  float* scratch;       // of kernels that stream O, or P: a part for each block of the grid
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
+  int chunk_keys;       // of P that the scratch holds
 
   // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
   // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged
@@ -132,6 +133,7 @@ struct ForwardOptions {
   int resident_blocks;
   int splits;
   float* partial;
+  int chunk_keys;
 };
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
@@ -176,6 +178,7 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.resident_blocks = options.resident_blocks;
   params.splits = options.splits;
   params.partial = options.partial;
+  params.chunk_keys = options.chunk_keys;
   return params;
 }
 

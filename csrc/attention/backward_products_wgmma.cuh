@@ -144,10 +144,8 @@ class BackwardProductsWgmma {
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
-      // Behind the last key of a tensor copies find zeros; behind that of a packed sequence, another one.
-      const int left = attention_.is_packed() ? rows.n_k() - key : tile::kBox;
-      const uint64_t live = left >= tile::kBox ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
-      producer.bring_live_rows(live, [&](uint32_t boxes_smem, uint32_t barrier) {
+      producer.bring_live_rows(live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem,
+                                                                                            uint32_t barrier) {
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
         }

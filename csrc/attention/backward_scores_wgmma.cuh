@@ -23,12 +23,10 @@
 #include "ptx/barrier.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
-#include "tile/smem_layout.cuh"
 
 namespace ffpa {
 
@@ -162,8 +160,8 @@ class BackwardScoresWgmma {
       const auto store_box = [&](int box, const PackedBox& p, const PackedBox& ds) {
         if (stores) ptx::bulk_wait_group_read<0>();
         ptx::bar_sync(1 + group, tile::kGroupThreads);
-        stage(staging_smem, group_warp, p);
-        stage(staging_smem + tile::kBoxBytes, group_warp, ds);
+        tile::stage_rows(staging_smem, group_warp * 16, p, lane_);
+        tile::stage_rows(staging_smem + tile::kBoxBytes, group_warp * 16, ds, lane_);
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + group, tile::kGroupThreads);
         if (stores) {
@@ -224,17 +222,6 @@ class BackwardScoresWgmma {
     for (int n = 0; n < kCount; ++n) {
       FFPA_UNROLL
       for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[(fragment + n) * 4 + e];
-    }
-  }
-
-  // 16 rows of a box, as TMA's 128-byte swizzle has it.
-  FFPA_DEVICE void stage(uint32_t box_smem, int group_warp, const PackedBox& packed) const {
-    constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
-    FFPA_UNROLL
-    for (int n = 0; n < kBoxFragments; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
-      const int row = group_warp * 16 + lane_ / 8 % 2 * 8 + lane_ % 8;
-      ptx::stmatrix_x4(box_smem + kLayout.offset(row, n + lane_ / 16),
-                       {packed[2 * n], packed[2 * n + 1], packed[2 * n + 2], packed[2 * n + 3]});
     }
   }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/backward_params.h"
+#include "attention/head_rows.cuh"
 #include "attention/row_block.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
@@ -12,22 +13,6 @@
 #include "ptx/special_registers.cuh"
 
 namespace ffpa {
-
-// Some rows of one query head.
-struct HeadRows {
-  BatchEntry entry;
-  int batch_index, head_index;
-  int first, last;  // those that exist; none where last < first
-
-  FFPA_DEVICE int batch() const { return batch_index; }
-  FFPA_DEVICE int head() const { return head_index; }
-  FFPA_DEVICE int n_q() const { return entry.n_q(); }
-  FFPA_DEVICE int n_k() const { return entry.n_k(); }
-  FFPA_DEVICE int nearest() const { return entry.nearest; }
-  FFPA_DEVICE int farthest() const { return entry.farthest; }
-  FFPA_DEVICE int first_row() const { return first; }
-  FFPA_DEVICE int last_row() const { return last; }
-};
 
 struct EntryPlace {
   int batch, head_kv;
@@ -237,23 +222,6 @@ FFPA_DEVICE HeadRows rows_of_product(const BackwardParams& params, const Product
   constexpr int kParts = kRowTile / Tiles::kRows;
   const int part = Tiles::kOfQ ? tile.tile : 0;
   return rows_of_tile(params, tile.entry, part / kParts, part % kParts * Tiles::kRows, Tiles::kRows);
-}
-
-// What a product runs over, in steps of `step`: positions [begin, end) of keys (dQ) or rows (dK, dV).
-struct Run {
-  int begin, end;
-
-  FFPA_DEVICE int steps(int step) const { return ceil_div(end - begin, step); }
-};
-
-// Whole steps that hold [begin, end).
-FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
-  const int first = begin / step * step;
-  return {first, max_of(end, first)};
-}
-
-FFPA_DEVICE Run run_over_keys(const HeadRows& rows, int step) {
-  return whole_steps(visible_keys_begin(rows), visible_keys_end(rows), step);
 }
 
 // Of the rows of a head that the chunk holds (those of its tiles [first_tile, end_tile)), the ones that see one of

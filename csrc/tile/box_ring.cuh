@@ -14,11 +14,13 @@
 
 #include "base/compiler.h"
 #include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {
 
@@ -82,13 +84,14 @@ class BoxProducer {
  public:
   FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
 
-  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other.
+  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other; `boxes_b`, how
+  // many of B, where a product needs fewer than a slot has.
   template <class Load>
-  FFPA_DEVICE void bring(const Load& load) {
+  FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB) {
     if (lane_ == 0) {
       const uint32_t full = ring_.full(at_.slot);
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, Ring::kSlotBytes);
+      ptx::mbarrier_arrive_expect_tx(full, (Ring::kBoxesA + boxes_b) * kBoxBytes);
       load(ring_.slot(at_.slot), full);
     }
     at_.advance();
@@ -97,12 +100,12 @@ class BoxProducer {
   // The same, with zeros for those rows of B's boxes whose bit in `live` is 0: a NaN that lies there would survive the
   // zero it is multiplied with.
   template <class Load>
-  FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load) {
-    if (live == ~uint64_t{0}) return bring(load);
+  FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB) {
+    if (live == ~uint64_t{0}) return bring(load, boxes_b);
     const uint32_t slot = ring_.slot(at_.slot);
     if (lane_ == 0) {
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(ring_.landed(), Ring::kSlotBytes);
+      ptx::mbarrier_arrive_expect_tx(ring_.landed(), (Ring::kBoxesA + boxes_b) * kBoxBytes);
       load(slot, ring_.landed());
     }
     ptx::sync_warp();
@@ -112,7 +115,7 @@ class BoxProducer {
     for (int row = lane_ / kChunks; row < kBox; row += 32 / kChunks) {
       if (live >> row & 1) continue;
       FFPA_NO_UNROLL
-      for (int box = 0; box < Ring::kBoxesB; ++box) {
+      for (int box = 0; box < boxes_b; ++box) {
         ptx::st_shared_16(slot + (Ring::kBoxesA + box) * kBoxBytes + row * kBoxRowBytes + lane_ % kChunks * 16,
                           {0, 0, 0, 0});
       }
@@ -209,6 +212,18 @@ class BoxConsumer {
   int group_, lane_;
   RingPosition<Ring> at_;
 };
+
+// 16 rows of a warp's C fragments, packed as [fragment][half of rows], to a box from `row` on: as TMA's 128-byte swizzle
+// has it.
+FFPA_DEVICE void stage_rows(uint32_t box_smem, int row, const uint32_t (&packed)[kBox / 4], int lane) {
+  constexpr RowLayout kLayout(kBoxRowBytes);
+  FFPA_UNROLL
+  for (int n = 0; n < kBox / 8; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
+    const int row_of_lane = row + lane / 8 % 2 * 8 + lane % 8;
+    ptx::stmatrix_x4(box_smem + kLayout.offset(row_of_lane, n + lane / 16),
+                     {packed[2 * n], packed[2 * n + 1], packed[2 * n + 2], packed[2 * n + 3]});
+  }
+}
 
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
 

@@ -75,4 +75,12 @@ FFPA_DEVICE void add_fragment(float (&values)[4], const float* warp_gmem, int n,
   for (int e = 0; e < 4; ++e) values[e] += float_from_bits(bits[e]);
 }
 
+// The same, with what was saved times a factor of each half of rows.
+FFPA_DEVICE void add_fragment(float (&values)[4], const float* warp_gmem, int n, const float (&factor)[2], int lane) {
+  uint32_t bits[4];
+  ptx::ld_global_16(bits, warp_gmem + (n * 32 + lane) * 4);
+  FFPA_UNROLL
+  for (int e = 0; e < 4; ++e) values[e] += factor[e / 2] * float_from_bits(bits[e]);
+}
+
 }  // namespace ffpa::tile

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, mma, native, triton_attention, triton_fp8
+from . import archs, backward, env, mma, native, triton_attention, triton_fp8, two_phase
 from .backward import BackwardPlan
 from .mma import MmaPlan
 from .spec import LEAST_SCALE, Problem
 from .triton_attention import TritonPlan
+from .two_phase import TwoPhasePlan
 
 Flags = Mapping[str, Any]
-Plan = MmaPlan | TritonPlan | BackwardPlan
+Plan = MmaPlan | TritonPlan | BackwardPlan | TwoPhasePlan
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,26 @@ class Choice:
 Candidate = Callable[[Problem, Flags], Plan | None | str]
 
 
-def _hopper(p: Problem, flags: Flags) -> BackwardPlan | str:
-    if p.direction != "backward":
-        return "there is no hopper forward kernel"
+def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":
             return f"the emulator takes CPU tensors, and these are on {p.device}"
         if flags["FFPA_EMULATE"] != "sm_90a":
             return f"hopper kernels run on sm_90a, and FFPA_EMULATE is {flags['FFPA_EMULATE']}"
-        return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
+        return _hopper_plan(p, flags)
     if p.device != "cuda":
         return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    return _runnable(backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20), p)
+    if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
+        tiles, multiprocessors = two_phase.row_tiles(p), archs.multiprocessors(p.arch)
+        if tiles < multiprocessors * 3 // 4:
+            return f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
+    return _runnable(_hopper_plan(p, flags), p)
+
+
+def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
+    if p.direction == "backward":
+        return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
+    return two_phase.plan(p, flags)
 
 
 def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | str:

@@ -18,7 +18,7 @@ from torch import _C
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import backward, checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch
+from . import backward, checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch, two_phase
 from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -286,12 +286,23 @@ def _mma_forward(form, q, k, v, out, lse, plan) -> None:
     mma.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
+def _hopper_forward(form, q, k, v, out, lse, plan) -> None:
+    tensors = (form.heads_first(x) for x in (q, k, v, out))
+    two_phase.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+
+
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
     triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.memo)
 
 
-_FORWARD = {"mma": _mma_forward, "triton": _triton_forward, "sdpa": _sdpa_forward, "reference": _reference_forward}
+_FORWARD = {
+    "hopper": _hopper_forward,
+    "mma": _mma_forward,
+    "triton": _triton_forward,
+    "sdpa": _sdpa_forward,
+    "reference": _reference_forward,
+}
 
 
 # ---- forward of 8-bit floats ----

@@ -1,0 +1,530 @@
+// Attention forward for head dims that neither registers nor shared memory hold, on wgmma. O is computed from P in
+// memory: S is never computed twice, and both products run at the speed of a matrix product. A block takes row tiles of
+// kRows rows of one query head, one after the other, and for each a chunk of keys after the other:
+//
+//   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 64; P̃ = exp2(S - m), 16 bits, by way of shared
+//                                    memory and TMA to the block's own slice of the scratch
+//   2. for each kColumns of d_v      O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
+//
+// m, the reference of a row, is an integer that follows its maximum only when that has grown by more than kLazyGrowth:
+// P̃ stays below 2^kLazyGrowth, and what was computed with another reference is repaired by a power of two, which is
+// exact. Of P̃ in memory that is rare, and done between the phases; of O it happens between chunks, where O waits in
+// fp32. Step 2 is nothing but a product.
+//
+// One warp brings the boxes, two warpgroups multiply (tile/box_ring.cuh); each has 64 of the rows, and a thread has the
+// same two rows in both phases.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
+#include "attention/row_block.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/tensor_maps.cuh"
+#include "attention/visible_keys.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_budget.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragment_output.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa {
+
+// What a block has of AttentionParams::scratch. A slice has room for chunk_keys keys, a multiple of kKeys.
+template <int kRows, int kKeys, int kColumns>
+class TwoPhaseScratch {
+ public:
+  FFPA_HOST_DEVICE explicit TwoPhaseScratch(const AttentionParams& params) : params_(params) {}
+
+  // Of all blocks: P̃ [blocks · kRows][chunk_keys].
+  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch); }
+  FFPA_HOST_DEVICE int64_t p_rows() const { return int64_t(params_.resident_blocks) * kRows; }
+
+  // The references of the rows, as each tile of the chunk has them: [chunk_keys / kKeys][kRows].
+  FFPA_HOST_DEVICE float* references(int block) const {
+    return params_.scratch + p_rows() * params_.chunk_keys / 2 + int64_t(block) * (params_.chunk_keys / kKeys * kRows);
+  }
+
+  // O [column groups][kRows][kColumns] in the order of fragments, where there are several chunks.
+  FFPA_HOST_DEVICE float* out(int block, int group) const {
+    const int64_t groups = ceil_div(params_.d_v, kColumns);
+    return references(params_.resident_blocks) + (block * groups + group) * (kRows * kColumns);
+  }
+
+ private:
+  const AttentionParams& params_;
+};
+
+// Row tiles in the order in which blocks take them: head by head, so that blocks share K and V in the L2 cache; within
+// heads whose K and V it holds together, the longest first under a causal mask.
+class RowTiles {
+ public:
+  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
+      : heads_kv_(params.heads_q / params.group),
+        group_(params.group),
+        rows_(rows),
+        tiles_(ceil_div(params.n_q, rows)),
+        entries_(int64_t(params.batch) * heads_kv_) {
+    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
+    together_ = clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, max_of(entries_, int64_t{1}));
+  }
+
+  FFPA_HOST_DEVICE int64_t count() const { return entries_ * group_ * tiles_; }
+
+  FFPA_DEVICE HeadRows get(const AttentionParams& params, int64_t item) const {
+    const int64_t items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
+    const int64_t heads = min_of(together_, entries_ - section * together_) * group_;
+    const int64_t in_section = item % items_of_section;
+    const int64_t head = section * together_ * group_ + in_section % heads;  // of all query heads
+    HeadRows rows;
+    rows.batch_index = int(head / (int64_t{heads_kv_} * group_));
+    rows.head_index = int(head % (int64_t{heads_kv_} * group_));
+    rows.entry = batch_entry(params, rows.batch_index);
+    rows.first = (tiles_ - 1 - int(in_section / heads)) * rows_;
+    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
+    return rows;
+  }
+
+ private:
+  static constexpr int64_t kCachedBytes = 32 << 20;
+
+  int heads_kv_, group_, rows_, tiles_;
+  int64_t entries_, together_;
+};
+
+// Fields: Dtype; kColumns of O at a time.
+template <class Fields>
+struct ForwardTwoPhaseConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
+  static constexpr int kKeys = 256;
+  using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
+  using Ring = tile::BoxRing<kRows / tile::kBox, kKeys / tile::kBox, 4>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
+
+  static constexpr int kValueBoxes = ceil_div(Fields::kColumns, tile::kBox);
+  static_assert(kValueBoxes <= Ring::kBoxesB, "one ring serves both phases");
+
+  // Shared memory: slots of the ring; for each warpgroup two boxes of P̃; barriers.
+  static constexpr int kStagedBoxes = 2;
+  static constexpr uint32_t kStagingBytes = kStagedBoxes * tile::kBoxBytes;
+  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes;
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), int64_t{params.resident_blocks}));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, v, p;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const int rows = params.is_packed() ? params.packed_q.total : params.n_q;
+    const int keys = params.is_packed() ? params.packed_k.total : params.n_k;
+    const int batch = params.is_packed() ? 1 : params.batch, heads_kv = params.heads_q / params.group;
+    const Scratch scratch(params);
+    arguments.params = params;
+    const LaunchStatus statuses[] = {map_tensor(arguments.q, params.q, params.d_qk, rows, params.heads_q, batch),
+                                     map_tensor(arguments.k, params.k, params.d_qk, keys, heads_kv, batch),
+                                     map_tensor(arguments.v, params.v, params.d_v, keys, heads_kv, batch),
+                                     map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows())};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class ForwardTwoPhase {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kColumns = Config::kColumns;
+  static constexpr int kBoxFragments = tile::kBox / 8;
+  using Scores = float[1][kKeys / 2];
+  using Out = float[1][kColumns / 2];
+
+  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
+  static constexpr float kLazyGrowth = 8.0f;
+
+ public:
+  FFPA_DEVICE explicit ForwardTwoPhase(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes} {
+  }
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) ring_.init();
+    ptx::sync_block();
+    constexpr int kGroupWarps = tile::kGroupThreads / 32;
+    if (warp_ < kGroupWarps) {
+      ptx::decrease_registers<Config::kProducerRegisters>();
+      if (warp_ == 0) produce();
+    } else {
+      ptx::increase_registers<Config::kConsumerRegisters>();
+      consume(warp_ / kGroupWarps - 1, warp_ % kGroupWarps);
+    }
+  }
+
+ private:
+  // Round after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the
+  // longer one.
+  template <class Function>
+  FFPA_DEVICE void for_each_tile(const Function& function) const {
+    const RowTiles tiles(params_, kRows);
+    const int blocks = ptx::grid_x(), block = ptx::block_x();
+    bool backwards = false;
+    FFPA_NO_UNROLL
+    for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
+      const int64_t item = round + (backwards ? blocks - 1 - block : block);
+      if (item >= tiles.count()) continue;
+      const HeadRows rows = tiles.get(params_, item);
+      if (rows.first <= rows.last) function(rows);
+    }
+  }
+
+  // Some of the keys that a row tile sees: tiles of S, and steps of the product with V. The first chunk may have none.
+  struct Chunk {
+    int first_tile, end_tile;
+    Run keys;
+    bool is_first, is_last;
+
+    FFPA_DEVICE int tiles() const { return end_tile - first_tile; }
+    FFPA_DEVICE int first_key() const { return first_tile * kKeys; }  // column 0 of P̃
+    FFPA_DEVICE int steps() const { return keys.steps(tile::kBox); }
+  };
+
+  template <class Function>
+  FFPA_DEVICE void for_each_chunk(const HeadRows& rows, const Function& function) const {
+    const Run keys = run_over_keys(rows, tile::kBox), in_tiles = run_over_keys(rows, kKeys);
+    const int first_of_all = in_tiles.begin / kKeys, end_of_all = first_of_all + in_tiles.steps(kKeys);
+    const int most_tiles = params_.chunk_keys / kKeys;
+    int first = first_of_all;
+    bool is_last;
+    do {
+      const int end = min_of(first + most_tiles, end_of_all);
+      is_last = end == end_of_all;
+      const Run of_chunk = {max_of(keys.begin, first * kKeys), min_of(keys.end, end * kKeys)};
+      function(Chunk{first, end, of_chunk, first == first_of_all, is_last});
+      first = end;
+    } while (!is_last);
+  }
+
+  FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
+  FFPA_DEVICE int column_groups() const { return ceil_div(params_.d_v, kColumns); }
+  FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
+
+  // Barriers: each warpgroup's own; P̃ of a chunk is complete, which the producer waits for and the others announce.
+  static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
+  static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
+  static constexpr int kCompleteThreads = tile::kConsumerGroups * tile::kGroupThreads + 32;
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    for_each_tile([&](const HeadRows& rows) {
+      for_each_chunk(rows, [&](const Chunk& chunk) {
+        bring_keys(producer, rows, chunk);
+        ptx::sync_warp();
+        ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
+        ptx::fence_proxy_async_global();
+        bring_values(producer, rows, chunk);
+      });
+    });
+  }
+
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const HeadRows& rows, const Chunk& chunk) const {
+    const int batch = map_batch(rows);
+    const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
+    const MapPlace k = {rows.entry.k.begin, rows.head() / params_.group, batch};
+    FFPA_NO_UNROLL
+    for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
+      FFPA_NO_UNROLL
+      for (int column = 0; column < params_.d_qk; column += tile::kBox) {
+        producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
+          for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+            load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
+          }
+          for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+            load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
+          }
+        });
+      }
+    }
+  }
+
+  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const HeadRows& rows, const Chunk& chunk) const {
+    const MapPlace v = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+    const int p_row = ptx::block_x() * kRows;
+    FFPA_NO_UNROLL
+    for (int column = 0; column < params_.d_v; column += kColumns) {
+      if (chunk.steps() == 0) producer.bring_zeros();
+      FFPA_NO_UNROLL
+      for (int key = chunk.keys.begin; key < chunk.keys.end; key += tile::kBox) {
+        const auto load = [&](uint32_t boxes_smem, uint32_t barrier) {
+          for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+            ptx::tma_load_2d(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(), p_row + box * tile::kBox);
+          }
+          for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+            load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
+          }
+        };
+        producer.bring_live_rows(live_box_rows(rows.n_k() - key, params_.is_packed()), load, Config::kValueBoxes);
+      }
+    }
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  // Of a thread's two rows.
+  struct RowState {
+    float reference[2];  // -inf: the row has seen no key
+    float sum[2];        // of the thread's keys, to the reference
+  };
+
+  FFPA_DEVICE void consume(int group, int group_warp) const {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const bool stores = group_warp == 0 && lane_ == 0;
+    const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
+    for_each_tile([&](const HeadRows& rows) {
+      RowState state = {{-kInfinity, -kInfinity}, {0, 0}};
+      for_each_chunk(rows, [&](const Chunk& chunk) {
+        const float before[2] = {state.reference[0], state.reference[1]};
+        bool moved[2] = {false, false};
+        FFPA_NO_UNROLL
+        for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
+          Scores scores = {};  // or their registers would be taken throughout the other phase
+          consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
+          to_probabilities(scores, rows, tile * kKeys, row, state, moved, tile > chunk.first_tile);
+          if (lane_ % 4 == 0) keep_references(tile - chunk.first_tile, row, state);
+          store(scores, (tile - chunk.first_tile) * kKeys, group, group_warp, stores);
+        }
+        if (stores) ptx::bulk_wait_group<0>();
+        ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // P̃ is there for the group's warps
+        repair(chunk, row, state, moved);
+        ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
+
+        if (chunk.is_last) finish_rows(rows, row, state);
+        float factor[2];  // of what earlier chunks left
+        FFPA_UNROLL
+        for (int h = 0; h < 2; ++h) factor[h] = ptx::ex2(before[h] - finite_reference(state.reference[h]));
+        FFPA_NO_UNROLL
+        for (int column = 0; column < params_.d_v; column += kColumns) {
+          Out out = {};
+          consumer.template multiply<Element, kColumns, tile::Major::kK, tile::Major::kMN>(out,
+                                                                                         max_of(chunk.steps(), 1));
+          finish(out, rows, chunk, row, column, state, factor);
+        }
+      });
+    });
+  }
+
+  static FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
+
+  // ---- 1. P̃ of a tile ----
+
+  // Makes P̃ of raw scores, and moves the references that have to. `moved`: where P̃ in memory has another one.
+  FFPA_DEVICE void to_probabilities(Scores& sums, const HeadRows& rows, int key, int row, RowState& state,
+                                    bool (&moved)[2], bool has_earlier_tiles) const {
+    const bool all_seen = all_rows_see(rows, key, kKeys);
+    float maximum[2] = {-kInfinity, -kInfinity};
+    FFPA_UNROLL
+    for (int first = 0; first < kKeys / 8; first += kBoxFragments) {  // all at once would take more registers
+      float scores[1][kBoxFragments][4];
+      FFPA_UNROLL
+      for (int n = 0; n < kBoxFragments; ++n) {
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[0][(first + n) * 4 + e];
+      }
+      scores_to_logits(scores, params_, rows, all_seen, rows.first + row, key + first * 8, lane_);
+      FFPA_UNROLL
+      for (int n = 0; n < kBoxFragments; ++n) {
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          sums[0][(first + n) * 4 + e] = scores[0][n][e];
+          maximum[e / 2] = larger_of(maximum[e / 2], scores[0][n][e]);
+        }
+      }
+    }
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
+      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
+      const float before = state.reference[h];
+      if (maximum[h] - before > kLazyGrowth) state.reference[h] = std::ceil(maximum[h]);
+      moved[h] |= has_earlier_tiles && before != -kInfinity && state.reference[h] != before;
+      const float reference = finite_reference(state.reference[h]);
+      float sum = 0;
+      FFPA_UNROLL
+      for (int n = 0; n < kKeys / 8; ++n) {
+        FFPA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& p = sums[0][n * 4 + 2 * h + e];
+          p = ptx::ex2(p - reference);
+          sum += p;
+        }
+      }
+      state.sum[h] = state.sum[h] * ptx::ex2(before - reference) + sum;
+    }
+  }
+
+  // Lane 0 of each row's four.
+  FFPA_DEVICE void keep_references(int tile_of_chunk, int row, const RowState& state) const {
+    float* references = scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      ptx::st_global_4(references + tile::c_coordinate(lane_, 2 * h).row, float_bits(state.reference[h]));
+    }
+  }
+
+  // P̃ of a tile to the block's slice, two boxes at a time. The staging boxes are the warpgroup's own: its warps meet
+  // before they write (the copies before have read them) and before one thread starts the copies (all have written).
+  FFPA_DEVICE void store(const Scores& p, int column, int group, int group_warp, bool stores) const {
+    const uint32_t staging_smem = ring_.slots_smem + Ring::kBytes + group * Config::kStagingBytes;
+    FFPA_UNROLL
+    for (int first = 0; first < kKeys / tile::kBox; first += Config::kStagedBoxes) {
+      if (stores) ptx::bulk_wait_group_read<0>();
+      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);
+      FFPA_UNROLL
+      for (int box = 0; box < Config::kStagedBoxes; ++box) {
+        uint32_t packed[kBoxFragments * 2];
+        FFPA_UNROLL
+        for (int i = 0; i < kBoxFragments * 2; ++i) {
+          const int at = ((first + box) * kBoxFragments * 2 + i) * 2;
+          packed[i] = ptx::pack<Element>(p[0][at], p[0][at + 1]);
+        }
+        tile::stage_rows(staging_smem + box * tile::kBoxBytes, group_warp * 16, packed, lane_);
+      }
+      ptx::fence_proxy_async();
+      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);
+      if (stores) {
+        FFPA_UNROLL
+        for (int box = 0; box < Config::kStagedBoxes; ++box) {
+          ptx::tma_store_2d(&arguments_.p, staging_smem + box * tile::kBoxBytes, column + (first + box) * tile::kBox,
+                            ptx::block_x() * kRows + group * tile::kBox);
+        }
+        ptx::bulk_commit_group();
+      }
+    }
+  }
+
+  // The rows of a warp whose reference has moved since their P̃ was written: read back, multiplied, written again. A
+  // row of a tile is 16 bytes a lane.
+  FFPA_DEVICE void repair(const Chunk& chunk, int row, const RowState& state, const bool (&moved)[2]) const {
+    static_assert(kKeys == 32 * 8, "a row of a tile is 16 bytes a lane");
+    const uint32_t moved_lanes[2] = {ptx::vote_ballot(moved[0]), ptx::vote_ballot(moved[1])};
+    if ((moved_lanes[0] | moved_lanes[1]) == 0) return;
+    ptx::fence_gpu();  // TMA has written past what L1 may hold of an earlier repair
+    ptx::sync_warp();  // the references that other lanes have kept
+    const float* references = scratch().references(ptx::block_x()) + row;
+    uint16_t* p = scratch().p() + (int64_t(ptx::block_x()) * kRows + row) * params_.chunk_keys + lane_ * 8;
+    FFPA_NO_UNROLL
+    for (int r = 0; r < 16; ++r) {
+      const int lane_of_row = r % 8 * 4;
+      if (!((r < 8 ? moved_lanes[0] : moved_lanes[1]) >> lane_of_row & 1)) continue;
+      const float now = ptx::shfl_idx(r < 8 ? state.reference[0] : state.reference[1], lane_of_row);
+      FFPA_NO_UNROLL
+      for (int first = 0; first < chunk.tiles(); first += 32) {
+        float then = now;  // of the tile that is `lane` further
+        if (first + lane_ < chunk.tiles()) {
+          then = float_from_bits(ptx::ld_global_4(references + (first + lane_) * kRows + r));
+        }
+        const uint32_t others = ptx::vote_ballot(then != now && then != -kInfinity);
+        FFPA_NO_UNROLL
+        for (int tile = 0; tile < 32; ++tile) {
+          if (!(others >> tile & 1)) continue;
+          const float factor = ptx::ex2(ptx::shfl_idx(then, tile) - now);
+          uint16_t* of_lane = p + int64_t(r) * params_.chunk_keys + (first + tile) * kKeys;
+          uint32_t bits[4];
+          ptx::ld_global_16(bits, of_lane);
+          FFPA_UNROLL
+          for (uint32_t& pair : bits) {
+            float low, high;
+            ptx::unpack<Element>(pair, low, high);
+            pair = ptx::pack<Element>(low * factor, high * factor);
+          }
+          ptx::st_global_16(of_lane, bits);
+        }
+      }
+    }
+    ptx::fence_proxy_async_global();
+  }
+
+  // ---- 2. O ----
+
+  // The LSE of the rows; and in the place of their sums, what O is multiplied with.
+  FFPA_DEVICE void finish_rows(const HeadRows& rows, int row, RowState& state) const {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      float sum = state.sum[h];
+      sum += ptx::shfl_xor(sum, 1);
+      sum += ptx::shfl_xor(sum, 2);
+      state.sum[h] = sum > 0 ? 1 / sum : 0.0f;
+      const int r = rows.first + row + tile::c_coordinate(lane_, 2 * h).row;
+      if (params_.lse == nullptr || lane_ % 4 > 0 || r > rows.last) continue;
+      float* lse =
+          params_.lse + rows.batch() * params_.lse_batch_stride + rows.head() * params_.lse_head_stride + rows.entry.q.begin;
+      ptx::st_global_4(lse + r, float_bits((state.reference[h] + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+    }
+  }
+
+  // With what earlier chunks left, for a later one or as the result.
+  FFPA_DEVICE void finish(const Out& out, const HeadRows& rows, const Chunk& chunk, int row, int column,
+                          const RowState& state, const float (&factor)[2]) const {
+    float* partial = scratch().out(ptx::block_x(), column / kColumns) + row * kColumns;
+    const int first = rows.first + row;
+    uint16_t* first_gmem = params_.out.data + map_batch(rows) * params_.out.batch_stride +
+                           rows.head() * params_.out.head_stride +
+                           (rows.entry.q.begin + int64_t(first)) * params_.out.row_stride + column;
+    tile::RowWriter<Element, kColumns / 8> writer(first_gmem, params_.out.row_stride, rows.last + 1 - first,
+                                                  params_.d_v - column, false, lane_);
+    FFPA_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      float values[4] = {out[0][4 * n], out[0][4 * n + 1], out[0][4 * n + 2], out[0][4 * n + 3]};
+      if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane_);
+      if (!chunk.is_last) {
+        tile::save_fragment(partial, n, values, lane_);
+        continue;
+      }
+      FFPA_UNROLL
+      for (int e = 0; e < 4; ++e) values[e] *= state.sum[e / 2];
+      writer.put(n, values);
+    }
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_;
+  Ring ring_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_two_phase(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardTwoPhase<Config>(arguments).run();
+}
+
+}  // namespace ffpa

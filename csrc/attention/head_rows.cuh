@@ -1,0 +1,52 @@
+// Rows of a query head as the Hopper kernels take them, and the keys or rows that a product of theirs runs over.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/row_block.cuh"
+#include "attention/visible_keys.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+
+namespace ffpa {
+
+// Some rows of one query head.
+struct HeadRows {
+  BatchEntry entry;
+  int batch_index, head_index;
+  int first, last;  // those that exist; none where last < first
+
+  FFPA_DEVICE int batch() const { return batch_index; }
+  FFPA_DEVICE int head() const { return head_index; }
+  FFPA_DEVICE int n_q() const { return entry.n_q(); }
+  FFPA_DEVICE int n_k() const { return entry.n_k(); }
+  FFPA_DEVICE int nearest() const { return entry.nearest; }
+  FFPA_DEVICE int farthest() const { return entry.farthest; }
+  FFPA_DEVICE int first_row() const { return first; }
+  FFPA_DEVICE int last_row() const { return last; }
+};
+
+// What a product runs over, in steps of `step`: positions [begin, end) of keys or rows.
+struct Run {
+  int begin, end;
+
+  FFPA_DEVICE int steps(int step) const { return ceil_div(end - begin, step); }
+};
+
+// Whole steps that hold [begin, end).
+FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
+  const int first = begin / step * step;
+  return {first, max_of(end, first)};
+}
+
+FFPA_DEVICE Run run_over_keys(const HeadRows& rows, int step) {
+  return whole_steps(visible_keys_begin(rows), visible_keys_end(rows), step);
+}
+
+// Of the next 64 rows of a box, of which `left` are the entry's: bit r is 0 where row r must read as zeros. Behind the
+// last row of a tensor copies find zeros anyway.
+FFPA_DEVICE uint64_t live_box_rows(int left, bool is_packed) {
+  return left >= 64 || !is_packed ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
+}
+
+}  // namespace ffpa

@@ -1,0 +1,124 @@
+"""The forward for wide head dims on Hopper: P of a row tile into scratch, and from there the product with V.
+
+Neither registers nor shared memory hold O of such a head dim. P costs less to store than S to compute again, or O to move for
+every tile of keys. `plan` and `cut` are pure: the order of sums, and with it every bit, follows from shape, cap and the number
+of multiprocessors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from . import env
+from .spec import PRODUCT_TILES, ForwardTwoPhase, Problem, Visibility
+
+ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
+MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
+LEAST_HEAD_DIM = 513  # what up to there is wide fits on chip
+_MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
+
+
+class TwoPhasePlan(NamedTuple):
+    spec: ForwardTwoPhase
+
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
+    @property
+    def specs(self) -> tuple:
+        return (self.spec,)
+
+
+class Cut(NamedTuple):
+    """How many blocks run, and for how many keys each has room for P."""
+
+    blocks: int
+    chunk_keys: int
+    scratch_bytes: int
+
+
+def row_tiles(p: Problem) -> int:
+    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+
+
+def _tiles(n_k: int, see: Visibility) -> int:
+    """Of keys, that one row tile meets at most."""
+    tiles = -(-n_k // KEYS)
+    if see.left >= 0 and see.right >= 0:
+        tiles = min(tiles, (see.left + see.right + ROWS + KEYS - 2) // KEYS + 1)
+    return tiles
+
+
+def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multiprocessors: int, cap: int) -> Cut:
+    """All keys at once if they fit; else as many as do, beside O, which then waits in fp32; and if not even a tile of them
+    does for all blocks, fewer blocks.
+    """
+    of_tile = ROWS * (KEYS * 2 + 4)  # P, and the references of its rows
+    out = -(-d_v // columns) * columns * ROWS * 4
+    blocks, all_tiles = min(row_tiles, multiprocessors), _tiles(n_k, see)
+    if blocks * all_tiles * of_tile <= cap and all_tiles * KEYS <= MOST_KEYS:
+        return Cut(blocks, all_tiles * KEYS, blocks * all_tiles * of_tile)
+    blocks = max(1, min(blocks, cap // (of_tile + out)))
+    most = min(all_tiles, MOST_KEYS // KEYS, max(1, (cap // blocks - out) // of_tile))
+    tiles = -(-all_tiles // -(-all_tiles // most))  # of chunks all about as large
+    return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
+
+
+def _columns(d_v: int) -> int:
+    """The width that computes the fewest columns in vain; the wider one of equals."""
+    return min(sorted((width for _, width in PRODUCT_TILES), reverse=True), key=lambda width: -(-d_v // width) * width)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
+    """What runs the problem, or why it cannot."""
+    if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM:
+        return f"the hopper forward is for head dims from {LEAST_HEAD_DIM} on"
+    if p.acc != "f32":
+        return f"the hopper forward accumulates in f32, not {p.acc}"
+    if p.num_stages:
+        return "the hopper forward has a ring of its own, and `num_stages` no meaning"
+    forced = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
+    if forced:
+        return f"the hopper forward knows no {forced}"
+    if p.n_q + p.n_k > _MOST_POSITIONS:
+        return f"the hopper forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    columns, cap = _columns(p.d_v), flags["FFPA_WORKSPACE_MB"] << 20
+    least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, columns, 1, cap).scratch_bytes
+    if least > cap:
+        return f"the hopper forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
+    return TwoPhasePlan(ForwardTwoPhase(p.dtype, columns))
+
+
+def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None.
+
+    Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+    """
+    longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
+    n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
+    tiles = (len(offsets[0]) - 1 if offsets else len(q)) * q.shape[-3] * -(-n_q // ROWS)
+    if offsets or not n_k:  # rows of no sequence, rows without keys
+        out.zero_()
+        lse.fill_(-float("inf"))
+    if not (tiles and n_k and out.numel()):
+        return
+    if q.is_cuda:
+        from . import native
+
+        kernel, run = native.kernel(plan.spec, native.gpu_of(q.device)), native.library().attention_forward
+        multiprocessors = native.multiprocessors(q.device)
+    else:
+        from . import emulated
+
+        kernel, run, multiprocessors = plan.spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
+    see = rule.visibility
+    blocks, chunk_keys, nbytes = cut(tiles, n_k, see, v.shape[-1], plan.spec.columns, multiprocessors, workspace_cap)
+    scratch = torch.empty(nbytes // 4, dtype=torch.float32, device=q.device)
+    run(
+        kernel, q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, 0, 0, False, False,
+        scratch, blocks, 1, None, chunk_keys,
+    )  # fmt: skip

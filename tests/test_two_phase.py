@@ -1,0 +1,347 @@
+"""The forward for wide head dims on Hopper: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
+
+from contextlib import nullcontext
+
+import compare
+import oracle
+import pytest
+import torch
+from cases import Case, PackedCase, make_inputs, make_packed_inputs
+from ffpa_attn import emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
+from ffpa_attn.choice import CANDIDATES
+from ffpa_attn.spec import ForwardTwoPhase, Problem, Visibility, aot_specs
+from ffpa_attn.testing import emulate
+from test_mma import check
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and native.record() is not None
+PLACES = ["emulated", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs an H100 or H200"))]
+COLUMNS = {spec.columns for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardTwoPhase)}
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    monkeypatch.setattr(ops, "_plans", {})
+    columns = two_phase._columns  # a debug build has one width
+    monkeypatch.setattr(two_phase, "_columns", lambda d_v: columns(d_v) if len(COLUMNS) > 1 else max(COLUMNS))
+    return request.param
+
+
+def device_of(place: str) -> str:
+    return "cuda" if place == "cuda" else "cpu"
+
+
+def in_chunks(monkeypatch) -> None:
+    """Of two tiles of keys."""
+    monkeypatch.setattr(two_phase, "MOST_KEYS", 2 * two_phase.KEYS)
+
+
+def run(place: str, function, seed: int = 0):
+    """What `function` gives, by our kernel for certain; and the emulator's report."""
+    with emulate("sm_90a", seed=seed) if place == "emulated" else nullcontext() as reports:
+        result = function()
+    if reports is None:
+        torch.cuda.synchronize()
+        return result, None
+    (report,) = reports
+    assert report["kernel"].startswith("forward_two_phase")
+    return result, report
+
+
+def attend(place: str, case: Case, inputs, seed: int = 0, **options):
+    q, k, v, mask = inputs
+    rule = {**case.rule, **options}
+    return run(place, lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **rule), seed)
+
+
+def by_id(cases):
+    return pytest.mark.parametrize("case", cases, ids=[case.id for case in cases])
+
+
+_base = Case(n_q=140, n_k=300, d=520)
+
+CASES = [
+    # head dims: every width of a tile of O, tails of it and of a step, both types
+    *[_base.with_(d=d, dtype=dtype) for d, dtype in ((520, F16), (576, BF16), (640, F16), (768, BF16))],
+    *[_base.with_(heads_q=1, heads_kv=1, n_q=70, d=d, dtype=dtype) for d, dtype in ((1024, F16), (1152, BF16))],
+    # values of their own width
+    *[_base.with_(d=d, d_v=d_v, n_k=270, rule={"causal": True}) for d, d_v in ((576, 512), (64, 576), (8, 904), (712, 8))],
+    # lengths: tails, single rows
+    *[_base.with_(n_q=n_q, n_k=n_k) for n_q, n_k in ((1, 1), (129, 1), (1, 513), (256, 256), (64, 65), (191, 257))],
+    # heads
+    *[
+        _base.with_(batch=batch, heads_q=h_q, heads_kv=h_kv, n_q=40, n_k=72)
+        for batch, h_q, h_kv in ((2, 4, 2), (1, 5, 1), (3, 1, 1))
+    ],
+    # causal and windows, at both alignments, with more keys than rows and fewer; rows that see nothing
+    *[
+        _base.with_(n_q=n_q, n_k=n_k, dtype=dtype, rule={"causal": True, "align": align})
+        for n_q, n_k in ((200, 200), (100, 530), (530, 100))
+        for align, dtype in (("bottom_right", BF16), ("top_left", F16))
+    ],
+    *[
+        _base.with_(n_q=n_q, n_k=n_k, rule={"window": window, "align": align})
+        for n_q, n_k in ((270, 270), (140, 600), (300, 140))
+        for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
+    ],
+    _base.with_(n_q=290, n_k=260, rule={"causal": True, "window": (10, 30)}),
+    # visible keys that begin or end one key from the edge of a tile
+    *[
+        _base.with_(n_q=30, n_k=n_k, rule={"window": window})
+        for n_k, window in ((513, (228, 0)), (284, (-1, 0)), (600, (342, -1)), (255, (-1, -1)))
+    ],
+    # scale and softcap
+    *[_base.with_(n_k=90, rule={"scale": scale, "causal": True}) for scale in (1.0, 0.0, -0.3)],
+    *[_base.with_(n_k=270, dtype=F16, rule={"softcap": cap, "scale": 1.0, "causal": causal}) for cap, causal in ((5.0, False), (30.0, True), (1e-40, False), (1e7, True))],
+    # masks
+    *[
+        _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=261, mask=kind)
+        for kind in ("bool", "bool-keys", "bool-left-padded", "bool-some-rows-empty", "additive", "additive-2d", "additive-f32", "bias-by-head")
+    ],
+    _base.with_(n_q=150, n_k=261, dtype=F16, mask="additive-2d", rule={"causal": True, "softcap": 8.0, "window": (125, -1)}),
+    _base.with_(batch=2, n_q=61, n_k=61, mask="bool-left-padded", rule={"causal": True}),
+    # layout
+    _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=137, n_k=61, d_v=456, layout="BNHD", mask="bool", rule={"causal": True}),
+]  # fmt: skip
+
+
+@by_id(CASES)
+def test_cases(case, place):
+    inputs = make_inputs(case, device_of(place))
+    (out, lse), report = attend(place, case, inputs, seed=3)
+    check(case, inputs, out, lse)
+    assert report is None or report["bank_conflict_ratio"] <= 1.001
+
+
+@pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
+def test_nothing_to_compute(n_q, n_k, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    case = _base.with_(n_q=n_q, n_k=n_k)
+    with emulate("sm_90a") as reports:
+        out, lse = ffpa(*make_inputs(case, "cpu")[:3], return_lse=True)
+    assert not reports and not out.any() and torch.isneginf(lse).all()
+
+
+def products(case: Case, columns: int) -> int:
+    """wgmma that there should be: S once, whole tiles of it; O by columns, over steps of 64 keys."""
+    seen = oracle.visible(
+        case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
+    )
+    total = 0
+    for first in range(0, case.n_q, two_phase.ROWS):
+        keys = seen[first : first + two_phase.ROWS].any(0).nonzero()
+        begin, end = int(keys.min()), int(keys.max()) + 1
+        tiles = -(-end // two_phase.KEYS) - begin // two_phase.KEYS
+        steps = -(-end // 64) - begin // 64
+        total += tiles * -(-case.d // 64) + -(-(case.d_v or case.d) // columns) * steps
+    return total * 8 * 4 * case.batch * case.heads_q  # each warp counts; multiples of 16 in a step
+
+
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardTwoPhase)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
+def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
+    """Right on any schedule, with as many products as arithmetic says."""
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(two_phase, "_columns", lambda d_v: spec.columns)
+    dtype = F16 if spec.dtype == "f16" else BF16
+    rule = [{}, {"causal": True}, {"window": (100, 30)}][seed % 3]
+    case = Case(heads_kv=1, n_q=135, n_k=280, d=520, d_v=2 * spec.columns + 24, dtype=dtype, rule=rule)
+    inputs = make_inputs(case, "cpu", seed)
+    (out, lse), report = attend("emulated", case, inputs, seed)
+    check(case, inputs, out, lse)
+    assert report["kernel"] == spec.name and report["wgmma"] == products(case, spec.columns)
+
+
+def steep_inputs(case: Case, device: str, steepness: float, falling: bool):
+    q, k, v, _ = make_inputs(case, device)
+    slope = torch.linspace(0.02, steepness, case.n_k, device=device)
+    return q, (k.float() * (slope.flip(0) if falling else slope).unsqueeze(1)).to(case.dtype), v, None
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@pytest.mark.parametrize("steepness, dtype", [(1.0, F16), (12.0, F16), (12.0, BF16)], ids=str)
+def test_references_that_move(steepness, dtype, falling, chunks, place, monkeypatch):
+    """What lies in memory is repaired: P within a chunk, O from chunk to chunk."""
+    if chunks:
+        in_chunks(monkeypatch)
+    case = Case(heads_kv=1, n_q=140, n_k=1100, d=136, d_v=520, dtype=dtype)
+    inputs = steep_inputs(case, device_of(place), steepness, falling)
+    (out, lse), _ = attend(place, case, inputs, seed=2)
+    check(case, inputs, out, lse)
+
+
+def test_rows_move_one_by_one(place):
+    """Of each pair of rows, of a warp, of a quad: some move in the second tile, some in the fourth, some never."""
+    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=64, d_v=520, dtype=F16)
+    q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device_of(place)))
+    q[..., :2] = 0
+    q[:, :, 3::7, 0], q[:, :, 5::11, 1] = 16.0, 24.0
+    k[..., :2] = 0
+    k[:, :, 300, 0], k[:, :, 900, 1] = 12.0, 20.0
+    (out, lse), _ = attend(place, case, (q, k, v, None), seed=3)
+    check(case, (q, k, v, None), out, lse)
+
+
+def test_rows_that_see_nothing_for_long(place, monkeypatch):
+    """Rows whose first key comes in a later tile, a later chunk, or never."""
+    in_chunks(monkeypatch)
+    case = Case(heads_kv=1, n_q=140, n_k=1100, d=64, d_v=520)
+    q, k, v, _ = make_inputs(case, device_of(place))
+    first = (torch.arange(140) * 9).view(1, 1, -1, 1)
+    mask = (torch.arange(1100).view(1, 1, 1, -1) >= first).to(q.device)
+    (out, lse), _ = attend(place, case, (q, k, v, mask), seed=4)
+    check(case, (q, k, v, mask), out, lse)
+    assert torch.isneginf(lse[:, :, -17:]).all() and not out[:, :, -17:].any()
+
+
+@pytest.mark.parametrize("rule", [{"causal": True, "softcap": 20.0}, {"window": (400, 30)}], ids=str)
+@pytest.mark.parametrize("cap, blocks, chunk_keys", [(1_300_000, 2, 768), (950_000, 2, 256), (800_000, 1, 1536)])
+def test_any_cap(cap, blocks, chunk_keys, rule, monkeypatch):
+    """Fewer keys at a time, and then fewer blocks."""
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(two_phase, "_columns", lambda d_v: max(COLUMNS))
+    cut, cuts = two_phase.cut, []
+    monkeypatch.setattr(two_phase, "cut", lambda *args: cuts.append(cut(*args[:-1], cap)) or cuts[-1])
+    case = Case(heads_q=1, heads_kv=1, n_q=140, n_k=2600, d=64, d_v=520, rule=rule)
+    inputs = make_inputs(case, "cpu")
+    (out, lse), report = attend("emulated", case, inputs, seed=3)
+    check(case, inputs, out, lse)
+    assert cuts[-1].scratch_bytes <= cap and report["blocks"] == cuts[-1].blocks
+    assert cuts[-1][:2] == (blocks, chunk_keys) or "window" in rule
+
+
+def test_bits_repeat(place, monkeypatch):
+    """On any schedule, by any number of blocks."""
+    case = Case(heads_kv=1, n_q=200, n_k=530, d=136, d_v=576, rule={"causal": True})
+    inputs = steep_inputs(case, device_of(place), 6.0, False)
+    results = []
+    for seed, blocks in ((0, 2), (1, 3), (3, 1), (7, 2)) if place == "emulated" else ((0, 2),) * 50:
+        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
+        results.append(attend(place, case, inputs, seed)[0])
+    check(case, inputs, *results[0])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+PACKED_CASES = [
+    PackedCase((64, 1, 133), (64, 1, 133), d=520, rule={"causal": True}),
+    PackedCase((5, 140, 0, 17), (33, 40, 12, 0), d=576),
+    PackedCase((5, 40, 0, 17), (33, 20, 12, 0), d=520, heads_q=4, heads_kv=1, dtype=F16, rule={"causal": True}),
+    PackedCase((150, 20), (30, 360), d=64, d_v=576, spare=9, rule={"window": (8, 3)}),
+    PackedCase((20, 50), (300, 30), d=520, spare=70, rule={"causal": True, "align": "top_left", "softcap": 6.0}),
+    PackedCase((0, 0), (0, 0), d=520, spare=4),
+    PackedCase((), (), d=520),
+]
+
+
+def check_packed(case: PackedCase, inputs, out, lse):
+    q, k, v, cu_q, cu_k, *_ = inputs
+    for i in range(len(case.lengths_q)):
+        of_q, of_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        dense = [x[rows].transpose(0, 1).unsqueeze(0) for x, rows in ((q, of_q), (k, of_k), (v, of_k))]
+        want, want_lse = oracle.attention(*dense, **case.rule)
+        base, _ = compare.baseline(*dense, **case.rule)
+        compare.assert_close(f"out {i}", out[of_q].transpose(0, 1), want[0], base[0])
+        compare.assert_lse_close(f"lse {i}", lse[:, of_q], want_lse[0], *dense[:2], case.rule.get("scale"))
+    rest = slice(sum(case.lengths_q), None)
+    assert not out[rest].any() and torch.isneginf(lse[:, rest]).all()
+
+
+@pytest.mark.parametrize("case", PACKED_CASES, ids=[case.id for case in PACKED_CASES])
+def test_packed_sequences(case, place):
+    inputs = make_packed_inputs(case, device_of(place))
+    computes = min(inputs[5:]) > 0
+    with emulate("sm_90a", seed=3) if place == "emulated" else nullcontext() as reports:
+        out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
+    assert reports is None or [r["kernel"][:17] for r in reports] == ["forward_two_phase"] * computes
+    check_packed(case, inputs, out, lse)
+
+
+def test_packed_in_chunks(place, monkeypatch):
+    in_chunks(monkeypatch)
+    case = PackedCase((140, 30), (270, 620), d=64, d_v=520, spare=3, rule={"causal": True})
+    inputs = make_packed_inputs(case, device_of(place))
+    (out, lse), _ = run(place, lambda: ffpa_varlen(*inputs, return_lse=True, **case.rule), seed=3)
+    check_packed(case, inputs, out, lse)
+
+
+def test_packed_qkv(place):
+    """q, k and v as columns of one tensor, the rows of each three head dims apart; the result into a strided tensor."""
+    case = Case(n_q=140, n_k=140, d=520, layout="BNHD", rule={"causal": True})
+    x = torch.randn(1, 140, 3, 2, 520, generator=torch.Generator().manual_seed(0)).to(device_of(place), BF16)
+    inputs = (*x.unbind(2), None)
+    out = torch.full((1, 140, 3, 520), torch.nan, dtype=BF16, device=x.device)
+    (_, lse), _ = attend(place, case, inputs, out=out[:, :, :2])
+    check(case, inputs, out[:, :, :2], lse)
+    assert out[:, :, 2].isnan().all()
+
+
+def test_without_an_lse(place):
+    inputs = make_inputs(_base, device_of(place))
+    want = attend(place, _base, inputs)[0][0]
+    assert torch.equal(run(place, lambda: ffpa(*inputs[:3]))[0], want)
+
+
+def test_gradients_of_the_forward_emulated(monkeypatch):
+    """The backward takes out and LSE of whatever ran forward."""
+    case = Case(n_q=20, n_k=30, d=520, rule={"causal": True})
+    q, k, v = (x.clone().requires_grad_() for x in make_inputs(case, "cpu")[:3])
+    with emulate("sm_90a"), env.overridden("FFPA_BACKEND", "hopper"):
+        out = ffpa(q, k, v, causal=True)
+    out.float().square().sum().backward()
+    got, q.grad = q.grad.clone(), None
+    ffpa(q, k, v, causal=True).float().square().sum().backward()
+    torch.testing.assert_close(got, q.grad, atol=3e-2, rtol=3e-2)
+
+
+# ---- the plan ----
+
+PROBLEM = Problem(
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 8, 8192, 8192, 640, 640, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+)  # fmt: skip
+
+
+def hopper(monkeypatch, problem: Problem, **flags):
+    monkeypatch.setattr(native, "why_not", lambda spec, arch: None)
+    return CANDIDATES["hopper"](problem, {**env.all_flags(), **flags})
+
+
+def test_what_runs_on_it(monkeypatch):
+    assert hopper(monkeypatch, PROBLEM).spec.family == "forward_two_phase"
+    assert hopper(monkeypatch, PROBLEM._replace(d_qk=64, d_v=576, packed=True)).spec.columns == 192
+    for changes, why in (
+        ({"d_qk": 512, "d_v": 512}, "head dims from 513"),
+        ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
+        ({"num_stages": 2}, "num_stages"),
+        ({"n_q": 2**31 - 9000}, "32 bits"),
+        ({"n_q": 1}, "32 row tiles leave most of 132"),
+    ):
+        assert why in hopper(monkeypatch, PROBLEM._replace(**changes)), changes
+    assert "SWIZZLE_Q" in hopper(monkeypatch, PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
+    assert hopper(monkeypatch, PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
+    assert "MiB of workspace" in hopper(monkeypatch, PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
+
+
+def test_it_cannot_be_emulated_elsewhere(monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    q, k, v, _ = make_inputs(_base, "cpu")
+    with emulate("sm_80"), pytest.raises(NotImplementedError, match="FFPA_BACKEND=hopper cannot run .*sm_90a"):
+        ffpa(q, k, v)
+    with emulate("sm_90a"), pytest.raises(NotImplementedError, match="head dims from 513"):
+        ffpa(q[..., :512], k[..., :512], v[..., :512])
+
+
+@pytest.mark.parametrize("cap_mb", [1, 3, 20, 100, 1024])
+@pytest.mark.parametrize("n_k", [1, 256, 5000, 1 << 20])
+@pytest.mark.parametrize("see", [Visibility(-1, -1, False), Visibility(-1, 0, False), Visibility(700, 0, False)])
+def test_scratch_fits_the_cap(cap_mb, n_k, see):
+    for tiles, d_v in ((1, 520), (100, 640), (5000, 1152)):
+        blocks, chunk_keys, nbytes = two_phase.cut(tiles, n_k, see, d_v, 256, 132, cap_mb << 20)
+        assert nbytes <= cap_mb << 20 and 1 <= blocks <= min(tiles, 132)
+        assert chunk_keys >= two_phase.KEYS and chunk_keys % two_phase.KEYS == 0
