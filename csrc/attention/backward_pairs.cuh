@@ -18,16 +18,17 @@
 namespace ffpa {
 
 // Of rows row + lane / 4 and 8 further, rows of the head.
-FFPA_DEVICE void load_statistics(const BackwardParams& params, const HeadRows& rows, int row, int lane,
+template <class Block>
+FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane,
                                  float (&lse2)[2], float (&delta)[2]) {
   const AttentionParams& attention = params.attention;
   const int64_t first =
-      rows.batch() * attention.lse_batch_stride + rows.head() * attention.lse_head_stride + rows.entry.q.begin;
+      rows.batch() * attention.lse_batch_stride + rows.head() * attention.lse_head_stride + rows.q_begin();
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const int r = row + tile::c_coordinate(lane, 2 * h).row;
     uint32_t bits[2] = {float_bits(kInfinity), 0};  // a row that does not exist: P = 0
-    if (r <= rows.last) ptx::ld_global_8(bits, params.statistics + 2 * (first + r));
+    if (r <= rows.last_row()) ptx::ld_global_8(bits, params.statistics + 2 * (first + r));
     lse2[h] = float_from_bits(bits[0]);
     delta[h] = float_from_bits(bits[1]);
   }
@@ -51,9 +52,9 @@ FFPA_DEVICE void finish_plain_pairs(const float (&scores)[1][kN][4], const uint3
 
 // The same by all rules, of 16 rows and kN fragments of keys, packed as X is: [fragment][half of rows], a pair of keys
 // each. `row` and `key` are where the first of the scores lie.
-template <class Element, class Fragments = tile::AdjacentFragments, int kN>
+template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
 FFPA_DEVICE void finish_pairs(float (&scores)[1][kN][4], const uint32_t* x, const AttentionParams& attention,
-                              const HeadRows& rows, bool all_seen, int row, int key, const float (&lse2)[2], int lane,
+                              const Block& rows, bool all_seen, int row, int key, const float (&lse2)[2], int lane,
                               uint32_t* p, uint32_t* ds) {
   float factors[kN][4];  // of dS = factor · P
   FFPA_UNROLL

@@ -17,6 +17,7 @@
 #include "attention/backward_pairs.cuh"
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
+#include "attention/score_tile_queue.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -36,11 +37,11 @@ struct BackwardScoresWgmmaConfig : Fields {
   using Params = BackwardParams;
   using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4>;
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
-  // Shared memory: slots of the ring; for each warpgroup a box of P and one of dS; barriers.
+  // Shared memory: slots of the ring; for each warpgroup a box of P and one of dS; barriers; tiles.
   static constexpr uint32_t kStagingBytes = 2 * tile::kBoxBytes;
-  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes;
+  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -81,6 +82,7 @@ class BackwardScoresWgmma {
   static constexpr int kBoxFragments = tile::kBox / 8;  // and of a box
   static constexpr int kPartFragments = kBoxFragments / 2;
   static constexpr int kBoxes = kKeyTile / tile::kBox;
+  static constexpr int kGroupWarps = tile::kGroupThreads / 32;
   using Sums = float[1][kKeyTile / 2];
   using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
   using PackedBox = uint32_t[kBoxFragments * 2];
@@ -92,13 +94,15 @@ class BackwardScoresWgmma {
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes} {
-  }
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes},
+        queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) ring_.init();
+    if (ptx::thread_x() == 0) {
+      queue_.init(tile::kConsumerGroups * kGroupWarps);
+      ring_.init();
+    }
     ptx::sync_block();
-    constexpr int kGroupWarps = tile::kGroupThreads / 32;
     if (warp_ < kGroupWarps) {
       ptx::decrease_registers<Config::kProducerRegisters>();
       if (warp_ == 0) produce();
@@ -112,20 +116,16 @@ class BackwardScoresWgmma {
   FFPA_DEVICE int qk_steps() const { return ceil_div(attention_.d_qk, tile::kBox); }
   FFPA_DEVICE int v_steps() const { return ceil_div(attention_.d_v, tile::kBox); }
 
-  template <class Function>
-  FFPA_DEVICE void for_each_tile(const Function& function) const {
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
     ScoreTileSequence tiles(params_);
     ScoreTile tile;
     FFPA_NO_UNROLL
-    while (tiles.next(tile)) function(tile);
-  }
-
-  // ---- the producer's warp ----
-
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
-    for_each_tile([&](const ScoreTile& tile) {
-      if (!tile.is_computed) return;
+    while (tiles.next(tile)) {
+      if (lane_ == 0) queue_.put(&tile);
+      if (!tile.is_computed) continue;
       const HeadRows& rows = tile.rows;
       const int batch = attention_.is_packed() ? 0 : rows.batch();
       const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
@@ -146,7 +146,8 @@ class BackwardScoresWgmma {
       };
       bring(arguments_.grad_out, arguments_.v, v_steps());
       bring(arguments_.q, arguments_.k, qk_steps());
-    });
+    }
+    if (lane_ == 0) queue_.put(nullptr);
   }
 
   // ---- the warpgroups that multiply ----
@@ -155,8 +156,11 @@ class BackwardScoresWgmma {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const uint32_t staging_smem = ring_.slots_smem + Ring::kBytes + group * Config::kStagingBytes;
     const bool stores = group_warp == 0 && lane_ == 0;
-    for_each_tile([&](const ScoreTile& tile) {
-      const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
+    const int row = group * tile::kBox + group_warp * 16;  // of the warp, in a tile
+    FFPA_NO_UNROLL
+    for (;; queue_.release(lane_)) {
+      const KeptScoreTile tile = queue_.get();
+      if (!tile.exists()) break;
       const auto store_box = [&](int box, const PackedBox& p, const PackedBox& ds) {
         if (stores) ptx::bulk_wait_group_read<0>();
         ptx::bar_sync(1 + group, tile::kGroupThreads);
@@ -164,22 +168,22 @@ class BackwardScoresWgmma {
         tile::stage_rows(staging_smem + tile::kBoxBytes, group_warp * 16, ds, lane_);
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + group, tile::kGroupThreads);
+        const int key = tile.first_key() - params_.first_key + box * tile::kBox;
+        const int to_row = tile.workspace_row() + group * tile::kBox;
         if (stores) {
-          const int key = tile.first_key - params_.first_key + box * tile::kBox;
-          const int to_row = int(tile.workspace_row) + group * tile::kBox;
           ptx::tma_store_2d(&arguments_.p, staging_smem, key, to_row);
           ptx::tma_store_2d(&arguments_.ds, staging_smem + tile::kBoxBytes, key, to_row);
           ptx::bulk_commit_group();
         }
       };
-      if (!tile.is_computed) {
+      if (!tile.is_computed()) {
         const PackedBox zeros = {};
         FFPA_NO_UNROLL
         for (int box = 0; box < kBoxes; ++box) store_box(box, zeros, zeros);
-        return;
+        continue;
       }
       float lse2[2], delta[2];
-      load_statistics(params_, tile.rows, tile.rows.first + row, lane_, lse2, delta);
+      load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
 
       Sums sums;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
@@ -205,14 +209,14 @@ class BackwardScoresWgmma {
             const int fragment = (2 * box + half) * kPartFragments;
             float scores[1][kPartFragments][4];
             get_scores(scores, sums[0], fragment);
-            finish_pairs<Element>(scores, x + fragment * 2, attention_, tile.rows, all_seen, tile.rows.first + row,
-                                  tile.first_key + fragment * 8, lse2, lane_, p + half * kPartFragments * 2,
+            finish_pairs<Element>(scores, x + fragment * 2, attention_, tile, all_seen, tile.first_row() + row,
+                                  tile.first_key() + fragment * 8, lse2, lane_, p + half * kPartFragments * 2,
                                   ds + half * kPartFragments * 2);
           }
         }
         store_box(box, p, ds);
       }
-    });
+    }
     if (stores) ptx::bulk_wait_group<0>();
   }
 
@@ -230,6 +234,7 @@ class BackwardScoresWgmma {
   const AttentionParams& attention_;
   int lane_, warp_;
   Ring ring_;
+  ScoreTileQueue queue_;
 };
 
 template <class Config>

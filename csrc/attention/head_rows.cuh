@@ -24,6 +24,7 @@ struct HeadRows {
   FFPA_DEVICE int farthest() const { return entry.farthest; }
   FFPA_DEVICE int first_row() const { return first; }
   FFPA_DEVICE int last_row() const { return last; }
+  FFPA_DEVICE int q_begin() const { return entry.q.begin; }
 };
 
 // What a product runs over, in steps of `step`: positions [begin, end) of keys or rows.
