@@ -83,7 +83,7 @@ class BackwardScoresMma {
       }
       typename Core::Sums sums;
       core_.multiply(sums, qk_steps, bring_next);
-      finish(kept(turn).get(), sums, [&] { more = begin_next_tile(turn ^ 1); });
+      finish(kept(turn), sums, [&] { more = begin_next_tile(turn ^ 1); });
       turn ^= 1;
     }
   }
@@ -203,14 +203,15 @@ class BackwardScoresMma {
 
   // begin_next() is called while the first X is on its way.
   template <class BeginNext>
-  FFPA_DEVICE void finish(const ScoreTile& tile, const typename Core::Sums& sums, const BeginNext& begin_next) const {
-    const int64_t first = first_pair(tile), rows_16 = int64_t{16} * params_.keys_of_chunk();
+  FFPA_DEVICE void finish(const KeptTile& kept, const typename Core::Sums& sums, const BeginNext& begin_next) const {
+    const int64_t first = first_pair(kept.get()), rows_16 = int64_t{16} * params_.keys_of_chunk();
     uint16_t *p_gmem = params_.p + first, *ds_gmem = params_.ds + first;
     Packed x[2];  // of these rows and the next
     load(ds_gmem, x[0]);
     Statistics lse2, delta;
-    load_all_statistics(tile, lse2, delta);
+    load_all_statistics(kept.get(), lse2, delta);
     begin_next();
+    const ScoreTile tile = kept.get();
     const bool all_seen = tile.all_seen();
     const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
     FFPA_UNROLL
