@@ -40,6 +40,7 @@ struct BackwardScoresMmaConfig : Fields {
   // Shared memory: the core's, and for each warp the tile in work and the next one.
   using KeptTile = tile::KeptValue<ScoreTile>;
   static constexpr uint32_t kSmemBytes = Core::kSmemBytes + Core::kThreads / 32 * 2 * KeptTile::kBytes;
+  static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;

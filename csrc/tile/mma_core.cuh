@@ -26,6 +26,8 @@ namespace ffpa::tile {
 
 enum class Lines { kAlong, kAcross };
 
+inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // of a block, from sm_80 on
+
 class DealtRowLayout {
  public:
   FFPA_HOST_DEVICE constexpr explicit DealtRowLayout(int row_bytes) : layout_(row_bytes) {}
