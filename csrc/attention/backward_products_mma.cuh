@@ -31,6 +31,7 @@ struct BackwardProductsMmaConfig : Fields {
                              Fields::kOfQ ? tile::Lines::kAlong : tile::Lines::kAcross, tile::Lines::kAcross>;
   static constexpr int kThreads = Core::kThreads;
   static_assert(Core::kRows == Tiles::kRows, "a tile of a gradient is a tile of the core");
+  static_assert(Core::kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;

@@ -23,6 +23,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/fragments.cuh"
+#include "tile/kept_value.cuh"
 #include "tile/mma_core.cuh"
 #include "tile/tile_copy.cuh"
 
@@ -36,11 +37,16 @@ struct BackwardScoresMmaConfig : Fields {
   static constexpr int kThreads = Core::kThreads;
   static_assert(Core::kRows == kScoreRows, "a tile of the workspace is a tile of the core");
 
+  // Shared memory: the core's, and for each warp the tile in work and the next one.
+  using KeptTile = tile::KeptValue<ScoreTile>;
+  static constexpr uint32_t kSmemBytes = Core::kSmemBytes + Core::kThreads / 32 * 2 * KeptTile::kBytes;
+  static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
+
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
     shape.threads = kThreads;
-    shape.smem_bytes = Core::kSmemBytes;
+    shape.smem_bytes = kSmemBytes;
     return shape;
   }
 };
@@ -49,6 +55,7 @@ template <class Config>
 class BackwardScoresMma {
   using Element = typename Config::Dtype;
   using Core = typename Config::Core;
+  using KeptTile = typename Config::KeptTile;
   using Fragments = tile::DealtFragments;
   static constexpr int kM = Core::kM;
   static constexpr int kGroup = 4;                   // fragments that hold 16 bytes a lane
@@ -57,39 +64,46 @@ class BackwardScoresMma {
 
  public:
   FFPA_DEVICE explicit BackwardScoresMma(const BackwardParams& params)
-      : params_(params), attention_(params.attention), tiles_(params) {}
+      : params_(params),
+        attention_(params.attention),
+        tiles_(params),
+        kept_smem_(ptx::dynamic_smem() + Core::kSmemBytes + ptx::thread_x() / 32 * 2 * KeptTile::kBytes) {}
 
   FFPA_DEVICE void run() {
     core_.init();
     const int v_steps = ceil_div(attention_.d_v, Core::kStep), qk_steps = ceil_div(attention_.d_qk, Core::kStep);
-    ScoreTile tile;
-    bool more = next(tile);
-    if (more) begin(tile);
+    int turn = 0;
+    bool more = begin_next_tile(turn);
     FFPA_NO_UNROLL
     while (more) {
       const auto bring_next = [&] { bring_step(); };
       {
         typename Core::Sums sums;
         core_.multiply(sums, v_steps, bring_next);
-        save_x(tile, sums);
+        save_x(kept(turn).get(), sums);
       }
       typename Core::Sums sums;
       core_.multiply(sums, qk_steps, bring_next);
-      ScoreTile coming;
-      more = next(coming);
-      if (more) begin(coming);
-      finish(tile, sums);
-      tile = coming;
+      finish(kept(turn), sums, [&] { more = begin_next_tile(turn ^ 1); });
+      turn ^= 1;
     }
   }
 
  private:
-  // (Tiles that are read and not computed are read by products with larger tiles only.)
-  FFPA_DEVICE bool next(ScoreTile& tile) {
-    bool more;
-    do more = tiles_.next(tile);
-    while (more && !tile.is_computed);
-    return more;
+  // ---- the work items of this block ----
+
+  FFPA_DEVICE KeptTile kept(int turn) const { return KeptTile(kept_smem_ + turn * KeptTile::kBytes); }
+
+  // Starts the copies of the next tile that is to be computed, and keeps it; false where there is none. (What others
+  // have P and dS = 0 for is read by products with larger tiles only.)
+  FFPA_DEVICE bool begin_next_tile(int turn) {
+    ScoreTile tile;
+    do {
+      if (!tiles_.next(tile)) return false;
+    } while (!tile.is_computed);
+    kept(turn).keep(tile, core_.lane());
+    begin(tile);
+    return true;
   }
 
   // ---- steps of dO and V, then of Q and K, on their way into shared memory ----
@@ -161,53 +175,69 @@ class BackwardScoresMma {
     }
   }
 
+  // All that is read from global memory comes before it is needed: first that of all rows, X of 16 rows ahead of them.
+  using Statistics = float[kM][2];
+  FFPA_DEVICE void load_all_statistics(const ScoreTile& tile, Statistics& lse2, Statistics& delta) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      load_statistics(params_, tile.rows, tile.rows.first + core_.warp_row() + m * 16, core_.lane(), lse2[m], delta[m]);
+    }
+  }
+
   FFPA_DEVICE void save_x(const ScoreTile& tile, const typename Core::Sums& sums) const {
+    Statistics lse2, delta;
+    load_all_statistics(tile, lse2, delta);
     uint16_t* ds = params_.ds + first_pair(tile);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
-      float lse2[2], delta[2];
-      load_statistics(params_, tile.rows, tile.rows.first + core_.warp_row() + m * 16, core_.lane(), lse2, delta);
       Packed x;
       FFPA_UNROLL
       for (int i = 0; i < kGroups * 2 * kGroup; ++i) {
         const float (&c)[4] = sums[m][i / 2].c;
         const int h = i % 2;
-        x[i / (2 * kGroup)][i % (2 * kGroup)] = ptx::pack<Element>(c[2 * h] - delta[h], c[2 * h + 1] - delta[h]);
+        x[i / (2 * kGroup)][i % (2 * kGroup)] = ptx::pack<Element>(c[2 * h] - delta[m][h], c[2 * h + 1] - delta[m][h]);
       }
       store(ds, x);
       ds += int64_t{16} * params_.keys_of_chunk();
     }
   }
 
-  FFPA_DEVICE void finish(const ScoreTile& tile, const typename Core::Sums& sums) const {
+  // begin_next() is called while the first X is on its way.
+  template <class BeginNext>
+  FFPA_DEVICE void finish(const KeptTile& kept, const typename Core::Sums& sums, const BeginNext& begin_next) const {
+    const int64_t first = first_pair(kept.get()), rows_16 = int64_t{16} * params_.keys_of_chunk();
+    uint16_t *p_gmem = params_.p + first, *ds_gmem = params_.ds + first;
+    Packed x[2];  // of these rows and the next
+    load(ds_gmem, x[0]);
+    Statistics lse2, delta;
+    load_all_statistics(kept.get(), lse2, delta);
+    begin_next();
+    const ScoreTile tile = kept.get();
     const bool all_seen = tile.all_seen();
     const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
-    const int64_t first = first_pair(tile);
-    uint16_t *p_gmem = params_.p + first, *ds_gmem = params_.ds + first;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
-      const int row = tile.rows.first + core_.warp_row() + m * 16;
-      float lse2[2], delta[2];
-      load_statistics(params_, tile.rows, row, core_.lane(), lse2, delta);
-      Packed x, p, ds;
-      load(ds_gmem, x);
+      if (m + 1 < kM) load(ds_gmem + rows_16, x[(m + 1) % 2]);
+      Packed p, ds;
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
+        const uint32_t (&x_now)[2 * kGroup] = x[m % 2][group];
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
         if (plain) {
-          finish_plain_pairs<Element>(scores, x[group], attention_.score_factor, lse2, p[group], ds[group]);
+          finish_plain_pairs<Element>(scores, x_now, attention_.score_factor, lse2[m], p[group], ds[group]);
         } else {
-          finish_pairs<Element, Fragments>(scores, x[group], attention_, tile.rows, all_seen, row,
+          finish_pairs<Element, Fragments>(scores, x_now, attention_, tile.rows, all_seen,
+                                           tile.rows.first + core_.warp_row() + m * 16,
                                            tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup),
-                                           lse2, core_.lane(), p[group], ds[group]);
+                                           lse2[m], core_.lane(), p[group], ds[group]);
         }
       }
       store(p_gmem, p);
       store(ds_gmem, ds);
-      p_gmem += int64_t{16} * params_.keys_of_chunk();
-      ds_gmem += int64_t{16} * params_.keys_of_chunk();
+      p_gmem += rows_16;
+      ds_gmem += rows_16;
     }
   }
 
@@ -215,6 +245,7 @@ class BackwardScoresMma {
   const AttentionParams& attention_;
   ScoreTileSequence tiles_;
   Core core_;
+  uint32_t kept_smem_;
   tile::GmemWindow a_, b_;            // the rest of the operands that come now; columns are counted in a_
   const uint16_t *next_a_, *next_b_;  // and of those that follow them
 };

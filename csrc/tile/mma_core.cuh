@@ -26,6 +26,8 @@ namespace ffpa::tile {
 
 enum class Lines { kAlong, kAcross };
 
+inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // of a block, from sm_80 on
+
 class DealtRowLayout {
  public:
   FFPA_HOST_DEVICE constexpr explicit DealtRowLayout(int row_bytes) : layout_(row_bytes) {}
@@ -103,28 +105,29 @@ class MmaCore {
   // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() further, if there is one.
   template <class BringNext>
   FFPA_DEVICE void multiply(Sums& sums, int steps, const BringNext& bring_next) {
-    FFPA_NO_UNROLL
-    for (int step = 0; step < steps; ++step) {
+    bool is_first = true;
+    const auto next_step = [&] {
       bring_next();
-      const uint32_t slot = ring_.begin_use();
-      const uint32_t a_smem = slot + a_offset_, b_smem = slot + b_offset_;
-      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
-        if (kLinesA == Lines::kAlong) {
-          ptx::ldmatrix_x4(a, layout_a().moved(a_smem, m * 16, depth * 2));
-        } else {
-          ptx::ldmatrix_x4_trans(a, layout_a().moved(a_smem, depth * 16, m * 2));
-        }
-      };
-      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
-        if (kLinesB == Lines::kAlong) {
-          ptx::ldmatrix_x4(b, layout_b().moved(b_smem, pair * 16, depth * 2));
-        } else {
-          ptx::ldmatrix_x4_trans(b, layout_b().moved(b_smem, depth * 16, warp_column() / kChunkElements + pair * 2));
-        }
-      };
-      add_product<Element, 1, kStep / 16>(sums, load_a, load_b);
-      ring_.end_use();
-    }
+      const uint32_t slot = is_first ? ring_.begin_use() : ring_.begin_next_use();
+      is_first = false;
+      return slot;
+    };
+    const auto load_a = [&](uint32_t (&a)[4], uint32_t slot, int m, int depth) {
+      if (kLinesA == Lines::kAlong) {
+        ptx::ldmatrix_x4(a, layout_a().moved(slot + a_offset_, m * 16, depth * 2));
+      } else {
+        ptx::ldmatrix_x4_trans(a, layout_a().moved(slot + a_offset_, depth * 16, m * 2));
+      }
+    };
+    const auto load_b = [&](uint32_t (&b)[4], uint32_t slot, int depth, int pair) {
+      if (kLinesB == Lines::kAlong) {
+        ptx::ldmatrix_x4(b, layout_b().moved(slot + b_offset_, pair * 16, depth * 2));
+      } else {
+        ptx::ldmatrix_x4_trans(
+            b, layout_b().moved(slot + b_offset_, depth * 16, warp_column() / kChunkElements + pair * 2));
+      }
+    };
+    add_products<Element, kStep / 16>(sums, steps, next_step, [&] { ring_.end_use(); }, load_a, load_b);
   }
 
  private:

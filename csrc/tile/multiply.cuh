@@ -54,4 +54,52 @@ FFPA_DEVICE void add_product(Accumulator<Type> (&sums)[kM][kN], const LoadA& a, 
   }
 }
 
+// The same over many steps of kDepths each, kAhead = 1, and no gap between steps: during the last products of one the
+// first fragments of the next are loaded.
+//
+// next_step() gives the address of the next step in shared memory once it is there, end_step() says that nobody needs
+// the oldest one any more. a(fragment, step_smem, m, depth) and b(fragments, step_smem, depth, pair) bring fragments.
+template <class Element, int kDepths, class Type, int kM, int kN, class NextStep, class EndStep, class LoadA,
+          class LoadB>
+FFPA_DEVICE void add_products(Accumulator<Type> (&sums)[kM][kN], int steps, const NextStep& next_step,
+                              const EndStep& end_step, const LoadA& a, const LoadB& b) {
+  static_assert(kN % 2 == 0 && kDepths % 2 == 0, "each step begins with the same registers");
+  constexpr int kPairs = kN / 2;
+  if (steps == 0) return;
+
+  uint32_t a_rmem[2][kM][4], b_rmem[2][4];  // of this depth and the next; of this pair and the next
+  uint32_t now = next_step();
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) a(a_rmem[0][m], now, m, 0);
+  b(b_rmem[0], now, 0, 0);
+
+  FFPA_NO_UNROLL
+  for (int left = steps; left > 0; --left) {
+    uint32_t next = now;  // after the last step what is loaded ahead goes to waste
+    FFPA_UNROLL
+    for (int depth = 0; depth < kDepths; ++depth) {
+      const bool is_last = depth == kDepths - 1;
+      if (is_last && left > 1) next = next_step();
+      FFPA_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const bool next_depth = pair == kPairs - 1;
+        b(b_rmem[(depth * kPairs + pair + 1) % 2], is_last && next_depth ? next : now,
+          (depth + (next_depth ? 1 : 0)) % kDepths, next_depth ? 0 : pair + 1);
+        FFPA_UNROLL
+        for (int m = ceil_div(pair * kM, kPairs); m < ceil_div((pair + 1) * kM, kPairs); ++m) {
+          a(a_rmem[(depth + 1) % 2][m], is_last ? next : now, m, (depth + 1) % kDepths);
+        }
+        const uint32_t (&b_now)[4] = b_rmem[(depth * kPairs + pair) % 2];
+        FFPA_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          sums[m][2 * pair].template multiply_add<Element>(a_rmem[depth % 2][m], b_now[0], b_now[1]);
+          sums[m][2 * pair + 1].template multiply_add<Element>(a_rmem[depth % 2][m], b_now[2], b_now[3]);
+        }
+      }
+    }
+    end_step();
+    now = next;
+  }
+}
+
 }  // namespace ffpa::tile

@@ -63,6 +63,14 @@ class StageRing {
     return slots_smem_ + use_ * slot_bytes_;
   }
 
+  // The slot after that, while that is still in use.
+  FFPA_DEVICE uint32_t begin_next_use() const {
+    const bool wraps = use_ + 1 == stages_;
+    const int slot = wraps ? 0 : use_ + 1;
+    ptx::mbarrier_wait(full(slot), used_parity_ ^ uint32_t(wraps));
+    return slots_smem_ + slot * slot_bytes_;
+  }
+
   // By all lanes of a warp together, so that they arrive in one instruction: none reads the slot any more.
   FFPA_DEVICE void end_use() {
     ptx::sync_warp();

@@ -45,10 +45,11 @@ class BackwardPlan(NamedTuple):
         return self[:4]
 
 
-# The kernels of a backend; and the tiles (rows, columns) of its products with their speed, that of 128 x 256 being 1.
+# The kernels of a backend; and the tiles (rows, columns) of its products with their speed, that of 128 x 256 being 1. (Those
+# of mma as the bytes of shared memory that a product takes say.)
 _FAMILIES = {
     "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, dict(zip(PRODUCT_TILES, (1.0, 1.03, 0.9, 1.0), strict=True))),
-    "mma": (BackwardScoresMma, BackwardProductsMma, dict.fromkeys(MMA_PRODUCT_TILES, 1.0)),
+    "mma": (BackwardScoresMma, BackwardProductsMma, dict(zip(MMA_PRODUCT_TILES, (0.75, 0.93, 1.0), strict=True))),
 }  # fmt: skip
 
 
