@@ -39,6 +39,11 @@ def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in("csrc/" + file, "tests/test_mma.py -k 'emulated and not padded'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _two_phase(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/test_two_phase.py -k 'not cuda'"
+    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def _emulator(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/emulator -k 'ring or misuse or mbarrier'"
     return _in("csrc/ptx/emulated/machine/" + file, tests, *edits)
@@ -530,6 +535,43 @@ MUTANTS = [
         ("tracked copies: known when it was the last copy", "word.copy_time = 0;", ""),
         ("tracked copies: a late wait for what is overwritten", "if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;", ""),
         ("tracked copies: known only until awaited", "word.copy_time = copy_time;\n    if (completion == Completion::kTracked) continue;", "if (completion == Completion::kTracked) {\n      word.copy_time = copy_time;\n      continue;\n    }"),
+    ),
+    *_two_phase(
+        "csrc/attention/forward_two_phase.cuh",
+        ("two-phase: P is never repaired", "        repair(chunk, row, state, moved);\n", ""),
+        ("two-phase: only the upper rows are repaired", "ptx::vote_ballot(moved[1])};", "0};"),
+        ("two-phase: repaired whenever a reference was set", "has_earlier_tiles && before != -kInfinity && ", ""),
+        ("two-phase: a reference kept for one tile alone", "scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;", "scratch().references(ptx::block_x()) + row;"),
+        ("two-phase: repaired by the wrong lane's factor", "ptx::shfl_idx(then, tile) - now", "then - now"),
+        ("two-phase: O of chunks not rescaled", "ptx::ex2(before[h] - finite_reference(state.reference[h]))", "1"),
+        ("two-phase: row sums not rescaled", "state.sum[h] * ptx::ex2(before - reference) + sum", "state.sum[h] + sum"),
+        ("two-phase: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
+        ("two-phase: references between integers", "std::ceil(maximum[h])", "maximum[h] + 0.4f"),
+        ("two-phase: references never move", "if (maximum[h] - before > kLazyGrowth)", "if (before == -kInfinity && maximum[h] > before)"),
+        ("two-phase: maxima of a thread's keys", "      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
+        ("two-phase: sums of a thread's keys", "      sum += ptx::shfl_xor(sum, 2);\n", ""),
+        ("two-phase: nobody waits for P to be written", "        if (stores) ptx::bulk_wait_group<0>();\n", ""),
+        ("two-phase: P announced, not fenced", "        ptx::fence_proxy_async_global();\n        bring_values", "        bring_values"),
+        ("two-phase: the producer does not wait for P", "        ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n        ptx::fence_proxy_async_global();\n        bring_values(producer, rows, chunk);", "        bring_values(producer, rows, chunk);\n        ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n        ptx::fence_proxy_async_global();"),
+        ("two-phase: repaired before the others know", "        ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // P̃ is there for the group's warps\n", ""),
+        ("two-phase: staging boxes written while copies read them", "      if (stores) ptx::bulk_wait_group_read<0>();\n", ""),
+        ("two-phase: staged without a proxy fence", "      ptx::fence_proxy_async();\n      ptx::bar_sync", "      ptx::bar_sync"),
+        ("two-phase: copies started before all have staged", "      ptx::fence_proxy_async();\n      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);\n", "      ptx::fence_proxy_async();\n"),
+        ("two-phase: V behind a packed sequence as it is", "live_box_rows(rows.n_k() - key, params_.is_packed())", "~uint64_t{0}"),
+        ("two-phase: nothing for rows without keys", "      if (chunk.steps() == 0) producer.bring_zeros();\n", "      if (chunk.steps() == 0) continue;\n"),
+        ("two-phase: every second column group", "column < params_.d_v; column += kColumns) {\n          Out", "column < params_.d_v; column += 2 * kColumns) {\n          Out"),
+        ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),
+        ("two-phase: P of another block", "(int64_t(ptx::block_x()) * kRows + row) * params_.chunk_keys + lane_ * 8", "int64_t(row) * params_.chunk_keys + lane_ * 8"),
+        ("two-phase: heads of a group mixed up", "rows.head() / params_.group, map_batch(rows)", "rows.head() % (params_.heads_q / params_.group), map_batch(rows)"),
+        ("two-phase: the tensor's batch entry for packed sequences", "return params_.is_packed() ? 0 : rows.batch();", "return rows.batch();"),
+        ("two-phase: rows backwards in every round", "backwards = !backwards", "backwards = backwards"),
+    ),
+    *_two_phase(
+        "two_phase.py",
+        ("two-phase: scratch without the references", "of_tile = ROWS * (KEYS * 2 + 4)", "of_tile = ROWS * KEYS * 2"),
+        ("two-phase: scratch without the last columns of O", "out = -(-d_v // columns) * columns * ROWS * 4", "out = d_v * ROWS * 4"),
+        ("two-phase: a window's tiles end to end", "// KEYS + 1)", "// KEYS)"),
+        ("two-phase: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
     ),
 ]  # fmt: skip
 

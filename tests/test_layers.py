@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
     ("triton_fp8_kernels", "triton_launch"),
     ("triton_persistent",),
-    ("mma", "triton_attention"),
+    ("backward", "mma", "triton_attention", "two_phase"),
     ("triton_fp8",),
     ("checks", "choice", "reference"),
     ("ops",),

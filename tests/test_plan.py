@@ -45,6 +45,9 @@ def test_every_gpu_has_a_plan(arch, d, level, monkeypatch):
     for dtype, acc in (("bf16", "f32"), ("f16", "f32"), ("f16", "f16"), ("f16", "mixed")):
         problem = PROBLEM._replace(arch=arch, d_qk=d, d_v=d, dtype=dtype, acc=acc, level=level)
         choice = choose(problem, env.run_flags())
+        if choice.backend == "hopper":
+            assert arch == "sm_90" and d > 512 and level is None and acc == "f32"
+            choice = choose(problem, {**env.run_flags(), "FFPA_BACKEND": "mma"})
         chosen = choice.plan
         assert choice.backend == "mma" and choice.kernel == chosen.spec.name and chosen.spec in SHIPPED
         assert fits(chosen.spec, d, chosen.stages, chosen.q_resident, arch) and chosen.stages > 1
@@ -145,8 +148,8 @@ def test_accumulators(acc, expected, monkeypatch):
         (128, False, "sdpa"),
         (256, False, "sdpa"),
         (512, False, "mma"),
-        (1024, False, "mma"),
-        (1024, True, "mma"),
+        (1024, False, "hopper"),
+        (1024, True, "hopper"),
     ],
 )
 def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatch):

@@ -316,7 +316,7 @@ def test_what_runs_on_it(monkeypatch):
     assert hopper(monkeypatch, PROBLEM).spec.family == "forward_two_phase"
     assert hopper(monkeypatch, PROBLEM._replace(d_qk=64, d_v=576, packed=True)).spec.columns == 192
     for changes, why in (
-        ({"d_qk": 512, "d_v": 512}, "head dims from 513"),
+        ({"d_qk": 512, "d_v": 512}, "fewer than 513 columns"),
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
@@ -333,7 +333,7 @@ def test_it_cannot_be_emulated_elsewhere(monkeypatch):
     q, k, v, _ = make_inputs(_base, "cpu")
     with emulate("sm_80"), pytest.raises(NotImplementedError, match="FFPA_BACKEND=hopper cannot run .*sm_90a"):
         ffpa(q, k, v)
-    with emulate("sm_90a"), pytest.raises(NotImplementedError, match="head dims from 513"):
+    with emulate("sm_90a"), pytest.raises(NotImplementedError, match="fewer than 513 columns"):
         ffpa(q[..., :512], k[..., :512], v[..., :512])
 
 

@@ -129,11 +129,11 @@ struct ForwardOptions {
   int64_t value_stages;
   bool q_resident;
   bool grid_of_heads;
+  int chunk_keys;
   float* scratch;
   int resident_blocks;
   int splits;
   float* partial;
-  int chunk_keys;
 };
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
@@ -174,11 +174,11 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.value_stages = int(options.value_stages);
   params.q_resident = options.q_resident;
   params.grid_of_heads = options.grid_of_heads;
+  params.chunk_keys = options.chunk_keys;
   params.scratch = options.scratch;
   params.resident_blocks = options.resident_blocks;
   params.splits = options.splits;
   params.partial = options.partial;
-  params.chunk_keys = options.chunk_keys;
   return params;
 }
 

@@ -335,7 +335,7 @@ class ForwardTwoPhase {
         for (int column = 0; column < params_.d_v; column += kColumns) {
           Out out = {};
           consumer.template multiply<Element, kColumns, tile::Major::kK, tile::Major::kMN>(out,
-                                                                                         max_of(chunk.steps(), 1));
+                                                                                           max_of(chunk.steps(), 1));
           finish(out, rows, chunk, row, column, state, factor);
         }
       });
@@ -485,8 +485,8 @@ class ForwardTwoPhase {
       state.sum[h] = sum > 0 ? 1 / sum : 0.0f;
       const int r = rows.first + row + tile::c_coordinate(lane_, 2 * h).row;
       if (params_.lse == nullptr || lane_ % 4 > 0 || r > rows.last) continue;
-      float* lse =
-          params_.lse + rows.batch() * params_.lse_batch_stride + rows.head() * params_.lse_head_stride + rows.entry.q.begin;
+      float* lse = params_.lse + rows.batch() * params_.lse_batch_stride + rows.head() * params_.lse_head_stride +
+                   rows.entry.q.begin;
       ptx::st_global_4(lse + r, float_bits((state.reference[h] + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
     }
   }

@@ -213,8 +213,8 @@ class BoxConsumer {
   RingPosition<Ring> at_;
 };
 
-// 16 rows of a warp's C fragments, packed as [fragment][half of rows], to a box from `row` on: as TMA's 128-byte swizzle
-// has it.
+// 16 rows of a warp's C fragments, packed as [fragment][half of rows], to a box from `row` on: as TMA's 128-byte
+// swizzle has it.
 FFPA_DEVICE void stage_rows(uint32_t box_smem, int row, const uint32_t (&packed)[kBox / 4], int lane) {
   constexpr RowLayout kLayout(kBoxRowBytes);
   FFPA_UNROLL

@@ -50,11 +50,17 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
         return _hopper_plan(p, flags)
     if p.device != "cuda":
         return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
+    plan = _hopper_plan(p, flags)
+    if isinstance(plan, str):
+        return plan
+    too_old = archs.why_not_on("sm_90a", p.arch)
+    if too_old:
+        return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
         tiles, multiprocessors = two_phase.row_tiles(p), archs.multiprocessors(p.arch)
         if tiles < multiprocessors * 3 // 4:
             return f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
-    return _runnable(_hopper_plan(p, flags), p)
+    return _runnable(plan, p)
 
 
 def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:

@@ -97,7 +97,7 @@ def _finish(spec: KernelSpec, module, message: str) -> None:
 
 def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offsets_k, *options) -> None:
     module = _configured(spec)
-    *options, scratch, blocks, splits, partial, chunk_keys = options
+    *options, scratch, blocks, splits, partial = options
     # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
     written = () if offsets_q is not None else (out, lse)
     for x in (*written, *(() if isinstance(spec, MergeSplits) else (scratch, partial))):
@@ -116,7 +116,6 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
         blocks,
         splits,
         *_floats(partial),
-        chunk_keys,
     )
     _finish(spec, module, message)
 

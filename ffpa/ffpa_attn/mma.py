@@ -364,7 +364,7 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap
         scratch = floats(blocks * of_a_block // 4)
     call = (
         q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
-        plan.q_resident, plan.grid_of_heads, scratch, blocks, plan.splits, partial, 0,
+        plan.q_resident, plan.grid_of_heads, 0, scratch, blocks, plan.splits, partial,
     )  # fmt: skip
     run(kernel(plan.spec), *call)
     if plan.splits > 1:

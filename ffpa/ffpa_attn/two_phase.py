@@ -17,7 +17,7 @@ from .spec import PRODUCT_TILES, ForwardTwoPhase, Problem, Visibility
 
 ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
 MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
-LEAST_HEAD_DIM = 513  # what up to there is wide fits on chip
+LEAST_HEAD_DIM = 513  # O of narrower ones fits on chip
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
@@ -76,7 +76,7 @@ def _columns(d_v: int) -> int:
 def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
     """What runs the problem, or why it cannot."""
     if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM:
-        return f"the hopper forward is for head dims from {LEAST_HEAD_DIM} on"
+        return f"there is no hopper kernel for a forward of fewer than {LEAST_HEAD_DIM} columns"
     if p.acc != "f32":
         return f"the hopper forward accumulates in f32, not {p.acc}"
     if p.num_stages:
@@ -120,5 +120,5 @@ def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspac
     scratch = torch.empty(nbytes // 4, dtype=torch.float32, device=q.device)
     run(
         kernel, q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, 0, 0, False, False,
-        scratch, blocks, 1, None, chunk_keys,
+        chunk_keys, scratch, blocks, 1, None,
     )  # fmt: skip

@@ -79,9 +79,9 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
                               const std::optional<MaskTuple>& mask, uintptr_t offsets_q, uintptr_t offsets_k,
                               int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap,
                               int64_t left, int64_t right, bool top_left, int64_t stages, int64_t value_stages,
-                              bool q_resident, bool grid_of_heads, uintptr_t scratch, int64_t scratch_floats,
-                              int64_t resident_blocks, int64_t splits, uintptr_t partial, int64_t partial_floats,
-                              int64_t chunk_keys) {
+                              bool q_resident, bool grid_of_heads, int64_t chunk_keys, uintptr_t scratch,
+                              int64_t scratch_floats, int64_t resident_blocks, int64_t splits, uintptr_t partial,
+                              int64_t partial_floats) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   const HostTensor tensors[] = {std::apply(host_tensor, q), std::apply(host_tensor, k), std::apply(host_tensor, v),
                                 std::apply(host_tensor, out)};
@@ -104,9 +104,8 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
       tensors[0], tensors[1], tensors[2], result, reinterpret_cast<float*>(lse), of_mask.view,
       {reinterpret_cast<const int32_t*>(offsets_q), reinterpret_cast<const int32_t*>(offsets_k), sequences, longest_q,
        longest_k},
-      {scale, softcap, left, right, top_left, stages, value_stages, q_resident, grid_of_heads,
-       reinterpret_cast<float*>(scratch), int(resident_blocks), int(splits), reinterpret_cast<float*>(partial),
-       int(chunk_keys)});
+      {scale, softcap, left, right, top_left, stages, value_stages, q_resident, grid_of_heads, int(chunk_keys),
+       reinterpret_cast<float*>(scratch), int(resident_blocks), int(splits), reinterpret_cast<float*>(partial)});
   const py::gil_scoped_release release;
   return instance.launch(&params).message;
 }
