@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import env
-from .spec import PRODUCT_TILES, ForwardTwoPhase, Problem, Visibility
+from .spec import TWO_PHASE_COLUMNS, ForwardTwoPhase, Problem, Visibility
 
 ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
 MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
@@ -68,9 +68,12 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
     return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
 
 
+# Columns of O at a time -> their speed: the narrower a tile, the more bytes of P and V a product takes.
+_SPEEDS = dict(zip(TWO_PHASE_COLUMNS, (0.9, 0.95, 1.0), strict=True))
+
+
 def _columns(d_v: int) -> int:
-    """The width that computes the fewest columns in vain; the wider one of equals."""
-    return min(sorted((width for _, width in PRODUCT_TILES), reverse=True), key=lambda width: -(-d_v // width) * width)
+    return min(_SPEEDS, key=lambda width: -(-d_v // width) * width / _SPEEDS[width])
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
