@@ -249,7 +249,7 @@ class BackwardScoresMma(KernelSpec):
 
     family = "backward_scores_mma"
     arch = "sm_80"
-    allowed_spill_bytes = 64  # none on sm_80 and sm_90; it takes every register there is
+    allowed_spill_bytes = 96  # none on sm_80 and sm_90, 76 on sm_86 and sm_89: between products, not among them
 
     dtype: str
 
