@@ -5,7 +5,7 @@ import warnings
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import env, explain, ffpa, native, ops, triton_attention
+from ffpa_attn import archs, env, explain, ffpa, native, ops, triton_attention
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
 
@@ -83,7 +83,7 @@ class TestSmallHeadDims:
 
     @pytest.fixture(autouse=True)
     def everything(self, monkeypatch):
-        monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
         monkeypatch.setattr(triton_attention, "why_not", lambda: None)
         monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: False)
 
@@ -106,9 +106,11 @@ class TestSmallHeadDims:
             ({"arch": "sm_80"}, "mma"),
             ({"arch": "sm_80", "heads_kv": 4}, "mma"),
             ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
-            ({"direction": "backward"}, "triton"),
+            ({"direction": "backward"}, "hopper"),
+            ({"direction": "backward", "d_qk": 264}, "hopper"),
             ({"direction": "backward", "arch": "sm_80"}, "triton"),
-            ({"direction": "backward", "d_qk": 264}, "reference"),
+            ({"direction": "backward", "arch": "sm_80", "d_qk": 136}, "mma"),
+            ({"direction": "backward", "arch": "sm_120", "d_v": 264}, "mma"),
         ],
         ids=str,
     )
@@ -120,13 +122,14 @@ class TestSmallHeadDims:
         assert choice.kernel.startswith("triton_persistent_forward") and "FFPA_TRITON_CORES=24 asks" in choice.why
         with pytest.raises(NotImplementedError, match="FFPA_TRITON_CORES=24 cannot run .*takes no mask"):
             choose(self.SMALL._replace(mask="bool"), flags(FFPA_TRITON_CORES=24))
-        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "triton"
+        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "hopper"
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "why_not", lambda: "Triton is not installed")
         assert choose(self.SMALL._replace(needs_lse=True), flags()).backend == "mma"
-        backward = choose(self.SMALL._replace(direction="backward"), flags())
-        assert backward.backend == "reference" and "Triton is not installed" in backward.fallback
+        backward = choose(self.SMALL._replace(direction="backward", arch="sm_80"), flags())
+        assert backward.backend == "mma" and ("triton", "Triton is not installed") in backward.rejected
+        assert backward.fallback is None
 
     def test_triton_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: True)

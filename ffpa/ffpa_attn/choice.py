@@ -184,7 +184,7 @@ def _by_speed(p: Problem, flags: Flags) -> list[str]:
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.device == "cuda" and p.direction == "backward":
         narrow = p.arch != "sm_90" and widest <= _TRITON_BACKWARD_COLUMNS
-        order = "hopper triton mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
+        order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":
