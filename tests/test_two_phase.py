@@ -6,12 +6,14 @@ import compare
 import oracle
 import pytest
 import torch
+from cases import CASES as CASES_OF_ALL
+from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
 from ffpa_attn.choice import CANDIDATES
 from ffpa_attn.spec import ForwardTwoPhase, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
-from test_mma import check
+from test_mma import check, far_apart
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and native.record() is not None
 PLACES = ["emulated", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs an H100 or H200"))]
@@ -298,6 +300,75 @@ def test_gradients_of_the_forward_emulated(monkeypatch):
     got, q.grad = q.grad.clone(), None
     ffpa(q, k, v, causal=True).float().square().sum().backward()
     torch.testing.assert_close(got, q.grad, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
+def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
+    """Views of 4 GB that are never written but where the tensors are."""
+    if place == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GB")
+    monkeypatch.setattr(two_phase, "LEAST_HEAD_DIM", 1)
+    case, inputs, out = far_apart(dim, device_of(place))
+    (_, lse), _ = attend(place, case, inputs, out=out)
+    check(case, inputs, out, lse)
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Any head dim runs on it."""
+    if not HAS_HOPPER:
+        pytest.skip("needs an H100 or H200")
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(two_phase, "LEAST_HEAD_DIM", 1)
+
+
+@by_id([case for case in CASES_OF_ALL if case.batch * case.n_q * case.n_k])
+def test_cases_of_all_on_a_gpu(case, on_a_gpu):
+    inputs = make_inputs(case, "cuda")
+    check(case, inputs, *attend("cuda", case, inputs)[0])
+
+
+@pytest.mark.parametrize("case", PACKED_CASES_OF_ALL, ids=[case.id for case in PACKED_CASES_OF_ALL])
+def test_packed_cases_of_all_on_a_gpu(case, on_a_gpu):
+    inputs = make_packed_inputs(case, "cuda")
+    check_packed(case, inputs, *ffpa_varlen(*inputs, return_lse=True, **case.rule))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("d", [*range(544, 1025, 32), 1152, 1536, 2048])
+@pytest.mark.parametrize("rule", [{}, {"causal": True}], ids=str)
+def test_every_head_dim_on_a_gpu(d, dtype, rule, on_a_gpu):
+    case = Case(heads_q=4, heads_kv=2, n_q=1000, n_k=1531, d=d, dtype=dtype, rule=rule)
+    inputs = make_inputs(case, "cuda")
+    check(case, inputs, *attend("cuda", case, inputs)[0])
+
+
+@pytest.mark.parametrize("cap_mb", [2, 64, 1024])
+@pytest.mark.parametrize("n", [4096, 16384])
+def test_long_sequences_on_a_gpu(n, cap_mb, on_a_gpu, monkeypatch):
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+    case = Case(heads_q=2, heads_kv=1, n_q=n, n_k=n, d=640, rule={"causal": True})
+    inputs = make_inputs(case, "cuda")
+    check(case, inputs, *attend("cuda", case, inputs)[0])
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
+def test_bits_repeat_on_a_gpu(chunks, on_a_gpu, monkeypatch):
+    """Many row tiles for each block, references that move, and a GPU in other moods."""
+    if chunks:
+        in_chunks(monkeypatch)
+    case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=576, rule={"causal": True})
+    inputs = steep_inputs(case, "cuda", 6.0, False)
+    first = attend("cuda", case, inputs)[0]
+    check(case, inputs, *first)
+    for _ in range(100):
+        again = attend("cuda", case, inputs)[0]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 # ---- the plan ----
