@@ -19,7 +19,7 @@ PYTHON_LAYERS = (
     ("env", "version"),
     ("tiles", "triton_tiles"),
     ("spec",),
-    ("archs", "generation", "toolchain"),
+    ("archs", "backward_chunks", "generation", "toolchain"),
     ("build", "cache"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
