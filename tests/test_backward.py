@@ -4,6 +4,7 @@ The forward is whatever the case gets by itself; only the backward is forced.
 """
 
 import contextlib
+from itertools import pairwise
 
 import compare
 import ffpa_attn
@@ -132,11 +133,7 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group):
                 of_k.setdefault((entry, c.first_key, c.end_key), []).append((c.first_tile, c.end_tile))
 
     def cover(parts, end: int) -> bool:
-        return (
-            parts[0][0] == 0
-            and parts[-1][1] == end
-            and all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
-        )
+        return parts[0][0] == 0 and parts[-1][1] == end and all(a[1] == b[0] for a, b in pairwise(parts))
 
     assert all(cover(parts, work.tiles) for parts in (*of_q.values(), *of_k.values()))
     assert set(of_q) == {0, 1, 2}

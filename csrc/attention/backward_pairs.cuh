@@ -19,8 +19,8 @@ namespace ffpa {
 
 // Of rows row + lane / 4 and 8 further, rows of the head.
 template <class Block>
-FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane,
-                                 float (&lse2)[2], float (&delta)[2]) {
+FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane, float (&lse2)[2],
+                                 float (&delta)[2]) {
   const AttentionParams& attention = params.attention;
   const int64_t first =
       rows.batch() * attention.lse_batch_stride + rows.head() * attention.lse_head_stride + rows.q_begin();

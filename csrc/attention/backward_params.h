@@ -5,9 +5,9 @@
 //   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
 // An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
-// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or some
-// row tiles of a head: dK and dV are then sums over several chunks, which `partial` keeps in fp32. It has all keys, or
-// some key tiles: then it gives dK and dV only.
+// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or
+// some row tiles of a head: dK and dV are then sums over several chunks, which `partial` keeps in fp32. It has all
+// keys, or some key tiles: then it gives dK and dV only.
 #pragma once
 
 #include <cstdint>

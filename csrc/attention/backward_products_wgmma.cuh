@@ -144,13 +144,13 @@ class BackwardProductsWgmma {
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
-      producer.bring_live_rows(live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem,
-                                                                                            uint32_t barrier) {
-        for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-          ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
-        }
-        load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
-      });
+      producer.bring_live_rows(live_box_rows(rows.n_k() - key, attention_.is_packed()),
+                               [&](uint32_t boxes_smem, uint32_t barrier) {
+                                 for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+                                   ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
+                                 }
+                                 load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
+                               });
     }
   }
 

@@ -41,7 +41,8 @@ struct BackwardScoresWgmmaConfig : Fields {
 
   // Shared memory: slots of the ring; for each warpgroup a box of P and one of dS; barriers; tiles.
   static constexpr uint32_t kStagingBytes = 2 * tile::kBoxBytes;
-  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
+  static constexpr uint32_t kSmemBytes =
+      Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;

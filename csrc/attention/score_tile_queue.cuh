@@ -27,10 +27,9 @@ class KeptScoreTile {
     ptx::st_shared_4(smem_, tile != nullptr);
     if (tile == nullptr) return;
     const HeadRows& rows = tile->rows;
-    const int numbers[] = {rows.batch(),     rows.head(),     rows.first_row(), rows.last_row(),
-                           rows.n_q(),       rows.n_k(),      rows.nearest(),   rows.farthest(),
-                           rows.q_begin(),   tile->first_key, int(tile->workspace_row),
-                           tile->is_computed};
+    const int numbers[] = {rows.batch(),   rows.head(),     rows.first_row(),         rows.last_row(),
+                           rows.n_q(),     rows.n_k(),      rows.nearest(),           rows.farthest(),
+                           rows.q_begin(), tile->first_key, int(tile->workspace_row), tile->is_computed};
     FFPA_UNROLL
     for (int i = 0; i < 12; ++i) ptx::st_shared_4(smem_ + 4 + 4 * i, uint32_t(numbers[i]));
   }
