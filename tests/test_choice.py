@@ -106,7 +106,8 @@ class TestSmallHeadDims:
             ({"arch": "sm_80"}, "mma"),
             ({"arch": "sm_80", "heads_kv": 4}, "mma"),
             ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
-            ({"direction": "backward"}, "hopper"),
+            ({"direction": "backward"}, "triton"),
+            ({"direction": "backward", "d_qk": 136}, "hopper"),
             ({"direction": "backward", "d_qk": 264}, "hopper"),
             ({"direction": "backward", "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "arch": "sm_80", "d_qk": 136}, "mma"),
@@ -122,7 +123,7 @@ class TestSmallHeadDims:
         assert choice.kernel.startswith("triton_persistent_forward") and "FFPA_TRITON_CORES=24 asks" in choice.why
         with pytest.raises(NotImplementedError, match="FFPA_TRITON_CORES=24 cannot run .*takes no mask"):
             choose(self.SMALL._replace(mask="bool"), flags(FFPA_TRITON_CORES=24))
-        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "hopper"
+        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "triton"
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "why_not", lambda: "Triton is not installed")

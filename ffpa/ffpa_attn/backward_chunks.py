@@ -146,8 +146,8 @@ def _whole_entries(work: Work, speeds: Speeds, most: int, enough: int) -> int:
 
 
 def cut(work: Work, speeds: Speeds, cap: int) -> Iterator[Chunk]:
-    """Whole entries if one fits, as many as are fastest; else row tiles of one; and if the sums of dK and dV do not fit
-    beside them, dQ by row tiles, and then dK and dV by keys.
+    """Whole entries if one fits, as many as are fastest; else row tiles of one; and if the sums of dK and dV leave too little,
+    dQ by row tiles, and then dK and dV by keys.
     """
     of_tile = ROW_TILE * work.keys * _BYTES_OF_PAIR
     of_entry = work.tiles * of_tile
@@ -163,11 +163,12 @@ def cut(work: Work, speeds: Speeds, cap: int) -> Iterator[Chunk]:
             for first, end in _row_parts(work, (cap - partial) // of_tile):
                 yield Chunk(entry, 1, first, end, 0, work.keys, True, True)
             continue
-        for first, end in _row_parts(work, cap // of_tile):
-            yield Chunk(entry, 1, first, end, 0, work.keys, True, False)
         of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
-        for first_key, end_key in _parts(work.keys // KEY_TILE, cap // 4 // of_key_tile):
-            keys = (end_key - first_key) * KEY_TILE
-            row_tiles = (cap - keys * partial_of_key) // (ROW_TILE * keys * _BYTES_OF_PAIR)
+        key_parts = list(_parts(work.keys // KEY_TILE, cap // 4 // of_key_tile))
+        left = cap - key_parts[0][1] * KEY_TILE * partial_of_key  # the sums are there all the time
+        for first, end in _row_parts(work, left // of_tile):
+            yield Chunk(entry, 1, first, end, 0, work.keys, True, False)
+        for first_key, end_key in key_parts:
+            row_tiles = left // (ROW_TILE * (end_key - first_key) * KEY_TILE * _BYTES_OF_PAIR)
             for first, end in _row_parts(work, row_tiles):
                 yield Chunk(entry, 1, first, end, first_key * KEY_TILE, end_key * KEY_TILE, False, True)

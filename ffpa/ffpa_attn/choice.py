@@ -172,7 +172,7 @@ def _few_rows(p: Problem, flags: Flags) -> bool:
     return plan.packs_heads or (plan.splits > 1 and blocks <= archs.multiprocessors(p.arch) // 3)
 
 
-_TRITON_BACKWARD_COLUMNS = 128  # up to which Triton's backward is faster than ours on mma.sync
+_TRITON_BACKWARD_COLUMNS = 128  # up to which Triton's backward is the fastest: at 128 469 T, on wgmma 334
 
 
 def _by_speed(p: Problem, flags: Flags) -> list[str]:
@@ -183,7 +183,7 @@ def _by_speed(p: Problem, flags: Flags) -> list[str]:
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.device == "cuda" and p.direction == "backward":
-        narrow = p.arch != "sm_90" and widest <= _TRITON_BACKWARD_COLUMNS
+        narrow = widest <= _TRITON_BACKWARD_COLUMNS
         order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"

@@ -1,0 +1,130 @@
+"""Wide head dims on a GPU: the backward, the forward above 512, the workspace; beside a matrix product in the same rounds.
+
+`python bench/wide.py` prints four tables: TFLOPS of the visible pairs of the forward and the backward; grouped heads; speed
+against the workspace's cap; peak memory against length. FFPA_BACKEND=mma measures the kernels that every GPU runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
+
+import torch
+from ffpa_attn import env, ffpa
+from flops import nominal_flops
+from timing import Timer, measure_in_turn, peak_bytes
+from workload import Workload, make_inputs
+
+FORWARD_DIMS, BACKWARD_DIMS = (576, 640, 768, 896, 1024), (256, 320, 384, 448, 512, 640, 768, 896, 1024)
+LENGTHS = [(n, causal) for causal in (False, True) for n in (8192, 16384)]
+GEMM = 8192
+
+
+def workload(
+    n: int, d: int, causal: bool = False, heads: int = 32, heads_kv: int = 32, backward: bool = False
+) -> Workload:
+    return Workload(1, heads, heads_kv, n, n, d, d, "bf16", causal, backward=backward)
+
+
+def call_of(w: Workload) -> Callable[[], object]:
+    q, k, v, *_ = make_inputs(w, "cuda", seed=0)
+    if not w.backward:
+        return lambda: ffpa(q, k, v, causal=w.causal)
+    with env.overridden("FFPA_BACKEND", "auto"):
+        out, lse = ffpa(q, k, v, causal=w.causal, return_lse=True)
+    grad = torch.randn_like(out)
+    return lambda: torch.ops.ffpa_attn.backward(grad, None, q, k, v, out, lse, causal=w.causal)
+
+
+def gemm() -> Callable[[], object]:
+    a, b = (torch.randn(GEMM, GEMM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: a @ b
+
+
+def cell(w: Workload, timer: Timer, iters: int = 6) -> str:
+    calls = {"ffpa": call_of(w), "GEMM": gemm()}
+    times: dict[str, list[float]] = {}
+    subjects = {name: lambda call=call: timer.milliseconds(call) for name, call in calls.items()}
+    for subject in subjects.values():
+        subject()  # compiles
+    measure_in_turn(subjects, iters, times, lambda name: None, settle=True)
+    ms, of_gemm = (median(times[name]) for name in ("ffpa", "GEMM"))
+    return f"{nominal_flops(w) / ms * 1e-9:.0f} ({2 * GEMM**3 / of_gemm * 1e-9:.0f})"
+
+
+def table(title: str, columns: list[str], rows: dict[str, list[str]]) -> None:
+    print(f"\n| {title} | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def speeds(timer: Timer, dims: tuple[int, ...], backward: bool) -> None:
+    columns = [f"N={n}{' causal' * causal}" for n, causal in LENGTHS]
+    rows = {f"D={d}": [cell(workload(n, d, causal, backward=backward), timer) for n, causal in LENGTHS] for d in dims}
+    table(f"{'backward' if backward else 'forward'}, TFLOPS (GEMM)", columns, rows)
+
+
+def grouped(timer: Timer) -> None:
+    rows = {
+        f"{kind} H=32/{heads_kv}": [
+            cell(workload(8192, 512, c, 32, heads_kv, kind == "backward"), timer) for c in (False, True)
+        ]
+        for kind in ("forward", "backward")
+        for heads_kv in (32, 4)
+    }
+    table("D=512, N=8192", ["all keys", "causal"], rows)
+
+
+def caps(timer: Timer) -> None:
+    sizes, rows = (64, 128, 256, 512, 1024, 2048), {}
+    for name, w in (
+        ("backward D=512 N=8192", workload(8192, 512, backward=True)),
+        ("backward D=512 N=16384", workload(16384, 512, heads=16, heads_kv=16, backward=True)),
+        ("forward D=1024 N=16384", workload(16384, 1024, heads=16, heads_kv=16)),
+    ):
+        rows[name] = []
+        for mb in sizes:
+            with env.overridden("FFPA_WORKSPACE_MB", str(mb)):
+                rows[name].append(cell(w, timer, iters=3))
+    table("workspace, MiB", [str(mb) for mb in sizes], rows)
+
+
+def memory() -> None:
+    lengths, rows = (8192, 32768, 131072), {"forward D=1024": [], "backward D=512": []}
+    for n in lengths:
+        for name, w, results in (
+            ("forward D=1024", workload(n, 1024, heads=2, heads_kv=2), 1),
+            ("backward D=512", workload(n, 512, heads=2, heads_kv=2, backward=True), 3),
+        ):
+            call = call_of(w)
+            call()
+            own = results * w.heads * n * w.d * 2
+            rows[name].append(f"{(peak_bytes(call, 'cuda') - own) >> 20} MiB beside {own >> 20} of results")
+            del call
+            torch.cuda.empty_cache()
+    table("peak, H=2", [f"N={n}" for n in lengths], rows)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU to measure")
+    timer = Timer("cuda")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, B=1, H=32, bf16; FFPA_BACKEND={os.environ.get('FFPA_BACKEND', 'auto')}"
+    )
+    speeds(timer, BACKWARD_DIMS, backward=True)
+    if os.environ.get("FFPA_BACKEND", "auto") != "auto":
+        return
+    speeds(timer, FORWARD_DIMS, backward=False)
+    grouped(timer)
+    caps(timer)
+    memory()
+
+
+if __name__ == "__main__":
+    main()
