@@ -44,6 +44,11 @@ def _two_phase(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/test_backward.py -k 'hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)'"
+    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def _emulator(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/emulator -k 'ring or misuse or mbarrier'"
     return _in("csrc/ptx/emulated/machine/" + file, tests, *edits)
@@ -218,7 +223,7 @@ MUTANTS = [
         ("last row of a block missed", "min_of(block.first_row + rows, block.n_q) - 1", "min_of(block.first_row + rows, block.n_q) - 2"),
         ("row blocks: the last one missed", "(row_blocks - 1 - row_block % row_blocks) * rows", "(row_blocks - 2 - row_block % row_blocks) * rows"),
         ("row blocks: one too far", "(row_blocks - 1 - row_block % row_blocks) * rows", "(row_blocks - row_block % row_blocks) * rows"),
-        ("alignment's diagonal with the wrong sign", "block.n_k - block.n_q;", "block.n_q - block.n_k;"),
+        ("alignment's diagonal with the wrong sign", "entry.n_k() - entry.n_q();", "entry.n_q() - entry.n_k();"),
         ("top_left ignored", "params.top_left ? 0 : ", ""),
         ("window without a left end taken literally", "params.left < 0 ? all_before : ", ""),
     ),
@@ -326,10 +331,14 @@ MUTANTS = [
         ("prefetch of V not looked at", '("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])', '("FFPA_PV_STAGES", None)'),
     ),
     *_in(
-        "mma.py",
-        "tests/test_plan.py tests/test_mma_splits.py tests/test_mma_rows.py -k 'not emulated and not shared_memory'",
+        "spec.py",
+        "tests/test_plan.py",
         ("causal rows see all keys", "if see.bounded else p.n_k", "if False else p.n_k"),
         ("a window's left end ignored", "first = 0 if see.left < 0 else", "first = 0 if True else"),
+    ),
+    *_in(
+        "mma.py",
+        "tests/test_plan.py tests/test_mma_splits.py tests/test_mma_rows.py -k 'not emulated and not shared_memory'",
         ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
         ("few keys split", "p.n_k // (2 * shape.keys)", "p.n_k // 8"),
         ("no masks for kernels that know none", "if spec.plain and (p.mask or", "if spec.plain and (False or"),
@@ -535,6 +544,68 @@ MUTANTS = [
         ("tracked copies: known when it was the last copy", "word.copy_time = 0;", ""),
         ("tracked copies: a late wait for what is overwritten", "if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;", ""),
         ("tracked copies: known only until awaited", "word.copy_time = copy_time;\n    if (completion == Completion::kTracked) continue;", "if (completion == Completion::kTracked) {\n      word.copy_time = copy_time;\n      continue;\n    }"),
+    ),
+    *_backward(
+        "csrc/tile/box_ring.cuh",
+        ("box ring: a slot is filled while it is read", "      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n      ptx::mbarrier_arrive_expect_tx(full", "      ptx::mbarrier_arrive_expect_tx(full"),
+        ("box ring: products before their boxes", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n", ""),
+        ("box ring: a slot given back while products read it", "release(slot_before(2));", "release(slot_before(1));"),
+        ("box ring: all lanes wait for zeros", "    if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n    ptx::sync_warp();\n    FFPA_NO_UNROLL", "    ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n    FFPA_NO_UNROLL"),
+        ("box ring: rows that must not count stay", "if (live >> row & 1) continue;", "continue;"),
+        ("box ring: zeros without a proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros"),
+        ("box ring: the last step is left out", "for (int step = 0; step < steps; ++step) {\n      begin_step", "for (int step = 0; step < max_of(steps - 1, 1); ++step) {\n      begin_step"),
+    ),
+    *_backward(
+        "csrc/attention/backward_rows.cuh",
+        ("backward rows: dLSE with the wrong sign", "delta -= float_from_bits", "delta += float_from_bits"),
+        ("backward rows: LSE in base e", "lse * kLog2e", "lse"),
+        ("backward rows: rows without keys count", "live |= uint32_t(sees_keys) << i;", "live |= 1u << i;"),
+        ("backward rows: what lies behind a sequence counts", "live |= uint32_t(!attention.is_packed()) << i;", "live |= 1u << i;"),
+        ("backward rows: columns past the first 256 are left out", "column < attention.d_v; column += 32 * 8", "column < min_of(attention.d_v, 256); column += 32 * 8"),
+    ),
+    *_backward(
+        "csrc/attention/backward_pairs.cuh",
+        ("backward pairs: pairs that do not count pass on NaN", "probability[e] == 0 ? 0.0f : probability[e] * factors", "probability[e] * factors"),
+        ("backward pairs: rows without keys have P", "rows_may_be_dead && lse2[h] == kInfinity", "false"),
+        ("backward pairs: dS without the derivative of the cap", "factors[n][e] *= 1 - t * t;", ""),
+        ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
+    ),
+    *_backward(
+        "csrc/attention/backward_tiles.cuh",
+        ("backward tiles: nobody writes zeros", "has_visible_pairs(rows_of_tile(params_, entry_, tile, 0, kRowTile), first_key)", "has_visible_pairs(rows, first_key)"),
+        ("backward tiles: the last key tile is left out", "min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_", "min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_ - 1"),
+        ("backward tiles: rows of dK end early", "const int end = min_of(min_of(last_key - entry.nearest + 1", "const int end = min_of(min_of(last_key - entry.nearest"),
+        ("backward tiles: a chunk's later heads are left out", "ceil_div(params.end_tile, params.tiles_of_head())", "params.first_tile / params.tiles_of_head() + 1"),
+    ),
+    *_backward(
+        "csrc/attention/backward_scores_wgmma.cuh",
+        ("backward scores: staging boxes before the copies have read them", "if (stores) ptx::bulk_wait_group_read<0>();", ""),
+        ("backward scores: copies before all have written", "        ptx::fence_proxy_async();\n        ptx::bar_sync(1 + group, tile::kGroupThreads);", "        ptx::fence_proxy_async();"),
+        ("backward scores: the block ends before its copies", "    if (stores) ptx::bulk_wait_group<0>();", ""),
+        ("backward scores: X without delta", "sums[0][2 * i] - delta[i % 2], sums", "sums[0][2 * i], sums"),
+    ),
+    *_backward(
+        "csrc/attention/score_tile_queue.cuh",
+        ("tile queue: a tile is overwritten while it is used", "    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);\n", ""),
+        ("tile queue: a tile is used before it is there", "    ptx::mbarrier_wait(full(place_), parity_);\n", ""),
+    ),
+    *_backward(
+        "csrc/attention/gradient_writer.cuh",
+        ("gradient writer: sums of earlier chunks are left out", "if (continues_) tile::add_fragment", "if (false) tile::add_fragment"),
+        ("gradient writer: dV scaled as dK", "tile.product == Product::kDv ? 1.0f : params.scale", "params.scale"),
+    ),
+    *_backward(
+        "csrc/attention/backward_products_wgmma.cuh",
+        ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
+        ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
+        ("backward products: nothing for a tile without keys", "    if (run.begin == run.end) producer.bring_zeros();\n", ""),
+    ),
+    *_in(
+        "backward_chunks.py",
+        "tests/test_backward.py -k 'chunks or tiles'",
+        ("chunks: sums beside a full workspace", "left = cap - key_parts[0][1] * KEY_TILE * partial_of_key", "left = cap"),
+        ("chunks: heads are cut anywhere", "    if most >= of_head:\n", "    if most >= of_head and False:\n"),
+        ("chunks: twice as many entries as fit", "most = min(cap // of_entry, work.entries)", "most = min(2 * cap // of_entry, work.entries)"),
     ),
     *_two_phase(
         "csrc/attention/forward_two_phase.cuh",
