@@ -91,7 +91,7 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
 
 
 @BACKENDS
-@pytest.mark.parametrize("cap_mb, kinds", [(6, {(True, True)}), (1, {(True, False), (False, True)})])
+@pytest.mark.parametrize("cap_mb, kinds", [(6, {(True, True)}), (2, {(True, False), (False, True)})])
 def test_workspace_caps(cap_mb, kinds, backend, device, forced):
     """In chunks: whole gradients, or sums of dK and dV over some rows; at last dQ on its own, and dK and dV by keys."""
     forced(backend, device)
@@ -181,7 +181,7 @@ def test_the_lse_of_more_keys(backend, device, forced):
 
 
 @BACKENDS
-@pytest.mark.parametrize("what", ["sum", "expanded heads", "padded rows"])
+@pytest.mark.parametrize("what", ["sum", "expanded heads", "expanded rows", "padded rows"])
 def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
     """dO of a sum is one number; of a broadcast, one row."""
     forced(backend, device)
@@ -192,7 +192,12 @@ def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
         if what == "sum":
             return torch.autograd.grad(out.sum(), tensors)
         g = test_numerics.random_like(out, 7).to(out.dtype)
-        g = g[:, :1].expand(out.shape) if what == "expanded heads" else torch.nn.functional.pad(g, (0, 3))[..., :-3]
+        if what == "expanded heads":
+            g = g[:, :1].expand(out.shape)
+        elif what == "expanded rows":
+            g = g[:, :, :1].expand(out.shape)
+        else:
+            g = torch.nn.functional.pad(g, (0, 3))[..., :-3]
         return torch.autograd.grad(out, tensors, g)
 
     got = run(ffpa_attn.ffpa, test_numerics.leaves(q, k, v))
@@ -275,6 +280,11 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
 
 
 # ---- plans ----
+
+
+def test_a_workspace_that_is_too_small():
+    plan = backward.plan(PROBLEM._replace(n_q=300, n_k=600), "hopper", 1 << 20)
+    assert plan == "the backward needs 2 MiB of workspace, and FFPA_WORKSPACE_MB is 1"
 
 
 @pytest.mark.parametrize(

@@ -76,22 +76,23 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         )
         for of_q in (True, False)
     )
+    pairs = max((c.pairs for c in chunks), default=0)
     in_parts = (c.keys for c in chunks if c.of_k and c.row_tiles < work.tiles)
-    return BackwardPlan(
-        BackwardRows(p.dtype),
-        scores(p.dtype),
-        of_q,
-        of_k,
-        chunks,
-        max((c.pairs for c in chunks), default=0),
-        max(in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns),
-    )
+    partial = max(in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns)
+    needed = 4 * (pairs + partial)
+    if needed > cap:
+        return f"the backward needs {-(-needed >> 20)} MiB of workspace, and FFPA_WORKSPACE_MB is {cap >> 20}"
+    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k, chunks, pairs, partial)
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
-    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number."""
-    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if expanded or checks.rows_problem(x) else x
+    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. What is there
+    once is copied once.
+    """
+    if not checks.rows_problem(x):
+        return x
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]
+    return once.contiguous().expand(x.shape)
 
 
 def backward(plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule) -> None:
