@@ -11,9 +11,6 @@
 namespace ffpa::ptx {
 
 inline void wgmma_fence(emu::CallSite site = emu::CallSite()) { emu::wgmma_fence(site); }
-template <int kCount>
-inline void wgmma_hold(float (&)[kCount]) {}
-
 inline void wgmma_commit_group(emu::CallSite site = emu::CallSite()) { emu::wgmma_commit_group(site); }
 
 template <int kPending>

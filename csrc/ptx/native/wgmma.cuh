@@ -14,14 +14,6 @@ namespace ffpa::ptx {
 // accumulators or A registers were written by anything else.
 FFPA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// No instruction: accumulators have their registers here, and copies that the compiler wants of them do not land
-// between a fence and the products, or between products and their wait, where they would serialise the products.
-template <int kCount>
-FFPA_DEVICE void wgmma_hold(float (&d)[kCount]) {
-  FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 FFPA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // wgmma.wait_group: at most `kPending` groups remain in flight.
