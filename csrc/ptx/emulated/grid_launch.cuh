@@ -8,6 +8,13 @@
 
 namespace ffpa::ptx {
 
+// Of this thread's last failed launch. One for all kernels: each module of the emulator has its thread-locals in the
+// little space that the loader reserves (machine.h).
+inline std::string& launch_message() {
+  static thread_local std::string message;
+  return message;
+}
+
 // Runs the grid to its end under emu::current_options() and adds to the session's report. A report with errors is a
 // failed launch. `stream` has no meaning here.
 template <class... Parameters>
@@ -22,9 +29,8 @@ LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape
   const emu::Report report = emu::run_grid(grid, [&] { kernel(arguments...); }, emu::current_options());
   emu::add_to_session(report);
   if (report.ok()) return {};
-  static thread_local std::string message;
-  message = "emulator: " + report.summary();
-  return {1, message.c_str()};
+  launch_message() = "emulator: " + report.summary();
+  return {1, launch_message().c_str()};
 }
 
 }  // namespace ffpa::ptx
