@@ -86,12 +86,12 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
-    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. What is there
-    once is copied once.
+    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. Heads that share
+    their rows go on sharing them.
     """
-    if not checks.rows_problem(x):
+    if not checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
         return x
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
     return once.contiguous().expand(x.shape)
 
 
