@@ -6,7 +6,6 @@ against the workspace's cap; peak memory against length. FFPA_BACKEND=mma measur
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -113,12 +112,10 @@ def memory() -> None:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU to measure")
-    timer = Timer("cuda")
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, B=1, H=32, bf16; FFPA_BACKEND={os.environ.get('FFPA_BACKEND', 'auto')}"
-    )
+    timer, backend = Timer("cuda"), env.run_flags()["FFPA_BACKEND"]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, B=1, H=32, bf16; FFPA_BACKEND={backend}")
     speeds(timer, BACKWARD_DIMS, backward=True)
-    if os.environ.get("FFPA_BACKEND", "auto") != "auto":
+    if backend != "auto":
         return
     speeds(timer, FORWARD_DIMS, backward=False)
     grouped(timer)
