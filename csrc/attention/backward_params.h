@@ -66,6 +66,19 @@ struct BackwardChunk {
   float* partial;
 };
 
+// What a backward needs of a forward's options.
+inline ForwardOptions backward_options(double scale, double softcap, int64_t left, int64_t right, bool top_left,
+                                       int64_t resident_blocks) {
+  ForwardOptions options{};
+  options.scale = scale;
+  options.softcap = softcap;
+  options.left = left;
+  options.right = right;
+  options.top_left = top_left;
+  options.resident_blocks = int(resident_blocks);
+  return options;
+}
+
 struct BackwardTensors {
   HostTensor q, k, v, out, grad_out, dq, dk, dv;
 };

@@ -18,7 +18,6 @@
 #include "ptx/barrier.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
@@ -50,13 +49,10 @@ struct BackwardProductsWgmmaConfig : Fields {
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const AttentionParams& a = params.attention;
-    const int rows = a.is_packed() ? a.packed_q.total : a.n_q, keys = a.is_packed() ? a.packed_k.total : a.n_k;
-    const int batch = a.is_packed() ? 1 : a.batch;
     arguments.params = params;
     const LaunchStatus statuses[] = {
-        map_tensor(arguments.q, a.q, a.d_qk, rows, a.heads_q, batch),
-        map_tensor(arguments.k, a.k, a.d_qk, keys, params.heads_kv(), batch),
-        map_tensor(arguments.grad_out, params.grad_out, a.d_v, rows, a.heads_q, batch),
+        map_queries(arguments.q, a, a.q, a.d_qk), map_keys(arguments.k, a, a.k, a.d_qk),
+        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
         map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
         map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
     return first_failure(statuses);
@@ -86,14 +82,7 @@ class BackwardProductsWgmma {
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) ring_.init();
     ptx::sync_block();
-    constexpr int kGroupWarps = tile::kGroupThreads / 32;
-    if (warp_ < kGroupWarps) {
-      ptx::decrease_registers<Config::kProducerRegisters>();
-      if (warp_ == 0) produce();
-    } else {
-      ptx::increase_registers<Config::kConsumerRegisters>();
-      consume(warp_ / kGroupWarps - 1);
-    }
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int) { consume(group); });
   }
 
  private:

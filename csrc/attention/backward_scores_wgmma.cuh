@@ -24,7 +24,6 @@
 #include "ptx/barrier.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
@@ -59,14 +58,12 @@ struct BackwardScoresWgmmaConfig : Fields {
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const AttentionParams& a = params.attention;
-    const int rows = a.is_packed() ? a.packed_q.total : a.n_q, keys = a.is_packed() ? a.packed_k.total : a.n_k;
-    const int batch = a.is_packed() ? 1 : a.batch;
     arguments.params = params;
     const LaunchStatus statuses[] = {
-        map_tensor(arguments.q, a.q, a.d_qk, rows, a.heads_q, batch),
-        map_tensor(arguments.k, a.k, a.d_qk, keys, params.heads_kv(), batch),
-        map_tensor(arguments.v, a.v, a.d_v, keys, params.heads_kv(), batch),
-        map_tensor(arguments.grad_out, params.grad_out, a.d_v, rows, a.heads_q, batch),
+        map_queries(arguments.q, a, a.q, a.d_qk),
+        map_keys(arguments.k, a, a.k, a.d_qk),
+        map_keys(arguments.v, a, a.v, a.d_v),
+        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
         map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
         map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
     return first_failure(statuses);
@@ -83,7 +80,6 @@ class BackwardScoresWgmma {
   static constexpr int kBoxFragments = tile::kBox / 8;  // and of a box
   static constexpr int kPartFragments = kBoxFragments / 2;
   static constexpr int kBoxes = kKeyTile / tile::kBox;
-  static constexpr int kGroupWarps = tile::kGroupThreads / 32;
   using Sums = float[1][kKeyTile / 2];
   using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
   using PackedBox = uint32_t[kBoxFragments * 2];
@@ -100,17 +96,11 @@ class BackwardScoresWgmma {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      queue_.init(tile::kConsumerGroups * kGroupWarps);
+      queue_.init(tile::kConsumerGroups * tile::kGroupWarps);
       ring_.init();
     }
     ptx::sync_block();
-    if (warp_ < kGroupWarps) {
-      ptx::decrease_registers<Config::kProducerRegisters>();
-      if (warp_ == 0) produce();
-    } else {
-      ptx::increase_registers<Config::kConsumerRegisters>();
-      consume(warp_ / kGroupWarps - 1, warp_ % kGroupWarps);
-    }
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:

@@ -32,7 +32,6 @@
 #include "ptx/launch_types.h"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
@@ -137,14 +136,11 @@ struct ForwardTwoPhaseConfig : Fields {
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    const int rows = params.is_packed() ? params.packed_q.total : params.n_q;
-    const int keys = params.is_packed() ? params.packed_k.total : params.n_k;
-    const int batch = params.is_packed() ? 1 : params.batch, heads_kv = params.heads_q / params.group;
     const Scratch scratch(params);
     arguments.params = params;
-    const LaunchStatus statuses[] = {map_tensor(arguments.q, params.q, params.d_qk, rows, params.heads_q, batch),
-                                     map_tensor(arguments.k, params.k, params.d_qk, keys, heads_kv, batch),
-                                     map_tensor(arguments.v, params.v, params.d_v, keys, heads_kv, batch),
+    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
+                                     map_keys(arguments.k, params, params.k, params.d_qk),
+                                     map_keys(arguments.v, params, params.v, params.d_v),
                                      map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows())};
     return first_failure(statuses);
   }
@@ -177,14 +173,7 @@ class ForwardTwoPhase {
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) ring_.init();
     ptx::sync_block();
-    constexpr int kGroupWarps = tile::kGroupThreads / 32;
-    if (warp_ < kGroupWarps) {
-      ptx::decrease_registers<Config::kProducerRegisters>();
-      if (warp_ == 0) produce();
-    } else {
-      ptx::increase_registers<Config::kConsumerRegisters>();
-      consume(warp_ / kGroupWarps - 1, warp_ % kGroupWarps);
-    }
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:

@@ -11,7 +11,7 @@
 
 namespace ffpa {
 
-// Of `rows` rows of `columns` in each head; of packed sequences all rows of the tensor. What lies outside reads as 0.
+// Of `rows` rows of `columns` in each head. What lies outside reads as 0.
 inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch) {
   TensorMapSpec spec;
   spec.base = x.data;
@@ -25,6 +25,19 @@ inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int col
     spec.box[dim] = dim < 2 ? tile::kBox : 1;
   }
   return ptx::encode_tensor_map(map, spec);
+}
+
+// A tensor with rows as q has them, one with rows as k has them; of packed sequences all of the tensor's.
+inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns) {
+  const bool packed = params.is_packed();
+  return map_tensor(map, x, columns, packed ? params.packed_q.total : params.n_q, params.heads_q,
+                    packed ? 1 : params.batch);
+}
+
+inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns) {
+  const bool packed = params.is_packed();
+  return map_tensor(map, x, columns, packed ? params.packed_k.total : params.n_k, params.heads_q / params.group,
+                    packed ? 1 : params.batch);
 }
 
 // A matrix of a workspace.

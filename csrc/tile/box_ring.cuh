@@ -18,6 +18,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/register_budget.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
@@ -227,5 +228,19 @@ FFPA_DEVICE void stage_rows(uint32_t box_smem, int row, const uint32_t (&packed)
 }
 
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
+inline constexpr int kGroupWarps = kGroupThreads / 32;
+
+// Who does what, by the number of the warp in the block: one warp of the first warpgroup runs produce(), the warps of
+// the others consume(warpgroup, warp in it), with the registers that Config gives each.
+template <class Config, class Produce, class Consume>
+FFPA_DEVICE void run_roles(int warp, const Produce& produce, const Consume& consume) {
+  if (warp < kGroupWarps) {
+    ptx::decrease_registers<Config::kProducerRegisters>();
+    if (warp == 0) produce();
+  } else {
+    ptx::increase_registers<Config::kConsumerRegisters>();
+    consume(warp / kGroupWarps - 1, warp % kGroupWarps);
+  }
+}
 
 }  // namespace ffpa::tile

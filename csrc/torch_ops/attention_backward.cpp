@@ -20,13 +20,7 @@ void attention_backward(std::string kernel, const Tensor& q, const Tensor& k, co
                         bool top_left, int64_t resident_blocks, Tensor dq, Tensor dk, Tensor dv, Tensor statistics,
                         Tensor live_rows, Tensor p, Tensor ds, std::optional<Tensor> partial, int64_t first_entry,
                         int64_t entries, int64_t first_tile, int64_t end_tile, int64_t first_key, int64_t end_key) {
-  ForwardOptions options{};
-  options.scale = scale;
-  options.softcap = softcap;
-  options.left = left;
-  options.right = right;
-  options.top_left = top_left;
-  options.resident_blocks = int(resident_blocks);
+  const ForwardOptions options = backward_options(scale, softcap, left, right, top_left, resident_blocks);
   const BackwardTensors tensors = {host_tensor(q),        host_tensor(k),  host_tensor(v),  host_tensor(out),
                                    host_tensor(grad_out), host_tensor(dq), host_tensor(dk), host_tensor(dv)};
   const BackwardChunk chunk = {first_entry,

@@ -135,13 +135,7 @@ std::string attention_backward(const std::string& kernel, const std::vector<Tens
                         i < kInputMemory ? emu::Access::kReadOnly : emu::Access::kReadWrite);
   }
   const EmulatedMask of_mask(mask);
-  ForwardOptions options{};
-  options.scale = scale;
-  options.softcap = softcap;
-  options.left = left;
-  options.right = right;
-  options.top_left = top_left;
-  options.resident_blocks = int(resident_blocks);
+  const ForwardOptions options = backward_options(scale, softcap, left, right, top_left, resident_blocks);
   const BackwardParams params = backward_params(
       x, static_cast<float*>(address(0)), static_cast<const float*>(address(1)), of_mask.view,
       {static_cast<const int32_t*>(address(2)), static_cast<const int32_t*>(address(3)), sequences, longest_q,
