@@ -4,25 +4,23 @@
 //
 //   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 64; P̃ = exp2(S - m), 16 bits, by way of shared
 //                                    memory and TMA to the block's own slice of the scratch
-//   2. for each kColumns of d_v      O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
+//   2. for some columns of d_v       O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
 //
-// m, the reference of a row, is an integer that follows its maximum only when that has grown by more than kLazyGrowth:
-// P̃ stays below 2^kLazyGrowth, and what was computed with another reference is repaired by a power of two, which is
-// exact. Of P̃ in memory that is rare, and done between the phases; of O it happens between chunks, where O waits in
-// fp32. Step 2 is nothing but a product.
+// A reference that has moved interrupts step 2 where it did (two_phase_tiles.cuh); else it is nothing but a product.
 //
 // One warp brings the boxes, two warpgroups multiply (tile/box_ring.cuh); each has 64 of the rows, and a thread has the
 // same two rows in both phases.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
+#include "attention/two_phase_tiles.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -38,93 +36,36 @@
 #include "tile/box_ring.cuh"
 #include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
+#include "tile/kept_value.cuh"
 
 namespace ffpa {
 
-// What a block has of AttentionParams::scratch. A slice has room for chunk_keys keys, a multiple of kKeys.
-template <int kRows, int kKeys, int kColumns>
-class TwoPhaseScratch {
- public:
-  FFPA_HOST_DEVICE explicit TwoPhaseScratch(const AttentionParams& params) : params_(params) {}
-
-  // Of all blocks: P̃ [blocks · kRows][chunk_keys].
-  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch); }
-  FFPA_HOST_DEVICE int64_t p_rows() const { return int64_t(params_.resident_blocks) * kRows; }
-
-  // The references of the rows, as each tile of the chunk has them: [chunk_keys / kKeys][kRows].
-  FFPA_HOST_DEVICE float* references(int block) const {
-    return params_.scratch + p_rows() * params_.chunk_keys / 2 + int64_t(block) * (params_.chunk_keys / kKeys * kRows);
-  }
-
-  // O [column groups][kRows][kColumns] in the order of fragments, where there are several chunks.
-  FFPA_HOST_DEVICE float* out(int block, int group) const {
-    const int64_t groups = ceil_div(params_.d_v, kColumns);
-    return references(params_.resident_blocks) + (block * groups + group) * (kRows * kColumns);
-  }
-
- private:
-  const AttentionParams& params_;
-};
-
-// Row tiles in the order in which blocks take them: head by head, so that blocks share K and V in the L2 cache; within
-// heads whose K and V it holds together, the longest first under a causal mask.
-class RowTiles {
- public:
-  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
-      : heads_kv_(params.heads_q / params.group),
-        group_(params.group),
-        rows_(rows),
-        tiles_(ceil_div(params.n_q, rows)),
-        entries_(int64_t(params.batch) * heads_kv_) {
-    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
-    together_ = clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, max_of(entries_, int64_t{1}));
-  }
-
-  FFPA_HOST_DEVICE int64_t count() const { return entries_ * group_ * tiles_; }
-
-  FFPA_DEVICE HeadRows get(const AttentionParams& params, int64_t item) const {
-    const int64_t items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
-    const int64_t heads = min_of(together_, entries_ - section * together_) * group_;
-    const int64_t in_section = item % items_of_section;
-    const int64_t head = section * together_ * group_ + in_section % heads;  // of all query heads
-    HeadRows rows;
-    rows.batch_index = int(head / (int64_t{heads_kv_} * group_));
-    rows.head_index = int(head % (int64_t{heads_kv_} * group_));
-    rows.entry = batch_entry(params, rows.batch_index);
-    rows.first = (tiles_ - 1 - int(in_section / heads)) * rows_;
-    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
-    return rows;
-  }
-
- private:
-  static constexpr int64_t kCachedBytes = 32 << 20;
-
-  int heads_kv_, group_, rows_, tiles_;
-  int64_t entries_, together_;
-};
-
-// Fields: Dtype; kColumns of O at a time.
+// Fields: Dtype; kColumns, the most of O at a time.
 template <class Fields>
 struct ForwardTwoPhaseConfig : Fields {
   using Params = AttentionParams;
   static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
-  static constexpr int kKeys = 256;
+  static constexpr int kKeys = 256, kKeyBoxes = kKeys / tile::kBox;
+  static constexpr int kValueBoxes = Fields::kColumns / tile::kBox;
+  static_assert(kValueBoxes >= kKeyBoxes, "one ring serves both phases");
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
-  using Ring = tile::BoxRing<kRows / tile::kBox, kKeys / tile::kBox, 4>;
+  using Ring = tile::BoxRing<kRows / tile::kBox, kValueBoxes, kValueBoxes == 4 ? 4 : 3>;
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
-  static constexpr int kValueBoxes = ceil_div(Fields::kColumns, tile::kBox);
-  static_assert(kValueBoxes <= Ring::kBoxesB, "one ring serves both phases");
-
-  // Shared memory: slots of the ring; for each warpgroup two boxes of P̃; barriers.
+  // Shared memory: slots of the ring; for each warpgroup two boxes of P̃; barriers; for each warp what it notes of
+  // references, and the rows in work.
   static constexpr int kStagedBoxes = 2;
   static constexpr uint32_t kStagingBytes = kStagedBoxes * tile::kBoxBytes;
-  static constexpr uint32_t kSmemBytes = Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerGroups * kStagingBytes;
+  static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
+  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
+  static constexpr uint32_t kSmemBytes = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), int64_t{params.resident_blocks}));
+    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     return shape;
@@ -153,13 +94,9 @@ class ForwardTwoPhase {
   using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
-  static constexpr int kColumns = Config::kColumns;
   static constexpr int kBoxFragments = tile::kBox / 8;
   using Scores = float[1][kKeys / 2];
-  using Out = float[1][kColumns / 2];
-
-  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
-  static constexpr float kLazyGrowth = 8.0f;
+  using Chunk = KeyChunk<kKeys, tile::kBox>;
 
  public:
   FFPA_DEVICE explicit ForwardTwoPhase(const Arguments& arguments)
@@ -167,8 +104,7 @@ class ForwardTwoPhase {
         params_(arguments.params),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes} {
-  }
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) ring_.init();
@@ -177,53 +113,26 @@ class ForwardTwoPhase {
   }
 
  private:
-  // Round after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the
-  // longer one.
+  FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
+  FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
+
+  // function(first column, boxes) for the columns of O: kValueBoxes at a time or one fewer.
   template <class Function>
-  FFPA_DEVICE void for_each_tile(const Function& function) const {
-    const RowTiles tiles(params_, kRows);
-    const int blocks = ptx::grid_x(), block = ptx::block_x();
-    bool backwards = false;
+  FFPA_DEVICE void for_each_columns(const Function& function) const {
+    int boxes = ceil_div(params_.d_v, tile::kBox), column = 0;
     FFPA_NO_UNROLL
-    for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
-      const int64_t item = round + (backwards ? blocks - 1 - block : block);
-      if (item >= tiles.count()) continue;
-      const HeadRows rows = tiles.get(params_, item);
-      if (rows.first <= rows.last) function(rows);
+    for (int times = ceil_div(boxes, Config::kValueBoxes); times > 0; --times) {
+      const int now = max_of(ceil_div(boxes, times), Config::kValueBoxes - 1);
+      function(column, now);
+      boxes -= now;
+      column += now * tile::kBox;
     }
   }
 
-  // Some of the keys that a row tile sees: tiles of S, and steps of the product with V. The first chunk may have none.
-  struct Chunk {
-    int first_tile, end_tile;
-    Run keys;
-    bool is_first, is_last;
-
-    FFPA_DEVICE int tiles() const { return end_tile - first_tile; }
-    FFPA_DEVICE int first_key() const { return first_tile * kKeys; }  // column 0 of P̃
-    FFPA_DEVICE int steps() const { return keys.steps(tile::kBox); }
-  };
-
-  template <class Function>
-  FFPA_DEVICE void for_each_chunk(const HeadRows& rows, const Function& function) const {
-    const Run keys = run_over_keys(rows, tile::kBox), in_tiles = run_over_keys(rows, kKeys);
-    const int first_of_all = in_tiles.begin / kKeys, end_of_all = first_of_all + in_tiles.steps(kKeys);
-    const int most_tiles = params_.chunk_keys / kKeys;
-    int first = first_of_all;
-    bool is_last;
-    do {
-      const int end = min_of(first + most_tiles, end_of_all);
-      is_last = end == end_of_all;
-      const Run of_chunk = {max_of(keys.begin, first * kKeys), min_of(keys.end, end * kKeys)};
-      function(Chunk{first, end, of_chunk, first == first_of_all, is_last});
-      first = end;
-    } while (!is_last);
+  FFPA_DEVICE KeptRows kept_rows(int warp) const {
+    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
   }
-
-  FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
-  FFPA_DEVICE int column_groups() const { return ceil_div(params_.d_v, kColumns); }
-  FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
-  FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
 
   // Barriers: each warpgroup's own; P̃ of a chunk is complete, which the producer waits for and the others announce.
   static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
@@ -234,13 +143,14 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
-    for_each_tile([&](const HeadRows& rows) {
-      for_each_chunk(rows, [&](const Chunk& chunk) {
-        bring_keys(producer, rows, chunk);
+    const KeptRows kept = kept_rows(0);
+    for_each_row_tile(params_, kRows, kept, lane_, [&] {
+      Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+        bring_keys(producer, kept.get(), chunk);
         ptx::sync_warp();
         ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
         ptx::fence_proxy_async_global();
-        bring_values(producer, rows, chunk);
+        bring_values(producer, kept.get(), chunk);
       });
     });
   }
@@ -257,10 +167,10 @@ class ForwardTwoPhase {
           for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
             load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
           }
-          for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+          for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
             load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
           }
-        });
+        }, Config::kKeyBoxes);
       }
     }
   }
@@ -268,76 +178,103 @@ class ForwardTwoPhase {
   FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const HeadRows& rows, const Chunk& chunk) const {
     const MapPlace v = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
     const int p_row = ptx::block_x() * kRows;
-    FFPA_NO_UNROLL
-    for (int column = 0; column < params_.d_v; column += kColumns) {
+    for_each_columns([&](int column, int boxes) {
       if (chunk.steps() == 0) producer.bring_zeros();
       FFPA_NO_UNROLL
       for (int key = chunk.keys.begin; key < chunk.keys.end; key += tile::kBox) {
         const auto load = [&](uint32_t boxes_smem, uint32_t barrier) {
           for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-            ptx::tma_load_2d(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(), p_row + box * tile::kBox);
+            ptx::tma_load_2d<ptx::Evict::kSoon>(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(),
+                                                p_row + box * tile::kBox);
           }
-          for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+          FFPA_NO_UNROLL
+          for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
             load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
           }
         };
-        producer.bring_live_rows(live_box_rows(rows.n_k() - key, params_.is_packed()), load, Config::kValueBoxes);
+        producer.bring_live_rows(live_box_rows(rows.n_k() - key, params_.is_packed()), load, boxes);
       }
-    }
+    });
   }
 
   // ---- the warpgroups that multiply ----
-
-  // Of a thread's two rows.
-  struct RowState {
-    float reference[2];  // -inf: the row has seen no key
-    float sum[2];        // of the thread's keys, to the reference
-  };
 
   FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const bool stores = group_warp == 0 && lane_ == 0;
     const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
-    for_each_tile([&](const HeadRows& rows) {
-      RowState state = {{-kInfinity, -kInfinity}, {0, 0}};
-      for_each_chunk(rows, [&](const Chunk& chunk) {
+    const KeptRows kept = kept_rows(1 + group * tile::kGroupWarps + group_warp);
+    for_each_row_tile(params_, kRows, kept, lane_, [&] {
+      RowState state;
+      Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
         const float before[2] = {state.reference[0], state.reference[1]};
-        bool moved[2] = {false, false};
+        MovedTiles moves(moves_smem(group, group_warp));
         FFPA_NO_UNROLL
-        for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
+        for (int tile = 0; tile < chunk.tiles(); ++tile) {
           Scores scores = {};  // or their registers would be taken throughout the other phase
           consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
-          to_probabilities(scores, rows, tile * kKeys, row, state, moved, tile > chunk.first_tile);
-          if (lane_ % 4 == 0) keep_references(tile - chunk.first_tile, row, state);
-          store(scores, (tile - chunk.first_tile) * kKeys, group, group_warp, stores);
+          const bool moved = to_probabilities(scores, kept.get(), (chunk.first_tile + tile) * kKeys, row, state);
+          if (lane_ % 4 == 0) keep_references(tile, row, state);
+          store(scores, tile * kKeys, group, group_warp, stores);
+          moves.add(tile, moved, lane_);
         }
         if (stores) ptx::bulk_wait_group<0>();
-        ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // P̃ is there for the group's warps
-        repair(chunk, row, state, moved);
+        ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have written is there
         ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
-        if (chunk.is_last) finish_rows(rows, row, state);
-        float factor[2];  // of what earlier chunks left
-        FFPA_UNROLL
-        for (int h = 0; h < 2; ++h) factor[h] = ptx::ex2(before[h] - finite_reference(state.reference[h]));
-        FFPA_NO_UNROLL
-        for (int column = 0; column < params_.d_v; column += kColumns) {
-          Out out = {};
-          consumer.template multiply<Element, kColumns, tile::Major::kK, tile::Major::kMN>(out,
-                                                                                           max_of(chunk.steps(), 1));
-          finish(out, rows, chunk, row, column, state, factor);
-        }
+        if (chunk.is_last) finish_rows(kept.get(), row, state);
+        const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+        for_each_columns([&](int column, int boxes) {
+          const auto compute = [&](auto width) {
+            float out[1][decltype(width)::value / 2] = {};
+            multiply_with_values(consumer, out, chunk, group, row);
+            finish(out, kept.get(), chunk, row, column, state, factor);
+          };
+          if (boxes == Config::kValueBoxes) {
+            compute(std::integral_constant<int, Config::kColumns>());
+          } else {
+            compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
+          }
+        });
       });
     });
   }
 
-  static FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
+  // out = P̃ V over a chunk: from one tile where a reference of the warpgroup has moved to the next.
+  template <int kSums>
+  FFPA_DEVICE void multiply_with_values(tile::BoxConsumer<Ring>& consumer, float (&out)[1][kSums], const Chunk& chunk,
+                                        int group, int row) const {
+    int tile = 0;
+    FFPA_NO_UNROLL
+    while (true) {
+      const int next = MovedTiles::next<tile::kGroupWarps>(moves_smem(group, 0), tile + 1, chunk.tiles());
+      consumer.template multiply<Element, 2 * kSums, tile::Major::kK, tile::Major::kMN>(
+          out, max_of(chunk.steps(tile, next), 1), tile > 0);
+      if (next >= chunk.tiles()) return;
+      tile = next;
+      const float* references = scratch().references(ptx::block_x()) + tile * kRows + row;
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const float* now = references + tile::c_coordinate(lane_, 2 * h).row;
+        const float factor = growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
+        FFPA_UNROLL
+        for (int n = 0; n < kSums / 4; ++n) {
+          out[0][4 * n + 2 * h] *= factor;
+          out[0][4 * n + 2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  FFPA_DEVICE uint32_t moves_smem(int group, int group_warp) const {
+    return ring_.slots_smem + Config::kMovesAt + (group * tile::kGroupWarps + group_warp) * MovedTiles::kBytes;
+  }
 
   // ---- 1. P̃ of a tile ----
 
-  // Makes P̃ of raw scores, and moves the references that have to. `moved`: where P̃ in memory has another one.
-  FFPA_DEVICE void to_probabilities(Scores& sums, const HeadRows& rows, int key, int row, RowState& state,
-                                    bool (&moved)[2], bool has_earlier_tiles) const {
+  // Makes P̃ of raw scores; says whether a reference has moved.
+  FFPA_DEVICE bool to_probabilities(Scores& sums, const HeadRows& rows, int key, int row, RowState& state) const {
+    bool moved = false;
     const bool all_seen = all_rows_see(rows, key, kKeys);
     float maximum[2] = {-kInfinity, -kInfinity};
     FFPA_UNROLL
@@ -362,9 +299,7 @@ class ForwardTwoPhase {
     for (int h = 0; h < 2; ++h) {
       maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
       maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
-      const float before = state.reference[h];
-      if (maximum[h] - before > kLazyGrowth) state.reference[h] = std::ceil(maximum[h]);
-      moved[h] |= has_earlier_tiles && before != -kInfinity && state.reference[h] != before;
+      moved |= state.follow(h, maximum[h]);
       const float reference = finite_reference(state.reference[h]);
       float sum = 0;
       FFPA_UNROLL
@@ -376,8 +311,9 @@ class ForwardTwoPhase {
           sum += p;
         }
       }
-      state.sum[h] = state.sum[h] * ptx::ex2(before - reference) + sum;
+      state.sum[h] += sum;
     }
+    return moved;
   }
 
   // Lane 0 of each row's four.
@@ -412,54 +348,13 @@ class ForwardTwoPhase {
       if (stores) {
         FFPA_UNROLL
         for (int box = 0; box < Config::kStagedBoxes; ++box) {
-          ptx::tma_store_2d(&arguments_.p, staging_smem + box * tile::kBoxBytes, column + (first + box) * tile::kBox,
-                            ptx::block_x() * kRows + group * tile::kBox);
+          ptx::tma_store_2d<ptx::Evict::kSoon>(&arguments_.p, staging_smem + box * tile::kBoxBytes,
+                                               column + (first + box) * tile::kBox,
+                                               ptx::block_x() * kRows + group * tile::kBox);
         }
         ptx::bulk_commit_group();
       }
     }
-  }
-
-  // The rows of a warp whose reference has moved since their P̃ was written: read back, multiplied, written again. A
-  // row of a tile is 16 bytes a lane.
-  FFPA_DEVICE void repair(const Chunk& chunk, int row, const RowState& state, const bool (&moved)[2]) const {
-    static_assert(kKeys == 32 * 8, "a row of a tile is 16 bytes a lane");
-    const uint32_t moved_lanes[2] = {ptx::vote_ballot(moved[0]), ptx::vote_ballot(moved[1])};
-    if ((moved_lanes[0] | moved_lanes[1]) == 0) return;
-    ptx::fence_gpu();  // TMA has written past what L1 may hold of an earlier repair
-    ptx::sync_warp();  // the references that other lanes have kept
-    const float* references = scratch().references(ptx::block_x()) + row;
-    uint16_t* p = scratch().p() + (int64_t(ptx::block_x()) * kRows + row) * params_.chunk_keys + lane_ * 8;
-    FFPA_NO_UNROLL
-    for (int r = 0; r < 16; ++r) {
-      const int lane_of_row = r % 8 * 4;
-      if (!((r < 8 ? moved_lanes[0] : moved_lanes[1]) >> lane_of_row & 1)) continue;
-      const float now = ptx::shfl_idx(r < 8 ? state.reference[0] : state.reference[1], lane_of_row);
-      FFPA_NO_UNROLL
-      for (int first = 0; first < chunk.tiles(); first += 32) {
-        float then = now;  // of the tile that is `lane` further
-        if (first + lane_ < chunk.tiles()) {
-          then = float_from_bits(ptx::ld_global_4(references + (first + lane_) * kRows + r));
-        }
-        const uint32_t others = ptx::vote_ballot(then != now && then != -kInfinity);
-        FFPA_NO_UNROLL
-        for (int tile = 0; tile < 32; ++tile) {
-          if (!(others >> tile & 1)) continue;
-          const float factor = ptx::ex2(ptx::shfl_idx(then, tile) - now);
-          uint16_t* of_lane = p + int64_t(r) * params_.chunk_keys + (first + tile) * kKeys;
-          uint32_t bits[4];
-          ptx::ld_global_16(bits, of_lane);
-          FFPA_UNROLL
-          for (uint32_t& pair : bits) {
-            float low, high;
-            ptx::unpack<Element>(pair, low, high);
-            pair = ptx::pack<Element>(low * factor, high * factor);
-          }
-          ptx::st_global_16(of_lane, bits);
-        }
-      }
-    }
-    ptx::fence_proxy_async_global();
   }
 
   // ---- 2. O ----
@@ -471,37 +366,21 @@ class ForwardTwoPhase {
       float sum = state.sum[h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      state.sum[h] = sum > 0 ? 1 / sum : 0.0f;
       const int r = rows.first + row + tile::c_coordinate(lane_, 2 * h).row;
-      if (params_.lse == nullptr || lane_ % 4 > 0 || r > rows.last) continue;
-      float* lse = params_.lse + rows.batch() * params_.lse_batch_stride + rows.head() * params_.lse_head_stride +
-                   rows.entry.q.begin;
-      ptx::st_global_4(lse + r, float_bits((state.reference[h] + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+      state.sum[h] = finish_row(params_, rows, r, state.reference[h], sum, lane_ % 4 == 0);
     }
   }
 
   // With what earlier chunks left, for a later one or as the result.
-  FFPA_DEVICE void finish(const Out& out, const HeadRows& rows, const Chunk& chunk, int row, int column,
+  template <int kSums>
+  FFPA_DEVICE void finish(const float (&out)[1][kSums], const HeadRows& rows, const Chunk& chunk, int row, int column,
                           const RowState& state, const float (&factor)[2]) const {
-    float* partial = scratch().out(ptx::block_x(), column / kColumns) + row * kColumns;
-    const int first = rows.first + row;
-    uint16_t* first_gmem = params_.out.data + map_batch(rows) * params_.out.batch_stride +
-                           rows.head() * params_.out.head_stride +
-                           (rows.entry.q.begin + int64_t(first)) * params_.out.row_stride + column;
-    tile::RowWriter<Element, kColumns / 8> writer(first_gmem, params_.out.row_stride, rows.last + 1 - first,
-                                                  params_.d_v - column, false, lane_);
-    FFPA_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      float values[4] = {out[0][4 * n], out[0][4 * n + 1], out[0][4 * n + 2], out[0][4 * n + 3]};
-      if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane_);
-      if (!chunk.is_last) {
-        tile::save_fragment(partial, n, values, lane_);
-        continue;
-      }
-      FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) values[e] *= state.sum[e / 2];
-      writer.put(n, values);
-    }
+    float* partial = scratch().out(ptx::block_x(), column) + row * 2 * kSums;
+    finish_out<Element, kSums / 4>(params_, rows, chunk, row, column, partial, factor, state.sum, lane_,
+                                   [&](int n, float (&values)[4]) {
+                                     FFPA_UNROLL
+                                     for (int e = 0; e < 4; ++e) values[e] = out[0][4 * n + e];
+                                   });
   }
 
   const Arguments& arguments_;

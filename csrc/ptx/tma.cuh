@@ -14,6 +14,14 @@
 
 #include "base/compiler.h"
 
+namespace ffpa::ptx {
+
+// What becomes of the lines of a copy in the L2 cache. kSoon is for what passes through once, or from far: it makes
+// room for others first.
+enum class Evict { kNormal, kSoon };
+
+}  // namespace ffpa::ptx
+
 #if FFPA_CUDA
 #include "ptx/native/tma.cuh"
 #else

@@ -158,22 +158,36 @@ class BoxConsumer {
   // `group`: which of them.
   FFPA_DEVICE BoxConsumer(const Ring& ring, int group, int lane) : ring_(ring), group_(group), lane_(lane) {}
 
-  // sums [kBlocks · 64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one.
+  // sums [kBlocks · 64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one; or += where they
+  // accumulate.
   template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
-  FFPA_DEVICE void multiply(float (&sums)[kBlocks][kColumns / 2], int steps) {
+  FFPA_DEVICE void multiply(float (&sums)[kBlocks][kColumns / 2], int steps, bool accumulate = false) {
     static_assert(kColumns <= Ring::kBoxesB * kBox, "the boxes of B hold all columns");
     static_assert(kBlocks * kConsumerGroups == Ring::kBoxesA, "the warpgroups share the boxes of A");
     FFPA_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      begin_step<Element, kColumns, kA, kB>(sums, step > 0);
-      ptx::wgmma_wait_group<1>();  // the products of the step before are done
-      if (step > 0) release(slot_before(2));
+      begin_step<Element, kColumns, kA, kB>(sums, accumulate || step > 0);
+      if constexpr (kGivesBackAtOnce) {
+        ptx::wgmma_wait_group<0>();
+        release(slot_before(1));
+      } else {
+        ptx::wgmma_wait_group<1>();  // the products of the step before are done
+        if (step > 0) release(slot_before(2));
+      }
     }
-    ptx::wgmma_wait_group<0>();
-    release(slot_before(1));
+    if constexpr (!kGivesBackAtOnce) {
+      ptx::wgmma_wait_group<0>();
+      release(slot_before(1));
+    }
   }
 
  private:
+  static constexpr int kWidest = 256;  // columns of an instruction
+
+  // A slot that waits for the products of the next one is a third of three: the copies would have no time to land.
+  // Given back at once, it leaves the tensor cores to the other warpgroup for a moment.
+  static constexpr bool kGivesBackAtOnce = Ring::kStages <= 3;
+
   // One loop body, and no other code that touches the sums: ptxas then leaves the products asynchronous.
   template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
   FFPA_DEVICE void begin_step(float (&sums)[kBlocks][kColumns / 2], bool accumulate) {
@@ -188,12 +202,27 @@ class BoxConsumer {
     for (int depth = 0; depth < kBox / 16; ++depth) {
       FFPA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        ptx::wgmma_ss<Element, kColumns, kA, kB>(sums[block], a + (block * kBoxBytes + depth * kNextA) / 16,
-                                                 b + depth * kNextB / 16, accumulate || depth > 0);
+        add_product<Element, kColumns, kA, kB>(sums[block], a + (block * kBoxBytes + depth * kNextA) / 16,
+                                               b + depth * kNextB / 16, accumulate || depth > 0);
       }
     }
     ptx::wgmma_commit_group();
     at_.advance();
+  }
+
+  // A product wider than an instruction takes two, the first of whole boxes.
+  template <class Element, int kColumns, Major kA, Major kB>
+  static FFPA_DEVICE void add_product(float (&sums)[kColumns / 2], uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (kColumns <= kWidest) {
+      ptx::wgmma_ss<Element, kColumns, kA, kB>(sums, a, b, accumulate);
+    } else {
+      constexpr int kFirst = 3 * kBox;
+      using First = float[kFirst / 2];
+      using Second = float[(kColumns - kFirst) / 2];
+      ptx::wgmma_ss<Element, kFirst, kA, kB>(reinterpret_cast<First&>(sums[0]), a, b, accumulate);
+      ptx::wgmma_ss<Element, kColumns - kFirst, kA, kB>(reinterpret_cast<Second&>(sums[kFirst / 2]), a,
+                                                        b + kFirst / kBox * kBoxBytes / 16, accumulate);
+    }
   }
 
   static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {

@@ -15,8 +15,8 @@ import torch
 from . import env
 from .spec import TWO_PHASE_COLUMNS, ForwardTwoPhase, Problem, Visibility
 
-ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
-MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
+ROWS, KEYS, BOX = 128, 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase.cuh
+MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernel has bits for
 LEAST_HEAD_DIM = 513  # O of narrower ones fits on chip
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
@@ -68,12 +68,11 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
     return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
 
 
-# Columns of O at a time -> their speed: the narrower a tile, the more bytes of P and V a product takes.
-_SPEEDS = dict(zip(TWO_PHASE_COLUMNS, (0.9, 0.95, 1.0), strict=True))
-
-
 def _columns(d_v: int) -> int:
-    return min(_SPEEDS, key=lambda width: -(-d_v // width) * width / _SPEEDS[width])
+    """The most of O at a time: as many as there are registers for, and about as many each time."""
+    boxes = -(-d_v // BOX)
+    times = -(-boxes * BOX // TWO_PHASE_COLUMNS[-1])
+    return max(-(-boxes // times) * BOX, TWO_PHASE_COLUMNS[0])
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:

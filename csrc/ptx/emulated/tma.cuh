@@ -15,6 +15,7 @@ struct alignas(64) TensorMap {
   TensorMapSpec spec;
 };
 
+template <Evict = Evict::kNormal>
 inline void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
                         emu::CallSite site = emu::CallSite()) {
   const int coordinates[] = {c0, c1};
@@ -45,6 +46,7 @@ inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* ma
   emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 4, block_mask, site);
 }
 
+template <Evict = Evict::kNormal>
 inline void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1,
                          emu::CallSite site = emu::CallSite()) {
   const int coordinates[] = {c0, c1};

@@ -16,12 +16,22 @@ using TensorMap = CUtensorMap;  // a kernel takes it as `const FFPA_GRID_CONSTAN
 
 // The instruction's only form for loads: to the shared memory of the cluster (a plain address means the own block),
 // completing on an mbarrier of the destination block.
+template <Evict kEvict = Evict::kNormal>
 FFPA_DEVICE void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          destination_smem),
-      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1)
-      : "memory");
+  if constexpr (kEvict == Evict::kNormal) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            destination_smem),
+        "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n  .reg .b64 policy;\n  createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "  cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4}], [%2], policy;\n}" ::"r"(destination_smem),
+        "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1)
+        : "memory");
+  }
 }
 
 FFPA_DEVICE void tma_load_3d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
@@ -63,10 +73,20 @@ FFPA_DEVICE void tma_load_4d_multicast(uint32_t destination_smem, const TensorMa
 }
 
 // Stores complete in bulk groups of the issuing thread.
+template <Evict kEvict = Evict::kNormal>
 FFPA_DEVICE void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(source_smem), "r"(c0), "r"(c1)
-               : "memory");
+  if constexpr (kEvict == Evict::kNormal) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(source_smem), "r"(c0), "r"(c1)
+                 : "memory");
+  } else {
+    asm volatile(
+        "{\n  .reg .b64 policy;\n  createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "  cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], policy;\n}" ::"l"(
+            map),
+        "r"(source_smem), "r"(c0), "r"(c1)
+        : "memory");
+  }
 }
 
 FFPA_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3) {

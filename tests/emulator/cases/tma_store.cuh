@@ -109,7 +109,7 @@ void store_ring_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32
     const uint32_t buffer = smem + round % 2 * kStoredWords * 4;
     fill_source(buffer, input + round * kStoredWords, kStoredWords);
     if (stores) {
-      ptx::tma_store_2d(&map, buffer, 0, round * kStoredRows);
+      ptx::tma_store_2d<ptx::Evict::kSoon>(&map, buffer, 0, round * kStoredRows);
       ptx::bulk_commit_group();
     }
   }
@@ -145,7 +145,7 @@ void workspace_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32_
       const uint32_t source = smem + round * kStoredWords * 4;
       fill_source(source, input + round * kStoredWords, kStoredWords);
       if (lane == 0) {
-        ptx::tma_store_2d(&map, source, 0, round * kStoredRows);
+        ptx::tma_store_2d<ptx::Evict::kSoon>(&map, source, 0, round * kStoredRows);
         ptx::bulk_commit_group();
         ptx::bulk_wait_group<1>();
         ptx::fence_proxy_async_global();
@@ -164,7 +164,7 @@ void workspace_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32_
     if (previous % 2) continue;
     if (lane == 0) {
       ptx::mbarrier_arrive_expect_tx(barrier, kStoredWords * 4);
-      ptx::tma_load_2d(read_back, &map, barrier, 0, previous * kStoredRows);
+      ptx::tma_load_2d<ptx::Evict::kSoon>(read_back, &map, barrier, 0, previous * kStoredRows);
     }
     ptx::mbarrier_wait(barrier, previous / 2 % 2);
     for (int word = lane; word < kStoredWords; word += 32) {
