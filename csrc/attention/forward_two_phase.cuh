@@ -6,16 +6,15 @@
 //                                    memory and TMA to the block's own slice of the scratch
 //   2. for each kColumns of d_v      O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
 //
-// m, the reference of a row, is an integer that follows its maximum only when that has grown by more than kLazyGrowth:
-// P̃ stays below 2^kLazyGrowth, and what was computed with another reference is repaired by a power of two, which is
-// exact. Of P̃ in memory that is rare, and done between the phases; of O it happens between chunks, where O waits in
-// fp32. Step 2 is nothing but a product.
+// m, the reference of a row, is an integer that follows its maximum only when that has grown by more than kLazyGrowth
+// (two_phase_tiles.cuh): P̃ stays below 2^kLazyGrowth, and what was computed with another reference is repaired by a
+// power of two, which is exact. Of P̃ in memory that is rare, and done between the phases; of O it happens between
+// chunks, where O waits in fp32. Step 2 is nothing but a product.
 //
 // One warp brings the boxes, two warpgroups multiply (tile/box_ring.cuh); each has 64 of the rows, and a thread has the
 // same two rows in both phases.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "attention/attention_params.h"
@@ -23,6 +22,7 @@
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
+#include "attention/two_phase_tiles.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -40,68 +40,6 @@
 #include "tile/fragments.cuh"
 
 namespace ffpa {
-
-// What a block has of AttentionParams::scratch. A slice has room for chunk_keys keys, a multiple of kKeys.
-template <int kRows, int kKeys, int kColumns>
-class TwoPhaseScratch {
- public:
-  FFPA_HOST_DEVICE explicit TwoPhaseScratch(const AttentionParams& params) : params_(params) {}
-
-  // Of all blocks: P̃ [blocks · kRows][chunk_keys].
-  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch); }
-  FFPA_HOST_DEVICE int64_t p_rows() const { return int64_t(params_.resident_blocks) * kRows; }
-
-  // The references of the rows, as each tile of the chunk has them: [chunk_keys / kKeys][kRows].
-  FFPA_HOST_DEVICE float* references(int block) const {
-    return params_.scratch + p_rows() * params_.chunk_keys / 2 + int64_t(block) * (params_.chunk_keys / kKeys * kRows);
-  }
-
-  // O [column groups][kRows][kColumns] in the order of fragments, where there are several chunks.
-  FFPA_HOST_DEVICE float* out(int block, int group) const {
-    const int64_t groups = ceil_div(params_.d_v, kColumns);
-    return references(params_.resident_blocks) + (block * groups + group) * (kRows * kColumns);
-  }
-
- private:
-  const AttentionParams& params_;
-};
-
-// Row tiles in the order in which blocks take them: head by head, so that blocks share K and V in the L2 cache; within
-// heads whose K and V it holds together, the longest first under a causal mask.
-class RowTiles {
- public:
-  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
-      : heads_kv_(params.heads_q / params.group),
-        group_(params.group),
-        rows_(rows),
-        tiles_(ceil_div(params.n_q, rows)),
-        entries_(int64_t(params.batch) * heads_kv_) {
-    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
-    together_ = clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, max_of(entries_, int64_t{1}));
-  }
-
-  FFPA_HOST_DEVICE int64_t count() const { return entries_ * group_ * tiles_; }
-
-  FFPA_DEVICE HeadRows get(const AttentionParams& params, int64_t item) const {
-    const int64_t items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
-    const int64_t heads = min_of(together_, entries_ - section * together_) * group_;
-    const int64_t in_section = item % items_of_section;
-    const int64_t head = section * together_ * group_ + in_section % heads;  // of all query heads
-    HeadRows rows;
-    rows.batch_index = int(head / (int64_t{heads_kv_} * group_));
-    rows.head_index = int(head % (int64_t{heads_kv_} * group_));
-    rows.entry = batch_entry(params, rows.batch_index);
-    rows.first = (tiles_ - 1 - int(in_section / heads)) * rows_;
-    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
-    return rows;
-  }
-
- private:
-  static constexpr int64_t kCachedBytes = 32 << 20;
-
-  int heads_kv_, group_, rows_, tiles_;
-  int64_t entries_, together_;
-};
 
 // Fields: Dtype; kColumns of O at a time.
 template <class Fields>
@@ -157,9 +95,7 @@ class ForwardTwoPhase {
   static constexpr int kBoxFragments = tile::kBox / 8;
   using Scores = float[1][kKeys / 2];
   using Out = float[1][kColumns / 2];
-
-  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
-  static constexpr float kLazyGrowth = 8.0f;
+  using Chunk = KeyChunk<kKeys, tile::kBox>;
 
  public:
   FFPA_DEVICE explicit ForwardTwoPhase(const Arguments& arguments)
@@ -177,49 +113,6 @@ class ForwardTwoPhase {
   }
 
  private:
-  // Round after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the
-  // longer one.
-  template <class Function>
-  FFPA_DEVICE void for_each_tile(const Function& function) const {
-    const RowTiles tiles(params_, kRows);
-    const int blocks = ptx::grid_x(), block = ptx::block_x();
-    bool backwards = false;
-    FFPA_NO_UNROLL
-    for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
-      const int64_t item = round + (backwards ? blocks - 1 - block : block);
-      if (item >= tiles.count()) continue;
-      const HeadRows rows = tiles.get(params_, item);
-      if (rows.first <= rows.last) function(rows);
-    }
-  }
-
-  // Some of the keys that a row tile sees: tiles of S, and steps of the product with V. The first chunk may have none.
-  struct Chunk {
-    int first_tile, end_tile;
-    Run keys;
-    bool is_first, is_last;
-
-    FFPA_DEVICE int tiles() const { return end_tile - first_tile; }
-    FFPA_DEVICE int first_key() const { return first_tile * kKeys; }  // column 0 of P̃
-    FFPA_DEVICE int steps() const { return keys.steps(tile::kBox); }
-  };
-
-  template <class Function>
-  FFPA_DEVICE void for_each_chunk(const HeadRows& rows, const Function& function) const {
-    const Run keys = run_over_keys(rows, tile::kBox), in_tiles = run_over_keys(rows, kKeys);
-    const int first_of_all = in_tiles.begin / kKeys, end_of_all = first_of_all + in_tiles.steps(kKeys);
-    const int most_tiles = params_.chunk_keys / kKeys;
-    int first = first_of_all;
-    bool is_last;
-    do {
-      const int end = min_of(first + most_tiles, end_of_all);
-      is_last = end == end_of_all;
-      const Run of_chunk = {max_of(keys.begin, first * kKeys), min_of(keys.end, end * kKeys)};
-      function(Chunk{first, end, of_chunk, first == first_of_all, is_last});
-      first = end;
-    } while (!is_last);
-  }
-
   FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
   FFPA_DEVICE int column_groups() const { return ceil_div(params_.d_v, kColumns); }
   FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
@@ -234,8 +127,8 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
-    for_each_tile([&](const HeadRows& rows) {
-      for_each_chunk(rows, [&](const Chunk& chunk) {
+    for_each_row_tile(params_, kRows, [&](const HeadRows& rows) {
+      Chunk::for_each(params_, rows, [&](const Chunk& chunk) {
         bring_keys(producer, rows, chunk);
         ptx::sync_warp();
         ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
@@ -288,19 +181,13 @@ class ForwardTwoPhase {
 
   // ---- the warpgroups that multiply ----
 
-  // Of a thread's two rows.
-  struct RowState {
-    float reference[2];  // -inf: the row has seen no key
-    float sum[2];        // of the thread's keys, to the reference
-  };
-
   FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const bool stores = group_warp == 0 && lane_ == 0;
     const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
-    for_each_tile([&](const HeadRows& rows) {
-      RowState state = {{-kInfinity, -kInfinity}, {0, 0}};
-      for_each_chunk(rows, [&](const Chunk& chunk) {
+    for_each_row_tile(params_, kRows, [&](const HeadRows& rows) {
+      RowState state;
+      Chunk::for_each(params_, rows, [&](const Chunk& chunk) {
         const float before[2] = {state.reference[0], state.reference[1]};
         bool moved[2] = {false, false};
         FFPA_NO_UNROLL
@@ -331,8 +218,6 @@ class ForwardTwoPhase {
     });
   }
 
-  static FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
-
   // ---- 1. P̃ of a tile ----
 
   // Makes P̃ of raw scores, and moves the references that have to. `moved`: where P̃ in memory has another one.
@@ -362,9 +247,7 @@ class ForwardTwoPhase {
     for (int h = 0; h < 2; ++h) {
       maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
       maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
-      const float before = state.reference[h];
-      if (maximum[h] - before > kLazyGrowth) state.reference[h] = std::ceil(maximum[h]);
-      moved[h] |= has_earlier_tiles && before != -kInfinity && state.reference[h] != before;
+      state.follow(h, maximum[h], moved, has_earlier_tiles);
       const float reference = finite_reference(state.reference[h]);
       float sum = 0;
       FFPA_UNROLL
@@ -376,7 +259,7 @@ class ForwardTwoPhase {
           sum += p;
         }
       }
-      state.sum[h] = state.sum[h] * ptx::ex2(before - reference) + sum;
+      state.sum[h] += sum;
     }
   }
 
@@ -420,45 +303,12 @@ class ForwardTwoPhase {
     }
   }
 
-  // The rows of a warp whose reference has moved since their P̃ was written: read back, multiplied, written again. A
-  // row of a tile is 16 bytes a lane.
+  // Where references have moved; TMA writes past what L1 may hold of an earlier repair, and reads what this one writes.
   FFPA_DEVICE void repair(const Chunk& chunk, int row, const RowState& state, const bool (&moved)[2]) const {
-    static_assert(kKeys == 32 * 8, "a row of a tile is 16 bytes a lane");
-    const uint32_t moved_lanes[2] = {ptx::vote_ballot(moved[0]), ptx::vote_ballot(moved[1])};
-    if ((moved_lanes[0] | moved_lanes[1]) == 0) return;
-    ptx::fence_gpu();  // TMA has written past what L1 may hold of an earlier repair
+    if (ptx::vote_ballot(moved[0] || moved[1]) == 0) return;
+    ptx::fence_gpu();
     ptx::sync_warp();  // the references that other lanes have kept
-    const float* references = scratch().references(ptx::block_x()) + row;
-    uint16_t* p = scratch().p() + (int64_t(ptx::block_x()) * kRows + row) * params_.chunk_keys + lane_ * 8;
-    FFPA_NO_UNROLL
-    for (int r = 0; r < 16; ++r) {
-      const int lane_of_row = r % 8 * 4;
-      if (!((r < 8 ? moved_lanes[0] : moved_lanes[1]) >> lane_of_row & 1)) continue;
-      const float now = ptx::shfl_idx(r < 8 ? state.reference[0] : state.reference[1], lane_of_row);
-      FFPA_NO_UNROLL
-      for (int first = 0; first < chunk.tiles(); first += 32) {
-        float then = now;  // of the tile that is `lane` further
-        if (first + lane_ < chunk.tiles()) {
-          then = float_from_bits(ptx::ld_global_4(references + (first + lane_) * kRows + r));
-        }
-        const uint32_t others = ptx::vote_ballot(then != now && then != -kInfinity);
-        FFPA_NO_UNROLL
-        for (int tile = 0; tile < 32; ++tile) {
-          if (!(others >> tile & 1)) continue;
-          const float factor = ptx::ex2(ptx::shfl_idx(then, tile) - now);
-          uint16_t* of_lane = p + int64_t(r) * params_.chunk_keys + (first + tile) * kKeys;
-          uint32_t bits[4];
-          ptx::ld_global_16(bits, of_lane);
-          FFPA_UNROLL
-          for (uint32_t& pair : bits) {
-            float low, high;
-            ptx::unpack<Element>(pair, low, high);
-            pair = ptx::pack<Element>(low * factor, high * factor);
-          }
-          ptx::st_global_16(of_lane, bits);
-        }
-      }
-    }
+    repair_rows<Element, 8>(scratch(), params_.chunk_keys, chunk, row, 0, state, moved, lane_);
     ptx::fence_proxy_async_global();
   }
 
@@ -471,12 +321,8 @@ class ForwardTwoPhase {
       float sum = state.sum[h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      state.sum[h] = sum > 0 ? 1 / sum : 0.0f;
       const int r = rows.first + row + tile::c_coordinate(lane_, 2 * h).row;
-      if (params_.lse == nullptr || lane_ % 4 > 0 || r > rows.last) continue;
-      float* lse = params_.lse + rows.batch() * params_.lse_batch_stride + rows.head() * params_.lse_head_stride +
-                   rows.entry.q.begin;
-      ptx::st_global_4(lse + r, float_bits((state.reference[h] + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+      state.sum[h] = finish_row(params_, rows, r, state.reference[h], sum, lane_ % 4 == 0);
     }
   }
 
@@ -484,24 +330,11 @@ class ForwardTwoPhase {
   FFPA_DEVICE void finish(const Out& out, const HeadRows& rows, const Chunk& chunk, int row, int column,
                           const RowState& state, const float (&factor)[2]) const {
     float* partial = scratch().out(ptx::block_x(), column / kColumns) + row * kColumns;
-    const int first = rows.first + row;
-    uint16_t* first_gmem = params_.out.data + map_batch(rows) * params_.out.batch_stride +
-                           rows.head() * params_.out.head_stride +
-                           (rows.entry.q.begin + int64_t(first)) * params_.out.row_stride + column;
-    tile::RowWriter<Element, kColumns / 8> writer(first_gmem, params_.out.row_stride, rows.last + 1 - first,
-                                                  params_.d_v - column, false, lane_);
-    FFPA_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      float values[4] = {out[0][4 * n], out[0][4 * n + 1], out[0][4 * n + 2], out[0][4 * n + 3]};
-      if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane_);
-      if (!chunk.is_last) {
-        tile::save_fragment(partial, n, values, lane_);
-        continue;
-      }
-      FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) values[e] *= state.sum[e / 2];
-      writer.put(n, values);
-    }
+    finish_out<Element, kColumns / 8>(params_, rows, chunk, row, column, partial, factor, state.sum, lane_,
+                                      [&](int n, float (&values)[4]) {
+                                        FFPA_UNROLL
+                                        for (int e = 0; e < 4; ++e) values[e] = out[0][4 * n + e];
+                                      });
   }
 
   const Arguments& arguments_;

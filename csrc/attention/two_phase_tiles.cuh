@@ -1,0 +1,231 @@
+// What the two-phase forward (forward_two_phase.cuh on wgmma, forward_two_phase_mma.cuh on mma.sync) is besides its
+// products: what a block has of the scratch, the order of row tiles, the chunks of their keys, the references of rows.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
+#include "attention/row_block.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/fragment_output.cuh"
+
+namespace ffpa {
+
+// What a block has of AttentionParams::scratch. A slice has room for chunk_keys keys, a multiple of kKeys.
+template <int kRows, int kKeys, int kColumns>
+class TwoPhaseScratch {
+ public:
+  FFPA_HOST_DEVICE explicit TwoPhaseScratch(const AttentionParams& params) : params_(params) {}
+
+  // Of all blocks: P̃ [blocks · kRows][chunk_keys].
+  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch); }
+  FFPA_HOST_DEVICE int64_t p_rows() const { return int64_t(params_.resident_blocks) * kRows; }
+
+  // The references of the rows, as each tile of the chunk has them: [chunk_keys / kKeys][kRows].
+  FFPA_HOST_DEVICE float* references(int block) const {
+    return params_.scratch + p_rows() * params_.chunk_keys / 2 + int64_t(block) * (params_.chunk_keys / kKeys * kRows);
+  }
+
+  // O [column groups][kRows][kColumns] in the order of fragments, where there are several chunks.
+  FFPA_HOST_DEVICE float* out(int block, int group) const {
+    const int64_t groups = ceil_div(params_.d_v, kColumns);
+    return references(params_.resident_blocks) + (block * groups + group) * (kRows * kColumns);
+  }
+
+ private:
+  const AttentionParams& params_;
+};
+
+// Row tiles in the order in which blocks take them: head by head, so that blocks share K and V in the L2 cache; within
+// heads whose K and V it holds together, the longest first under a causal mask.
+class RowTiles {
+ public:
+  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
+      : heads_kv_(params.heads_q / params.group),
+        group_(params.group),
+        rows_(rows),
+        tiles_(ceil_div(params.n_q, rows)),
+        entries_(int64_t(params.batch) * heads_kv_) {
+    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
+    together_ = clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, max_of(entries_, int64_t{1}));
+  }
+
+  FFPA_HOST_DEVICE int64_t count() const { return entries_ * group_ * tiles_; }
+
+  FFPA_DEVICE HeadRows get(const AttentionParams& params, int64_t item) const {
+    const int64_t items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
+    const int64_t heads = min_of(together_, entries_ - section * together_) * group_;
+    const int64_t in_section = item % items_of_section;
+    const int64_t head = section * together_ * group_ + in_section % heads;  // of all query heads
+    HeadRows rows;
+    rows.batch_index = int(head / (int64_t{heads_kv_} * group_));
+    rows.head_index = int(head % (int64_t{heads_kv_} * group_));
+    rows.entry = batch_entry(params, rows.batch_index);
+    rows.first = (tiles_ - 1 - int(in_section / heads)) * rows_;
+    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
+    return rows;
+  }
+
+ private:
+  static constexpr int64_t kCachedBytes = 32 << 20;
+
+  int heads_kv_, group_, rows_, tiles_;
+  int64_t entries_, together_;
+};
+
+// function(rows) for the row tiles of this block. Round after round over the blocks, every other one backwards: tiles
+// get shorter, and nobody shall always have the longer one.
+template <class Function>
+FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, int rows_of_tile, const Function& function) {
+  const RowTiles tiles(params, rows_of_tile);
+  const int blocks = ptx::grid_x(), block = ptx::block_x();
+  bool backwards = false;
+  FFPA_NO_UNROLL
+  for (int64_t round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
+    const int64_t item = round + (backwards ? blocks - 1 - block : block);
+    if (item >= tiles.count()) continue;
+    const HeadRows rows = tiles.get(params, item);
+    if (rows.first <= rows.last) function(rows);
+  }
+}
+
+// Some of the keys that a row tile sees: tiles of S, and steps of the product with V. The first chunk may have none.
+template <int kKeys, int kStep>
+struct KeyChunk {
+  int first_tile, end_tile;
+  Run keys;
+  bool is_first, is_last;
+
+  FFPA_DEVICE int tiles() const { return end_tile - first_tile; }
+  FFPA_DEVICE int first_key() const { return first_tile * kKeys; }  // column 0 of P̃
+  FFPA_DEVICE int steps() const { return keys.steps(kStep); }
+
+  // function(chunk) for all of them.
+  template <class Function>
+  static FFPA_DEVICE void for_each(const AttentionParams& params, const HeadRows& rows, const Function& function) {
+    const Run keys = run_over_keys(rows, kStep), in_tiles = run_over_keys(rows, kKeys);
+    const int first_of_all = in_tiles.begin / kKeys, end_of_all = first_of_all + in_tiles.steps(kKeys);
+    const int most_tiles = params.chunk_keys / kKeys;
+    int first = first_of_all;
+    bool is_last;
+    do {
+      const int end = min_of(first + most_tiles, end_of_all);
+      is_last = end == end_of_all;
+      const Run of_chunk = {max_of(keys.begin, first * kKeys), min_of(keys.end, end * kKeys)};
+      function(KeyChunk{first, end, of_chunk, first == first_of_all, is_last});
+      first = end;
+    } while (!is_last);
+  }
+};
+
+// ---- references ----
+
+FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
+
+// Of two rows that a thread answers for.
+struct RowState {
+  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
+  static constexpr float kLazyGrowth = 8.0f;
+
+  float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
+  float sum[2] = {0, 0};                          // of the thread's keys, to the reference
+
+  // The reference follows the maximum of a tile, and the sum the reference. `moved`: where P̃ in memory has another one.
+  FFPA_DEVICE void follow(int h, float maximum, bool (&moved)[2], bool has_earlier_tiles) {
+    const float before = reference[h];
+    if (maximum - before > kLazyGrowth) reference[h] = std::ceil(maximum);
+    moved[h] |= has_earlier_tiles && before != -kInfinity && reference[h] != before;
+    sum[h] *= ptx::ex2(before - finite_reference(reference[h]));
+  }
+};
+
+// 16 rows that a warp repairs: row r % 8 of half r / 8 is row `first` + r / 8 · kHalfRows + r % 8 of the tile, and lane
+// r % 8 · 4 + `lane_of_four` answers for it. Those whose reference has moved since their P̃ was written are read back,
+// multiplied, written again. A row of a tile is 16 bytes a lane.
+template <class Element, int kHalfRows, int kRows, int kKeys, int kColumns, class Chunk>
+FFPA_DEVICE void repair_rows(const TwoPhaseScratch<kRows, kKeys, kColumns>& scratch, int chunk_keys, const Chunk& chunk,
+                             int first_row, int lane_of_four, const RowState& state, const bool (&moved)[2], int lane) {
+  static_assert(kKeys == 32 * 8, "a row of a tile is 16 bytes a lane");
+  const uint32_t moved_lanes[2] = {ptx::vote_ballot(moved[0]), ptx::vote_ballot(moved[1])};
+  FFPA_NO_UNROLL
+  for (int r = 0; r < 16; ++r) {
+    const int lane_of_row = r % 8 * 4 + lane_of_four;
+    if (!((r < 8 ? moved_lanes[0] : moved_lanes[1]) >> lane_of_row & 1)) continue;
+    const float now = ptx::shfl_idx(r < 8 ? state.reference[0] : state.reference[1], lane_of_row);
+    const int row = first_row + r / 8 * kHalfRows + r % 8;
+    const float* references = scratch.references(ptx::block_x()) + row;
+    uint16_t* p = scratch.p() + (int64_t(ptx::block_x()) * kRows + row) * chunk_keys + lane * 8;
+    FFPA_NO_UNROLL
+    for (int first = 0; first < chunk.tiles(); first += 32) {
+      float then = now;  // of the tile that is `lane` further
+      if (first + lane < chunk.tiles()) {
+        then = float_from_bits(ptx::ld_global_4(references + (first + lane) * kRows));
+      }
+      const uint32_t others = ptx::vote_ballot(then != now && then != -kInfinity);
+      FFPA_NO_UNROLL
+      for (int tile = 0; tile < 32; ++tile) {
+        if (!(others >> tile & 1)) continue;
+        const float factor = ptx::ex2(ptx::shfl_idx(then, tile) - now);
+        uint16_t* of_lane = p + (first + tile) * kKeys;
+        uint32_t bits[4];
+        ptx::ld_global_16(bits, of_lane);
+        FFPA_UNROLL
+        for (uint32_t& pair : bits) {
+          float low, high;
+          ptx::unpack<Element>(pair, low, high);
+          pair = ptx::pack<Element>(low * factor, high * factor);
+        }
+        ptx::st_global_16(of_lane, bits);
+      }
+    }
+  }
+}
+
+// ---- results ----
+
+// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE.
+FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
+                             bool writes) {
+  if (params.lse != nullptr && writes && r <= rows.last) {
+    float* lse =
+        params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
+    ptx::st_global_4(lse + r, float_bits((reference + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+  }
+  return sum > 0 ? 1 / sum : 0.0f;
+}
+
+// 16 rows of O, from row `row` of the tile and column `column` on: with what earlier chunks left in `partial`, times
+// `factor`, for a later one; or as the result, times `inverse`. fragment(n, values) gives them.
+template <class Element, int kFragments, class Chunk, class Fragment>
+FFPA_DEVICE void finish_out(const AttentionParams& params, const HeadRows& rows, const Chunk& chunk, int row,
+                            int column, float* partial, const float (&factor)[2], const float (&inverse)[2], int lane,
+                            const Fragment& fragment) {
+  const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
+  uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
+                         (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;
+  tile::RowWriter<Element, kFragments> writer(first_gmem, params.out.row_stride, rows.last + 1 - first,
+                                              params.d_v - column, false, lane);
+  FFPA_UNROLL
+  for (int n = 0; n < kFragments; ++n) {
+    float values[4];
+    fragment(n, values);
+    if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane);
+    if (!chunk.is_last) {
+      tile::save_fragment(partial, n, values, lane);
+      continue;
+    }
+    FFPA_UNROLL
+    for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
+    writer.put(n, values);
+  }
+}
+
+}  // namespace ffpa
