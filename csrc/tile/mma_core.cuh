@@ -39,9 +39,10 @@ class DealtRowLayout {
   RowLayout layout_;
 };
 
-template <class Element, int kColumns, Lines kLinesA, Lines kLinesB>
+template <class Element, int kTileColumns, Lines kLinesA, Lines kLinesB>
 class MmaCore {
  public:
+  static constexpr int kColumns = kTileColumns;
   static constexpr int kThreads = 256;
   static constexpr int kRows = 128;
   static constexpr int kStep = 32;
@@ -57,7 +58,7 @@ class MmaCore {
 
   using Sums = Accumulator<float>[kM][kN];
 
-  FFPA_DEVICE MmaCore() : thread_(ptx::thread_x()), lane_(ptx::lane_id()) {
+  FFPA_DEVICE explicit MmaCore(int thread = ptx::thread_x()) : thread_(thread), lane_(int(unsigned(thread) % 32)) {
     const Coordinate a = kLinesA == Lines::kAlong ? ldmatrix_a(lane_) : ldmatrix_a_trans(lane_);
     const Coordinate b = kLinesB == Lines::kAlong ? ldmatrix_b_pair(lane_) : ldmatrix_b_pair_trans(lane_);
     constexpr RowLayout kA = layout_a(), kB = layout_b();
@@ -84,7 +85,7 @@ class MmaCore {
   // rest becomes zeros.
   template <class ExistsA, class ExistsB>
   FFPA_DEVICE void bring(Ring& ring, const GmemWindow& a, const ExistsA& exists_a, const GmemWindow& b,
-                         const ExistsB& exists_b) {
+                         const ExistsB& exists_b) const {
     const uint32_t slot = ring.begin_fill();
     if constexpr (kLinesA == Lines::kAlong) {
       copy_chunks_async<kRows, kStep, kThreads>(slot, layout_a(), a, thread_, exists_a, ptx::CallSite());
@@ -102,7 +103,7 @@ class MmaCore {
 
   // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() of the ring further, if there is one.
   template <class BringNext>
-  FFPA_DEVICE void multiply(Ring& ring, Sums& sums, int steps, const BringNext& bring_next) {
+  FFPA_DEVICE void multiply(Ring& ring, Sums& sums, int steps, const BringNext& bring_next) const {
     bool is_first = true;
     const auto next_step = [&] {
       bring_next();

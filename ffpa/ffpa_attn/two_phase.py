@@ -1,4 +1,4 @@
-"""The forward for wide head dims on Hopper: P of a row tile into scratch, and from there the product with V.
+"""The forward for wide head dims in two phases: P of a row tile into scratch, and from there the product with V.
 
 Neither registers nor shared memory hold O of such a head dim. P costs less to store than S to compute again, or O to move for
 every tile of keys. `plan` and `cut` are pure: the order of sums, and with it every bit, follows from shape, cap and the number
@@ -12,17 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import env
-from .spec import TWO_PHASE_COLUMNS, ForwardTwoPhase, Problem, Visibility
+from . import archs, env
+from .spec import (
+    TWO_PHASE_COLUMNS,
+    TWO_PHASE_MMA_COLUMNS,
+    ForwardTwoPhase,
+    ForwardTwoPhaseMma,
+    Problem,
+    Visibility,
+)
 
-ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase.cuh
+ROWS, KEYS = 128, 256  # of a tile, as csrc/attention/forward_two_phase*.cuh
 MOST_KEYS = 1 << 20  # of a chunk, a multiple of KEYS; fewer keep P in the L2 cache, and O waits more often
-LEAST_HEAD_DIM = 513  # O of narrower ones fits on chip
+# Of wgmma: O of narrower ones fits on chip. Of mma.sync a first guess, to be set from a measurement against the levels.
+LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
 class TwoPhasePlan(NamedTuple):
-    spec: ForwardTwoPhase
+    spec: ForwardTwoPhase | ForwardTwoPhaseMma
 
     @property
     def kernel(self) -> str:
@@ -41,8 +49,16 @@ class Cut(NamedTuple):
     scratch_bytes: int
 
 
-def row_tiles(p: Problem) -> int:
-    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+def too_few_rows(p: Problem, backend: str) -> str | None:
+    """Why the levels of the mma forward are faster, or None: they have smaller tiles, split keys and pack heads."""
+    tiles, multiprocessors = -(-p.n_q // ROWS) * p.batch * p.heads_q, archs.multiprocessors(p.arch)
+    if tiles < multiprocessors * 3 // 4:
+        return (
+            f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
+        )
+    if backend == "mma" and p.n_q <= ROWS // 2:
+        return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
+    return None
 
 
 def _tiles(n_k: int, see: Visibility) -> int:
@@ -68,32 +84,38 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
     return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
 
 
-# Columns of O at a time -> their speed: the narrower a tile, the more bytes of P and V a product takes.
-_SPEEDS = dict(zip(TWO_PHASE_COLUMNS, (0.9, 0.95, 1.0), strict=True))
+# The kernels of a backend; and columns of O at a time -> their speed: the narrower a tile, the more bytes of P and V a
+# product takes.
+_FAMILIES = {
+    "hopper": (ForwardTwoPhase, dict(zip(TWO_PHASE_COLUMNS, (0.9, 0.95, 1.0), strict=True))),
+    "mma": (ForwardTwoPhaseMma, dict(zip(TWO_PHASE_MMA_COLUMNS, (1.0,), strict=True))),
+}
 
 
-def _columns(d_v: int) -> int:
-    return min(_SPEEDS, key=lambda width: -(-d_v // width) * width / _SPEEDS[width])
+def _columns(backend: str, d_v: int) -> int:
+    _, speeds = _FAMILIES[backend]
+    return min(speeds, key=lambda width: -(-d_v // width) * width / speeds[width])
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
-    """What runs the problem, or why it cannot."""
-    if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM:
-        return f"there is no hopper kernel for a forward of fewer than {LEAST_HEAD_DIM} columns"
+def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
+    """What runs the problem, or why it cannot. `backend`: hopper or mma."""
+    if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM[backend]:
+        return f"there is no {backend} kernel for a two-phase forward of fewer than {LEAST_HEAD_DIM[backend]} columns"
     if p.acc != "f32":
-        return f"the hopper forward accumulates in f32, not {p.acc}"
+        return f"the two-phase forward accumulates in f32, not {p.acc}"
     if p.num_stages:
-        return "the hopper forward has a ring of its own, and `num_stages` no meaning"
+        return "the two-phase forward has a ring of its own, and `num_stages` no meaning"
     forced = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
     if forced:
-        return f"the hopper forward knows no {forced}"
+        return f"the two-phase forward knows no {forced}"
     if p.n_q + p.n_k > _MOST_POSITIONS:
-        return f"the hopper forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    columns, cap = _columns(p.d_v), flags["FFPA_WORKSPACE_MB"] << 20
+        return f"the two-phase forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    columns, cap = _columns(backend, p.d_v), flags["FFPA_WORKSPACE_MB"] << 20
     least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, columns, 1, cap).scratch_bytes
     if least > cap:
-        return f"the hopper forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
-    return TwoPhasePlan(ForwardTwoPhase(p.dtype, columns))
+        return f"the two-phase forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
+    kernel, _ = _FAMILIES[backend]
+    return TwoPhasePlan(kernel(p.dtype, columns))
 
 
 def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
