@@ -1,6 +1,8 @@
-"""The forward for wide head dims on Hopper: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
+"""The forward for wide head dims in two phases, of both backends: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
 
 from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import compare
 import oracle
@@ -9,29 +11,64 @@ import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
+from ffpa_attn import archs, emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
 from ffpa_attn.choice import CANDIDATES
-from ffpa_attn.spec import ForwardTwoPhase, Problem, Visibility, aot_specs
+from ffpa_attn.mma import MmaPlan
+from ffpa_attn.spec import ForwardTwoPhase, ForwardTwoPhaseMma, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and native.record() is not None
-PLACES = ["emulated", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs an H100 or H200"))]
-COLUMNS = {spec.columns for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardTwoPhase)}
+ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
+KERNELS = {"hopper": ForwardTwoPhase, "mma": ForwardTwoPhaseMma}
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, tuple(KERNELS.values()))]
+COLUMNS = {spec.columns for spec in SHIPPED if isinstance(spec, ForwardTwoPhase)}
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=PLACES)
-def place(request, monkeypatch):
-    monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    monkeypatch.setattr(ops, "_plans", {})
+class Place(NamedTuple):
+    backend: str
+    device: str  # on the CPU emulated
+
+    @property
+    def emulated(self) -> bool:
+        return self.device == "cpu"
+
+    def why_not(self) -> str | None:
+        if self.emulated:
+            return None
+        if not torch.cuda.is_available() or native.record() is None:
+            return "needs a GPU, and kernels for it"
+        major, minor = torch.cuda.get_device_capability()
+        return archs.why_not_on(ARCHS[self.backend], f"sm_{major}{minor}")
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{'emulated' if self.emulated else self.device}"
+
+
+PLACES = [Place(backend, device) for device in ("cpu", "cuda") for backend in ARCHS]
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """forced(backend): from now on it is the one to run, for any number of rows."""
+
+    def force(backend: str) -> None:
+        monkeypatch.setenv("FFPA_BACKEND", backend)
+        monkeypatch.setattr(ops, "_plans", {})
+        monkeypatch.setattr(two_phase, "too_few_rows", lambda p, backend: None)
+        monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, "mma", 1)
+
+    return force
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def place(request, monkeypatch, forced):
+    if why_not := request.param.why_not():
+        pytest.skip(why_not)
+    forced(request.param.backend)
     columns = two_phase._columns  # a debug build has one width
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: columns(d_v) if len(COLUMNS) > 1 else max(COLUMNS))
     return request.param
-
-
-def device_of(place: str) -> str:
-    return "cuda" if place == "cuda" else "cpu"
 
 
 def in_chunks(monkeypatch) -> None:
@@ -39,19 +76,27 @@ def in_chunks(monkeypatch) -> None:
     monkeypatch.setattr(two_phase, "MOST_KEYS", 2 * two_phase.KEYS)
 
 
-def run(place: str, function, seed: int = 0):
+def in_places(name: str, values, few, ids=str):
+    """Every value in every place, but only a few in the emulator of mma.sync: most of what they show is not about it."""
+    pairs = [(place, x) for place in PLACES for x in (few if place == Place("mma", "cpu") else values)]
+    return pytest.mark.parametrize(
+        f"place, {name}", pairs, ids=[f"{place}-{ids(x)}" for place, x in pairs], indirect=["place"]
+    )
+
+
+def run(place: Place, function, seed: int = 0):
     """What `function` gives, by our kernel for certain; and the emulator's report."""
-    with emulate("sm_90a", seed=seed) if place == "emulated" else nullcontext() as reports:
+    with emulate(ARCHS[place.backend], seed=seed) if place.emulated else nullcontext() as reports:
         result = function()
     if reports is None:
         torch.cuda.synchronize()
         return result, None
     (report,) = reports
-    assert report["kernel"].startswith("forward_two_phase")
+    assert report["kernel"] in {spec.name for spec in SHIPPED if isinstance(spec, KERNELS[place.backend])}
     return result, report
 
 
-def attend(place: str, case: Case, inputs, seed: int = 0, **options):
+def attend(place: Place, case: Case, inputs, seed: int = 0, **options):
     q, k, v, mask = inputs
     rule = {**case.rule, **options}
     return run(place, lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **rule), seed)
@@ -108,12 +153,19 @@ CASES = [
 ]  # fmt: skip
 
 
-@by_id(CASES)
+@in_places("case", CASES, few=CASES[::3], ids=lambda case: case.id)
 def test_cases(case, place):
-    inputs = make_inputs(case, device_of(place))
+    inputs = make_inputs(case, place.device)
     (out, lse), report = attend(place, case, inputs, seed=3)
     check(case, inputs, out, lse)
     assert report is None or report["bank_conflict_ratio"] <= 1.001
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_scales_of_tiles_that_every_row_sees(scale, place):
+    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=512, d=72, d_v=520, dtype=F16, rule={"scale": scale})
+    inputs = make_inputs(case, place.device)
+    check(case, inputs, *attend(place, case, inputs)[0])
 
 
 @pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
@@ -125,38 +177,40 @@ def test_nothing_to_compute(n_q, n_k, monkeypatch):
     assert not reports and not out.any() and torch.isneginf(lse).all()
 
 
-def products(case: Case, columns: int) -> int:
-    """wgmma that there should be: S once, whole tiles of it; O by columns, over steps of 64 keys."""
+def products(case: Case, columns: list[int], step: int) -> list[tuple[int, int]]:
+    """Columns of a tile of 128 rows, and over how many steps: S once, whole tiles of keys; O by columns, over keys."""
     seen = oracle.visible(
         case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
     )
-    total = 0
+    found = []
     for first in range(0, case.n_q, two_phase.ROWS):
         keys = seen[first : first + two_phase.ROWS].any(0).nonzero()
         begin, end = int(keys.min()), int(keys.max()) + 1
         tiles = -(-end // two_phase.KEYS) - begin // two_phase.KEYS
-        steps = -(-end // 64) - begin // 64
-        total += tiles * -(-case.d // 64) + -(-(case.d_v or case.d) // columns) * steps * (1 + (columns > 256))
-    return total * 8 * 4 * case.batch * case.heads_q  # each warp counts; multiples of 16 in a step
-
-
-SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardTwoPhase)]
+        found += [(two_phase.KEYS, tiles * -(-case.d // step))]
+        found += [(width, -(-end // step) - begin // step) for width in columns]
+    return found * case.batch * case.heads_q
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
-def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
+def test_every_shipped_kernel_emulated(spec, seed, forced, monkeypatch):
     """Right on any schedule, with as many products as arithmetic says."""
-    monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    monkeypatch.setattr(ops, "_plans", {})
+    backend = next(backend for backend, kernel in KERNELS.items() if isinstance(spec, kernel))
+    forced(backend)
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: spec.columns)
     dtype = F16 if spec.dtype == "f16" else BF16
     rule = [{}, {"causal": True}, {"window": (100, 30)}][seed % 3]
-    case = Case(heads_kv=1, n_q=135, n_k=280, d=520, d_v=2 * spec.columns + 24, dtype=dtype, rule=rule)
+    columns = [spec.columns, spec.columns - 64] if backend == "hopper" else [spec.columns, spec.columns, 128]
+    case = Case(heads_kv=1, n_q=135, n_k=280, d=520, d_v=sum(columns) - 40, dtype=dtype, rule=rule)
     inputs = make_inputs(case, "cpu", seed)
-    (out, lse), report = attend("emulated", case, inputs, seed)
+    (out, lse), report = attend(Place(backend, "cpu"), case, inputs, seed)
     check(case, inputs, out, lse)
-    assert report["kernel"] == spec.name and report["wgmma"] == products(case, spec.columns)
+    assert report["kernel"] == spec.name
+    if backend == "hopper":  # each warp counts; multiples of 16 in a step; at most 256 columns at once
+        assert report["wgmma"] == sum(-(-width // 256) * steps * 8 * 4 for width, steps in products(case, columns, 64))
+    else:  # fragments of 16 x 8
+        assert report["mma"] == sum(width // 8 * 8 * steps * 2 for width, steps in products(case, columns, 32))
 
 
 def steep_inputs(case: Case, device: str, steepness: float, falling: bool):
@@ -166,14 +220,14 @@ def steep_inputs(case: Case, device: str, steepness: float, falling: bool):
 
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
-@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+@in_places("falling", [False, True], few=[False], ids=lambda falling: "falling" if falling else "rising")
 @pytest.mark.parametrize("steepness, dtype", [(1.0, F16), (12.0, F16), (12.0, BF16)], ids=str)
 def test_references_that_move(steepness, dtype, falling, chunks, place, monkeypatch):
     """O follows: between tiles, and from chunk to chunk."""
     if chunks:
         in_chunks(monkeypatch)
     case = Case(heads_kv=1, n_q=140, n_k=1100, d=136, d_v=520, dtype=dtype)
-    inputs = steep_inputs(case, device_of(place), steepness, falling)
+    inputs = steep_inputs(case, place.device, steepness, falling)
     (out, lse), _ = attend(place, case, inputs, seed=2)
     check(case, inputs, out, lse)
 
@@ -181,7 +235,7 @@ def test_references_that_move(steepness, dtype, falling, chunks, place, monkeypa
 def test_rows_move_one_by_one(place):
     """Of each pair of rows, of a warp, of a quad: some move in the second tile, some in the fourth, some never."""
     case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=64, d_v=520, dtype=F16)
-    q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device_of(place)))
+    q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, place.device))
     q[..., :2] = 0
     q[:, :, 3::7, 0], q[:, :, 5::11, 1] = 16.0, 24.0
     k[..., :2] = 0
@@ -194,7 +248,7 @@ def test_rows_that_see_nothing_for_long(place, monkeypatch):
     """Rows whose first key comes in a later tile, a later chunk, or never."""
     in_chunks(monkeypatch)
     case = Case(heads_kv=1, n_q=140, n_k=1100, d=64, d_v=520)
-    q, k, v, _ = make_inputs(case, device_of(place))
+    q, k, v, _ = make_inputs(case, place.device)
     first = (torch.arange(140) * 9).view(1, 1, -1, 1)
     mask = (torch.arange(1100).view(1, 1, 1, -1) >= first).to(q.device)
     (out, lse), _ = attend(place, case, (q, k, v, mask), seed=4)
@@ -204,16 +258,15 @@ def test_rows_that_see_nothing_for_long(place, monkeypatch):
 
 @pytest.mark.parametrize("rule", [{"causal": True, "softcap": 20.0}, {"window": (400, 30)}], ids=str)
 @pytest.mark.parametrize("cap, blocks, chunk_keys", [(1_300_000, 2, 768), (950_000, 2, 256), (800_000, 1, 1536)])
-def test_any_cap(cap, blocks, chunk_keys, rule, monkeypatch):
+def test_any_cap(cap, blocks, chunk_keys, rule, forced, monkeypatch):
     """Fewer keys at a time, and then fewer blocks."""
-    monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    monkeypatch.setattr(ops, "_plans", {})
+    forced("hopper")
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: max(COLUMNS))
     cut, cuts = two_phase.cut, []
     monkeypatch.setattr(two_phase, "cut", lambda *args: cuts.append(cut(*args[:-1], cap)) or cuts[-1])
     case = Case(heads_q=1, heads_kv=1, n_q=140, n_k=2600, d=64, d_v=520, rule=rule)
     inputs = make_inputs(case, "cpu")
-    (out, lse), report = attend("emulated", case, inputs, seed=3)
+    (out, lse), report = attend(Place("hopper", "cpu"), case, inputs, seed=3)
     check(case, inputs, out, lse)
     assert cuts[-1].scratch_bytes <= cap and report["blocks"] == cuts[-1].blocks
     assert cuts[-1][:2] == (blocks, chunk_keys) or "window" in rule
@@ -222,9 +275,9 @@ def test_any_cap(cap, blocks, chunk_keys, rule, monkeypatch):
 def test_bits_repeat(place, monkeypatch):
     """On any schedule, by any number of blocks."""
     case = Case(heads_kv=1, n_q=200, n_k=530, d=136, d_v=576, rule={"causal": True})
-    inputs = steep_inputs(case, device_of(place), 6.0, False)
+    inputs = steep_inputs(case, place.device, 6.0, False)
     results = []
-    for seed, blocks in ((0, 2), (1, 3), (3, 1), (7, 2)) if place == "emulated" else ((0, 2),) * 50:
+    for seed, blocks in ((0, 2), (1, 3), (3, 1), (7, 2)) if place.emulated else ((0, 2),) * 50:
         monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
         results.append(attend(place, case, inputs, seed)[0])
     check(case, inputs, *results[0])
@@ -257,9 +310,9 @@ def check_packed(case: PackedCase, inputs, out, lse):
 
 @pytest.mark.parametrize("case", PACKED_CASES, ids=[case.id for case in PACKED_CASES])
 def test_packed_sequences(case, place):
-    inputs = make_packed_inputs(case, device_of(place))
+    inputs = make_packed_inputs(case, place.device)
     computes = min(inputs[5:]) > 0
-    with emulate("sm_90a", seed=3) if place == "emulated" else nullcontext() as reports:
+    with emulate(ARCHS[place.backend], seed=3) if place.emulated else nullcontext() as reports:
         out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
     assert reports is None or [r["kernel"][:17] for r in reports] == ["forward_two_phase"] * computes
     check_packed(case, inputs, out, lse)
@@ -268,7 +321,7 @@ def test_packed_sequences(case, place):
 def test_packed_in_chunks(place, monkeypatch):
     in_chunks(monkeypatch)
     case = PackedCase((140, 30), (270, 620), d=64, d_v=520, spare=3, rule={"causal": True})
-    inputs = make_packed_inputs(case, device_of(place))
+    inputs = make_packed_inputs(case, place.device)
     (out, lse), _ = run(place, lambda: ffpa_varlen(*inputs, return_lse=True, **case.rule), seed=3)
     check_packed(case, inputs, out, lse)
 
@@ -276,7 +329,7 @@ def test_packed_in_chunks(place, monkeypatch):
 def test_packed_qkv(place):
     """q, k and v as columns of one tensor, the rows of each three head dims apart; the result into a strided tensor."""
     case = Case(n_q=140, n_k=140, d=520, layout="BNHD", rule={"causal": True})
-    x = torch.randn(1, 140, 3, 2, 520, generator=torch.Generator().manual_seed(0)).to(device_of(place), BF16)
+    x = torch.randn(1, 140, 3, 2, 520, generator=torch.Generator().manual_seed(0)).to(place.device, BF16)
     inputs = (*x.unbind(2), None)
     out = torch.full((1, 140, 3, 520), torch.nan, dtype=BF16, device=x.device)
     (_, lse), _ = attend(place, case, inputs, out=out[:, :, :2])
@@ -285,7 +338,7 @@ def test_packed_qkv(place):
 
 
 def test_without_an_lse(place):
-    inputs = make_inputs(_base, device_of(place))
+    inputs = make_inputs(_base, place.device)
     want = attend(place, _base, inputs)[0][0]
     assert torch.equal(run(place, lambda: ffpa(*inputs[:3]))[0], want)
 
@@ -306,10 +359,10 @@ def test_gradients_of_the_forward_emulated(monkeypatch):
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
     """Views of 4 GB that are never written but where the tensors are."""
-    if place == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
+    if not place.emulated and torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GB")
-    monkeypatch.setattr(two_phase, "LEAST_HEAD_DIM", 1)
-    case, inputs, out = far_apart(dim, device_of(place))
+    monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, "hopper", 1)
+    case, inputs, out = far_apart(dim, place.device)
     (_, lse), _ = attend(place, case, inputs, out=out)
     check(case, inputs, out, lse)
 
@@ -317,20 +370,20 @@ def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
 # ---- on a GPU ----
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
+@pytest.fixture(params=PLACES[len(ARCHS) :], ids=str)
+def on_a_gpu(request, monkeypatch, forced):
     """Any head dim runs on it."""
-    if not HAS_HOPPER:
-        pytest.skip("needs an H100 or H200")
-    monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(two_phase, "LEAST_HEAD_DIM", 1)
+    if why_not := request.param.why_not():
+        pytest.skip(why_not)
+    forced(request.param.backend)
+    monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, "hopper", 1)
+    return request.param
 
 
 @by_id([case for case in CASES_OF_ALL if case.batch * case.n_q * case.n_k])
 def test_cases_of_all_on_a_gpu(case, on_a_gpu):
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *attend("cuda", case, inputs)[0])
+    check(case, inputs, *attend(on_a_gpu, case, inputs)[0])
 
 
 @pytest.mark.parametrize("case", PACKED_CASES_OF_ALL, ids=[case.id for case in PACKED_CASES_OF_ALL])
@@ -345,7 +398,7 @@ def test_packed_cases_of_all_on_a_gpu(case, on_a_gpu):
 def test_every_head_dim_on_a_gpu(d, dtype, rule, on_a_gpu):
     case = Case(heads_q=4, heads_kv=2, n_q=1000, n_k=1531, d=d, dtype=dtype, rule=rule)
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *attend("cuda", case, inputs)[0])
+    check(case, inputs, *attend(on_a_gpu, case, inputs)[0])
 
 
 @pytest.mark.parametrize("cap_mb", [2, 64, 1024])
@@ -354,7 +407,7 @@ def test_long_sequences_on_a_gpu(n, cap_mb, on_a_gpu, monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
     case = Case(heads_q=2, heads_kv=1, n_q=n, n_k=n, d=640, rule={"causal": True})
     inputs = make_inputs(case, "cuda")
-    check(case, inputs, *attend("cuda", case, inputs)[0])
+    check(case, inputs, *attend(on_a_gpu, case, inputs)[0])
 
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
@@ -364,10 +417,10 @@ def test_bits_repeat_on_a_gpu(chunks, on_a_gpu, monkeypatch):
         in_chunks(monkeypatch)
     case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=576, rule={"causal": True})
     inputs = steep_inputs(case, "cuda", 6.0, False)
-    first = attend("cuda", case, inputs)[0]
+    first = attend(on_a_gpu, case, inputs)[0]
     check(case, inputs, *first)
     for _ in range(100):
-        again = attend("cuda", case, inputs)[0]
+        again = attend(on_a_gpu, case, inputs)[0]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -378,14 +431,15 @@ PROBLEM = Problem(
 )  # fmt: skip
 
 
-def hopper(monkeypatch, problem: Problem, **flags):
+def planned(backend: str, monkeypatch, problem: Problem, **flags):
     monkeypatch.setattr(native, "why_not", lambda spec, arch: None)
-    return CANDIDATES["hopper"](problem, {**env.all_flags(), **flags})
+    return CANDIDATES[backend](problem, {**env.all_flags(), **flags})
 
 
-def test_what_runs_on_it(monkeypatch):
-    assert hopper(monkeypatch, PROBLEM).spec.family == "forward_two_phase"
-    assert hopper(monkeypatch, PROBLEM._replace(d_qk=64, d_v=576, packed=True)).spec.columns == 192
+def test_what_runs_on_wgmma(monkeypatch):
+    hopper = partial(planned, "hopper", monkeypatch)
+    assert hopper(PROBLEM).spec.family == "forward_two_phase"
+    assert hopper(PROBLEM._replace(d_qk=64, d_v=576, packed=True)).spec.columns == 320
     for changes, why in (
         ({"d_qk": 512, "d_v": 512}, "fewer than 513 columns"),
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
@@ -393,10 +447,30 @@ def test_what_runs_on_it(monkeypatch):
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles leave most of 132"),
     ):
-        assert why in hopper(monkeypatch, PROBLEM._replace(**changes)), changes
-    assert "SWIZZLE_Q" in hopper(monkeypatch, PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
-    assert hopper(monkeypatch, PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
-    assert "MiB of workspace" in hopper(monkeypatch, PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
+        assert why in hopper(PROBLEM._replace(**changes)), changes
+    assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
+    assert hopper(PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
+    assert "MiB of workspace" in hopper(PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_what_runs_on_mma(arch, monkeypatch):
+    """The levels where they are asked for, and where two phases cannot run or are slower."""
+    mma, problem = partial(planned, "mma", monkeypatch), PROBLEM._replace(arch=arch)
+    assert mma(problem).spec == ForwardTwoPhaseMma("bf16", 256)
+    assert mma(problem._replace(d_qk=64, packed=True)).spec.family == "forward_two_phase_mma"
+    for changes in (
+        {"d_qk": 512, "d_v": 512},
+        {"level": 2},
+        {"acc": "f16", "dtype": "f16"},
+        {"num_stages": 2},
+        {"n_q": 64, "batch": 100},
+        {"n_q": 1, "batch": 100},
+        {"n_q": 256, "heads_q": 8},
+    ):
+        assert isinstance(mma(problem._replace(**changes)), MmaPlan), changes
+    assert isinstance(mma(problem, ENABLE_FFPA_SMEM_SWIZZLE_Q=True), MmaPlan)
+    assert isinstance(mma(problem._replace(d_v=4096), FFPA_WORKSPACE_MB=1), MmaPlan)
 
 
 def test_it_cannot_be_emulated_elsewhere(monkeypatch):

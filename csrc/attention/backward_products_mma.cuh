@@ -56,7 +56,6 @@ class BackwardProductsMma {
 
   // While a tile is written, the first steps of the next one are on their way.
   FFPA_DEVICE void run() {
-    core_.init();
     ProductTileSequence<Tiles> tiles(params_);
     ProductTile tile;
     bool more = tiles.next(tile);
@@ -64,7 +63,7 @@ class BackwardProductsMma {
     FFPA_NO_UNROLL
     while (more) {
       typename Core::Sums sums;
-      core_.multiply(sums, steps_of(tile), [&] { bring_step(tile); });
+      core_.multiply(ring_, sums, steps_of(tile), [&] { bring_step(tile); });
       const ProductTile done = tile;
       more = tiles.next(tile);
       if (more) begin(tile);
@@ -95,7 +94,7 @@ class BackwardProductsMma {
       steps_left_ = 0;
     }
     FFPA_NO_UNROLL
-    for (int step = 0; step < core_.ahead(); ++step) bring_step(tile);
+    for (int step = 0; step < ring_.ahead(); ++step) bring_step(tile);
   }
 
   // All keys that the rows of a tile see, for dQ.
@@ -146,7 +145,7 @@ class BackwardProductsMma {
       if (steps_left_ == 0) return;
     }
     core_.bring(
-        a_, [](int, int) { return true; }, b_,
+        ring_, a_, [](int, int) { return true; }, b_,
         [&](int row, int chunk) {
           return row < b_.rows && chunk * tile::kChunkElements < b_.columns && (kOfQ || (live_ >> row & 1));
         });
@@ -169,6 +168,7 @@ class BackwardProductsMma {
   const BackwardParams& params_;
   const AttentionParams& attention_;
   Core core_;
+  typename Core::Ring ring_ = Core::make_ring();
   tile::GmemWindow a_, b_;  // the rest of the run that is being brought
   int steps_left_, next_head_;
   const uint32_t* live_gmem_;

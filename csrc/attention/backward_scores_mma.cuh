@@ -70,7 +70,6 @@ class BackwardScoresMma {
         kept_smem_(ptx::dynamic_smem() + Core::kSmemBytes + ptx::thread_x() / 32 * 2 * KeptTile::kBytes) {}
 
   FFPA_DEVICE void run() {
-    core_.init();
     const int v_steps = ceil_div(attention_.d_v, Core::kStep), qk_steps = ceil_div(attention_.d_qk, Core::kStep);
     int turn = 0;
     bool more = begin_next_tile(turn);
@@ -79,11 +78,11 @@ class BackwardScoresMma {
       const auto bring_next = [&] { bring_step(); };
       {
         typename Core::Sums sums;
-        core_.multiply(sums, v_steps, bring_next);
+        core_.multiply(ring_, sums, v_steps, bring_next);
         save_x(kept(turn).get(), sums);
       }
       typename Core::Sums sums;
-      core_.multiply(sums, qk_steps, bring_next);
+      core_.multiply(ring_, sums, qk_steps, bring_next);
       finish(kept(turn), sums, [&] { more = begin_next_tile(turn ^ 1); });
       turn ^= 1;
     }
@@ -120,7 +119,7 @@ class BackwardScoresMma {
     next_a_ = of_tile(attention_.q, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_qk).origin;
     next_b_ = of_tile(attention_.k, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_qk).origin;
     FFPA_NO_UNROLL
-    for (int step = 0; step < core_.ahead(); ++step) bring_step();
+    for (int step = 0; step < ring_.ahead(); ++step) bring_step();
   }
 
   FFPA_DEVICE void bring_step() {
@@ -132,7 +131,7 @@ class BackwardScoresMma {
     }
     const int columns = a_.columns;
     core_.bring(
-        a_, [&](int row, int chunk) { return row < a_.rows && chunk * tile::kChunkElements < columns; }, b_,
+        ring_, a_, [&](int row, int chunk) { return row < a_.rows && chunk * tile::kChunkElements < columns; }, b_,
         [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < columns; });
     a_.origin += Core::kStep;
     b_.origin += Core::kStep;
@@ -245,6 +244,7 @@ class BackwardScoresMma {
   const AttentionParams& attention_;
   ScoreTileSequence tiles_;
   Core core_;
+  typename Core::Ring ring_ = Core::make_ring();
   uint32_t kept_smem_;
   tile::GmemWindow a_, b_;            // the rest of the operands that come now; columns are counted in a_
   const uint16_t *next_a_, *next_b_;  // and of those that follow them

@@ -1,11 +1,11 @@
-// The core of the mma.sync kernels of the backward: 8 warps bring tiles of two matrices with cp.async, and multiply
+// The core of the mma.sync kernels of large head dims: 8 warps bring tiles of two matrices with cp.async, and multiply
 // them. Of a tile of 128 rows × kColumns a warp has 64 rows and a quarter of the columns. A step is 32 of the common
 // dimension; lines of memory run along it or across it:
 //
 //   A   [128 rows][32 of the step], or [32 of the step][128 rows]
 //   B   [kColumns][32 of the step], with columns where DealtFragments has them, or [32 of the step][kColumns]
 //
-// Slots of a step each form a ring (tile/stage_ring.cuh).
+// Slots of a step each form a ring (tile/stage_ring.cuh); products whose slots are alike take turns in one.
 #pragma once
 
 #include <cstdint>
@@ -39,9 +39,10 @@ class DealtRowLayout {
   RowLayout layout_;
 };
 
-template <class Element, int kColumns, Lines kLinesA, Lines kLinesB>
+template <class Element, int kTileColumns, Lines kLinesA, Lines kLinesB>
 class MmaCore {
  public:
+  static constexpr int kColumns = kTileColumns;
   static constexpr int kThreads = 256;
   static constexpr int kRows = 128;
   static constexpr int kStep = 32;
@@ -57,10 +58,7 @@ class MmaCore {
 
   using Sums = Accumulator<float>[kM][kN];
 
-  FFPA_DEVICE MmaCore()
-      : thread_(ptx::thread_x()),
-        lane_(ptx::lane_id()),
-        ring_(ptx::dynamic_smem() + kStages * kSlotBytes, ptx::dynamic_smem(), kStages, kSlotBytes) {
+  FFPA_DEVICE explicit MmaCore(int thread = ptx::thread_x()) : thread_(thread), lane_(int(unsigned(thread) % 32)) {
     const Coordinate a = kLinesA == Lines::kAlong ? ldmatrix_a(lane_) : ldmatrix_a_trans(lane_);
     const Coordinate b = kLinesB == Lines::kAlong ? ldmatrix_b_pair(lane_) : ldmatrix_b_pair_trans(lane_);
     constexpr RowLayout kA = layout_a(), kB = layout_b();
@@ -70,24 +68,25 @@ class MmaCore {
         kBytesA + (kLinesB == Lines::kAlong ? kB.offset(warp_column() + b.row, b.column) : kB.offset(b.row, b.column));
   }
 
-  // By every thread, before anything else; ends with a barrier of the block.
-  FFPA_DEVICE void init() const {
-    ring_.init(thread_);
+  // The ring at the start of shared memory. By every thread, before anything else; ends with a barrier of the block.
+  static FFPA_DEVICE Ring make_ring() {
+    const uint32_t slots_smem = ptx::dynamic_smem();
+    const Ring ring(slots_smem + kStages * kSlotBytes, slots_smem, kStages, kSlotBytes);
+    ring.init(ptx::thread_x());
     ptx::sync_block();
+    return ring;
   }
 
   FFPA_DEVICE int lane() const { return lane_; }
   FFPA_DEVICE int warp_row() const { return thread_ / 32 / 4 * kWarpRows; }        // the first one
   FFPA_DEVICE int warp_column() const { return thread_ / 32 % 4 * kWarpColumns; }  // in the order of lines along
 
-  // How many steps are to be brought before the first is used; with each use follows another one.
-  FFPA_DEVICE int ahead() const { return ring_.ahead(); }
-
   // Starts the copies of a step. Of the windows origin and stride count; exists(line, chunk) says what is there, the
   // rest becomes zeros.
   template <class ExistsA, class ExistsB>
-  FFPA_DEVICE void bring(const GmemWindow& a, const ExistsA& exists_a, const GmemWindow& b, const ExistsB& exists_b) {
-    const uint32_t slot = ring_.begin_fill();
+  FFPA_DEVICE void bring(Ring& ring, const GmemWindow& a, const ExistsA& exists_a, const GmemWindow& b,
+                         const ExistsB& exists_b) const {
+    const uint32_t slot = ring.begin_fill();
     if constexpr (kLinesA == Lines::kAlong) {
       copy_chunks_async<kRows, kStep, kThreads>(slot, layout_a(), a, thread_, exists_a, ptx::CallSite());
     } else {
@@ -99,16 +98,16 @@ class MmaCore {
     } else {
       copy_chunks_async<kStep, kColumns, kThreads>(slot + kBytesA, layout_b(), b, thread_, exists_b, ptx::CallSite());
     }
-    ring_.end_fill();
+    ring.end_fill();
   }
 
-  // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() further, if there is one.
+  // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() of the ring further, if there is one.
   template <class BringNext>
-  FFPA_DEVICE void multiply(Sums& sums, int steps, const BringNext& bring_next) {
+  FFPA_DEVICE void multiply(Ring& ring, Sums& sums, int steps, const BringNext& bring_next) const {
     bool is_first = true;
     const auto next_step = [&] {
       bring_next();
-      const uint32_t slot = is_first ? ring_.begin_use() : ring_.begin_next_use();
+      const uint32_t slot = is_first ? ring.begin_use() : ring.begin_next_use();
       is_first = false;
       return slot;
     };
@@ -127,7 +126,7 @@ class MmaCore {
             b, layout_b().moved(slot + b_offset_, depth * 16, warp_column() / kChunkElements + pair * 2));
       }
     };
-    add_products<Element, kStep / 16>(sums, steps, next_step, [&] { ring_.end_use(); }, load_a, load_b);
+    add_products<Element, kStep / 16>(sums, steps, next_step, [&] { ring.end_use(); }, load_a, load_b);
   }
 
  private:
@@ -140,7 +139,6 @@ class MmaCore {
 
   int thread_, lane_;
   uint32_t a_offset_, b_offset_;  // where ldmatrix begins, in a slot
-  Ring ring_;
 };
 
 }  // namespace ffpa::tile

@@ -57,33 +57,36 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
-        tiles, multiprocessors = two_phase.row_tiles(p), archs.multiprocessors(p.arch)
-        if tiles < multiprocessors * 3 // 4:
-            return f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
+        reason = two_phase.too_few_rows(p, "hopper")
+        if reason:
+            return reason
     return _runnable(plan, p)
 
 
 def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if p.direction == "backward":
         return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
-    return two_phase.plan(p, flags)
+    return two_phase.plan(p, "hopper", flags)
 
 
-def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | str:
-    def plan(p: Problem) -> MmaPlan | BackwardPlan | str:
-        return (
-            mma.plan(p, flags)
-            if p.direction == "forward"
-            else backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
-        )
-
+def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | str:
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":
             return f"the emulator takes CPU tensors, and these are on {p.device}"
-        return plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")))
+        return _mma_plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")), flags)
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    return _runnable(plan(p), p)
+    return _runnable(_mma_plan(p, flags), p)
+
+
+def _mma_plan(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | str:
+    if p.direction == "backward":
+        return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
+    if p.level is None and not two_phase.too_few_rows(p, "mma"):
+        plan = two_phase.plan(p, "mma", flags)
+        if not isinstance(plan, str):
+            return plan
+    return mma.plan(p, flags)
 
 
 def _runnable(plan: Plan | str, p: Problem) -> Plan | str:
@@ -166,7 +169,7 @@ def _chosen(p: Problem, name: str, plan: Plan | None, why: str, rejected=(), fal
 def _few_rows(p: Problem, flags: Flags) -> bool:
     """Whether an mma kernel has work for the GPU where blocks of rows alone have not: it splits keys, or packs heads."""
     plan = _mma(p, flags)
-    if isinstance(plan, str):
+    if not isinstance(plan, MmaPlan):
         return False
     blocks = -(-p.n_q // 128) * p.batch * p.heads_q
     return plan.packs_heads or (plan.splits > 1 and blocks <= archs.multiprocessors(p.arch) // 3)

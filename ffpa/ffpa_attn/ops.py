@@ -281,14 +281,10 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
         form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
 
 
-def _mma_forward(form, q, k, v, out, lse, plan) -> None:
+def _native_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    mma.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
-
-
-def _hopper_forward(form, q, k, v, out, lse, plan) -> None:
-    tensors = (form.heads_first(x) for x in (q, k, v, out))
-    two_phase.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+    run = two_phase.forward if isinstance(plan.choice.plan, two_phase.TwoPhasePlan) else mma.forward
+    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:
@@ -297,8 +293,8 @@ def _triton_forward(form, q, k, v, out, lse, plan) -> None:
 
 
 _FORWARD = {
-    "hopper": _hopper_forward,
-    "mma": _mma_forward,
+    "hopper": _native_forward,
+    "mma": _native_forward,
     "triton": _triton_forward,
     "sdpa": _sdpa_forward,
     "reference": _reference_forward,

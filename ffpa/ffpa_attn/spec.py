@@ -279,7 +279,19 @@ class ForwardTwoPhase(KernelSpec):
     columns: int
 
 
+@dataclass(frozen=True)
+class ForwardTwoPhaseMma(KernelSpec):
+    """As ForwardTwoPhase, on every GPU."""
+
+    family = "forward_two_phase_mma"
+    arch = "sm_80"
+
+    dtype: str
+    columns: int
+
+
 TWO_PHASE_COLUMNS = (256, 320, 384)
+TWO_PHASE_MMA_COLUMNS = 256
 PRODUCT_TILES = ((256, 160), (256, 192), (128, 224), (128, 256))  # rows, columns
 MMA_PRODUCT_TILES = ((128, 128), (128, 192), (128, 256))
 
@@ -352,6 +364,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
         for family, shapes in (BackwardProductsWgmma, PRODUCT_TILES), (BackwardProductsMma, MMA_PRODUCT_TILES):
             kernels += [family(dtype, *shape, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)]
         kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
+        kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]

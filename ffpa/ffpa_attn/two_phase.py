@@ -1,4 +1,4 @@
-"""The forward for wide head dims on Hopper: P of a row tile into scratch, and from there the product with V.
+"""The forward for wide head dims in two phases: P of a row tile into scratch, and from there the product with V.
 
 Neither registers nor shared memory hold O of such a head dim. P costs less to store than S to compute again, or O to move for
 every tile of keys. `plan` and `cut` are pure: the order of sums, and with it every bit, follows from shape, cap and the number
@@ -12,17 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import env
-from .spec import TWO_PHASE_COLUMNS, ForwardTwoPhase, Problem, Visibility
+from . import archs, env
+from .spec import (
+    TWO_PHASE_COLUMNS,
+    TWO_PHASE_MMA_COLUMNS,
+    ForwardTwoPhase,
+    ForwardTwoPhaseMma,
+    Problem,
+    Visibility,
+)
 
-ROWS, KEYS, BOX = 128, 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase.cuh
-MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernel has bits for
-LEAST_HEAD_DIM = 513  # O of narrower ones fits on chip
+ROWS, KEYS, BOX = 128, 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase*.cuh
+MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernels have bits for
+# Of wgmma: narrower ones have no such kernel. Of mma.sync a first guess, to be set from a measurement against the levels.
+LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
 class TwoPhasePlan(NamedTuple):
-    spec: ForwardTwoPhase
+    spec: ForwardTwoPhase | ForwardTwoPhaseMma
 
     @property
     def kernel(self) -> str:
@@ -41,8 +49,16 @@ class Cut(NamedTuple):
     scratch_bytes: int
 
 
-def row_tiles(p: Problem) -> int:
-    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+def too_few_rows(p: Problem, backend: str) -> str | None:
+    """Why the levels of the mma forward are faster, or None: they have smaller tiles, split keys and pack heads."""
+    tiles, multiprocessors = -(-p.n_q // ROWS) * p.batch * p.heads_q, archs.multiprocessors(p.arch)
+    if tiles < multiprocessors * 3 // 4:
+        return (
+            f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
+        )
+    if backend == "mma" and p.n_q <= ROWS // 2:
+        return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
+    return None
 
 
 def _tiles(n_k: int, see: Visibility) -> int:
@@ -69,30 +85,36 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
 
 
 def _columns(d_v: int) -> int:
-    """The most of O at a time: as many as there are registers for, and about as many each time."""
+    """The most of O at a time on wgmma: as many as there are registers for, and about as many each time."""
     boxes = -(-d_v // BOX)
     times = -(-boxes * BOX // TWO_PHASE_COLUMNS[-1])
     return max(-(-boxes // times) * BOX, TWO_PHASE_COLUMNS[0])
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
-    """What runs the problem, or why it cannot."""
-    if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM:
-        return f"there is no hopper kernel for a forward of fewer than {LEAST_HEAD_DIM} columns"
+def _spec(p: Problem, backend: str) -> ForwardTwoPhase | ForwardTwoPhaseMma:
+    if backend == "mma":
+        return ForwardTwoPhaseMma(p.dtype, TWO_PHASE_MMA_COLUMNS)
+    return ForwardTwoPhase(p.dtype, _columns(p.d_v))
+
+
+def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
+    """What runs the problem, or why it cannot. `backend`: hopper or mma."""
+    if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM[backend]:
+        return f"there is no {backend} kernel for a two-phase forward of fewer than {LEAST_HEAD_DIM[backend]} columns"
     if p.acc != "f32":
-        return f"the hopper forward accumulates in f32, not {p.acc}"
+        return f"the two-phase forward accumulates in f32, not {p.acc}"
     if p.num_stages:
-        return "the hopper forward has a ring of its own, and `num_stages` no meaning"
+        return "the two-phase forward has a ring of its own, and `num_stages` no meaning"
     forced = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
     if forced:
-        return f"the hopper forward knows no {forced}"
+        return f"the two-phase forward knows no {forced}"
     if p.n_q + p.n_k > _MOST_POSITIONS:
-        return f"the hopper forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    columns, cap = _columns(p.d_v), flags["FFPA_WORKSPACE_MB"] << 20
-    least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, columns, 1, cap).scratch_bytes
+        return f"the two-phase forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    spec, cap = _spec(p, backend), flags["FFPA_WORKSPACE_MB"] << 20
+    least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, spec.columns, 1, cap).scratch_bytes
     if least > cap:
-        return f"the hopper forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
-    return TwoPhasePlan(ForwardTwoPhase(p.dtype, columns))
+        return f"the two-phase forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
+    return TwoPhasePlan(spec)
 
 
 def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:

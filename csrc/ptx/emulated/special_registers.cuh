@@ -9,6 +9,7 @@
 namespace ffpa::ptx {
 
 inline int thread_x() { return emu::current->thread; }
+inline int thread_x_anew() { return thread_x(); }
 inline int block_x() { return int(emu::current->block->index.x); }
 inline int block_y() { return int(emu::current->block->index.y); }
 inline int block_z() { return int(emu::current->block->index.z); }

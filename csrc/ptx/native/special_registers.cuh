@@ -9,6 +9,13 @@ namespace ffpa::ptx {
 
 // The compiler's own names for %tid, %ctaid, %nctaid and %ntid let it reason about ranges, which asm would hide.
 FFPA_DEVICE int thread_x() { return threadIdx.x; }
+// The same, read again. What a persistent kernel derives from its threads it would otherwise hold in registers from
+// beginning to end; from this value it is derived anew, for as long as it is needed.
+FFPA_DEVICE int thread_x_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 FFPA_DEVICE int block_x() { return blockIdx.x; }
 FFPA_DEVICE int block_y() { return blockIdx.y; }
 FFPA_DEVICE int block_z() { return blockIdx.z; }

@@ -21,7 +21,7 @@ FFPA_KERNEL(kGridThreads, 1) void special_registers_kernel(const uint32_t*, uint
 
 // Every thread stores a word, and after the barrier reads the one of the thread 33 further on.
 FFPA_KERNEL(128, 1) void sync_block_kernel(const uint32_t* input, uint32_t* output) {
-  const int thread = ptx::thread_x();
+  const int thread = ptx::thread_x_anew();
   const uint32_t smem = ptx::dynamic_smem();
   ptx::st_shared_4(smem + thread * 4, ptx::ld_global_4(input + thread));
   ptx::sync_block();

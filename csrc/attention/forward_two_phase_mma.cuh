@@ -1,0 +1,435 @@
+// The two-phase forward (forward_two_phase.cuh) on mma.sync, for every GPU from sm_80 on. A block takes row tiles of
+// kRows rows of one query head, one after the other, and for each a chunk of keys after the other:
+//
+//   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 32; P̃ = exp2(S - m), 16 bits, from registers to
+//                                    the block's own slice of the scratch
+//   2. for each kColumns of d_v      O = P̃ V over the keys of the chunk, in steps of 32; divided by the row sum
+//
+// References and chunks are those of two_phase_tiles.cuh. A warp has 64 rows × a quarter of the keys or columns
+// of a tile: four warps share their rows, and tell each other the maxima of each tile. While they compute P̃ or write O,
+// the first steps of the next product are on their way.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/two_phase_tiles.cuh"
+#include "attention/visible_keys.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/fragments.cuh"
+#include "tile/kept_value.cuh"
+#include "tile/mma_core.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype; kColumns of O at a time.
+template <class Fields>
+struct ForwardTwoPhaseMmaConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kKeys = 256;
+  using ScoreCore = tile::MmaCore<typename Fields::Dtype, kKeys, tile::Lines::kAlong, tile::Lines::kAlong>;
+  using ValueCore = tile::MmaCore<typename Fields::Dtype, Fields::kColumns, tile::Lines::kAlong, tile::Lines::kAcross>;
+  using NarrowCore = tile::MmaCore<typename Fields::Dtype, 128, tile::Lines::kAlong, tile::Lines::kAcross>;
+  static_assert(ScoreCore::kSlotBytes >= ValueCore::kSlotBytes && ValueCore::kSlotBytes >= NarrowCore::kSlotBytes,
+                "slots of one ring serve all of them");
+  static constexpr int kRows = ScoreCore::kRows;
+  static constexpr int kThreads = ScoreCore::kThreads;
+  using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
+
+  // Shared memory: the core's; the rows in work, a copy for each warp; of each row a number of each warp that has it;
+  // of each half of the rows where references have moved.
+  static constexpr uint32_t kKeptSmem = ScoreCore::kSmemBytes;
+  static constexpr uint32_t kSharedSmem = kKeptSmem + kThreads / 32 * KeptRows::kBytes;
+  static constexpr int kQuarters = 4;
+  static constexpr uint32_t kMovesSmem = kSharedSmem + kQuarters * kRows * 4;
+  static constexpr uint32_t kSmemBytes = kMovesSmem + kThreads / 32 / kQuarters * MovedTiles::kBytes;
+  static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    return shape;
+  }
+};
+
+template <class Config>
+class ForwardTwoPhaseMma {
+  using Element = typename Config::Dtype;
+  using ScoreCore = typename Config::ScoreCore;
+  using ValueCore = typename Config::ValueCore;
+  using NarrowCore = typename Config::NarrowCore;
+  using Fragments = tile::DealtFragments;  // of keys
+  using Scores = typename ScoreCore::Sums;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kColumns = Config::kColumns;
+  static constexpr int kQuarters = Config::kQuarters;
+  static constexpr int kM = ScoreCore::kM;
+  static constexpr int kWarps = ScoreCore::kThreads / 32;
+  static constexpr int kGroup = 4;                        // fragments that hold 16 bytes a lane
+  static constexpr int kGroups = ScoreCore::kN / kGroup;  // of a row of fragments
+  using Chunk = KeyChunk<kKeys, ScoreCore::kStep>;
+
+  // A lane has eight rows of fragments, and answers for two of them: row g + 8e of the warp, g = lane / 4, is that of
+  // lane e % 4 of the four that have it, and of its RowState half e / 4.
+  static_assert(kM * 2 == 4 * 2, "four lanes answer for two rows each");
+  using OfRows = float[kM][2];
+
+ public:
+  FFPA_DEVICE explicit ForwardTwoPhaseMma(const AttentionParams& params) : params_(params) { derive_from_thread(); }
+
+  FFPA_DEVICE void run() {
+    for_each_row_tile(params_, kRows, kept(), lane_, [&] {
+      RowState state;
+      Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
+        const float before[2] = {state.reference[0], state.reference[1]};
+        compute_probabilities(chunk, state);
+        ptx::sync_block();  // they are there
+        if (chunk.is_last) finish_rows(state);
+        const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+        compute_out(chunk, state, factor);
+      });
+    });
+  }
+
+ private:
+  // For each product anew: what stays the same for all of them would be held in registers throughout the kernel.
+  FFPA_DEVICE void derive_from_thread() {
+    const int thread = ptx::thread_x_anew();
+    lane_ = thread % 32;
+    warp_ = thread / 32;
+    scores_ = ScoreCore(thread);
+    values_ = ValueCore(thread);
+    narrow_ = NarrowCore(thread);
+  }
+
+  FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
+  FFPA_DEVICE KeptRows kept() const {
+    return KeptRows(ptx::dynamic_smem() + Config::kKeptSmem + warp_ * KeptRows::kBytes);
+  }
+
+  // Of the warp: which quarter of keys and columns it has, its first row, and the lane's row i of two.
+  FFPA_DEVICE int quarter() const { return warp_ % kQuarters; }
+  FFPA_DEVICE int first_row() const { return scores_.warp_row(); }
+  FFPA_DEVICE int row_of_lane(int i) const { return first_row() + i * 32 + lane_ % 4 * 8 + lane_ / 4; }
+
+  // ---- what the four warps of some rows, and the four lanes of a row of fragments, tell each other ----
+
+  FFPA_DEVICE void sync_quarters() const { ptx::bar_sync(1 + warp_ / kQuarters, kQuarters * 32); }
+
+  // combine(a, b) of what all of them have for the lane's two rows, the same for each. Nobody reads earlier ones any
+  // more.
+  template <class Combine>
+  FFPA_DEVICE void share(float (&values)[2], const Combine& combine) const {
+    const uint32_t smem = ptx::dynamic_smem() + Config::kSharedSmem + row_of_lane(0) * 4;
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      ptx::st_shared_4(smem + (quarter() * kRows + i * 32) * 4, float_bits(values[i]));
+    }
+    sync_quarters();
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      FFPA_UNROLL
+      for (int other = 0; other < kQuarters; ++other) {
+        const float value = float_from_bits(ptx::ld_shared_4(smem + (other * kRows + i * 32) * 4));
+        values[i] = other == 0 ? value : combine(values[i], value);
+      }
+    }
+  }
+
+  // The lane's two rows, of all that four lanes have parts of; and back.
+  template <class Combine>
+  FFPA_DEVICE void gather(const OfRows& parts, float (&values)[2], const Combine& combine) const {
+    FFPA_UNROLL
+    for (int e = 0; e < 2 * kM; ++e) {
+      float value = parts[e / 2][e % 2];
+      value = combine(value, ptx::shfl_xor(value, 1));
+      value = combine(value, ptx::shfl_xor(value, 2));
+      if (lane_ % 4 == e % 4) values[e / 4] = value;
+    }
+  }
+
+  FFPA_DEVICE float of_row(const float (&values)[2], int m, int h) const {
+    const int e = 2 * m + h;
+    return ptx::shfl_idx(values[e / 4], lane_ / 4 * 4 + e % 4);
+  }
+
+  // ---- 1. P̃ ----
+
+  FFPA_DEVICE void compute_probabilities(const Chunk& chunk, RowState& state) {
+    if (chunk.tiles() > 0) begin_keys(chunk.first_tile);
+    MovedTiles moves(moves_smem());
+    FFPA_NO_UNROLL
+    for (int tile = 0; tile < chunk.tiles(); ++tile) {
+      derive_from_thread();
+      Scores scores;
+      scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
+      const float factor = to_logits(scores, (chunk.first_tile + tile) * kKeys);
+      const bool moved = follow(scores, factor, state);
+      if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
+      if (quarter() == 0) {
+        keep_references(tile, state);
+        moves.add(tile, moved, lane_);
+      }
+      store(scores, factor, tile * kKeys, state);
+    }
+  }
+
+  FFPA_DEVICE uint32_t moves_smem() const {
+    return ptx::dynamic_smem() + Config::kMovesSmem + warp_ / kQuarters * MovedTiles::kBytes;
+  }
+
+  // Starts the copies of Q and of a tile of K; then a step after the other.
+  FFPA_DEVICE void begin_keys(int tile) {
+    const HeadRows rows = kept().get();
+    a_ = window(params_.q, rows, rows.head(), rows.entry.q, rows.first, 0, params_.d_qk);
+    b_ = window(params_.k, rows, rows.head() / params_.group, rows.entry.k, tile * kKeys, 0, params_.d_qk);
+    left_ = params_.d_qk;
+    FFPA_NO_UNROLL
+    for (int step = 0; step < ring_.ahead(); ++step) bring_keys();
+  }
+
+  FFPA_DEVICE void bring_keys() {
+    if (left_ <= 0) return;
+    const int columns = left_;
+    scores_.bring(
+        ring_, a_, [&](int row, int chunk) { return row < a_.rows && chunk * tile::kChunkElements < columns; }, b_,
+        [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < columns; });
+    a_.origin += ScoreCore::kStep;
+    b_.origin += ScoreCore::kStep;
+    left_ -= ScoreCore::kStep;
+  }
+
+  static FFPA_DEVICE tile::GmemWindow window(const TensorView& x, const HeadRows& rows, int head, const RowRange& range,
+                                             int first, int column, int columns) {
+    const int64_t row = range.begin + int64_t(first);
+    return {x.data + rows.batch() * x.batch_stride + head * x.head_stride + row * x.row_stride + column, x.row_stride,
+            range.end - range.begin - first, columns - column};
+  }
+
+  // What is still to be multiplied to have logits: nothing, or in the plain case a positive factor, which then costs
+  // nothing.
+  FFPA_DEVICE float to_logits(Scores& sums, int key) const {
+    const HeadRows rows = kept().get();
+    const bool all_seen = all_rows_see(rows, key, kKeys), no_mask = params_.mask.kind == MaskKind::kNone;
+    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) return params_.score_factor;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
+        float scores[1][kGroup][4];
+        FFPA_UNROLL
+        for (int n = 0; n < kGroup; ++n) sums[m][first + n].get(scores[0][n]);
+        scores_to_logits<Fragments>(scores, params_, rows, all_seen, rows.first + first_row() + m * 16,
+                                    key + scores_.warp_column() + Fragments::column_of(first), lane_);
+        FFPA_UNROLL
+        for (int n = 0; n < kGroup; ++n) sums[m][first + n].set(scores[0][n]);
+      }
+    }
+    return 1;
+  }
+
+  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved.
+  FFPA_DEVICE bool follow(const Scores& scores, float factor, RowState& state) const {
+    OfRows parts;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        parts[m][h] = -kInfinity;
+        FFPA_UNROLL
+        for (int n = 0; n < ScoreCore::kN; ++n) {
+          const float (&c)[4] = scores[m][n].c;
+          parts[m][h] = larger_of(parts[m][h], larger_of(c[2 * h], c[2 * h + 1]));
+        }
+      }
+    }
+    float maximum[2];
+    gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
+    sync_quarters();  // all have read the maxima of the tile before
+    share(maximum, [](float a, float b) { return larger_of(a, b); });
+    const bool moved = state.follow(0, maximum[0] * factor);
+    return state.follow(1, maximum[1] * factor) || moved;
+  }
+
+  FFPA_DEVICE void keep_references(int tile_of_chunk, const RowState& state) const {
+    float* references = scratch().references(ptx::block_x()) + tile_of_chunk * kRows;
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) ptx::st_global_4(references + row_of_lane(i), float_bits(state.reference[i]));
+  }
+
+  // P̃ of a tile to the block's slice, from its column `column` on.
+  FFPA_DEVICE void store(const Scores& scores, float factor, int column, RowState& state) const {
+    const float references[2] = {finite_reference(state.reference[0]), finite_reference(state.reference[1])};
+    const int64_t row = int64_t(ptx::block_x()) * kRows + first_row() + tile::c_coordinate(lane_, 0).row;
+    uint16_t* gmem =
+        scratch().p() + row * params_.chunk_keys + column + scores_.warp_column() + Fragments::first_column(lane_);
+    OfRows parts;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const float reference = of_row(references, m, h);
+        parts[m][h] = 0;
+        FFPA_UNROLL
+        for (int group = 0; group < kGroups; ++group) {
+          uint32_t chunk[kGroup];
+          FFPA_UNROLL
+          for (int n = 0; n < kGroup; ++n) {
+            const float (&c)[4] = scores[m][group * kGroup + n].c;
+            const float p0 = ptx::ex2(c[2 * h] * factor - reference);
+            const float p1 = ptx::ex2(c[2 * h + 1] * factor - reference);
+            parts[m][h] += p0 + p1;
+            chunk[n] = ptx::pack<Element>(p0, p1);
+          }
+          ptx::st_global_16(gmem + Fragments::column_of(group * kGroup), chunk);
+        }
+        gmem += int64_t{8} * params_.chunk_keys;
+      }
+    }
+    float sum[2];
+    gather(parts, sum, [](float a, float b) { return a + b; });
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) state.sum[i] += sum[i];
+  }
+
+  // ---- 2. O ----
+
+  // The LSE of the rows; and in the place of their sums, what O is multiplied with.
+  FFPA_DEVICE void finish_rows(RowState& state) const {
+    const HeadRows rows = kept().get();
+    share(state.sum, [](float a, float b) { return a + b; });
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      state.sum[i] =
+          finish_row(params_, rows, rows.first + row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0);
+    }
+  }
+
+  // Some columns of O after the others; where few are left, the last ones by a core of fewer.
+  FFPA_DEVICE void compute_out(const Chunk& chunk, const RowState& state, const float (&factor)[2]) {
+    begin_values(chunk, 0);
+    FFPA_NO_UNROLL
+    for (int column = 0; column < params_.d_v; column += kColumns) {
+      if (is_narrow(column)) {
+        compute_columns(narrow_, chunk, column, state, factor);
+      } else {
+        compute_columns(values_, chunk, column, state, factor);
+      }
+    }
+  }
+
+  FFPA_DEVICE bool is_narrow(int column) const { return params_.d_v - column <= NarrowCore::kColumns; }
+
+  template <class Core>
+  FFPA_DEVICE void compute_columns(const Core& core, const Chunk& chunk, int column, const RowState& state,
+                                   const float (&factor)[2]) {
+    derive_from_thread();
+    typename Core::Sums out;
+    int tile = 0;
+    FFPA_NO_UNROLL
+    while (true) {  // from one tile where a reference has moved to the next
+      const int next = MovedTiles::next<1>(moves_smem(), tile + 1, chunk.tiles());
+      core.multiply(ring_, out, max_of(chunk.steps(tile, next), 0), [&] { bring_values(core); });
+      if (next >= chunk.tiles()) break;
+      tile = next;
+      follow_references(out, tile);
+    }
+    if (column + kColumns < params_.d_v) begin_values(chunk, column + kColumns);
+    finish(core, out, chunk, column, state, factor);
+  }
+
+  // What earlier tiles have left, with the references of this one.
+  template <class Sums>
+  FFPA_DEVICE void follow_references(Sums& out, int tile) const {
+    const float* references =
+        scratch().references(ptx::block_x()) + tile * kRows + first_row() + tile::c_coordinate(lane_, 0).row;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      float factor[2];
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const float* now = references + m * 16 + h * 8;
+        factor[h] =
+            growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
+      }
+      for (auto& sums : out[m]) tile::scale_rows(sums, factor);
+    }
+  }
+
+  // Starts the copies of P̃ and of some columns of V; then a step after the other.
+  FFPA_DEVICE void begin_values(const Chunk& chunk, int column) {
+    const HeadRows rows = kept().get();
+    const int64_t row = int64_t(ptx::block_x()) * kRows;
+    a_ = {scratch().p() + row * params_.chunk_keys + chunk.keys.begin - chunk.first_key(), params_.chunk_keys, kRows,
+          ValueCore::kStep};
+    b_ = window(params_.v, rows, rows.head() / params_.group, rows.entry.k, chunk.keys.begin, column, params_.d_v);
+    left_ = chunk.steps();
+    FFPA_NO_UNROLL
+    for (int step = 0; step < ring_.ahead(); ++step) {
+      if (is_narrow(column)) {
+        bring_values(narrow_);
+      } else {
+        bring_values(values_);
+      }
+    }
+  }
+
+  template <class Core>
+  FFPA_DEVICE void bring_values(const Core& core) {
+    if (left_ <= 0) return;
+    core.bring(
+        ring_, a_, [](int, int) { return true; }, b_,
+        [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < b_.columns; });
+    a_.origin += Core::kStep;
+    b_.origin += Core::kStep * params_.v.row_stride;
+    b_.rows -= Core::kStep;
+    --left_;
+  }
+
+  // With what earlier chunks left, for a later one or as the result.
+  template <class Core>
+  FFPA_DEVICE void finish(const Core& core, const typename Core::Sums& out, const Chunk& chunk, int column,
+                          const RowState& state, const float (&factor)[2]) const {
+    const HeadRows rows = kept().get();
+    float* partial = scratch().out(ptx::block_x(), column) + warp_ * (kRows * kColumns / kWarps);
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      const float of_earlier[2] = {of_row(factor, m, 0), of_row(factor, m, 1)};
+      const float inverse[2] = {of_row(state.sum, m, 0), of_row(state.sum, m, 1)};
+      finish_out<Element, Core::kN>(params_, rows, chunk, first_row() + m * 16, column + core.warp_column(),
+                                    partial + m * (16 * Core::kWarpColumns), of_earlier, inverse, lane_,
+                                    [&](int n, float (&values)[4]) { out[m][n].get(values); });
+    }
+  }
+
+  const AttentionParams& params_;
+  int lane_, warp_;
+  ScoreCore scores_;
+  ValueCore values_;
+  NarrowCore narrow_;
+  typename ScoreCore::Ring ring_ = ScoreCore::make_ring();
+  tile::GmemWindow a_, b_;  // the rest of the operands that are being brought
+  int left_;                // columns of Q and K, or steps of P̃ and V
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_two_phase_mma(FFPA_GRID_CONSTANT const AttentionParams params) {
+  ForwardTwoPhaseMma<Config>(params).run();
+}
+
+}  // namespace ffpa
