@@ -39,9 +39,8 @@ def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in("csrc/" + file, "tests/test_mma.py -k 'emulated and not padded'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
-def _two_phase(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/test_two_phase.py -k 'not cuda'"
-    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+def _two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") -> list[Mutant]:
+    return _in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def _backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
@@ -636,6 +635,26 @@ MUTANTS = [
         ("two-phase: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
         ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),
         ("two-phase: P of another block", "(int64_t(ptx::block_x()) * kRows + row) * chunk_keys + lane * 8", "int64_t(row) * chunk_keys + lane * 8"),
+    ),
+    *_two_phase(
+        "csrc/attention/forward_two_phase_mma.cuh",
+        ("two-phase mma: P is never repaired", "if (ptx::vote_ballot(moved[0] || moved[1]) != 0) {", "if (false) {"),
+        ("two-phase mma: nobody waits for P", "        ptx::sync_block();  // they are there\n", ""),
+        ("two-phase mma: repaired while others read", "        ptx::sync_block();  // and repaired\n", ""),
+        ("two-phase mma: rows of another warp repaired", "chunk, first_row() + quarter() * 8, quarter(), state", "chunk, first_row(), quarter(), state"),
+        ("two-phase mma: maxima of a quarter of the keys", "combine(values[i], value)", "values[i]"),
+        ("two-phase mma: maxima written while others read", "    sync_quarters();  // all have read the maxima of the tile before\n", ""),
+        ("two-phase mma: maxima read before they are there", "    sync_quarters();\n    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL", "    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL"),
+        ("two-phase mma: sums of a quarter of the keys", "    share(state.sum, [](float a, float b) { return a + b; });\n", ""),
+        ("two-phase mma: a reference kept for one tile alone", "keep_references(tile - chunk.first_tile, state)", "keep_references(0, state)"),
+        ("two-phase mma: a negative scale taken for plain", " && params_.score_factor > 0) return", ") return"),
+        ("two-phase mma: P without the scale", "c[2 * h + 1] * factor - reference", "c[2 * h + 1] - reference"),
+        ("two-phase mma: the same keys again", "begin_keys(tile + 1)", "begin_keys(tile)"),
+        ("two-phase mma: V behind a packed sequence as it is", "return key < b_.rows && chunk * tile::kChunkElements < b_.columns;", "return chunk * tile::kChunkElements < b_.columns;"),
+        ("two-phase mma: too many columns for the narrow core", "<= NarrowCore::kColumns", "<= 2 * NarrowCore::kColumns"),
+        ("two-phase mma: O of all columns in one place", "scratch().out(ptx::block_x(), column / kColumns)", "scratch().out(ptx::block_x(), 0)"),
+        ("two-phase mma: lower rows rescaled as the upper ones", "of_row(factor, m, 1)", "of_row(factor, m, 0)"),
+        only="mma and not cuda",
     ),
     *_two_phase(
         "two_phase.py",

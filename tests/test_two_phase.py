@@ -161,6 +161,13 @@ def test_cases(case, place):
     assert report is None or report["bank_conflict_ratio"] <= 1.001
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_scales_of_tiles_that_every_row_sees(scale, place):
+    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=512, d=72, d_v=520, dtype=F16, rule={"scale": scale})
+    inputs = make_inputs(case, place.device)
+    check(case, inputs, *attend(place, case, inputs)[0])
+
+
 @pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
 def test_nothing_to_compute(n_q, n_k, monkeypatch):
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
