@@ -163,14 +163,16 @@ class ForwardTwoPhase {
     for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
       FFPA_NO_UNROLL
       for (int column = 0; column < params_.d_qk; column += tile::kBox) {
-        producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
-          for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-            load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
-          }
-          for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
-            load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
-          }
-        }, Config::kKeyBoxes);
+        producer.bring(
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
+              }
+              for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
+              }
+            },
+            Config::kKeyBoxes);
       }
     }
   }
@@ -256,7 +258,8 @@ class ForwardTwoPhase {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const float* now = references + tile::c_coordinate(lane_, 2 * h).row;
-        const float factor = growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
+        const float factor =
+            growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
         FFPA_UNROLL
         for (int n = 0; n < kSums / 4; ++n) {
           out[0][4 * n + 2 * h] *= factor;

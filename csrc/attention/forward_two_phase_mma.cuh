@@ -363,8 +363,7 @@ class ForwardTwoPhaseMma {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const float* now = references + m * 16 + h * 8;
-        factor[h] =
-            growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
+        factor[h] = growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
       }
       for (auto& sums : out[m]) tile::scale_rows(sums, factor);
     }

@@ -89,8 +89,9 @@ class RowTiles {
   int heads_kv_, group_, rows_, tiles_, entries_, together_;
 };
 
-// function() for the row tiles of this block; the rows are kept, of which there are too many registers full. Round after
-// round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the longer one.
+// function() for the row tiles of this block; the rows are kept, of which there are too many registers full. Round
+// after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the longer
+// one.
 template <class Function>
 FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, int rows_of_tile, const KeptRows& kept, int lane,
                                    const Function& function) {
