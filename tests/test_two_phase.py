@@ -439,9 +439,19 @@ def planned(backend: str, monkeypatch, problem: Problem, **flags):
 def test_what_runs_on_wgmma(monkeypatch):
     hopper = partial(planned, "hopper", monkeypatch)
     assert hopper(PROBLEM).spec.family == "forward_two_phase"
-    assert hopper(PROBLEM._replace(d_qk=64, d_v=576, packed=True)).spec.columns == 320
+    for d_v, columns in (
+        (8, 256),
+        (264, 320),
+        (448, 256),
+        (576, 320),
+        (768, 384),
+        (896, 320),
+        (1024, 384),
+        (1152, 384),
+    ):
+        assert hopper(PROBLEM._replace(d_v=d_v, packed=True)).spec.columns == columns
     for changes, why in (
-        ({"d_qk": 512, "d_v": 512}, "fewer than 513 columns"),
+        ({"d_qk": 256, "d_v": 256}, "fewer than 257 columns"),
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
@@ -478,8 +488,8 @@ def test_it_cannot_be_emulated_elsewhere(monkeypatch):
     q, k, v, _ = make_inputs(_base, "cpu")
     with emulate("sm_80"), pytest.raises(NotImplementedError, match="FFPA_BACKEND=hopper cannot run .*sm_90a"):
         ffpa(q, k, v)
-    with emulate("sm_90a"), pytest.raises(NotImplementedError, match="fewer than 513 columns"):
-        ffpa(q[..., :512], k[..., :512], v[..., :512])
+    with emulate("sm_90a"), pytest.raises(NotImplementedError, match="fewer than 257 columns"):
+        ffpa(q[..., :256], k[..., :256], v[..., :256])
 
 
 @pytest.mark.parametrize("cap_mb", [1, 3, 20, 100, 1024])

@@ -17,6 +17,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
+#include "attention/item_queue.cuh"
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
@@ -54,20 +55,22 @@ struct ForwardTwoPhaseConfig : Fields {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
   // Shared memory: slots of the ring; for each warpgroup two boxes of P̃; barriers; for each warp what it notes of
-  // references, and the rows in work.
+  // references, and the rows in work; the block's row tiles.
   static constexpr int kStagedBoxes = 2;
   static constexpr uint32_t kStagingBytes = kStagedBoxes * tile::kBoxBytes;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerGroups * kStagingBytes;
   static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
-  static constexpr uint32_t kSmemBytes = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
+    shape.counter = Scratch(params).taken();
     return shape;
   }
 
@@ -107,7 +110,10 @@ class ForwardTwoPhase {
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) ring_.init();
+    if (ptx::thread_x() == 0) {
+      ItemQueue(items_smem()).init(Config::kConsumerWarps);
+      ring_.init();
+    }
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }
@@ -134,6 +140,8 @@ class ForwardTwoPhase {
     return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
   }
 
+  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+
   // Barriers: each warpgroup's own; P̃ of a chunk is complete, which the producer waits for and the others announce.
   static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
   static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
@@ -144,15 +152,18 @@ class ForwardTwoPhase {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
     const KeptRows kept = kept_rows(0);
-    for_each_row_tile(params_, kRows, kept, lane_, [&] {
-      Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
-        bring_keys(producer, kept.get(), chunk);
-        ptx::sync_warp();
-        ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
-        ptx::fence_proxy_async_global();
-        bring_values(producer, kept.get(), chunk);
-      });
-    });
+    ItemQueue items(items_smem());
+    for_each_row_tile(
+        params_, kRows, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
+        [&] {
+          Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+            bring_keys(producer, kept.get(), chunk);
+            ptx::sync_warp();
+            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
+            ptx::fence_proxy_async_global();
+            bring_values(producer, kept.get(), chunk);
+          });
+        });
   }
 
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const HeadRows& rows, const Chunk& chunk) const {
@@ -206,40 +217,43 @@ class ForwardTwoPhase {
     const bool stores = group_warp == 0 && lane_ == 0;
     const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
     const KeptRows kept = kept_rows(1 + group * tile::kGroupWarps + group_warp);
-    for_each_row_tile(params_, kRows, kept, lane_, [&] {
-      RowState state;
-      Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
-        const float before[2] = {state.reference[0], state.reference[1]};
-        MovedTiles moves(moves_smem(group, group_warp));
-        FFPA_NO_UNROLL
-        for (int tile = 0; tile < chunk.tiles(); ++tile) {
-          Scores scores = {};  // or their registers would be taken throughout the other phase
-          consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
-          const bool moved = to_probabilities(scores, kept.get(), (chunk.first_tile + tile) * kKeys, row, state);
-          if (lane_ % 4 == 0) keep_references(tile, row, state);
-          store(scores, tile * kKeys, group, group_warp, stores);
-          moves.add(tile, moved, lane_);
-        }
-        if (stores) ptx::bulk_wait_group<0>();
-        ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have written is there
-        ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
+    ItemQueue items(items_smem());
+    for_each_row_tile(
+        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        [&] {
+          RowState state;
+          Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+            const float before[2] = {state.reference[0], state.reference[1]};
+            MovedTiles moves(moves_smem(group, group_warp));
+            FFPA_NO_UNROLL
+            for (int tile = 0; tile < chunk.tiles(); ++tile) {
+              Scores scores = {};  // or their registers would be taken throughout the other phase
+              consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
+              const bool moved = to_probabilities(scores, kept.get(), (chunk.first_tile + tile) * kKeys, row, state);
+              if (lane_ % 4 == 0) keep_references(tile, row, state);
+              store(scores, tile * kKeys, group, group_warp, stores);
+              moves.add(tile, moved, lane_);
+            }
+            if (stores) ptx::bulk_wait_group<0>();
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have written is there
+            ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
-        if (chunk.is_last) finish_rows(kept.get(), row, state);
-        const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
-        for_each_columns([&](int column, int boxes) {
-          const auto compute = [&](auto width) {
-            float out[1][decltype(width)::value / 2] = {};
-            multiply_with_values(consumer, out, chunk, group, row);
-            finish(out, kept.get(), chunk, row, column, state, factor);
-          };
-          if (boxes == Config::kValueBoxes) {
-            compute(std::integral_constant<int, Config::kColumns>());
-          } else {
-            compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
-          }
+            if (chunk.is_last) finish_rows(kept.get(), row, state);
+            const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+            for_each_columns([&](int column, int boxes) {
+              const auto compute = [&](auto width) {
+                float out[1][decltype(width)::value / 2] = {};
+                multiply_with_values(consumer, out, chunk, group, row);
+                finish(out, kept.get(), chunk, row, column, state, factor);
+              };
+              if (boxes == Config::kValueBoxes) {
+                compute(std::integral_constant<int, Config::kColumns>());
+              } else {
+                compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
+              }
+            });
+          });
         });
-      });
-    });
   }
 
   // out = P̃ V over a chunk: from one tile where a reference of the warpgroup has moved to the next.

@@ -48,12 +48,13 @@ struct ForwardTwoPhaseMmaConfig : Fields {
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
 
   // Shared memory: the core's; the rows in work, a copy for each warp; of each row a number of each warp that has it;
-  // of each half of the rows where references have moved.
+  // of each half of the rows where references have moved; which row tile the block has taken.
   static constexpr uint32_t kKeptSmem = ScoreCore::kSmemBytes;
   static constexpr uint32_t kSharedSmem = kKeptSmem + kThreads / 32 * KeptRows::kBytes;
   static constexpr int kQuarters = 4;
   static constexpr uint32_t kMovesSmem = kSharedSmem + kQuarters * kRows * 4;
-  static constexpr uint32_t kSmemBytes = kMovesSmem + kThreads / 32 / kQuarters * MovedTiles::kBytes;
+  static constexpr uint32_t kTakenSmem = kMovesSmem + kThreads / 32 / kQuarters * MovedTiles::kBytes;
+  static constexpr uint32_t kSmemBytes = kTakenSmem + 4;
   static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
@@ -61,6 +62,7 @@ struct ForwardTwoPhaseMmaConfig : Fields {
     shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
+    shape.counter = Scratch(params).taken();
     return shape;
   }
 };
@@ -92,20 +94,30 @@ class ForwardTwoPhaseMma {
   FFPA_DEVICE explicit ForwardTwoPhaseMma(const AttentionParams& params) : params_(params) { derive_from_thread(); }
 
   FFPA_DEVICE void run() {
-    for_each_row_tile(params_, kRows, kept(), lane_, [&] {
-      RowState state;
-      Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
-        const float before[2] = {state.reference[0], state.reference[1]};
-        compute_probabilities(chunk, state);
-        ptx::sync_block();  // they are there
-        if (chunk.is_last) finish_rows(state);
-        const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
-        compute_out(chunk, state, factor);
-      });
-    });
+    for_each_row_tile(
+        params_, kRows, kept(), lane_, [&] { return take_row_tile(); },
+        [&] {
+          RowState state;
+          Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
+            const float before[2] = {state.reference[0], state.reference[1]};
+            compute_probabilities(chunk, state);
+            ptx::sync_block();  // they are there
+            if (chunk.is_last) finish_rows(state);
+            const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+            compute_out(chunk, state, factor);
+          });
+        });
   }
 
  private:
+  FFPA_DEVICE int take_row_tile() const {
+    const uint32_t smem = ptx::dynamic_smem() + Config::kTakenSmem;
+    ptx::sync_block();  // all have read the one before
+    if (ptx::thread_x() == 0) ptx::st_shared_4(smem, ptx::atom_add_global(scratch().taken(), 1));
+    ptx::sync_block();
+    return int(ptx::ld_shared_4(smem));
+  }
+
   // For each product anew: what stays the same for all of them would be held in registers throughout the kernel.
   FFPA_DEVICE void derive_from_thread() {
     const int thread = ptx::thread_x_anew();

@@ -30,13 +30,17 @@ class TwoPhaseScratch {
  public:
   FFPA_HOST_DEVICE explicit TwoPhaseScratch(const AttentionParams& params) : params_(params) {}
 
+  // How many row tiles blocks have taken.
+  FFPA_HOST_DEVICE uint32_t* taken() const { return reinterpret_cast<uint32_t*>(params_.scratch); }
+
   // Of all blocks: P̃ [blocks · kRows][chunk_keys].
-  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch); }
+  FFPA_HOST_DEVICE uint16_t* p() const { return reinterpret_cast<uint16_t*>(params_.scratch + kHeadFloats); }
   FFPA_HOST_DEVICE int64_t p_rows() const { return int64_t(params_.resident_blocks) * kRows; }
 
   // The references of the rows, as each tile of the chunk has them: [chunk_keys / kKeys][kRows].
   FFPA_HOST_DEVICE float* references(int block) const {
-    return params_.scratch + p_rows() * params_.chunk_keys / 2 + int64_t(block) * (params_.chunk_keys / kKeys * kRows);
+    return params_.scratch + kHeadFloats + p_rows() * params_.chunk_keys / 2 +
+           int64_t(block) * (params_.chunk_keys / kKeys * kRows);
   }
 
   // The columns of O from `column` on that are computed together, at most kColumns, in the order of fragments; needed
@@ -47,11 +51,13 @@ class TwoPhaseScratch {
   }
 
  private:
+  static constexpr int kHeadFloats = 128;  // P̃ begins with a line of its own
+
   const AttentionParams& params_;
 };
 
-// Row tiles in the order in which blocks take them: head by head, so that blocks share K and V in the L2 cache; within
-// heads whose K and V it holds together, the longest first under a causal mask.
+// Row tiles in the order in which blocks take them, whoever is free: head by head, so that blocks share K and V in the
+// L2 cache; within heads whose K and V it holds together, the longest first under a causal mask.
 using KeptRows = tile::KeptValue<HeadRows>;
 
 class RowTiles {
@@ -89,19 +95,14 @@ class RowTiles {
   int heads_kv_, group_, rows_, tiles_, entries_, together_;
 };
 
-// function() for the row tiles of this block; the rows are kept, of which there are too many registers full. Round
-// after round over the blocks, every other one backwards: tiles get shorter, and nobody shall always have the longer
-// one.
-template <class Function>
+// function() for the row tiles that the block takes: `next` says which. The rows are kept, of which there are too many
+// registers full.
+template <class Next, class Function>
 FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, int rows_of_tile, const KeptRows& kept, int lane,
-                                   const Function& function) {
+                                   const Next& next, const Function& function) {
   const RowTiles tiles(params, rows_of_tile);
-  const int blocks = ptx::grid_x(), block = ptx::block_x();
-  bool backwards = false;
   FFPA_NO_UNROLL
-  for (int round = 0; round < tiles.count(); round += blocks, backwards = !backwards) {
-    const int item = round + (backwards ? blocks - 1 - block : block);
-    if (item >= tiles.count()) continue;
+  for (int item = next(); item < tiles.count(); item = next()) {
     const HeadRows rows = tiles.get(params, item);
     if (rows.first > rows.last) continue;
     ptx::sync_warp();  // all lanes have done with those before

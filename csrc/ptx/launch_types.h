@@ -10,10 +10,11 @@ struct GridDim {
 };
 
 struct LaunchShape {
-  GridDim grid;             // in blocks
-  int threads = 32;         // per block, a multiple of 32
-  uint32_t smem_bytes = 0;  // dynamic shared memory of a block
-  GridDim cluster;          // in blocks; every side divides the grid's
+  GridDim grid;                 // in blocks
+  int threads = 32;             // per block, a multiple of 32
+  uint32_t smem_bytes = 0;      // dynamic shared memory of a block
+  GridDim cluster;              // in blocks; every side divides the grid's
+  uint32_t* counter = nullptr;  // in global memory, if given: 0 when the kernel starts
 };
 
 struct LaunchStatus {

@@ -24,8 +24,9 @@ from .spec import (
 
 ROWS, KEYS, BOX = 128, 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase*.cuh
 MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernels have bits for
-# Of wgmma: narrower ones have no such kernel. Of mma.sync a first guess, to be set from a measurement against the levels.
-LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
+# As measured on an H200: what cuDNN computes is faster than wgmma here, and at 576 the levels of mma than two phases.
+LEAST_HEAD_DIM = {"hopper": 257, "mma": 640}
+_HEAD_BYTES = 512  # of the scratch: what blocks share
 _MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
@@ -73,15 +74,16 @@ def cut(row_tiles: int, n_k: int, see: Visibility, d_v: int, columns: int, multi
     """All keys at once if they fit; else as many as do, beside O, which then waits in fp32; and if not even a tile of them
     does for all blocks, fewer blocks.
     """
+    cap -= _HEAD_BYTES
     of_tile = ROWS * (KEYS * 2 + 4)  # P, and the references of its rows
     out = -(-d_v // columns) * columns * ROWS * 4
     blocks, all_tiles = min(row_tiles, multiprocessors), _tiles(n_k, see)
     if blocks * all_tiles * of_tile <= cap and all_tiles * KEYS <= MOST_KEYS:
-        return Cut(blocks, all_tiles * KEYS, blocks * all_tiles * of_tile)
+        return Cut(blocks, all_tiles * KEYS, _HEAD_BYTES + blocks * all_tiles * of_tile)
     blocks = max(1, min(blocks, cap // (of_tile + out)))
     most = min(all_tiles, MOST_KEYS // KEYS, max(1, (cap // blocks - out) // of_tile))
     tiles = -(-all_tiles // -(-all_tiles // most))  # of chunks all about as large
-    return Cut(blocks, tiles * KEYS, blocks * (tiles * of_tile + out))
+    return Cut(blocks, tiles * KEYS, _HEAD_BYTES + blocks * (tiles * of_tile + out))
 
 
 def _columns(d_v: int) -> int:

@@ -400,6 +400,7 @@ EXACT = {
     "ld_global_1": ld_global_1,
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
+    "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
     "ld_global_8": reversed_lanes(2),
     "ld_global_16": reversed_lanes(4),
     "ld_global_nc_16": reversed_lanes(4),

@@ -21,6 +21,7 @@ template <class... Parameters>
 LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
                          Parameters... arguments) {
   (void)stream;
+  if (shape.counter != nullptr) *shape.counter = 0;
   emu::GridShape grid;
   grid.grid = {shape.grid.x, shape.grid.y, shape.grid.z};
   grid.cluster = {shape.cluster.x, shape.cluster.y, shape.cluster.z};

@@ -89,6 +89,10 @@ inline void st_global_16(void* address, const uint32_t (&value)[4], emu::CallSit
   emu::store_global(address, value, 16, site);
 }
 
+inline uint32_t atom_add_global(void* address, uint32_t value, emu::CallSite site = emu::CallSite()) {
+  return emu::add_global(address, value, site);
+}
+
 inline void prefetch_global_l2(const void* address, emu::CallSite site = emu::CallSite()) {
   emu::prefetch_global(address, site);
 }

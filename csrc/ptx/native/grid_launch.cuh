@@ -15,6 +15,10 @@ inline LaunchStatus status_of(cudaError_t error) { return {static_cast<int>(erro
 template <class... Parameters>
 LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
                          Parameters... arguments) {
+  if (shape.counter != nullptr) {
+    const cudaError_t error = cudaMemsetAsync(shape.counter, 0, sizeof(*shape.counter), cudaStream_t(stream));
+    if (error != cudaSuccess) return status_of(error);
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = shape.cluster.x;

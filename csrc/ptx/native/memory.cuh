@@ -107,6 +107,13 @@ FFPA_DEVICE void st_global_16(void* address, const uint32_t (&value)[4], CallSit
                : "memory");
 }
 
+// atom.add: what was there before. Relaxed: it orders nothing else.
+FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
 // prefetch.global.L2, "Data Movement and Conversion Instructions: prefetch": a hint, the address must be readable.
 FFPA_DEVICE void prefetch_global_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

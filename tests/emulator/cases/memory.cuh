@@ -60,6 +60,15 @@ void memory_16_kernel(const uint32_t* input, uint32_t* output) {
   ptx::st_global_16(output + lane * 4, value);
 }
 
+FFPA_KERNEL(32, 1) void atom_add_kernel(const uint32_t* input, uint32_t* output) {
+  uint32_t* counter = output + ptx::lane_id() / 2;  // two lanes share one
+  ptx::st_global_4(counter, 0);
+  ptx::sync_warp();
+  ptx::atom_add_global(counter, ptx::ld_global_4(input + ptx::lane_id()));
+  ptx::sync_warp();
+  ptx::st_global_4(output + 16 + ptx::lane_id() / 2, ptx::atom_add_global(counter, 0));
+}
+
 inline std::vector<Case> memory_cases() {
   return {
       {"ld_global_1", 80, Input::kBits, 8, 32, 0, run_kernel<memory_1_kernel, 32, 0>},
@@ -68,6 +77,7 @@ inline std::vector<Case> memory_cases() {
       warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),
       warp_case<memory_16_kernel<false>, 512>("ld_global_16", Input::kBits, 4, 4),
       warp_case<memory_16_kernel<true>, 512>("ld_global_nc_16", Input::kBits, 4, 4),
+      warp_case<atom_add_kernel, 0>("atom_add_global", Input::kBits, 1, 1),
   };
 }
 

@@ -11,7 +11,7 @@
 
 namespace ffpa::emu {
 
-enum class Access { kReadOnly, kReadWrite };
+enum class Access { kReadOnly, kReadWrite, kAtomic };  // atomic: read and write, and blocks may at once
 
 // Registers [base, base + bytes) for the launches that start while this object lives. Ranges may overlap or repeat
 // (views of one tensor): a byte may be accessed if any of them allows it.
