@@ -41,7 +41,7 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
     if choice.plan:
         settings = choice.plan._asdict()
         spec = settings.pop("spec", None)  # of a compiled kernel
-        more = {"settings": settings, "sums": (spec.acc_qk, spec.acc_pv) if spec else ("f32", "f32")}
+        more = {"settings": settings, "sums": tuple(getattr(spec, name, "f32") for name in ("acc_qk", "acc_pv"))}
     fallback = None if w.backward else choice.fallback
     return Provider(
         tag, choice.kernel, attention, is_ffpa=True, own_kernel=own_kernel, fallback=fallback, **more, **forced

@@ -23,7 +23,7 @@ import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
 from chip import ChipUse
-from ffpa_attn import build, emulated, env, native
+from ffpa_attn import build, emulated, env, explain, native
 from ffpa_attn.spec import ForwardMmaRows
 from provider import Provider
 from record import Record, Result, Row
@@ -304,6 +304,24 @@ def test_f16_sums_are_judged_as_such(monkeypatch):
     assert set(asked) == {("f16", "f16"), ("f32", "f32")}
     choices = {p.tag: p.sums for p in providers.our_providers(truth.w, truth.inputs, [])}
     assert choices == {"(ffpa+auto)": ("f32", "f32")}
+
+
+@pytest.mark.parametrize(
+    "arch, d, changes, family",
+    [
+        ("sm_90", 512, {}, "forward_two_phase"),
+        ("sm_80", 1024, {}, "forward_two_phase_mma"),
+        ("sm_80", 512, {}, "forward_mma"),
+        ("sm_90", 512, {"backward": True}, "backward_scores_wgmma"),
+    ],
+)
+def test_a_row_of_every_family(arch, d, changes, family, monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
+    w = Workload(1, 32, 32, 8192, 8192, d, d, "fp16", **changes)
+    x = torch.empty(1, 32, 8192, d, dtype=torch.float16, device="meta")
+    choice = explain(x, x, x, direction="backward" if w.backward else "forward", arch=arch)
+    ours = providers._ours(w, "(ffpa+auto)", choice)
+    assert ours.kernel.startswith(f"{family}_f16") and ours.own_kernel and ours.sums == ("f32", "f32")
 
 
 def test_kernels_of_other_sources_make_the_tree_dirty(monkeypatch):
