@@ -21,7 +21,8 @@ from flops import nominal_flops
 from timing import Timer, measure_in_turn, peak_bytes
 from workload import Workload, make_inputs
 
-FORWARD_DIMS, BACKWARD_DIMS = (576, 640, 768, 896, 1024), (256, 320, 384, 448, 512, 640, 768, 896, 1024)
+FORWARD_DIMS = (320, 384, 448, 512, 576, 640, 768, 896, 1024)
+BACKWARD_DIMS = (256, 320, 384, 448, 512, 640, 768, 896, 1024)
 LENGTHS = [(n, causal) for causal in (False, True) for n in (8192, 16384)]
 GEMM = 8192
 

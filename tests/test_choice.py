@@ -104,6 +104,7 @@ class TestSmallHeadDims:
             ({"dtype": "f16", "acc": "f16"}, "mma"),
             ({"d_qk": 264}, "hopper"),
             ({"d_qk": 264, "n_q": 256}, "mma"),  # few row tiles
+            ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # few rows of a tile
             ({"d_qk": 264, "arch": "sm_80"}, "mma"),
             ({"arch": "sm_80"}, "mma"),
             ({"arch": "sm_80", "heads_kv": 4}, "mma"),

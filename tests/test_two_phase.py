@@ -55,7 +55,7 @@ def forced(monkeypatch):
     def force(backend: str) -> None:
         monkeypatch.setenv("FFPA_BACKEND", backend)
         monkeypatch.setattr(ops, "_plans", {})
-        monkeypatch.setattr(two_phase, "too_few_rows", lambda p, backend: None)
+        monkeypatch.setattr(two_phase, "too_few_rows", lambda p: None)
         monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, "mma", 1)
 
     return force
@@ -241,6 +241,16 @@ def test_rows_move_one_by_one(place):
     k[..., :2] = 0
     k[:, :, 300, 0], k[:, :, 900, 1] = 12.0, 20.0
     (out, lse), _ = attend(place, case, (q, k, v, None), seed=3)
+    check(case, (q, k, v, None), out, lse)
+
+
+def test_a_move_behind_many_tiles(place):
+    """Behind 32 of them: what a word says of moves."""
+    case = Case(heads_q=1, heads_kv=1, n_q=3, n_k=36 * 256, d=16, d_v=264, dtype=F16)
+    q, k, v, _ = make_inputs(case, place.device)
+    k = k.clone()
+    k[:, :, 34 * 256 + 5] = 12.0 * q[:, :, 1]
+    (out, lse), _ = attend(place, case, (q, k, v, None), seed=2)
     check(case, (q, k, v, None), out, lse)
 
 
@@ -456,6 +466,7 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles leave most of 132"),
+        ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
     ):
         assert why in hopper(PROBLEM._replace(**changes)), changes
     assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)

@@ -57,7 +57,7 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
-        reason = two_phase.too_few_rows(p, "hopper")
+        reason = two_phase.too_few_rows(p)
         if reason:
             return reason
     return _runnable(plan, p)
@@ -82,7 +82,7 @@ def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | st
 def _mma_plan(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | str:
     if p.direction == "backward":
         return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
-    if p.level is None and not two_phase.too_few_rows(p, "mma"):
+    if p.level is None and not two_phase.too_few_rows(p):
         plan = two_phase.plan(p, "mma", flags)
         if not isinstance(plan, str):
             return plan

@@ -50,14 +50,14 @@ class Cut(NamedTuple):
     scratch_bytes: int
 
 
-def too_few_rows(p: Problem, backend: str) -> str | None:
+def too_few_rows(p: Problem) -> str | None:
     """Why the levels of the mma forward are faster, or None: they have smaller tiles, split keys and pack heads."""
     tiles, multiprocessors = -(-p.n_q // ROWS) * p.batch * p.heads_q, archs.multiprocessors(p.arch)
     if tiles < multiprocessors * 3 // 4:
         return (
             f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
         )
-    if backend == "mma" and p.n_q <= ROWS // 2:
+    if p.n_q <= ROWS // 2:
         return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
     return None
 
