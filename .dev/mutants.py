@@ -634,7 +634,7 @@ MUTANTS = [
         "csrc/attention/two_phase_tiles.cuh",
         ("two-phase: row sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
         ("two-phase: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
-        ("two-phase: moves of the first 32 tiles alone", "smem_ + tile / 32 * 4, word_", "smem_, word_"),
+        ("two-phase: moves of the first 32 tiles alone", "warp * kBytes + tile / 32 * 4);", "warp * kBytes);"),
         ("two-phase: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
         ("two-phase: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
         ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),

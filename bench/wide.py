@@ -1,4 +1,4 @@
-"""Wide head dims on a GPU: the backward, the forward above 512, the workspace; beside a matrix product in the same rounds.
+"""Wide head dims on a GPU: the backward, the forward in two phases, the workspace; beside a matrix product in the same rounds.
 
 `python bench/wide.py` prints four tables: TFLOPS of the visible pairs of the forward and the backward; grouped heads; speed
 against the workspace's cap; peak memory against length. Speeds are those of a burst, and those of a chip that has settled at its

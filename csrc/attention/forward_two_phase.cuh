@@ -18,7 +18,6 @@
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
 #include "attention/item_queue.cuh"
-#include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "attention/two_phase_tiles.cuh"
@@ -35,7 +34,6 @@
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
-#include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
 
