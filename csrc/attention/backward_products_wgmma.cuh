@@ -1,7 +1,9 @@
-// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of kRows rows × kColumns columns,
-// half of the rows a warpgroup. P and dS come from the workspace as they were written: dQ reads boxes of dS by rows, dK
-// and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads that share a key/value
-// head, in a fixed order; no result is added to by anybody else, so bits do not change from run to run.
+// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of 256 rows × kColumns columns. Up to
+// 192 columns are one block's; more are two blocks' of a cluster, half of the rows each, which share the boxes of K, Q
+// or dO. Of a block's rows each warpgroup has half. P and dS come from the workspace as they were written: dQ reads
+// boxes of dS by rows, dK and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads
+// that share a key/value head, in a fixed order; no result is added to by anybody else, so bits do not change from run
+// to run.
 //
 // Rows that must not count (of packed sequences, what lies behind; rows that see no key) have zeros in P and dS, and
 // become zeros in shared memory where they are the other operand: 0 · NaN would be NaN.
@@ -15,7 +17,7 @@
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
@@ -24,19 +26,22 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kRows and kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of
-// products, which ptxas then serialises.)
+// Fields: Dtype; kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
+// ptxas then serialises.)
 template <class Fields>
 struct BackwardProductsWgmmaConfig : Fields {
   using Params = BackwardParams;
-  using Tiles = ProductTiles<Fields::kOfQ, Fields::kRows, Fields::kColumns>;
-  using Ring = tile::BoxRing<Fields::kRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4>;
+  static constexpr int kClusterBlocks = Fields::kColumns > 192 ? 2 : 1;
+  static constexpr int kBlockRows = kRowTile / kClusterBlocks;
+  using Tiles = ProductTiles<Fields::kOfQ, kRowTile, Fields::kColumns>;
+  using Ring = tile::BoxRing<kBlockRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4, kClusterBlocks>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(Tiles(params).count(), params.attention.resident_blocks));
+    shape.cluster.x = kClusterBlocks;
+    shape.grid.x = kClusterBlocks * min_of(Tiles(params).count(), params.attention.resident_blocks / kClusterBlocks);
     shape.threads = kThreads;
     shape.smem_bytes = Ring::kBytes + Ring::kBarrierBytes;
     return shape;
@@ -65,7 +70,7 @@ class BackwardProductsWgmma {
   using Tiles = typename Config::Tiles;
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
-  static constexpr int kRows = Config::kRows;
+  static constexpr int kRows = Config::kBlockRows;
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // of 64 rows, of a warpgroup
   using Sums = float[kBlocks][kColumns / 2];
@@ -77,18 +82,20 @@ class BackwardProductsWgmma {
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
+        rank_(Ring::kClusterBlocks == 1 ? 0 : ptx::cluster_rank()),
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes} {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) ring_.init();
-    ptx::sync_block();
+    ring_.meet();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int) { consume(group); });
+    if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
   }
 
  private:
   template <class Function>
   FFPA_DEVICE void for_each_tile(const Function& function) const {
-    ProductTileSequence<Tiles> tiles(params_);
+    ProductTileSequence<Tiles, Ring::kClusterBlocks> tiles(params_);
     ProductTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) function(tile);
@@ -129,7 +136,7 @@ class BackwardProductsWgmma {
     const HeadRows rows = rows_of_product<Tiles>(params_, tile);
     const MapPlace k = {rows.entry.k.begin, entry_place(params_, tile.entry).head_kv, map_batch(rows.batch())};
     const Run run = run_over_keys(rows, tile::kBox);
-    const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRows;
+    const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
@@ -152,7 +159,7 @@ class BackwardProductsWgmma {
     const MapPlace q = {entry.q.begin, head, map_batch(place.batch)};
     const int row_0 =
         int(workspace_row(params_, tile.entry, head_of_group * params_.tiles_of_head() - params_.first_tile));
-    const int key = tile.tile * kRows;  // of the chunk
+    const int key = tile.tile * kKeyTile + rank_ * kRows;  // of the chunk
     const auto load = [&](int row) {
       return [&, row](uint32_t boxes_smem, uint32_t barrier) {
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
@@ -189,10 +196,13 @@ class BackwardProductsWgmma {
     return ptx::vote_all(all == ~0u);
   }
 
-  static FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier,
-                                       const MapPlace& place, int column, int row) {
-    for (int box = 0; box < Ring::kBoxesB; ++box) {
-      load_box(boxes_smem + box * tile::kBoxBytes, map, barrier, place, column + box * tile::kBox, row);
+  // Those that this block brings for its cluster.
+  FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
+                                int column, int row) const {
+    for (int i = 0; i < Ring::kOwnBoxesB; ++i) {
+      const int box = rank_ * Ring::kOwnBoxesB + i;
+      load_box<Ring::kClusterBlocks>(boxes_smem + box * tile::kBoxBytes, map, barrier, place, column + box * tile::kBox,
+                                     row);
     }
   }
 
@@ -222,7 +232,7 @@ class BackwardProductsWgmma {
     const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
-      const int row = (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp, in the tile
+      const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp
       writer.template write<kColumns / 8>(row, 0, [&](int n, float (&values)[4]) {
         FFPA_UNROLL
         for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * n + e];
@@ -234,6 +244,7 @@ class BackwardProductsWgmma {
   const BackwardParams& params_;
   const AttentionParams& attention_;
   int lane_, warp_;
+  int rank_;  // in the cluster
   Ring ring_;
 };
 

@@ -58,10 +58,16 @@ struct MapPlace {
   int row, head, batch;
 };
 
-// The box of a tensor's columns from `column` on and rows from `row` on.
+// The box of a tensor's columns from `column` on and rows from `row` on; to all blocks of the cluster.
+template <int kClusterBlocks = 1>
 FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
                           int column, int row) {
-  ptx::tma_load_4d(box_smem, &map, barrier, column, place.row + row, place.head, place.batch);
+  if constexpr (kClusterBlocks == 1) {
+    ptx::tma_load_4d(box_smem, &map, barrier, column, place.row + row, place.head, place.batch);
+  } else {
+    ptx::tma_load_4d_multicast(box_smem, &map, barrier, column, place.row + row, place.head, place.batch,
+                               (1 << kClusterBlocks) - 1);
+  }
 }
 
 }  // namespace ffpa

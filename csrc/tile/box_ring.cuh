@@ -9,12 +9,16 @@
 //
 // Slots of a step each form a ring. Each has two mbarriers: `full`, all boxes have landed; `empty`, no warp reads them
 // any more.
+//
+// Blocks of a cluster can share the boxes of B: each brings a part of them, for all. Then they go through the same
+// steps, and a slot is empty when no warp of any of them reads it.
 #pragma once
 
 #include <cstdint>
 
 #include "base/compiler.h"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -37,14 +41,17 @@ inline constexpr int kGroupThreads = 128;
 // Which way a box lies: along which of its dimensions it is contiguous.
 using Major = ptx::OperandMajor;
 
-template <int kBoxesOfA, int kBoxesOfB, int kSlots>
+template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1>
 struct BoxRing {
   static constexpr int kBoxesA = kBoxesOfA;
   static constexpr int kBoxesB = kBoxesOfB;
   static constexpr int kStages = kSlots;
+  static constexpr int kClusterBlocks = kBlocksThatShare;
+  static constexpr int kOwnBoxesB = kBoxesB / kClusterBlocks;  // that a block brings
+  static_assert(kBoxesB % kClusterBlocks == 0, "each block of a cluster brings as many boxes");
   static constexpr uint32_t kSlotBytes = (kBoxesA + kBoxesB) * kBoxBytes;
   static constexpr uint32_t kBytes = kStages * kSlotBytes;
-  static constexpr uint32_t kBarrierBytes = (2 * kStages + 1) * 8;
+  static constexpr uint32_t kBarrierBytes = 3 * kStages * 8;
 
   uint32_t slots_smem;
   uint32_t barriers_smem;
@@ -52,17 +59,28 @@ struct BoxRing {
   FFPA_DEVICE uint32_t slot(int i) const { return slots_smem + i * kSlotBytes; }
   FFPA_DEVICE uint32_t full(int i) const { return barriers_smem + i * 8; }
   FFPA_DEVICE uint32_t empty(int i) const { return barriers_smem + (kStages + i) * 8; }
-  FFPA_DEVICE uint32_t landed() const { return barriers_smem + 2 * kStages * 8; }
+  FFPA_DEVICE uint32_t landed(int i) const { return barriers_smem + (2 * kStages + i) * 8; }
 
-  // By one thread, before a barrier of the block.
+  // By one thread, before all meet.
   FFPA_DEVICE void init() const {
     FFPA_NO_UNROLL
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full(i), 1);
-      ptx::mbarrier_init(empty(i), kConsumerGroups * kGroupThreads / 32);
+      ptx::mbarrier_init(empty(i), kClusterBlocks * kConsumerGroups * kGroupThreads / 32);
+      ptx::mbarrier_init(landed(i), 1);
     }
-    ptx::mbarrier_init(landed(), 1);
     ptx::fence_mbarrier_init();
+  }
+
+  // All threads of all blocks: after init, and, where blocks share, before one ends that others still write to.
+  FFPA_DEVICE void meet() const {
+    if constexpr (kClusterBlocks == 1) {
+      ptx::sync_block();
+    } else {
+      ptx::sync_warp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
   }
 };
 
@@ -86,8 +104,9 @@ class BoxProducer {
  public:
   FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
 
-  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other; `boxes_b`, how
-  // many of B, where a product needs fewer than a slot has.
+  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other (of B's, those
+  // that this block brings, for the whole cluster); `boxes_b`, how many of B, where a product needs fewer than a slot
+  // has.
   template <class Load>
   FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB) {
     if (lane_ == 0) {
@@ -107,12 +126,12 @@ class BoxProducer {
     const uint32_t slot = ring_.slot(at_.slot);
     if (lane_ == 0) {
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(ring_.landed(), (Ring::kBoxesA + boxes_b) * kBoxBytes);
-      load(slot, ring_.landed());
+      ptx::mbarrier_arrive_expect_tx(ring_.landed(at_.slot), (Ring::kBoxesA + boxes_b) * kBoxBytes);
+      load(slot, ring_.landed(at_.slot));
     }
     ptx::sync_warp();
-    ptx::mbarrier_wait(ring_.landed(), landed_parity_);
-    landed_parity_ ^= 1;
+    ptx::mbarrier_wait(ring_.landed(at_.slot), landed_parities_ >> at_.slot & 1);
+    landed_parities_ ^= 1 << at_.slot;
     constexpr int kChunks = kBoxRowBytes / 16;
     for (int row = lane_ / kChunks; row < kBox; row += 32 / kChunks) {
       if (live >> row & 1) continue;
@@ -148,7 +167,7 @@ class BoxProducer {
   const Ring ring_;
   int lane_;
   RingPosition<Ring> at_;
-  uint32_t landed_parity_ = 0;
+  uint32_t landed_parities_ = 0;  // a bit for each slot
 };
 
 // One of the warpgroups that multiply.
@@ -236,7 +255,11 @@ class BoxConsumer {
 
   FFPA_DEVICE void release(int slot) const {
     ptx::sync_warp();
-    if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(slot));
+    if constexpr (Ring::kClusterBlocks == 1) {
+      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(slot));
+    } else {
+      if (lane_ < Ring::kClusterBlocks) ptx::mbarrier_arrive_remote(ring_.empty(slot), lane_);
+    }
   }
 
   const Ring ring_;

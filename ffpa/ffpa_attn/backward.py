@@ -45,19 +45,18 @@ class BackwardPlan(NamedTuple):
         return self[:4]
 
 
-# The kernels of a backend; and the tiles (rows, columns) of its products with their speed, that of 128 x 256 being 1. (Those
-# of mma as the bytes of shared memory that a product takes say.)
+# The kernels of a backend, and the tiles of its products.
 _FAMILIES = {
-    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, dict(zip(PRODUCT_TILES, (1.0, 1.03, 0.9, 1.0), strict=True))),
-    "mma": (BackwardScoresMma, BackwardProductsMma, dict(zip(MMA_PRODUCT_TILES, (0.75, 0.93, 1.0), strict=True))),
-}  # fmt: skip
+    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
+    "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
+}
 
 
 def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     """`backend`: hopper or mma. Whether its kernels are built is another question."""
     if p.n_q + p.n_k > _MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    scores, products, speeds = _FAMILIES[backend]
+    scores, products, tiles = _FAMILIES[backend]
     work = Work(
         entries=p.batch * p.heads_kv,
         group=p.group,
@@ -68,11 +67,13 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         seen=visible_keys(p) / p.n_k if p.n_k else 1.0,
         multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
     )
-    chunks = tuple(backward_chunks.cut(work, speeds, cap)) if work.entries * work.tiles * work.n_k else ()
+    chunks = tuple(backward_chunks.cut(work, tiles, cap)) if work.entries * work.tiles * work.n_k else ()
     largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, True, True)
     of_q, of_k = (
         products(
-            p.dtype, *backward_chunks.fastest_tile(work, speeds, largest.entries, largest.row_tiles, of_q)[1], of_q
+            p.dtype,
+            backward_chunks.fastest_tile(work, tiles, largest.entries, largest.row_tiles, of_q)[1].columns,
+            of_q,
         )
         for of_q in (True, False)
     )

@@ -6,8 +6,10 @@ fill whole rounds of the multiprocessors, and that under a causal mask the longe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from .spec import ProductTile
 
 ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
 _BYTES_OF_PAIR = 4  # P and dS
@@ -17,7 +19,7 @@ _STEPS_OF_ENDS = 4  # begin and end of a tile of a product
 _STEPS_OF_FINISH = 8  # of a tile of P and dS
 _STEPS_OF_LAUNCH = 12
 
-Speeds = Mapping[tuple[int, int], float]  # of tiles (rows, columns)
+Tiles = Sequence[ProductTile]  # to choose from
 
 
 class Chunk(NamedTuple):
@@ -82,37 +84,37 @@ def sums_of_key(work: Work, width: int) -> int:
 # ---- how long ----
 
 
-def _steps_of_product(tiles: int, area: float, mean: float, longest: float, blocks: int) -> float:
-    """Tiles of this size, of so many rows or keys on average and at most, shared by the blocks."""
+def _steps_of_product(count: int, tile: ProductTile, mean: float, longest: float, multiprocessors: int) -> float:
+    """So many tiles over so many rows or keys on average and at most, shared by the multiprocessors."""
+    clusters = multiprocessors // tile.blocks
     if mean == longest:
-        rounds = -(-tiles // blocks) * mean
+        rounds = -(-count // clusters) * mean
     else:  # the longest come first
-        rounds = max(longest, tiles * mean / blocks + mean / 2)
-    return (rounds / 64 + _STEPS_OF_ENDS * -(-tiles // blocks)) * area
+        rounds = max(longest, count * mean / clusters + mean / 2)
+    area = tile.rows * tile.columns / tile.blocks / (128 * 256) / tile.speed
+    return (rounds / 64 + _STEPS_OF_ENDS * -(-count // clusters)) * area
 
 
-def fastest_tile(work: Work, speeds: Speeds, entries: int, row_tiles: int, of_q: bool) -> tuple[float, tuple[int, int]]:
+def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: bool) -> tuple[float, ProductTile]:
     """(steps, tile) of a chunk's dQ, or of its dK and dV."""
 
-    def steps(tile: tuple[int, int]) -> float:
-        rows, width = tile
-        area = rows * width / (128 * 256) / speeds[tile]
+    def steps(tile: ProductTile) -> float:
         if of_q:
-            tiles = entries * row_tiles * (ROW_TILE // rows) * -(-work.d_qk // width)
-            return _steps_of_product(tiles, area, work.n_k * work.seen, work.n_k, work.multiprocessors)
-        tiles = entries * -(-work.keys // rows) * (sums_of_key(work, width) // width)
+            count = entries * row_tiles * (ROW_TILE // tile.rows) * -(-work.d_qk // tile.columns)
+            return _steps_of_product(count, tile, work.n_k * work.seen, work.n_k, work.multiprocessors)
+        count = entries * -(-work.keys // tile.rows) * (sums_of_key(work, tile.columns) // tile.columns)
         longest = row_tiles * ROW_TILE
-        return _steps_of_product(tiles, area, longest * work.seen, longest, work.multiprocessors)
+        return _steps_of_product(count, tile, longest * work.seen, longest, work.multiprocessors)
 
-    return min((steps(tile), tile) for tile in speeds)
+    return min((steps(tile), tile) for tile in tiles)
 
 
-def _steps_of_chunk(work: Work, speeds: Speeds, entries: int) -> float:
+def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
     """Of whole entries."""
-    tiles = entries * work.tiles * 2 * (work.keys // KEY_TILE) * work.seen
+    pairs = entries * work.tiles * 2 * (work.keys // KEY_TILE) * work.seen  # in tiles
     of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
-    products = sum(fastest_tile(work, speeds, entries, work.tiles, of_q)[0] for of_q in (True, False))
-    return -(-tiles // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
+    products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
+    return -(-pairs // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
 
 
 # ---- what fits ----
@@ -138,14 +140,14 @@ def _row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
             yield head * of_head + first, head * of_head + end
 
 
-def _whole_entries(work: Work, speeds: Speeds, most: int, enough: int) -> int:
+def _whole_entries(work: Work, tiles: Tiles, most: int, enough: int) -> int:
     """At a time, at most so many."""
     counts = sorted({-(-work.entries // parts) for parts in range(-(-work.entries // most), work.entries + 1)})
     few = [count for count in counts if count <= max(enough, counts[0])]
-    return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, speeds, count))
+    return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, tiles, count))
 
 
-def cut(work: Work, speeds: Speeds, cap: int) -> Iterator[Chunk]:
+def cut(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
     """Whole entries if one fits, as many as are fastest; else row tiles of one; and if the sums of dK and dV leave too little,
     dQ by row tiles, and then dK and dV by keys.
     """
@@ -153,10 +155,10 @@ def cut(work: Work, speeds: Speeds, cap: int) -> Iterator[Chunk]:
     of_entry = work.tiles * of_tile
     if of_entry <= cap:
         most = min(cap // of_entry, work.entries)
-        for first, end in _parts(work.entries, _whole_entries(work, speeds, most, _ENOUGH_BYTES // of_entry)):
+        for first, end in _parts(work.entries, _whole_entries(work, tiles, most, _ENOUGH_BYTES // of_entry)):
             yield Chunk(first, end - first, 0, work.tiles, 0, work.keys, True, True)
         return
-    partial_of_key = 4 * max(sums_of_key(work, width) for _, width in speeds)
+    partial_of_key = 4 * max(sums_of_key(work, width) for width, *_ in tiles)
     partial = work.keys * partial_of_key
     for entry in range(work.entries):
         if partial + of_tile * 4 <= cap:

@@ -238,8 +238,7 @@ class BackwardProductsWgmma(KernelSpec):
     allowed_spill_bytes = 48  # once a tile
 
     dtype: str
-    rows: int  # of a tile
-    columns: int
+    columns: int  # of a tile
     of_q: bool
 
 
@@ -262,7 +261,6 @@ class BackwardProductsMma(KernelSpec):
     arch = "sm_80"
 
     dtype: str
-    rows: int
     columns: int
     of_q: bool
 
@@ -292,8 +290,22 @@ class ForwardTwoPhaseMma(KernelSpec):
 
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
-PRODUCT_TILES = ((256, 160), (256, 192), (128, 224), (128, 256))  # rows, columns
-MMA_PRODUCT_TILES = ((128, 128), (128, 192), (128, 256))
+
+
+class ProductTile(NamedTuple):
+    """A tile of dQ, dK or dV; its speed, that of 128 x 256 in a block by itself being 1."""
+
+    columns: int
+    rows: int
+    blocks: int  # of a cluster, which share it
+    speed: float
+
+
+PRODUCT_TILES = tuple(
+    ProductTile(*tile) for tile in ((160, 256, 1, 1.0), (192, 256, 1, 1.03), (224, 256, 2, 0.9), (256, 256, 2, 1.0))
+)
+# Here the speeds are as the bytes of shared memory that a product takes say.
+MMA_PRODUCT_TILES = tuple(ProductTile(*tile) for tile in ((128, 128, 1, 0.75), (192, 128, 1, 0.93), (256, 128, 1, 1.0)))
 
 
 class Shape(NamedTuple):
@@ -362,7 +374,9 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     for dtype, accumulators in ACCUMULATORS.items():
         kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype), BackwardScoresMma(dtype)]
         for family, shapes in (BackwardProductsWgmma, PRODUCT_TILES), (BackwardProductsMma, MMA_PRODUCT_TILES):
-            kernels += [family(dtype, *shape, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)]
+            kernels += [
+                family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
+            ]
         kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
         kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[:1] if few else accumulators:
