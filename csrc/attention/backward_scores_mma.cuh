@@ -93,10 +93,13 @@ class BackwardScoresMma {
 
   FFPA_DEVICE KeptTile kept(int turn) const { return KeptTile(kept_smem_ + turn * KeptTile::kBytes); }
 
-  // Starts the copies of the next tile, and keeps it; false where there is none.
+  // Starts the copies of the next tile that is to be computed, and keeps it; false where there is none. (What others
+  // have P and dS = 0 for is read by products with larger tiles only.)
   FFPA_DEVICE bool begin_next_tile(int turn) {
     ScoreTile tile;
-    if (!tiles_.next(tile)) return false;
+    do {
+      if (!tiles_.next(tile)) return false;
+    } while (!tile.is_computed);
     kept(turn).keep(tile, core_.lane());
     begin(tile);
     return true;
@@ -239,7 +242,7 @@ class BackwardScoresMma {
 
   const BackwardParams& params_;
   const AttentionParams& attention_;
-  ScoreTileSequence<> tiles_;
+  ScoreTileSequence tiles_;
   Core core_;
   typename Core::Ring ring_ = Core::make_ring();
   uint32_t kept_smem_;

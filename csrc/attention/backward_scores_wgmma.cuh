@@ -1,5 +1,5 @@
-// P and dS of the backward on wgmma: tiles of kRowTile rows × kKeyTile keys, into the workspace, by the two blocks of a
-// cluster, which share the boxes of V and K. For each tile, of 64 rows a warpgroup:
+// P and dS of the backward on wgmma: tiles of kRowTile rows × kKeyTile keys, into the workspace. For each tile, of 64
+// rows a warpgroup:
 //
 //   1. dP = dO Vᵀ          over d_v, in steps of 64
 //   2. X = dP - δ          packed to 16 bits, beside the accumulators
@@ -22,7 +22,6 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/special_registers.cuh"
@@ -35,8 +34,7 @@ namespace ffpa {
 template <class Fields>
 struct BackwardScoresWgmmaConfig : Fields {
   using Params = BackwardParams;
-  static constexpr int kClusterBlocks = kRowTile / kScoreRows;
-  using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4, kClusterBlocks>;
+  using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
@@ -47,8 +45,7 @@ struct BackwardScoresWgmmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.cluster.x = kClusterBlocks;
-    shape.grid.x = min_of(score_tiles(params), params.attention.resident_blocks) / kClusterBlocks * kClusterBlocks;
+    shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     return shape;
@@ -94,7 +91,6 @@ class BackwardScoresWgmma {
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
-        rank_(ptx::cluster_rank()),
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes},
         queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
@@ -103,9 +99,8 @@ class BackwardScoresWgmma {
       queue_.init(tile::kConsumerGroups * tile::kGroupWarps);
       ring_.init();
     }
-    ring_.meet();
+    ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
-    ring_.meet();
   }
 
  private:
@@ -116,11 +111,12 @@ class BackwardScoresWgmma {
 
   FFPA_DEVICE void produce() {
     tile::BoxProducer<Ring> producer(ring_, lane_);
-    ScoreTileSequence<Config::kClusterBlocks> tiles(params_, rank_);
+    ScoreTileSequence tiles(params_);
     ScoreTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) {
       if (lane_ == 0) queue_.put(&tile);
+      if (!tile.is_computed) continue;
       const HeadRows& rows = tile.rows;
       const int batch = attention_.is_packed() ? 0 : rows.batch();
       const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
@@ -133,10 +129,8 @@ class BackwardScoresWgmma {
             for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
               load_box(boxes_smem, a, barrier, q, column, box * tile::kBox);
             }
-            for (int i = 0; i < Ring::kOwnBoxesB; ++i) {
-              const int box = rank_ * Ring::kOwnBoxesB + i;
-              load_box<Ring::kClusterBlocks>(boxes_smem + box * tile::kBoxBytes, b, barrier, k, column,
-                                             box * tile::kBox);
+            for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, b, barrier, k, column, box * tile::kBox);
             }
           });
         }
@@ -173,6 +167,12 @@ class BackwardScoresWgmma {
           ptx::bulk_commit_group();
         }
       };
+      if (!tile.is_computed()) {
+        const PackedBox zeros = {};
+        FFPA_NO_UNROLL
+        for (int box = 0; box < kBoxes; ++box) store_box(box, zeros, zeros);
+        continue;
+      }
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
 
@@ -224,7 +224,6 @@ class BackwardScoresWgmma {
   const BackwardParams& params_;
   const AttentionParams& attention_;
   int lane_, warp_;
-  int rank_;  // in the cluster
   Ring ring_;
   ScoreTileQueue queue_;
 };

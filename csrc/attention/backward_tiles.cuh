@@ -51,6 +51,8 @@ struct ScoreTile {
   int head_kv;
   int first_key;
   int64_t workspace_row;
+  bool is_read;      // by some product: the whole row tile has visible pairs among these keys
+  bool is_computed;  // these rows have; otherwise P and dS are 0
 
   // All rows of a tile exist, and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
@@ -63,43 +65,38 @@ FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
   return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.keys_of_chunk() / kKeyTile);
 }
 
-// The tiles of this block, of those that have visible pairs: shared by all blocks evenly, whatever a mask hides. They
-// come in bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
-// Blocks of a cluster have neighbouring rows and the same keys, and some of their pairs are visible.
-template <int kClusterBlocks = 1>
+// The tiles of this block, of those that are read: shared by all blocks evenly, whatever a mask hides. They come in
+// bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
 class ScoreTileSequence {
  public:
-  // `rank`: of the block in its cluster.
-  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params, int rank = 0)
+  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params)
       : params_(params),
-        rank_(rank),
         heads_(params.heads_of_chunk()),
         tiles_of_head_(params.tiles_of_chunk() / heads_),
         bands_of_head_(ceil_div(tiles_of_head_, kBand)),
-        item_(ptx::block_x() / kClusterBlocks) {
+        item_(ptx::block_x()) {
     enter_band();
   }
 
   // Whether there is one more.
   FFPA_DEVICE bool next(ScoreTile& tile) {
-    const int clusters = ptx::grid_x() / kClusterBlocks;
-    for (;; item_ += clusters) {
+    for (;; item_ += ptx::grid_x()) {
       while (band_ < params_.entries * heads_ * bands_of_head_ && item_ >= band_end_) {
         ++band_;
         enter_band();
       }
       if (band_ >= params_.entries * heads_ * bands_of_head_) return false;
-      if (!get(item_ - (band_end_ - key_tiles_ * parts()), tile)) continue;
-      item_ += clusters;
+      tile = get(item_ - (band_end_ - key_tiles_ * parts()));
+      if (!tile.is_read) continue;
+      item_ += ptx::grid_x();
       return true;
     }
   }
 
  private:
   static constexpr int kBand = 6, kParts = kRowTile / kScoreRows;
-  static_assert(kParts % kClusterBlocks == 0, "a cluster's rows are of one row tile");
 
-  FFPA_DEVICE int parts() const { return tiles_ * kParts / kClusterBlocks; }  // row by row, of the band
+  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // row by row, of the band
 
   FFPA_DEVICE void enter_band() {
     if (band_ >= params_.entries * heads_ * bands_of_head_) return;
@@ -113,18 +110,19 @@ class ScoreTileSequence {
     band_end_ += key_tiles_ * parts();
   }
 
-  // Whether the cluster's tiles have visible pairs.
-  FFPA_DEVICE bool get(int in_band, ScoreTile& tile) const {
-    const int first_key = (first_key_tile_ + in_band / parts()) * kKeyTile, part = in_band % parts() * kClusterBlocks;
-    const int row_tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
-    const int own_offset = offset + rank_ * kScoreRows;
-    tile = {rows_of_tile(params_, entry_, row_tile, own_offset, kScoreRows), entry_place(params_, entry_).head_kv,
-            first_key, workspace_row(params_, entry_, row_tile) + own_offset};
-    return has_visible_pairs(rows_of_tile(params_, entry_, row_tile, offset, kScoreRows * kClusterBlocks), first_key);
+  FFPA_DEVICE ScoreTile get(int in_band) const {
+    const int first_key = (first_key_tile_ + in_band / parts()) * kKeyTile, part = in_band % parts();
+    const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
+    const HeadRows rows = rows_of_tile(params_, entry_, tile, offset, kScoreRows);
+    return {rows,
+            entry_place(params_, entry_).head_kv,
+            first_key,
+            workspace_row(params_, entry_, tile) + offset,
+            has_visible_pairs(rows_of_tile(params_, entry_, tile, 0, kRowTile), first_key),
+            has_visible_pairs(rows, first_key)};
   }
 
   const BackwardParams& params_;
-  int rank_;
   int heads_, tiles_of_head_, bands_of_head_;
   int item_;
   int band_ = 0, band_end_ = 0;  // the items before its end are those of all bands up to it
