@@ -48,6 +48,11 @@ def _backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/test_backward.py -k 'not cuda and not hopper and (mask_gradients or masks_shared or mask_of or pairs_of or additive)'"
+    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def _emulator(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/emulator -k 'ring or misuse or mbarrier'"
     return _in("csrc/ptx/emulated/machine/" + file, tests, *edits)
@@ -598,6 +603,23 @@ MUTANTS = [
         ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
         ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
         ("backward products: nothing for a tile without keys", "    if (run.begin == run.end) producer.bring_zeros();\n", ""),
+    ),
+    *_mask_gradient(
+        "backward.py",
+        ("dS of a mask: tiles without visible pairs as they are", "            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written\n", "            pass\n"),
+        ("dS of a mask: pairs of every chunk", " and chunk.of_q  # which every pair does once", ""),
+        ("dS of a mask: nothing where there are no pairs", "for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):", "for grad in (dq, dk, dv):"),
+    ),
+    *_mask_gradient(
+        "backward_mask.py",
+        ("dS of a mask: always the first heads of a group", "head_kv * group + first_head", "head_kv * group"),
+        ("dS of a mask: whole batch entries from the middle of one", "1 if head_kv else max(len(entries) // heads_kv, 1)", "max(len(entries) // heads_kv, 1)"),
+        ("dS of a mask: the last chunk's alone", "(total.add_ if self.is_shared else total.copy_)", "total.copy_"),
+        ("dS of a mask: rows behind the last", ": n_q - first_row, : n_k", ": n_q, : n_k"),
+    ),
+    *_mask_gradient(
+        "ops.py",
+        ("dS of a mask: with the softcap's slope", "None if plan.rule.softcap else d_mask", "d_mask"),
     ),
     *_in(
         "backward_chunks.py",

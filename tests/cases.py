@@ -48,7 +48,9 @@ def poisoned(shape, dtype, device, generator, row_slack: int = 8, size: float = 
 
 
 def make_mask(kind: str | None, case: Case, device, generator) -> torch.Tensor | None:
-    """bool, bool-keys [B,1,1,Nk], bool-left-padded, bool-some-rows-empty, additive, additive-2d, additive-f32, bias-by-head"""
+    """bool, bool-keys [B,1,1,Nk], bool-left-padded, bool-some-rows-empty, additive, additive-2d, additive-f32,
+    additive-some-rows-empty [1,H,Nq,Nk], bias-by-head
+    """
     full = (case.batch, case.heads_q, case.n_q, case.n_k)
     if kind is None:
         return None
@@ -70,6 +72,10 @@ def make_mask(kind: str | None, case: Case, device, generator) -> torch.Tensor |
         return bias.masked_fill(torch.rand(full[2:], generator=generator) < 0.2, -torch.inf).to(device, case.dtype)
     if kind == "additive-f32":
         return torch.randn(full[0], 1, full[2], full[3], generator=generator).to(device)
+    if kind == "additive-some-rows-empty":
+        bias = torch.randn(1, *full[1:], generator=generator)
+        bias[:, :, ::3] = -torch.inf
+        return bias.to(device, case.dtype)
     if kind == "bias-by-head":
         return torch.randn(1, full[1], 1, full[3], generator=generator).to(device)
     raise ValueError(kind)

@@ -4,16 +4,19 @@ The forward is whatever the case gets by itself; only the backward is forced.
 """
 
 import contextlib
-from itertools import pairwise
+from itertools import pairwise, product
 
 import compare
 import ffpa_attn
 import oracle
 import pytest
+import test_memory
 import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
-from ffpa_attn import backward, backward_chunks, env, ops
+from ffpa_attn import backward, backward_chunks, env, ops, reference
+from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk
+from ffpa_attn.backward_mask import MaskGradient
 from ffpa_attn.spec import PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
@@ -22,6 +25,16 @@ BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
 PROBLEM = Problem(
     "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def garbage_in_new_memory():
+    """NaN, where it is to hold floats."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -37,6 +50,7 @@ def forced(monkeypatch):
         def run_there(*args):
             with contextlib.ExitStack() as stack:
                 if device == "cpu":
+                    stack.enter_context(garbage_in_new_memory())
                     found = stack.enter_context(emulate(ARCHS[backend], seed=seed))
                     stack.callback(lambda: reports.extend(found))
                 stack.enter_context(env.overridden("FFPA_BACKEND", backend))
@@ -50,8 +64,10 @@ def forced(monkeypatch):
 
 @BACKENDS
 @test_numerics.by_id(CASES)
-def test_gradients(case, backend, device, forced):
+def test_gradients(case, backend, device, forced, monkeypatch):
     reports = forced(backend, device)
+    if "softcap" not in case.rule:
+        monkeypatch.setattr(reference, "mask_gradient", None)  # that of a mask is the kernels' too
     test_numerics.test_gradients(case, device)
     if device == "cpu" and case.batch * case.n_q * case.n_k:
         kernels = [report["kernel"] for report in reports]
@@ -98,11 +114,119 @@ def test_workspace_caps(cap_mb, kinds, backend, device, forced):
     case = LONGER.with_(heads_q=8)
     whole = gradients_of(case, device)
     got = gradients_of(case, device, cap_mb)
-    plans = [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")]
-    assert {(chunk.of_q, chunk.of_k) for chunk in plans[-1].chunks} == kinds and len(plans[-1].chunks) > 2
+    assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
     for name, x, want in zip(("dq", "dk", "dv"), got, whole, strict=True):
         # The same sums, in fp32, in another order of additions.
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
+
+
+def last_chunks() -> tuple[Chunk, ...]:
+    return [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1].chunks
+
+
+LONG_AND_NARROW = LONGER.with_(d=64, d_v=None, heads_kv=1)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "case, cap_mb, kinds",
+    [
+        (Case(3, 4, 2, 400, 200, 24, mask="additive-some-rows-empty", layout="BNHD", rule={"window": (90, 60)}), 4, {(3, 4, True, True)}),
+        (LONG_AND_NARROW.with_(heads_q=3, mask="additive"), 6, {(1, 6, True, True), (1, 3, True, True)}),
+        (LONG_AND_NARROW.with_(heads_q=2, mask="additive-2d"), 2, {(1, 1, True, False)}),
+    ],
+    ids=["entries", "heads", "rows, then keys"],
+)  # fmt: skip
+def test_mask_gradients_by_chunks(case, cap_mb, kinds, backend, device, forced, monkeypatch):
+    """Every pair counts once, whatever memory held where none are visible."""
+    forced(backend, device)
+    monkeypatch.setattr(reference, "mask_gradient", None)
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+    test_numerics.test_gradients(case, device)
+    assert kinds <= {(chunk.entries, chunk.row_tiles, chunk.of_q, chunk.of_k) for chunk in last_chunks()}
+
+
+MASK_SHAPES = list(product((True, False), repeat=4))  # which dims have all elements of their own
+
+
+@BACKENDS
+def test_masks_shared_in_every_way(backend, device, forced, monkeypatch):
+    """Each gradient is the sum of that of a mask which nothing shares. (PyTorch is no yardstick where all keys of a row share
+    an element: rounding and dLSE are all that is left there.)
+    """
+    forced(backend, device)
+    monkeypatch.setattr(reference, "mask_gradient", None)
+    q, k, v, _ = make_inputs(Case(batch=2, heads_kv=1, n_q=30, n_k=40, d=24), device)
+    q, k, v, one = q.clone(), k.clone(), v.clone(), torch.full((1, 1, 1, 1), 0.5, device=device)
+    out, lse = ffpa_attn.ffpa(q, k, v, mask=one, return_lse=True)
+    g, g_lse = test_numerics.random_like(out, 7), test_numerics.random_like(lse, 8)
+    of_pairs = None
+    for own in MASK_SHAPES:
+        mask = one.expand([size if of_own else 1 for size, of_own in zip((2, 2, 30, 40), own, strict=True)]).clone()
+        got = torch.ops.ffpa_attn.backward(g, g_lse, q, k, v, out, lse, mask, mask_grad=True)[3]
+        of_pairs = got if of_pairs is None else of_pairs
+        torch.testing.assert_close(got.double(), of_pairs.double().sum_to_size(mask.shape), atol=1e-5, rtol=1e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
+def test_a_mask_of_nothing(n_q, n_k, backend, device, forced):
+    forced(backend, device)
+    q, k, v, _ = make_inputs(Case(n_q=n_q, n_k=n_k), device)
+    mask = torch.zeros(1, 2, 1, 1, device=device)
+    out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True)
+    assert not torch.ops.ffpa_attn.backward(out, None, q, k, v, out, lse, mask, mask_grad=True)[3].any()
+
+
+@pytest.mark.parametrize("heads, floats", [(2, 0), (1, 1)])
+def test_mask_gradients_take_no_workspace(heads, floats, device, forced):
+    """Only themselves, and fp32 sums where elements are shared."""
+    forced("mma", device)
+    q, k, v, _ = make_inputs(Case(heads_kv=1, n_q=300, n_k=280, d=24), device)
+    mask = torch.zeros(1, heads, 300, 280, dtype=q.dtype, device=device)
+    out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True)
+
+    def peak(mask_grad: bool) -> int:
+        args = out, None, q, k, v, out, lse, mask
+        return test_memory.peak_of(device, lambda: ops._backward_dense(*args, mask_grad=mask_grad))
+
+    assert peak(True) - peak(False) <= mask.numel() * (2 + 4 * floats) + (1 << 17)
+
+
+# What key/value heads, query heads of each, rows and keys there are; and chunks of three batch entries.
+CHUNKS = {
+    "entries": ((3, 1, 200, 300), [(0, 5, 0, 1), (5, 4, 0, 1)]),
+    "more entries": ((2, 2, 300, 200), [(0, 1, 0, 4), (1, 4, 0, 4), (5, 1, 0, 4)]),
+    "heads": ((1, 3, 300, 512), [(entry, 1, *tiles) for entry in range(3) for tiles in ((0, 2), (2, 6))]),
+    "rows": ((2, 2, 600, 9), [(entry, 1, *tiles) for entry in range(6) for tiles in ((0, 2), (2, 3), (3, 5), (5, 6))]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", list(CHUNKS))
+def test_pairs_of_chunks_count_once(name, dtype):
+    (heads_kv, group, n_q, n_k), places = CHUNKS[name]
+    shape = (3, heads_kv * group, n_q, n_k)
+    of_pairs = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    tiles_of_head, keys = -(-n_q // ROW_TILE), -(-n_k // KEY_TILE) * KEY_TILE
+    workspaces = []
+    for place in places:
+        chunk = Chunk(*place, 0, keys, True, True)
+        ds = torch.full((chunk.pairs + 100,), torch.nan, dtype=torch.bfloat16)
+        by_tile = ds[: chunk.pairs].view(chunk.entries, chunk.row_tiles, ROW_TILE, keys)
+        for entry, tile in product(range(chunk.entries), range(chunk.row_tiles)):  # as in backward_tiles.cuh
+            batch, head_kv = divmod(chunk.first_entry + entry, heads_kv)
+            head, tile_of_head = divmod(chunk.first_tile + tile, tiles_of_head)
+            rows = of_pairs[batch, head_kv * group + head, tile_of_head * ROW_TILE :][:ROW_TILE]
+            by_tile[entry, tile, : len(rows), :n_k] = rows
+        workspaces.append((ds, chunk))
+    for own in MASK_SHAPES:
+        d_mask = torch.full([n if of_own else 1 for n, of_own in zip(shape, own, strict=True)], torch.nan, dtype=dtype)
+        gradient = MaskGradient(d_mask, torch.empty(*shape[:3], 8), torch.empty(3, heads_kv, n_k, 8))
+        for ds, chunk in workspaces:
+            gradient.add(ds, chunk, scratch=torch.full((chunk.pairs // 2,), torch.nan))
+        gradient.finish()
+        assert torch.equal(d_mask, of_pairs.float().sum_to_size(d_mask.shape).to(dtype)), own
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PYTHON_LAYERS = (
     ("tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "toolchain"),
-    ("build", "cache"),
+    ("backward_mask", "build", "cache"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
     ("triton_fp8_kernels", "triton_launch"),

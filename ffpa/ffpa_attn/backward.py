@@ -12,6 +12,7 @@ import torch
 
 from . import archs, backward_chunks, checks
 from .backward_chunks import KEY_TILE, LIVE_ROWS, Chunk, Work
+from .backward_mask import MaskGradient
 from .spec import (
     MMA_PRODUCT_TILES,
     PRODUCT_TILES,
@@ -96,10 +97,15 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
     return once.contiguous().expand(x.shape)
 
 
-def backward(plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule) -> None:
-    """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences."""
+def backward(
+    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule
+) -> None:
+    """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences.
+
+    d_mask: [B|1, H|1, n_q|1, n_k|1], where it is wanted and there is no softcap.
+    """
     if offsets or not plan.chunks:  # rows of no sequence
-        for grad in (dq, dk, dv):
+        for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):
             grad.zero_()
     if not plan.chunks:
         return
@@ -138,10 +144,18 @@ def backward(plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, 
         see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial,
     )  # fmt: skip
     rows, scores, of_q, of_k = map(kernel, plan.specs)
+    of_mask = None if d_mask is None else MaskGradient(d_mask, q, k)
     run(rows, *call, *plan.chunks[0].place)
     for chunk in plan.chunks:
+        gives_mask = of_mask is not None and chunk.of_q  # which every pair does once
+        if gives_mask and see.bounded:
+            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
         run(scores, *call, *chunk.place)
         if chunk.of_q:
             run(of_q, *call, *chunk.place)
         if chunk.of_k:
             run(of_k, *call, *chunk.place)
+        if gives_mask:
+            of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
+    if of_mask is not None:
+        of_mask.finish()

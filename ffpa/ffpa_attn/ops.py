@@ -331,20 +331,32 @@ _FP8_FORWARD = {"triton": _triton_fp8, "reference": _reference_fp8}
 # ---- backward ----
 
 
-def _reference_backward(form, saved, grads, plan) -> None:
+def _reference_backward(form, saved, grads, d_mask, plan) -> None:
     with _plain_torch(saved[0].device):
         for grad in grads:
             grad.zero_()
         sequences = form.sequences(saved[2], saved[3])
         reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
+    _reference_mask_gradient(form, saved, d_mask, plan)
 
 
-def _triton_backward(form, saved, grads, plan) -> None:
+def _reference_mask_gradient(form, saved, d_mask, plan) -> None:
+    if d_mask is not None:
+        with _plain_torch(d_mask.device):
+            d_mask.zero_()
+            reference.mask_gradient(*saved, reference.align_mask(form.mask), d_mask, plan.rule, plan.workspace_cap)
+
+
+def _triton_backward(form, saved, grads, d_mask, plan) -> None:
     triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
+    _reference_mask_gradient(form, saved, d_mask, plan)
 
 
-def _kernel_backward(form, saved, grads, plan) -> None:
-    backward.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule)
+def _kernel_backward(form, saved, grads, d_mask, plan) -> None:
+    of_scores = None if plan.rule.softcap else d_mask  # what they keep is the gradient of a score before its softcap
+    backward.backward(plan.choice.plan, *saved, *grads, of_scores, form.mask, form.offsets, plan.rule)
+    if of_scores is None:
+        _reference_mask_gradient(form, saved, d_mask, plan)
 
 
 _BACKWARD = {
@@ -368,17 +380,13 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
     dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+    dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
+    d_mask = reference.align_mask(dmask) if mask_grad else None
     try:
-        _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], plan)
+        _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
     except triton_launch.Unable as error:
         _without_triton(error, q.device)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
-    if not mask_grad:
-        return dq, dk, dv, q.new_empty(0)
-    with _plain_torch(q.device):
-        dmask = torch.zeros(form.mask.shape, dtype=form.mask.dtype, device=q.device)
-        masks = reference.align_mask(form.mask), reference.align_mask(dmask)
-        reference.mask_gradient(*saved, *masks, plan.rule, plan.workspace_cap)
     return dq, dk, dv, dmask
 
 
