@@ -43,9 +43,11 @@ def _two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") 
     return _in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
-def _backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/test_backward.py -k 'hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)'"
-    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+_SOME_BACKWARDS = "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
+
+
+def _backward(file: str, *edits: tuple[str, str, str], only: str = _SOME_BACKWARDS) -> list[Mutant]:
+    return _in(file, f"tests/test_backward.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def _mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
@@ -603,6 +605,22 @@ MUTANTS = [
         ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
         ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
         ("backward products: nothing for a tile without keys", "    if (run.begin == run.end) producer.bring_zeros();\n", ""),
+    ),
+    *_backward(
+        "csrc/tile/box_ring.cuh",
+        ("shared boxes: a slot is empty when one block has read it", "kClusterBlocks * kConsumerGroups * kGroupThreads", "kConsumerGroups * kGroupThreads"),
+        ("shared boxes: one barrier for what has landed in any slot", "barriers_smem + (2 * kStages + i) * 8", "barriers_smem + 2 * kStages * 8"),
+        ("shared boxes: arrivals in the own block alone", "mbarrier_arrive_remote(ring_.empty(slot), lane_)", "mbarrier_arrive(ring_.empty(slot))"),
+        only="tiles_of_products and 256 and not cuda",
+    ),
+    *_backward(
+        "csrc/attention/backward_products_wgmma.cuh",
+        ("shared boxes: a block ends before the other", "    if constexpr (Ring::kClusterBlocks > 1) ring_.meet();\n", ""),
+        ("shared boxes: both blocks bring the same", "rank_ * Ring::kOwnBoxesB + i", "i"),
+        ("shared boxes: both blocks have the same rows of dQ", "* kRowTile + rank_ * kRows;", "* kRowTile;"),
+        ("shared boxes: both blocks have the same keys", "* kKeyTile + rank_ * kRows;", "* kKeyTile;"),
+        ("shared boxes: both blocks write the same rows", "const int row = rank_ * kRows + ", "const int row = "),
+        only="tiles_of_products and 256 and not cuda",
     ),
     *_mask_gradient(
         "backward.py",

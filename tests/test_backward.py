@@ -351,6 +351,18 @@ def test_short_sequences_beside_long_ones(seed, backend, device, forced, monkeyp
     test_numerics.test_packed(case, device, "read", monkeypatch)
 
 
+@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=lambda tile: f"{tile.columns}")
+def test_tiles_of_products(tile, device, forced, monkeypatch):
+    """Each for sequences whose ends are no multiples of anything; blocks of a cluster zero what lies behind together."""
+    *kernels, _ = backward._FAMILIES["hopper"]
+    monkeypatch.setitem(backward._FAMILIES, "hopper", (*kernels, (tile,)))
+    reports = forced("hopper", device, seed=1)
+    case = PackedCase((20, 300), (40, 270), heads_q=2, heads_kv=1, d=264, rule={"causal": True})
+    test_numerics.test_packed(case, device, "read", monkeypatch)
+    products = [report["kernel"] for report in reports if "products" in report["kernel"]]
+    assert all(f"_columns{tile.columns}" in name for name in products) and bool(products) == (device == "cpu")
+
+
 @BACKENDS
 def test_rows_without_keys_pass_on_nothing(backend, device, forced):
     """Whatever Q, dO and dLSE hold there: neither their own gradients nor those of keys see it."""

@@ -359,6 +359,46 @@ class TestOnAGpu:
         graph.replay()
         assert torch.equal(got, want)
 
+    @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
+    def test_training_steps_of_a_graph(self, how):
+        """Wide heads, grouped and causal: replayed, the steps give the bits that they give one by one."""
+
+        def attend(q, k, v):
+            return ffpa_attn.ffpa(q, k, v, causal=True)
+
+        ways = {
+            "plain": attend,
+            "checkpointed": lambda *x: checkpoint(attend, *x, use_reentrant=False, preserve_rng_state=False),
+            "compiled": torch.compile(attend, backend="aot_eager", fullgraph=True),
+        }
+        torch.manual_seed(0)
+        x = torch.randn(1, 8192, 64, device="cuda", dtype=torch.bfloat16)
+        weights = torch.randn(64, 4 * 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        before = weights.detach().clone()
+
+        def step(attend=ways[how]):
+            qkv = (x @ weights).unflatten(-1, (4, 512)).transpose(1, 2)
+            loss = attend(*qkv.split([2, 1, 1], 1)).float().square().mean()
+            (gradient,) = torch.autograd.grad(loss, weights)
+            with torch.no_grad():
+                weights.sub_(gradient * 1e3)
+
+        for _ in range(3):
+            step(attend)
+        want = weights.detach().clone()
+        assert not torch.equal(want, before)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            step()
+        with torch.no_grad():
+            weights.copy_(before)
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(weights, want)
+
     def test_current_stream(self):
         q, k, v, _ = dense("cuda", grad=False, n_q=500, n_k=500)
         want = ffpa_attn.ffpa(q * 2, k, v)
