@@ -43,7 +43,9 @@ def _two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") 
     return _in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
-_SOME_BACKWARDS = "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
+_SOME_BACKWARDS = (
+    "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
+)
 
 
 def _backward(file: str, *edits: tuple[str, str, str], only: str = _SOME_BACKWARDS) -> list[Mutant]:
