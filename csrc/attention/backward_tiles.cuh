@@ -143,7 +143,8 @@ struct ProductTile {
   int columns_of_all;  // of the gradient
 };
 
-// Tiles of dQ, or of dK and dV. Under a causal mask the longest come first: the last rows of dQ meet the most keys, the
+// Tiles of dQ, or of dK and dV. Where all have as many steps, those of one head after the other: its K, or Q and dO,
+// then stay in L2. Under a causal mask the longest of all heads come first: the last rows of dQ meet the most keys, the
 // first keys the most rows.
 template <bool kIsOfQ, int kTileRows, int kTileColumns>
 class ProductTiles {
@@ -157,13 +158,16 @@ class ProductTiles {
         d_qk_(params.attention.d_qk),
         d_v_(params.attention.d_v),
         heads_(kOfQ ? params.heads_of_chunk() : 1),
-        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) / heads_ : params.keys_of_chunk() / kRows) {}
+        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) / heads_ : params.keys_of_chunk() / kRows),
+        all_as_long_(params.attention.left < 0 && params.attention.right < 0 && !params.attention.is_packed()) {}
 
   FFPA_HOST_DEVICE int count() const { return entries_ * heads_ * tiles_ * groups(); }
 
   FFPA_DEVICE ProductTile get(int item) const {
     const int group = item % groups(), tile_of_all = item / groups();
-    const int entry_head = tile_of_all % (entries_ * heads_), rank = tile_of_all / (entries_ * heads_);
+    const int all_heads = entries_ * heads_;
+    const int entry_head = all_as_long_ ? tile_of_all / tiles_ : tile_of_all % all_heads;
+    const int rank = all_as_long_ ? tile_of_all % tiles_ : tile_of_all / all_heads;
     const bool of_v = group >= qk_groups();
     return {kOfQ   ? Product::kDq
             : of_v ? Product::kDv
@@ -184,6 +188,7 @@ class ProductTiles {
 
   int entries_, d_qk_, d_v_;
   int heads_, tiles_;  // of an entry; of each
+  bool all_as_long_;
 };
 
 // The tiles of this block, or of its cluster. Round after round over them, every other one backwards: tiles get
