@@ -133,6 +133,7 @@ CASES = [
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
     _base.with_(n_q=290, n_k=260, rule={"causal": True, "window": (10, 30)}),
+    _base.with_(n_q=400, n_k=100, rule={"window": (0, -1), "align": "top_left"}),  # a row tile behind all keys, and tiles of them
     # visible keys that begin or end one key from the edge of a tile
     *[
         _base.with_(n_q=30, n_k=n_k, rule={"window": window})
@@ -300,6 +301,7 @@ PACKED_CASES = [
     PackedCase((5, 40, 0, 17), (33, 20, 12, 0), d=520, heads_q=4, heads_kv=1, dtype=F16, rule={"causal": True}),
     PackedCase((150, 20), (30, 360), d=64, d_v=576, spare=9, rule={"window": (8, 3)}),
     PackedCase((20, 50), (300, 30), d=520, spare=70, rule={"causal": True, "align": "top_left", "softcap": 6.0}),
+    PackedCase((400, 1), (0, 30), d=520, rule={"window": (0, -1), "align": "top_left"}),
     PackedCase((0, 0), (0, 0), d=520, spare=4),
     PackedCase((), (), d=520),
 ]
