@@ -651,7 +651,7 @@ MUTANTS = [
     *_two_phase(
         "csrc/attention/forward_two_phase.cuh",
         ("two-phase: upper rows of O stay as they were", "          out[0][4 * n + 2 * h] *= factor;\n", ""),
-        ("two-phase: O follows the references of the tile before", "growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)))", "growth(float_from_bits(ptx::ld_global_4(now)), float_from_bits(ptx::ld_global_4(now)))"),
+        ("two-phase: O does not follow its references", "growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)))", "growth(float_from_bits(ptx::ld_global_4(now)), float_from_bits(ptx::ld_global_4(now)))"),
         ("two-phase: moves of one warp alone", "MovedTiles::next<tile::kGroupWarps>", "MovedTiles::next<1>"),
         ("two-phase: from every move the product begins anew", "max_of(chunk.steps(tile, next), 1), tile > 0);", "max_of(chunk.steps(tile, next), 1));"),
         ("two-phase: a reference kept for one tile alone", "scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;", "scratch().references(ptx::block_x()) + row;"),
@@ -680,6 +680,15 @@ MUTANTS = [
         ("two-phase: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
         ("two-phase: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
         ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),
+        ("two-phase: the last heads taken for as many as the others", "min_of(together_, entries_ - section * together_)", "together_"),
+    ),
+    *_two_phase(
+        "csrc/attention/head_rows.cuh",
+        ("two-phase: rows behind the keys", "begin < end ? Run{begin / step * step, end} : Run{0, 0}", "Run{begin / step * step, max_of(end, begin / step * step)}"),
+    ),
+    *_two_phase(
+        "csrc/tile/box_ring.cuh",
+        ("two-phase: a slot given back while products read it", "        ptx::wgmma_wait_group<0>();\n        release(slot_before(1));\n      } else {", "        release(slot_before(1));\n      } else {"),
     ),
     *_two_phase(
         "csrc/attention/item_queue.cuh",
@@ -714,6 +723,9 @@ MUTANTS = [
         ("two-phase: scratch without the last columns of O", "out = -(-d_v // columns) * columns * ROWS * 4", "out = d_v * ROWS * 4"),
         ("two-phase: a window's tiles end to end", "// KEYS + 1)", "// KEYS)"),
         ("two-phase: a tile for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
+        ("two-phase: few blocks in a small workspace", "blocks < enough or chunk_keys", "chunk_keys"),
+        ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
+        ("two-phase: more row tiles than 32 bits count", "if _row_tiles(p) > _MOST_ROW_TILES:", "if False:"),
         ("two-phase: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
     ),
 ]  # fmt: skip

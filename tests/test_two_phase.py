@@ -1,5 +1,6 @@
 """The forward for wide head dims in two phases, of both backends: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -11,11 +12,12 @@ import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import archs, emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
+from ffpa_attn import archs, build, emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
 from ffpa_attn.choice import CANDIDATES
 from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ForwardTwoPhase, ForwardTwoPhaseMma, Problem, Visibility, aot_specs
+from ffpa_attn.spec import ForwardMma, ForwardTwoPhase, ForwardTwoPhaseMma, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
+from ffpa_attn.two_phase import TwoPhasePlan
 from test_mma import check, far_apart
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
@@ -55,7 +57,7 @@ def forced(monkeypatch):
     def force(backend: str) -> None:
         monkeypatch.setenv("FFPA_BACKEND", backend)
         monkeypatch.setattr(ops, "_plans", {})
-        monkeypatch.setattr(two_phase, "too_few_rows", lambda p: None)
+        monkeypatch.setattr(two_phase, "why_slower", lambda *args: None)
         monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, "mma", 1)
 
     return force
@@ -133,6 +135,7 @@ CASES = [
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
     _base.with_(n_q=290, n_k=260, rule={"causal": True, "window": (10, 30)}),
+    _base.with_(n_q=400, n_k=100, rule={"window": (0, -1), "align": "top_left"}),  # a row tile behind all keys, and tiles of them
     # visible keys that begin or end one key from the edge of a tile
     *[
         _base.with_(n_q=30, n_k=n_k, rule={"window": window})
@@ -268,18 +271,27 @@ def test_rows_that_see_nothing_for_long(place, monkeypatch):
 
 @pytest.mark.parametrize("rule", [{"causal": True, "softcap": 20.0}, {"window": (400, 30)}], ids=str)
 @pytest.mark.parametrize("cap, blocks, chunk_keys", [(1_300_000, 2, 768), (950_000, 2, 256), (800_000, 1, 1536)])
-def test_any_cap(cap, blocks, chunk_keys, rule, forced, monkeypatch):
+@pytest.mark.parametrize("backend", ARCHS)
+def test_any_cap(backend, cap, blocks, chunk_keys, rule, forced, monkeypatch):
     """Fewer keys at a time, and then fewer blocks."""
-    forced("hopper")
+    forced(backend)
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: max(COLUMNS))
     cut, cuts = two_phase.cut, []
     monkeypatch.setattr(two_phase, "cut", lambda *args: cuts.append(cut(*args[:-1], cap)) or cuts[-1])
     case = Case(heads_q=1, heads_kv=1, n_q=140, n_k=2600, d=64, d_v=520, rule=rule)
     inputs = make_inputs(case, "cpu")
-    (out, lse), report = attend(Place("hopper", "cpu"), case, inputs, seed=3)
+    (out, lse), report = attend(Place(backend, "cpu"), case, inputs, seed=3)
     check(case, inputs, out, lse)
     assert cuts[-1].scratch_bytes <= cap and report["blocks"] == cuts[-1].blocks
     assert cuts[-1][:2] == (blocks, chunk_keys) or "window" in rule
+
+
+def test_more_heads_than_the_cache_holds(place):
+    """Of K and V: three of four at a time."""
+    rule = {"window": (16, 0)}
+    case = Case(batch=2, heads_q=4, heads_kv=2, n_q=140, n_k=10000, d=264, rule=rule)
+    inputs = make_inputs(case, place.device)
+    check(case, inputs, *attend(place, case, inputs, seed=3)[0])
 
 
 def test_bits_repeat(place, monkeypatch):
@@ -300,6 +312,7 @@ PACKED_CASES = [
     PackedCase((5, 40, 0, 17), (33, 20, 12, 0), d=520, heads_q=4, heads_kv=1, dtype=F16, rule={"causal": True}),
     PackedCase((150, 20), (30, 360), d=64, d_v=576, spare=9, rule={"window": (8, 3)}),
     PackedCase((20, 50), (300, 30), d=520, spare=70, rule={"causal": True, "align": "top_left", "softcap": 6.0}),
+    PackedCase((400, 1), (0, 30), d=520, rule={"window": (0, -1), "align": "top_left"}),
     PackedCase((0, 0), (0, 0), d=520, spare=4),
     PackedCase((), (), d=520),
 ]
@@ -434,6 +447,19 @@ def test_bits_repeat_on_a_gpu(chunks, on_a_gpu, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_graph_replays_on_a_gpu(on_a_gpu):
+    """Each replay counts its row tiles anew."""
+    q, k, v, _ = make_inputs(Case(heads_q=16, heads_kv=16, n_q=1000, n_k=1000, d=512), "cuda")
+    want = ffpa(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ffpa(q, k, v, causal=True)
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 # ---- the plan ----
 
 PROBLEM = Problem(
@@ -467,8 +493,10 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles leave most of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
+        ({"packed": True, "batch": 2**20 - 31}, "row tiles in 32 bits"),
     ):
         assert why in hopper(PROBLEM._replace(**changes)), changes
+    assert hopper(PROBLEM._replace(packed=True, batch=2**20 - 32)).kernel
     assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
     assert hopper(PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
     assert "MiB of workspace" in hopper(PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
@@ -492,6 +520,38 @@ def test_what_runs_on_mma(arch, monkeypatch):
         assert isinstance(mma(problem._replace(**changes)), MmaPlan), changes
     assert isinstance(mma(problem, ENABLE_FFPA_SMEM_SWIZZLE_Q=True), MmaPlan)
     assert isinstance(mma(problem._replace(d_v=4096), FFPA_WORKSPACE_MB=1), MmaPlan)
+
+
+@pytest.mark.parametrize("backend, least_mb", [("hopper", 75), ("mma", 83)])
+def test_small_workspaces_are_the_levels(backend, least_mb, monkeypatch):
+    """Those that hold too few blocks, or chunks of less than four tiles of keys where there are more."""
+    run_by = partial(planned, backend, monkeypatch)
+    assert isinstance(run_by(PROBLEM, FFPA_WORKSPACE_MB=least_mb), TwoPhasePlan)
+    assert isinstance(run_by(PROBLEM._replace(n_k=256), FFPA_WORKSPACE_MB=9), TwoPhasePlan)
+    for problem, mb in ((PROBLEM, least_mb - 1), (PROBLEM, 1), (PROBLEM._replace(d_v=2048), 2)):
+        assert not isinstance(run_by(problem, FFPA_WORKSPACE_MB=mb), TwoPhasePlan), (problem, mb)
+    assert planned("hopper", monkeypatch, PROBLEM, FFPA_WORKSPACE_MB=1, FFPA_BACKEND="hopper").kernel
+
+
+@pytest.mark.parametrize(
+    "failing, runs",
+    [((ForwardTwoPhase,), ForwardTwoPhaseMma), ((ForwardTwoPhase, ForwardTwoPhaseMma), ForwardMma)],
+    ids=["wgmma", "both"],
+)
+def test_without_kernels_that_cannot_be_compiled(failing, runs, monkeypatch):
+    def kernel(spec, gpu):
+        if isinstance(spec, failing):
+            raise RuntimeError("nvcc failed")
+
+    monkeypatch.setattr(native, "_unready", {})
+    monkeypatch.setattr(native, "kernel", kernel)
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: native._unready.get((spec, gpu)))
+    assert isinstance(ops._ready_choice(PROBLEM, env.all_flags()).plan.spec, runs)
+
+
+def test_lists_of_moves_hold_the_longest_chunk():
+    source = (build.csrc() / "attention/two_phase_tiles.cuh").read_text()
+    assert int(re.search(r"kMostTiles = (\d+);", source)[1]) * two_phase.KEYS == two_phase.MOST_KEYS
 
 
 def test_it_cannot_be_emulated_elsewhere(monkeypatch):

@@ -70,7 +70,7 @@ struct AttentionParams {
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
   bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
 
-  float* scratch;       // of kernels that stream O, or P: a part for each block of the grid
+  float* scratch;       // of kernels that stream O, or P: a part for each block; before those of P a counter of all
   int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
   int chunk_keys;       // of P that the scratch holds
 

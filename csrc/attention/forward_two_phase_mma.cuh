@@ -355,7 +355,7 @@ class ForwardTwoPhaseMma {
     FFPA_NO_UNROLL
     while (true) {  // from one tile where a reference has moved to the next
       const int next = MovedTiles::next<1>(moves_smem(), tile + 1, chunk.tiles());
-      core.multiply(ring_, out, max_of(chunk.steps(tile, next), 0), [&] { bring_values(core); });
+      core.multiply(ring_, out, chunk.steps(tile, next), [&] { bring_values(core); });
       if (next >= chunk.tiles()) break;
       tile = next;
       follow_references(out, tile);

@@ -34,10 +34,9 @@ struct Run {
   FFPA_DEVICE int steps(int step) const { return ceil_div(end - begin, step); }
 };
 
-// Whole steps that hold [begin, end).
+// Whole steps that hold [begin, end); an empty one gives the same empty run whatever the step.
 FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
-  const int first = begin / step * step;
-  return {first, max_of(end, first)};
+  return begin < end ? Run{begin / step * step, end} : Run{0, 0};
 }
 
 FFPA_DEVICE Run run_over_keys(const HeadRows& rows, int step) {

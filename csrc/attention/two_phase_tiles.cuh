@@ -56,8 +56,6 @@ class TwoPhaseScratch {
 
 // Row tiles in the order in which blocks take them, whoever is free: head by head, so that blocks share K and V in the
 // L2 cache; within heads whose K and V it holds together, the longest first under a causal mask.
-using KeptRows = tile::KeptValue<HeadRows>;
-
 class RowTiles {
  public:
   FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
@@ -70,7 +68,8 @@ class RowTiles {
     together_ = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries_, 1)}));
   }
 
-  // No more than rows of O, which lie in memory: 32 bits are enough.
+  // Of packed sequences as if all were the longest. That 32 bits are enough, also for what blocks take beyond the last
+  // one, two_phase.plan makes sure.
   FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_; }
 
   FFPA_DEVICE HeadRows get(const AttentionParams& params, int item) const {
@@ -92,6 +91,8 @@ class RowTiles {
 
   int heads_kv_, group_, rows_, tiles_, entries_, together_;
 };
+
+using KeptRows = tile::KeptValue<HeadRows>;
 
 // function() for the row tiles that the block takes: `next` says which. The rows are kept, of which there are too many
 // registers full.
@@ -171,11 +172,10 @@ struct RowState {
 
 // In which tiles of a chunk a reference has moved: a list for each warp in shared memory, bit t % 32 of word t / 32.
 class MovedTiles {
-  static constexpr int kWords = 64;
+  static constexpr int kMostTiles = 2048;  // as MOST_KEYS of two_phase.py has it: a test compares them
 
  public:
-  static constexpr int kMostTiles = kWords * 32;
-  static constexpr uint32_t kBytes = kWords * 4;
+  static constexpr uint32_t kBytes = kMostTiles / 32 * 4;
 
   FFPA_DEVICE explicit MovedTiles(uint32_t smem) : smem_(smem) {}
 

@@ -3,9 +3,9 @@
 // Everything moves in boxes of 64 × 64 16-bit elements, 8 rows of 128 bytes an atom of the 128-byte swizzle: whatever
 // its tensor, and whichever way wgmma reads it. A step is 64 of the common dimension:
 //
-//   A   kBoxesA, 64 rows each, the same number for each warpgroup:  [64 rows][64 of the step], or [64 of the step][64
-//   rows] B   kBoxesB, 64 columns each:                       [64 columns][64 of the step], or [64 of the step][64
-//   columns]
+//   A   kBoxesA of 64 rows, the same number for each warpgroup: [64 rows][64 of the step], or the other way round
+//
+//   B   kBoxesB of 64 columns: [64 columns][64 of the step], or the other way round
 //
 // Slots of a step each form a ring. Each has two mbarriers: `full`, all boxes have landed; `empty`, no warp reads them
 // any more.

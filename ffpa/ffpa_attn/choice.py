@@ -57,7 +57,7 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
-        reason = two_phase.too_few_rows(p)
+        reason = two_phase.why_slower(p, "hopper", flags)
         if reason:
             return reason
     return _runnable(plan, p)
@@ -76,13 +76,16 @@ def _mma(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | st
         return _mma_plan(p._replace(arch=flags["FFPA_EMULATE"].rstrip("a")), flags)
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
-    return _runnable(_mma_plan(p, flags), p)
+    plan = _mma_plan(p, flags)
+    if isinstance(plan, TwoPhasePlan) and isinstance(_runnable(plan, p), str):
+        plan = mma.plan(p, flags)
+    return _runnable(plan, p)
 
 
 def _mma_plan(p: Problem, flags: Flags) -> MmaPlan | BackwardPlan | TwoPhasePlan | str:
     if p.direction == "backward":
         return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
-    if p.level is None and not two_phase.too_few_rows(p):
+    if p.level is None and not two_phase.why_slower(p, "mma", flags):
         plan = two_phase.plan(p, "mma", flags)
         if not isinstance(plan, str):
             return plan

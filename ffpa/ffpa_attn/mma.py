@@ -1,6 +1,7 @@
 """The forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
 
-Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split. `plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
+Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls with many rows that force nothing
+go to two_phase.py instead. `plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .spec import (
     COLUMNS,
     LEAST_SCALE,
     MOST_COLUMNS,
+    MOST_POSITIONS,
     ROWS_HEAD_DIMS,
     ForwardMma,
     ForwardMmaRows,
@@ -48,7 +50,6 @@ _ROWS_FIXED = {
     "FFPA_PV_STAGES": None,
 }
 
-_MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
 _MOST_SPLITS = 64
@@ -273,7 +274,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> MmaPlan | str:
     packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
     if packs_heads:
         p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
-    if p.n_q + p.n_k > _MOST_POSITIONS:
+    if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
     for name, stages in (("num_stages", p.num_stages), ("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])):

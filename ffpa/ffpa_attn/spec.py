@@ -31,6 +31,7 @@ ACCS = tuple(acc.value for acc in MMAAccType)
 ALIGNS = ("bottom_right", "top_left")
 LAYOUTS = ("BHND", "BNHD")
 STAGES = (1, 2, 3, 4)
+MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both: where kernels count them in 32 bits
 HEAD_DIM_STEP = 8  # one 16-byte row access of a 16-bit type
 ROW_ALIGNMENT = 16  # bytes
 FP8_BLOCK = 128  # rows that share a scale, where scales are given by block

@@ -14,6 +14,7 @@ import torch
 
 from . import archs, env
 from .spec import (
+    MOST_POSITIONS,
     TWO_PHASE_COLUMNS,
     TWO_PHASE_MMA_COLUMNS,
     ForwardTwoPhase,
@@ -24,10 +25,11 @@ from .spec import (
 
 ROWS, KEYS, BOX = 128, 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase*.cuh
 MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernels have bits for
-# As measured on an H200: what cuDNN computes is faster than wgmma here, and at 576 the levels of mma than two phases.
+# As measured on an H200: below, cuDNN is faster than wgmma; and, at 576, the levels are as fast as two phases on mma.sync.
 LEAST_HEAD_DIM = {"hopper": 257, "mma": 640}
 _HEAD_BYTES = 512  # of the scratch: what blocks share
-_MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
+_LEAST_TILES = 4  # of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
+_MOST_ROW_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
 
 
 class TwoPhasePlan(NamedTuple):
@@ -50,15 +52,25 @@ class Cut(NamedTuple):
     scratch_bytes: int
 
 
-def too_few_rows(p: Problem) -> str | None:
-    """Why the levels of the mma forward are faster, or None: they have smaller tiles, split keys and pack heads."""
-    tiles, multiprocessors = -(-p.n_q // ROWS) * p.batch * p.heads_q, archs.multiprocessors(p.arch)
-    if tiles < multiprocessors * 3 // 4:
+def _row_tiles(p: Problem) -> int:
+    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+
+
+def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None:
+    """Why the levels of the mma forward are faster, or None: they have smaller tiles, split keys, pack heads and need less
+    workspace.
+    """
+    tiles, multiprocessors = _row_tiles(p), archs.multiprocessors(p.arch)
+    enough = multiprocessors * 3 // 4
+    if tiles < enough:
         return (
             f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
         )
     if p.n_q <= ROWS // 2:
         return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
+    blocks, chunk_keys, _ = _cut(p, backend, tiles, multiprocessors, flags)
+    if blocks < enough or chunk_keys < min(_LEAST_TILES, _tiles(p.n_k, p.visibility)) * KEYS:
+        return f"FFPA_WORKSPACE_MB={flags['FFPA_WORKSPACE_MB']} holds {blocks} blocks and {chunk_keys} keys of each, too few"
     return None
 
 
@@ -99,6 +111,11 @@ def _spec(p: Problem, backend: str) -> ForwardTwoPhase | ForwardTwoPhaseMma:
     return ForwardTwoPhase(p.dtype, _columns(p.d_v))
 
 
+def _cut(p: Problem, backend: str, row_tiles: int, multiprocessors: int, flags: Mapping[str, Any]) -> Cut:
+    columns, cap = _spec(p, backend).columns, flags["FFPA_WORKSPACE_MB"] << 20
+    return cut(row_tiles, max(p.n_k, 1), p.visibility, p.d_v, columns, multiprocessors, cap)
+
+
 def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
     """What runs the problem, or why it cannot. `backend`: hopper or mma."""
     if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM[backend]:
@@ -110,13 +127,14 @@ def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | s
     forced = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
     if forced:
         return f"the two-phase forward knows no {forced}"
-    if p.n_q + p.n_k > _MOST_POSITIONS:
+    if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the two-phase forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    spec, cap = _spec(p, backend), flags["FFPA_WORKSPACE_MB"] << 20
-    least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, spec.columns, 1, cap).scratch_bytes
-    if least > cap:
+    if _row_tiles(p) > _MOST_ROW_TILES:
+        return f"the two-phase forward counts row tiles in 32 bits, and {_row_tiles(p)} are too many"
+    least = _cut(p, backend, 1, 1, flags).scratch_bytes
+    if least > flags["FFPA_WORKSPACE_MB"] << 20:
         return f"the two-phase forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
-    return TwoPhasePlan(spec)
+    return TwoPhasePlan(_spec(p, backend))
 
 
 def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:

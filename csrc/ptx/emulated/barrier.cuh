@@ -17,6 +17,5 @@ inline void bar_arrive(int barrier, int threads, emu::CallSite site = emu::CallS
 
 // Lanes see each other's memory at once here; only barriers order accesses in the race check.
 inline void fence_block() {}
-inline void fence_gpu() {}
 
 }  // namespace ffpa::ptx

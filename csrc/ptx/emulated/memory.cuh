@@ -93,8 +93,4 @@ inline uint32_t atom_add_global(void* address, uint32_t value, emu::CallSite sit
   return emu::add_global(address, value, site);
 }
 
-inline void prefetch_global_l2(const void* address, emu::CallSite site = emu::CallSite()) {
-  emu::prefetch_global(address, site);
-}
-
 }  // namespace ffpa::ptx

@@ -19,8 +19,7 @@ FFPA_DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// membar.cta / membar.gl: order this thread's memory accesses as seen by its block, by the whole GPU.
+// membar.cta: orders this thread's memory accesses as seen by its block.
 FFPA_DEVICE void fence_block() { __threadfence_block(); }
-FFPA_DEVICE void fence_gpu() { __threadfence(); }
 
 }  // namespace ffpa::ptx

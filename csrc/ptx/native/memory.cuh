@@ -114,9 +114,4 @@ FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   return before;
 }
 
-// prefetch.global.L2, "Data Movement and Conversion Instructions: prefetch": a hint, the address must be readable.
-FFPA_DEVICE void prefetch_global_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
 }  // namespace ffpa::ptx

@@ -48,7 +48,6 @@ void memory_16_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
   uint32_t value[4];
-  ptx::prefetch_global_l2(input + lane * 4);
   if (kReadOnly) {
     ptx::ld_global_nc_16(value, input + lane * 4);
   } else {

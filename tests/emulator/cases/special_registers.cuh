@@ -49,7 +49,6 @@ FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* ou
       if (round + 1 < kRounds) ptx::bar_arrive(kEmpty, kPair);
     }
     ptx::st_global_4(output + lane, sum);
-    ptx::fence_gpu();
   }
 }
 

@@ -98,10 +98,6 @@ uint32_t add_global(void* address, uint32_t value, CallSite site) {
   return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
 }
 
-void prefetch_global(const void* address, CallSite site) {
-  check_global(address, 1, 1, Access::kReadOnly, GlobalProxy::kGeneric, "prefetch.global", site);
-}
-
 void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site) {
   count_step(site);
   Lane& lane = *current;

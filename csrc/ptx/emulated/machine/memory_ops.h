@@ -21,7 +21,6 @@ void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite 
 void load_global(void* value, const void* address, uint32_t bytes, CallSite site);
 void store_global(void* address, const void* value, uint32_t bytes, CallSite site);
 uint32_t add_global(void* address, uint32_t value, CallSite site);
-void prefetch_global(const void* address, CallSite site);
 
 // Writes `bytes` bytes, of which those from `source_bytes` on are zero.
 void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site);
