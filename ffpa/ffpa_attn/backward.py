@@ -15,6 +15,7 @@ from .backward_chunks import KEY_TILE, LIVE_ROWS, Chunk, Work
 from .backward_mask import MaskGradient
 from .spec import (
     MMA_PRODUCT_TILES,
+    MOST_POSITIONS,
     PRODUCT_TILES,
     BackwardProductsMma,
     BackwardProductsWgmma,
@@ -24,8 +25,6 @@ from .spec import (
     Problem,
     visible_keys,
 )
-
-_MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both
 
 
 class BackwardPlan(NamedTuple):
@@ -55,7 +54,7 @@ _FAMILIES = {
 
 def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     """`backend`: hopper or mma. Whether its kernels are built is another question."""
-    if p.n_q + p.n_k > _MOST_POSITIONS:
+    if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     scores, products, tiles = _FAMILIES[backend]
     work = Work(
