@@ -561,6 +561,8 @@ MUTANTS = [
         ("box ring: all lanes wait for zeros", "    if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n    ptx::sync_warp();\n    FFPA_NO_UNROLL", "    ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n    FFPA_NO_UNROLL"),
         ("box ring: rows that must not count stay", "if (live >> row & 1) continue;", "continue;"),
         ("box ring: zeros without a proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros"),
+        ("row stores: rows are overwritten before they are read", "    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // those that were there are read\n", ""),
+        ("row stores: copies before all lanes have written", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>", "    ptx::fence_proxy_async();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>"),
         ("box ring: the last step is left out", "for (int step = 0; step < steps; ++step) {\n      begin_step", "for (int step = 0; step < max_of(steps - 1, 1); ++step) {\n      begin_step"),
     ),
     *_backward(
@@ -573,9 +575,10 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/backward_pairs.cuh",
-        ("backward pairs: pairs that do not count pass on NaN", "probability[e] == 0 ? 0.0f : probability[e] * factors", "probability[e] * factors"),
-        ("backward pairs: rows without keys have P", "rows_may_be_dead && lse2[h] == kInfinity", "false"),
-        ("backward pairs: dS without the derivative of the cap", "factors[n][e] *= 1 - t * t;", ""),
+        ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
+        ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) scores", "if (false) scores"),
+        ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
+        ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - d,", "of_pair[i % 2 * 2],"),
         ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
     ),
     *_backward(
@@ -587,10 +590,9 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/backward_scores_wgmma.cuh",
-        ("backward scores: staging boxes before the copies have read them", "if (stores) ptx::bulk_wait_group_read<0>();", ""),
-        ("backward scores: copies before all have written", "        ptx::fence_proxy_async();\n        ptx::bar_sync(1 + group, tile::kGroupThreads);", "        ptx::fence_proxy_async();"),
-        ("backward scores: the block ends before its copies", "    if (stores) ptx::bulk_wait_group<0>();", ""),
-        ("backward scores: X without delta", "sums[0][2 * i] - delta[i % 2], sums", "sums[0][2 * i], sums"),
+        ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
+        ("backward scores: the slopes of a cap come before P is stored", "        store(arguments_.p, box, p_of_box);\n        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);", "        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);\n        store(arguments_.p, box, p_of_box);"),
+        ("backward scores: logits times the factor again", "plain ? attention_.score_factor : 1.0f", "attention_.score_factor"),
     ),
     *_backward(
         "csrc/attention/score_tile_queue.cuh",
@@ -658,13 +660,11 @@ MUTANTS = [
         ("two-phase: O of chunks not rescaled", "growth(before[1], state.reference[1])", "1.0f"),
         ("two-phase: maxima of a thread's keys", "      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
         ("two-phase: sums of a thread's keys", "      sum += ptx::shfl_xor(sum, 2);\n", ""),
-        ("two-phase: nobody waits for P to be written", "        if (stores) ptx::bulk_wait_group<0>();\n", ""),
+        ("two-phase: nobody waits for P to be written", "            stores.wait();\n", ""),
         ("two-phase: P announced, not fenced", "            ptx::fence_proxy_async_global();\n", ""),
         ("two-phase: the producer does not wait for P", "            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();\n            bring_values(producer, kept.get(), chunk);", "            bring_values(producer, kept.get(), chunk);\n            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();"),
-        ("two-phase: moves read before the others have written", "            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have written is there\n", ""),
-        ("two-phase: staging boxes written while copies read them", "      if (stores) ptx::bulk_wait_group_read<0>();\n", ""),
-        ("two-phase: staged without a proxy fence", "      ptx::fence_proxy_async();\n      ptx::bar_sync", "      ptx::bar_sync"),
-        ("two-phase: copies started before all have staged", "      ptx::fence_proxy_async();\n      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);\n", "      ptx::fence_proxy_async();\n"),
+        ("two-phase: moves read before the others have noted them", "            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have noted is there\n", ""),
+        ("two-phase: moves noted before the others have read", "            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read it\n", ""),
         ("two-phase: V behind a packed sequence as it is", "live_box_rows(rows.n_k() - key, params_.is_packed())", "~uint64_t{0}"),
         ("two-phase: nothing for rows without keys", "      if (chunk.steps() == 0) producer.bring_zeros();\n", "      if (chunk.steps() == 0) continue;\n"),
         ("two-phase: every second column group", "      column += now * tile::kBox;", "      column += 2 * now * tile::kBox;"),
@@ -688,6 +688,7 @@ MUTANTS = [
     ),
     *_two_phase(
         "csrc/tile/box_ring.cuh",
+        ("row stores: no proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>", "    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>"),
         ("two-phase: a slot given back while products read it", "        ptx::wgmma_wait_group<0>();\n        release(slot_before(1));\n      } else {", "        release(slot_before(1));\n      } else {"),
     ),
     *_two_phase(

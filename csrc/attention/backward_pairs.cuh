@@ -34,61 +34,70 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
   }
 }
 
-// P and dS of pairs that all see each other, without a mask and a softcap, packed as X is: [fragment][half of rows], a
-// pair of keys each.
-template <class Element, int kN>
-FFPA_DEVICE void finish_plain_pairs(const float (&scores)[1][kN][4], const uint32_t* x, float score_factor,
-                                    const float (&lse2)[2], uint32_t* p, uint32_t* ds) {
-  FFPA_UNROLL
-  for (int i = 0; i < kN * 2; ++i) {
-    float x0, x1;
-    ptx::unpack<Element>(x[i], x0, x1);
-    const float p0 = ptx::ex2(scores[0][i / 2][i % 2 * 2] * score_factor - lse2[i % 2]);
-    const float p1 = ptx::ex2(scores[0][i / 2][i % 2 * 2 + 1] * score_factor - lse2[i % 2]);
-    p[i] = ptx::pack<Element>(p0, p1);
-    ds[i] = ptx::pack<Element>(p0 * x0, p1 * x1);
-  }
+// Whether scores become logits by a factor alone.
+FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen) {
+  return all_seen && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
-// The same by all rules, of 16 rows and kN fragments of keys, packed as X is: [fragment][half of rows], a pair of keys
-// each. `row` and `key` are where the first of the scores lie.
+// Logits of pairs from their scores, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
+// and kN fragments of keys; `row` and `key` are where the first of the scores lie. Packed is all as [fragment][half of
+// rows], a pair of keys each.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
-FFPA_DEVICE void finish_pairs(float (&scores)[1][kN][4], const uint32_t* x, const AttentionParams& attention,
-                              const Block& rows, bool all_seen, int row, int key, const float (&lse2)[2], int lane,
-                              uint32_t* p, uint32_t* ds) {
-  float factors[kN][4];  // of dS = factor · P
-  FFPA_UNROLL
-  for (int n = 0; n < kN; ++n) {
+FFPA_DEVICE void apply_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
+                             bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes) {
+  if (attention.softcap > 0) {
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) ptx::unpack<Element>(x[n * 2 + h], factors[n][2 * h], factors[n][2 * h + 1]);
-  }
-  if (attention.softcap > 0) {  // the derivative of the cap
-    FFPA_UNROLL
-    for (int n = 0; n < kN; ++n) {
+    for (int i = 0; i < kN * 2; ++i) {
+      float slope[2];
       FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        const float t = tanh_of(scores[0][n][e] * attention.score_factor);
-        factors[n][e] *= 1 - t * t;
+      for (int e = 0; e < 2; ++e) {
+        const float t = tanh_of(scores[0][i / 2][i % 2 * 2 + e] * attention.score_factor);
+        slope[e] = 1 - t * t;
       }
+      slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
     }
   }
   scores_to_logits<Fragments>(scores, attention, rows, all_seen, row, key, lane);
-  const bool rows_may_be_dead = !all_seen || attention.mask.kind != MaskKind::kNone;
   FFPA_UNROLL
   for (int n = 0; n < kN; ++n) {
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float probability[2], gradient[2];
-      FFPA_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        // Where the pair does not count, S and X may be NaN.
-        const float logit = rows_may_be_dead && lse2[h] == kInfinity ? -kInfinity : scores[0][n][2 * h + e];
-        probability[e] = ptx::ex2(logit - lse2[h]);
-        gradient[e] = probability[e] == 0 ? 0.0f : probability[e] * factors[n][2 * h + e];
-      }
-      p[2 * n + h] = ptx::pack<Element>(probability[0], probability[1]);
-      ds[2 * n + h] = ptx::pack<Element>(gradient[0], gradient[1]);
+    for (int e = 0; e < 4; ++e) {
+      if (lse2[e / 2] == kInfinity) scores[0][n][e] = -kInfinity;  // of a row that sees no key: it may be NaN
     }
+  }
+}
+
+// P of pairs, packed, from logits: scores times a factor.
+template <class Element, int kN>
+FFPA_DEVICE void finish_p(const float (&scores)[1][kN][4], float factor, const float (&lse2)[2], uint32_t* p) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    const float (&of_pair)[4] = scores[0][i / 2];
+    p[i] = ptx::pack<Element>(ptx::ex2(of_pair[i % 2 * 2] * factor - lse2[i % 2]),
+                              ptx::ex2(of_pair[i % 2 * 2 + 1] * factor - lse2[i % 2]));
+  }
+}
+
+template <class Element, int kCount>
+FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
+  FFPA_UNROLL
+  for (int i = 0; i < kCount; ++i) p[i] = ptx::multiply<Element>(p[i], slopes[i]);
+}
+
+// dS = P ∘ (dP - δ), packed. Where not all pairs count, dP may be NaN where P is 0.
+template <class Element, int kN>
+FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool all_count, const float (&delta)[2],
+                           uint32_t* ds) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    const float (&of_pair)[4] = dp[0][i / 2];
+    const float d = delta[i % 2];
+    ds[i] = ptx::multiply<Element>(p[i], ptx::pack<Element>(of_pair[i % 2 * 2] - d, of_pair[i % 2 * 2 + 1] - d));
+  }
+  if (all_count) return;
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    ds[i] &= (p[i] & 0x0000ffff ? 0x0000ffff : 0) | (p[i] & 0xffff0000 ? 0xffff0000 : 0);
   }
 }
 

@@ -1,14 +1,14 @@
 // P and dS of the backward on mma.sync: tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each tile, of
 // which a warp has 64 rows × 64 keys:
 //
-//   1. dP = dO Vᵀ          over d_v, in steps of 32
-//   2. X = dP - δ          packed to 16 bits, into the place of dS in the workspace
-//   3. S = Q Kᵀ            over d_qk, in the same accumulators
-//   4. P = exp2(S - LSE), dS = P ∘ X, to the workspace
+//   1. S = Q Kᵀ            over d_qk, in steps of 32
+//   2. P = exp2(S - LSE)   to the workspace
+//   3. dP = dO Vᵀ          over d_v, in the same accumulators
+//   4. dS = P ∘ (dP - δ)   to the workspace
 //
-// Beside 128 accumulators, registers have no room for X. A thread writes and reads X where it will itself write dS, 16
-// bytes at a time: nobody waits for anybody. While a warp finishes a tile, the first steps of the next one are on their
-// way.
+// Beside 128 accumulators, registers have no room for P. A thread reads what it has itself written, 16 bytes at a time:
+// nobody waits for anybody. (With a softcap dS is a multiple of P times its slopes, which wait in the place of dS.)
+// While a warp finishes a tile, the first steps of the next one are on their way.
 #pragma once
 
 #include <cstdint>
@@ -78,11 +78,11 @@ class BackwardScoresMma {
       const auto bring_next = [&] { bring_step(); };
       {
         typename Core::Sums sums;
-        core_.multiply(ring_, sums, v_steps, bring_next);
-        save_x(kept(turn).get(), sums);
+        core_.multiply(ring_, sums, qk_steps, bring_next);
+        finish_p_of(kept(turn).get(), sums);
       }
       typename Core::Sums sums;
-      core_.multiply(ring_, sums, qk_steps, bring_next);
+      core_.multiply(ring_, sums, v_steps, bring_next);
       finish(kept(turn), sums, [&] { more = begin_next_tile(turn ^ 1); });
       turn ^= 1;
     }
@@ -105,7 +105,7 @@ class BackwardScoresMma {
     return true;
   }
 
-  // ---- steps of dO and V, then of Q and K, on their way into shared memory ----
+  // ---- steps of Q and K, then of dO and V, on their way into shared memory ----
 
   FFPA_DEVICE void begin(const ScoreTile& tile) {
     const auto of_tile = [&](const TensorView& x, int head, int first, int begin, int end, int columns) {
@@ -114,10 +114,10 @@ class BackwardScoresMma {
                               x.row_stride, end - begin - first, columns};
     };
     const RowRange &q = tile.rows.entry.q, &k = tile.rows.entry.k;
-    a_ = of_tile(params_.grad_out, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_v);
-    b_ = of_tile(attention_.v, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_v);
-    next_a_ = of_tile(attention_.q, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_qk).origin;
-    next_b_ = of_tile(attention_.k, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_qk).origin;
+    a_ = of_tile(attention_.q, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_qk);
+    b_ = of_tile(attention_.k, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_qk);
+    next_a_ = of_tile(params_.grad_out, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_v).origin;
+    next_b_ = of_tile(attention_.v, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_v).origin;
     FFPA_NO_UNROLL
     for (int step = 0; step < ring_.ahead(); ++step) bring_step();
   }
@@ -125,8 +125,8 @@ class BackwardScoresMma {
   FFPA_DEVICE void bring_step() {
     if (a_.columns <= 0) {
       if (next_a_ == nullptr) return;  // those of the tile are all brought
-      a_ = {next_a_, attention_.q.row_stride, a_.rows, attention_.d_qk};
-      b_ = {next_b_, attention_.k.row_stride, b_.rows, attention_.d_qk};
+      a_ = {next_a_, params_.grad_out.row_stride, a_.rows, attention_.d_v};
+      b_ = {next_b_, attention_.v.row_stride, b_.rows, attention_.d_v};
       next_a_ = nullptr;
     }
     const int columns = a_.columns;
@@ -174,7 +174,6 @@ class BackwardScoresMma {
     }
   }
 
-  // All that is read from global memory comes before it is needed: first that of all rows, X of 16 rows ahead of them.
   using Statistics = float[kM][2];
   FFPA_DEVICE void load_all_statistics(const ScoreTile& tile, Statistics& lse2, Statistics& delta) const {
     FFPA_UNROLL
@@ -183,60 +182,64 @@ class BackwardScoresMma {
     }
   }
 
-  FFPA_DEVICE void save_x(const ScoreTile& tile, const typename Core::Sums& sums) const {
+  FFPA_DEVICE bool has_softcap() const { return attention_.softcap > 0; }
+  FFPA_DEVICE int64_t rows_16() const { return int64_t{16} * params_.keys_of_chunk(); }
+
+  FFPA_DEVICE void finish_p_of(const ScoreTile& tile, const typename Core::Sums& sums) const {
     Statistics lse2, delta;
     load_all_statistics(tile, lse2, delta);
-    uint16_t* ds = params_.ds + first_pair(tile);
+    const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen);
+    int64_t at = first_pair(tile);
     FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      Packed x;
-      FFPA_UNROLL
-      for (int i = 0; i < kGroups * 2 * kGroup; ++i) {
-        const float (&c)[4] = sums[m][i / 2].c;
-        const int h = i % 2;
-        x[i / (2 * kGroup)][i % (2 * kGroup)] = ptx::pack<Element>(c[2 * h] - delta[m][h], c[2 * h + 1] - delta[m][h]);
-      }
-      store(ds, x);
-      ds += int64_t{16} * params_.keys_of_chunk();
-    }
-  }
-
-  // begin_next() is called while the first X is on its way.
-  template <class BeginNext>
-  FFPA_DEVICE void finish(const KeptTile& kept, const typename Core::Sums& sums, const BeginNext& begin_next) const {
-    const int64_t first = first_pair(kept.get()), rows_16 = int64_t{16} * params_.keys_of_chunk();
-    uint16_t *p_gmem = params_.p + first, *ds_gmem = params_.ds + first;
-    Packed x[2];  // of these rows and the next
-    load(ds_gmem, x[0]);
-    Statistics lse2, delta;
-    load_all_statistics(kept.get(), lse2, delta);
-    begin_next();
-    const ScoreTile tile = kept.get();
-    const bool all_seen = tile.all_seen();
-    const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      if (m + 1 < kM) load(ds_gmem + rows_16, x[(m + 1) % 2]);
-      Packed p, ds;
+    for (int m = 0; m < kM; ++m, at += rows_16()) {
+      Packed p, slopes;
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
-        const uint32_t (&x_now)[2 * kGroup] = x[m % 2][group];
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
-        if (plain) {
-          finish_plain_pairs<Element>(scores, x_now, attention_.score_factor, lse2[m], p[group], ds[group]);
-        } else {
-          finish_pairs<Element, Fragments>(scores, x_now, attention_, tile.rows, all_seen,
-                                           tile.rows.first + core_.warp_row() + m * 16,
-                                           tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup),
-                                           lse2[m], core_.lane(), p[group], ds[group]);
+        if (!plain) {
+          apply_rules<Element, Fragments>(scores, attention_, tile.rows, all_seen,
+                                          tile.rows.first + core_.warp_row() + m * 16,
+                                          tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup),
+                                          lse2[m], core_.lane(), slopes[group]);
         }
+        finish_p<Element>(scores, plain ? attention_.score_factor : 1.0f, lse2[m], p[group]);
       }
-      store(p_gmem, p);
+      store(params_.p + at, p);
+      if (!has_softcap()) continue;
+      FFPA_UNROLL
+      for (int group = 0; group < kGroups; ++group) apply_slopes<Element>(p[group], slopes[group]);
+      store(params_.ds + at, p);
+    }
+  }
+
+  // All that is read from global memory comes before it is needed: first that of all rows, P of 16 rows ahead of them.
+  // begin_next() is called while the first P is on its way.
+  template <class BeginNext>
+  FFPA_DEVICE void finish(const KeptTile& kept, const typename Core::Sums& sums, const BeginNext& begin_next) const {
+    const int64_t first = first_pair(kept.get());
+    const uint16_t* p_gmem = (has_softcap() ? params_.ds : params_.p) + first;
+    uint16_t* ds_gmem = params_.ds + first;
+    Packed p[2];  // of these rows and the next
+    load(p_gmem, p[0]);
+    Statistics lse2, delta;
+    load_all_statistics(kept.get(), lse2, delta);
+    begin_next();
+    const bool plain = is_plain(attention_, kept.get().all_seen());
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m, ds_gmem += rows_16()) {
+      p_gmem += rows_16();
+      if (m + 1 < kM) load(p_gmem, p[(m + 1) % 2]);
+      Packed ds;
+      FFPA_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        float dp[1][kGroup][4];
+        FFPA_UNROLL
+        for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(dp[0][n]);
+        finish_ds<Element>(dp, p[m % 2][group], plain, delta[m], ds[group]);
+      }
       store(ds_gmem, ds);
-      p_gmem += rows_16;
-      ds_gmem += rows_16;
     }
   }
 

@@ -1,15 +1,13 @@
 // P and dS of the backward on wgmma: tiles of kRowTile rows × kKeyTile keys, into the workspace. For each tile, of 64
 // rows a warpgroup:
 //
-//   1. dP = dO Vᵀ          over d_v, in steps of 64
-//   2. X = dP - δ          packed to 16 bits, beside the accumulators
-//   3. S = Q Kᵀ            over d_qk, in the same accumulators
-//   4. P = exp2(S - LSE), dS = P ∘ X, 64 keys at a time: to shared memory, from there by TMA to the workspace
+//   1. S = Q Kᵀ            over d_qk, in steps of 64
+//   2. P = exp2(S - LSE)   packed to 16 bits: to the workspace, and beside the accumulators
+//   3. dP = dO Vᵀ          over d_v, in the same accumulators
+//   4. dS = P ∘ (dP - δ)   to the workspace; with a softcap a multiple of P times its slopes
 //
-// dP comes first since X takes half of its registers, and then P and dS are finished together (with a softcap, dS also
-// needs the scores). The producer is a tile ahead as far as the ring reaches. In step 4 the staging boxes of a
-// warpgroup are its own: its warps meet at a named barrier before they write (the copies of the last 64 keys have read
-// them) and before one thread starts the copies (all have written).
+// What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and all of
+// them together not much more than half as many. The producer is a tile ahead as far as the ring reaches.
 #pragma once
 
 #include <cstdint>
@@ -38,10 +36,11 @@ struct BackwardScoresWgmmaConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
-  // Shared memory: slots of the ring; for each warpgroup a box of P and one of dS; barriers; tiles.
-  static constexpr uint32_t kStagingBytes = 2 * tile::kBoxBytes;
-  static constexpr uint32_t kSmemBytes =
-      Ring::kBytes + tile::kConsumerGroups * kStagingBytes + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
+  // Shared memory: slots of the ring; for each warp rows of P or dS on their way; barriers; tiles.
+  static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  using Stores = tile::RowStores<2>;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + kWarps * Stores::kBytes;
+  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -64,8 +63,8 @@ struct BackwardScoresWgmmaConfig : Fields {
         map_keys(arguments.k, a, a.k, a.d_qk),
         map_keys(arguments.v, a, a.v, a.d_v),
         map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
-        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
-        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
+        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows(), Stores::kRows),
+        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows(), Stores::kRows)};
     return first_failure(statuses);
   }
 };
@@ -78,11 +77,10 @@ class BackwardScoresWgmma {
 
   static constexpr int kFragments = kKeyTile / 8;       // of a row of a tile
   static constexpr int kBoxFragments = tile::kBox / 8;  // and of a box
-  static constexpr int kPartFragments = kBoxFragments / 2;
+  static constexpr int kPartFragments = 4;              // as registers are scarce
   static constexpr int kBoxes = kKeyTile / tile::kBox;
   using Sums = float[1][kKeyTile / 2];
   using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
-  using PackedBox = uint32_t[kBoxFragments * 2];
 
  public:
   FFPA_DEVICE explicit BackwardScoresWgmma(const Arguments& arguments)
@@ -91,12 +89,12 @@ class BackwardScoresWgmma {
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes + tile::kConsumerGroups * Config::kStagingBytes},
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
         queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      queue_.init(tile::kConsumerGroups * tile::kGroupWarps);
+      queue_.init(Config::kWarps);
       ring_.init();
     }
     ptx::sync_block();
@@ -135,8 +133,8 @@ class BackwardScoresWgmma {
           });
         }
       };
-      bring(arguments_.grad_out, arguments_.v, v_steps());
       bring(arguments_.q, arguments_.k, qk_steps());
+      bring(arguments_.grad_out, arguments_.v, v_steps());
     }
     if (lane_ == 0) queue_.put(nullptr);
   }
@@ -145,79 +143,65 @@ class BackwardScoresWgmma {
 
   FFPA_DEVICE void consume(int group, int group_warp) {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
-    const uint32_t staging_smem = ring_.slots_smem + Ring::kBytes + group * Config::kStagingBytes;
-    const bool stores = group_warp == 0 && lane_ == 0;
-    const int row = group * tile::kBox + group_warp * 16;  // of the warp, in a tile
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in a tile
+    const typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     FFPA_NO_UNROLL
     for (;; queue_.release(lane_)) {
       const KeptScoreTile tile = queue_.get();
       if (!tile.exists()) break;
-      const auto store_box = [&](int box, const PackedBox& p, const PackedBox& ds) {
-        if (stores) ptx::bulk_wait_group_read<0>();
-        ptx::bar_sync(1 + group, tile::kGroupThreads);
-        tile::stage_rows(staging_smem, group_warp * 16, p, lane_);
-        tile::stage_rows(staging_smem + tile::kBoxBytes, group_warp * 16, ds, lane_);
-        ptx::fence_proxy_async();
-        ptx::bar_sync(1 + group, tile::kGroupThreads);
-        const int key = tile.first_key() - params_.first_key + box * tile::kBox;
-        const int to_row = tile.workspace_row() + group * tile::kBox;
-        if (stores) {
-          ptx::tma_store_2d(&arguments_.p, staging_smem, key, to_row);
-          ptx::tma_store_2d(&arguments_.ds, staging_smem + tile::kBoxBytes, key, to_row);
-          ptx::bulk_commit_group();
-        }
+      const auto store = [&](const ptx::TensorMap& map, int box, const tile::PackedRows& packed) {
+        stores.store(box, packed, map, tile.first_key() - params_.first_key + box * tile::kBox,
+                     tile.workspace_row() + row);
       };
       if (!tile.is_computed()) {
-        const PackedBox zeros = {};
+        const tile::PackedRows zeros = {};
         FFPA_NO_UNROLL
-        for (int box = 0; box < kBoxes; ++box) store_box(box, zeros, zeros);
+        for (int box = 0; box < kBoxes; ++box) store(arguments_.p, box, zeros);
+        FFPA_NO_UNROLL
+        for (int box = 0; box < kBoxes; ++box) store(arguments_.ds, box, zeros);
         continue;
       }
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
+      const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen);
 
       Sums sums;
-      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
-      Packed x;
-      FFPA_UNROLL
-      for (int i = 0; i < kFragments * 2; ++i) {
-        x[i] = ptx::pack<Element>(sums[0][2 * i] - delta[i % 2], sums[0][2 * i + 1] - delta[i % 2]);
-      }
+      Packed p;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
-
-      const bool all_seen = tile.all_seen();
-      const bool plain = all_seen && attention_.mask.kind == MaskKind::kNone && !(attention_.softcap > 0);
       FFPA_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
-        PackedBox p, ds;
-        if (plain) {
-          float scores[1][kBoxFragments][4];
-          get_scores(scores, sums[0], box * kBoxFragments);
-          finish_plain_pairs<Element>(scores, x + box * kBoxFragments * 2, attention_.score_factor, lse2, p, ds);
-        } else {
+        const int fragment = box * kBoxFragments;
+        tile::PackedRows slopes;
+        if (!plain) {
           FFPA_UNROLL
-          for (int half = 0; half < 2; ++half) {  // fewer at a time, as registers are scarce
-            const int fragment = (2 * box + half) * kPartFragments;
-            float scores[1][kPartFragments][4];
-            get_scores(scores, sums[0], fragment);
-            finish_pairs<Element>(scores, x + fragment * 2, attention_, tile, all_seen, tile.first_row() + row,
-                                  tile.first_key() + fragment * 8, lse2, lane_, p + half * kPartFragments * 2,
-                                  ds + half * kPartFragments * 2);
+          for (int part = 0; part < kBoxFragments; part += kPartFragments) {
+            apply_rules<Element>(pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen,
+                                 tile.first_row() + row, tile.first_key() + (fragment + part) * 8, lse2, lane_,
+                                 slopes + part * 2);
           }
         }
-        store_box(box, p, ds);
+        tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
+        finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), plain ? attention_.score_factor : 1.0f, lse2,
+                          p_of_box);
+        store(arguments_.p, box, p_of_box);
+        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);
+      }
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
+      FFPA_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        const int fragment = box * kBoxFragments;
+        tile::PackedRows ds;
+        finish_ds<Element>(pairs_of<kBoxFragments>(sums, fragment), p + fragment * 2, plain, delta, ds);
+        store(arguments_.ds, box, ds);
       }
     }
-    if (stores) ptx::bulk_wait_group<0>();
+    stores.wait();
   }
 
+  // So many fragments of them.
   template <int kCount>
-  static FFPA_DEVICE void get_scores(float (&scores)[1][kCount][4], const float (&sums)[kKeyTile / 2], int fragment) {
-    FFPA_UNROLL
-    for (int n = 0; n < kCount; ++n) {
-      FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[(fragment + n) * 4 + e];
-    }
+  static FFPA_DEVICE float (&pairs_of(Sums& sums, int fragment))[1][kCount][4] {
+    return reinterpret_cast<float (&)[1][kCount][4]>(sums[0][fragment * 4]);
   }
 
   const Arguments& arguments_;

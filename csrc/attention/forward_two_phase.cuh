@@ -52,13 +52,12 @@ struct ForwardTwoPhaseConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
 
-  // Shared memory: slots of the ring; for each warpgroup two boxes of P̃; barriers; for each warp what it notes of
+  // Shared memory: slots of the ring; for each warp rows of P̃ on their way; barriers; for each warp what it notes of
   // references, and the rows in work; the block's row tiles.
-  static constexpr int kStagedBoxes = 2;
-  static constexpr uint32_t kStagingBytes = kStagedBoxes * tile::kBoxBytes;
-  static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerGroups * kStagingBytes;
-  static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
+  using Stores = tile::RowStores<2>;
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + kConsumerWarps * Stores::kBytes;
+  static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
   static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
   static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
   static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue::kBytes;
@@ -74,16 +73,17 @@ struct ForwardTwoPhaseConfig : Fields {
 
   struct Arguments {
     Params params;
-    ptx::TensorMap q, k, v, p;
+    ptx::TensorMap q, k, v, p, rows_of_p;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const Scratch scratch(params);
     arguments.params = params;
-    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
-                                     map_keys(arguments.k, params, params.k, params.d_qk),
-                                     map_keys(arguments.v, params, params.v, params.d_v),
-                                     map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows())};
+    const LaunchStatus statuses[] = {
+        map_queries(arguments.q, params, params.q, params.d_qk), map_keys(arguments.k, params, params.k, params.d_qk),
+        map_keys(arguments.v, params, params.v, params.d_v),
+        map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+        map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), Stores::kRows)};
     return first_failure(statuses);
   }
 };
@@ -212,9 +212,9 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
-    const bool stores = group_warp == 0 && lane_ == 0;
-    const int row = group * tile::kBox + group_warp * 16;  // of the warp, in the tile
-    const KeptRows kept = kept_rows(1 + group * tile::kGroupWarps + group_warp);
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
+    const typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    const KeptRows kept = kept_rows(1 + warp);
     ItemQueue items(items_smem());
     for_each_row_tile(
         params_, kRows, kept, lane_, [&] { return items.get(lane_); },
@@ -229,11 +229,11 @@ class ForwardTwoPhase {
               consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
               const bool moved = to_probabilities(scores, kept.get(), (chunk.first_tile + tile) * kKeys, row, state);
               if (lane_ % 4 == 0) keep_references(tile, row, state);
-              store(scores, tile * kKeys, group, group_warp, stores);
+              store(stores, scores, tile * kKeys, row);
               moves.add(tile, moved, lane_);
             }
-            if (stores) ptx::bulk_wait_group<0>();
-            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have written is there
+            stores.wait();
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have noted is there
             ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
             if (chunk.is_last) finish_rows(kept.get(), row, state);
@@ -250,6 +250,7 @@ class ForwardTwoPhase {
                 compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
               }
             });
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read it
           });
         });
   }
@@ -340,35 +341,18 @@ class ForwardTwoPhase {
     }
   }
 
-  // P̃ of a tile to the block's slice, two boxes at a time. The staging boxes are the warpgroup's own: its warps meet
-  // before they write (the copies before have read them) and before one thread starts the copies (all have written).
-  FFPA_DEVICE void store(const Scores& p, int column, int group, int group_warp, bool stores) const {
-    const uint32_t staging_smem = ring_.slots_smem + Ring::kBytes + group * Config::kStagingBytes;
+  // P̃ of a tile to the block's slice.
+  FFPA_DEVICE void store(const typename Config::Stores& stores, const Scores& p, int column, int row) const {
     FFPA_UNROLL
-    for (int first = 0; first < kKeys / tile::kBox; first += Config::kStagedBoxes) {
-      if (stores) ptx::bulk_wait_group_read<0>();
-      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);
+    for (int box = 0; box < Config::kKeyBoxes; ++box) {
+      tile::PackedRows packed;
       FFPA_UNROLL
-      for (int box = 0; box < Config::kStagedBoxes; ++box) {
-        uint32_t packed[kBoxFragments * 2];
-        FFPA_UNROLL
-        for (int i = 0; i < kBoxFragments * 2; ++i) {
-          const int at = ((first + box) * kBoxFragments * 2 + i) * 2;
-          packed[i] = ptx::pack<Element>(p[0][at], p[0][at + 1]);
-        }
-        tile::stage_rows(staging_smem + box * tile::kBoxBytes, group_warp * 16, packed, lane_);
+      for (int i = 0; i < kBoxFragments * 2; ++i) {
+        const int at = (box * kBoxFragments * 2 + i) * 2;
+        packed[i] = ptx::pack<Element>(p[0][at], p[0][at + 1]);
       }
-      ptx::fence_proxy_async();
-      ptx::bar_sync(group_barrier(group), tile::kGroupThreads);
-      if (stores) {
-        FFPA_UNROLL
-        for (int box = 0; box < Config::kStagedBoxes; ++box) {
-          ptx::tma_store_2d<ptx::Evict::kSoon>(&arguments_.p, staging_smem + box * tile::kBoxBytes,
-                                               column + (first + box) * tile::kBox,
-                                               ptx::block_x() * kRows + group * tile::kBox);
-        }
-        ptx::bulk_commit_group();
-      }
+      stores.template store<ptx::Evict::kSoon>(box, packed, arguments_.rows_of_p, column + box * tile::kBox,
+                                               ptx::block_x() * kRows + row);
     }
   }
 

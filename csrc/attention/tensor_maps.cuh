@@ -40,8 +40,9 @@ inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params,
                     packed ? 1 : params.batch);
 }
 
-// A matrix of a workspace.
-inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_t columns, int64_t rows) {
+// A matrix of a workspace, in boxes of so many rows.
+inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_t columns, int64_t rows,
+                               int box_rows = tile::kBox) {
   TensorMapSpec spec;
   spec.base = data;
   spec.rank = 2;
@@ -49,7 +50,8 @@ inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_
   spec.size[0] = uint64_t(columns);
   spec.size[1] = uint64_t(rows);
   spec.stride_bytes[1] = uint64_t(columns) * 2;
-  spec.box[0] = spec.box[1] = tile::kBox;
+  spec.box[0] = tile::kBox;
+  spec.box[1] = uint32_t(box_rows);
   return ptx::encode_tensor_map(map, spec);
 }
 

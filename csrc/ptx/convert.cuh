@@ -1,4 +1,5 @@
-// Conversions between float and packed 16-bit pairs. The low half of a pair is the element with the smaller index.
+// Conversions between float and packed 16-bit pairs, and products of pairs. The low half of a pair is the element with
+// the smaller index.
 #pragma once
 
 #include "base/compiler.h"

@@ -268,17 +268,51 @@ class BoxConsumer {
   RingPosition<Ring> at_;
 };
 
-// 16 rows of a warp's C fragments, packed as [fragment][half of rows], to a box from `row` on: as TMA's 128-byte
-// swizzle has it.
-FFPA_DEVICE void stage_rows(uint32_t box_smem, int row, const uint32_t (&packed)[kBox / 4], int lane) {
-  constexpr RowLayout kLayout(kBoxRowBytes);
-  FFPA_UNROLL
-  for (int n = 0; n < kBox / 8; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
-    const int row_of_lane = row + lane / 8 % 2 * 8 + lane % 8;
-    ptx::stmatrix_x4(box_smem + kLayout.offset(row_of_lane, n + lane / 16),
-                     {packed[2 * n], packed[2 * n + 1], packed[2 * n + 2], packed[2 * n + 3]});
+// 16 rows of kBox columns of a warp's C fragments, packed as [fragment][half of rows].
+using PackedRows = uint32_t[kBox / 4];
+
+// What a warp writes to a matrix in global memory, such rows at a time: by way of shared memory of its own and TMA, the
+// rows after one another in kParts parts of it. No warp waits for another one.
+template <int kParts>
+class RowStores {
+  static constexpr uint32_t kPartBytes = 16 * kBoxRowBytes;
+
+ public:
+  static constexpr int kRows = 16;  // of a box of the matrix's map
+  static constexpr uint32_t kBytes = kParts * kPartBytes;
+
+  FFPA_DEVICE RowStores(uint32_t smem, int lane) : smem_(smem), lane_(lane) {}
+
+  // By all lanes; `i` counts.
+  template <ptx::Evict kEvict = ptx::Evict::kNormal>
+  FFPA_DEVICE void store(int i, const PackedRows& packed, const ptx::TensorMap& map, int column, int row) const {
+    constexpr RowLayout kLayout(kBoxRowBytes);
+    const uint32_t part_smem = smem_ + i % kParts * kPartBytes;
+    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // those that were there are read
+    ptx::sync_warp();
+    FFPA_UNROLL
+    for (int n = 0; n < kBox / 8; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
+      ptx::stmatrix_x4(part_smem + kLayout.offset(lane_ % 16, n + lane_ / 16),
+                       {packed[2 * n], packed[2 * n + 1], packed[2 * n + 2], packed[2 * n + 3]});
+    }
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (lane_ == 0) {
+      ptx::tma_store_2d<kEvict>(&map, part_smem, column, row);
+      ptx::bulk_commit_group();
+    }
   }
-}
+
+  // Until all rows are in global memory.
+  FFPA_DEVICE void wait() const {
+    if (lane_ == 0) ptx::bulk_wait_group<0>();
+    ptx::sync_warp();
+  }
+
+ private:
+  uint32_t smem_;
+  int lane_;
+};
 
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
 inline constexpr int kGroupWarps = kGroupThreads / 32;

@@ -245,6 +245,21 @@ def unpack(decode):
     return define
 
 
+def multiply(decode, to_bits):
+    def define(words):
+        a, b = (decode(np.ascontiguousarray(words.reshape(-1, 2)[:, i]).view(np.uint16)) for i in (0, 1))
+        with np.errstate(over="ignore", invalid="ignore"):
+            exact = a.astype(np.float64) * b.astype(np.float64)
+            # 24 bits, the last of which says whether there is more: what is rounded then is as the exact product.
+            fraction, exponent = np.frexp(np.abs(exact))
+            kept = np.trunc(fraction * 2.0**24)
+            kept += (kept < fraction * 2.0**24) & (kept % 2 == 0)
+            sticky = np.copysign(np.where(np.isfinite(exact), np.ldexp(kept, exponent - 24), exact), exact)
+        return np.ascontiguousarray(to_bits(sticky)).view(np.uint32).ravel()
+
+    return define
+
+
 def ex2_special(_):
     # 2^x of -inf, 0, -0, inf, -150, 1, -1, -126 (the smallest normal)
     return np.array([0.0, 1.0, 1.0, np.inf, 0.0, 2.0, 0.5, 2.0**-126], np.float32).view(np.uint32)
@@ -421,6 +436,8 @@ EXACT = {
     "pack/f16_any_magnitude": pack(half_bits),
     "pack/bf16": pack(bfloat16_bits),
     "pack/bf16_any_magnitude": pack(bfloat16_bits),
+    "multiply/f16": multiply(lambda bits: bits.view(np.float16), half_bits),
+    "multiply/bf16": multiply(bfloat16_values, bfloat16_bits),
     "unpack/f16": unpack(lambda bits: bits.view(np.float16)),
     "unpack/bf16": unpack(bfloat16_values),
     "ex2/special": ex2_special,

@@ -50,4 +50,23 @@ FFPA_DEVICE void unpack<BFloat16>(uint32_t packed, float& low, float& high) {
   high = __uint_as_float(packed & 0xffff0000u);
 }
 
+// mul.rn.f16x2, and fma.rn.bf16x2 with -0, which changes no product (mul.bf16x2 needs sm_90): both products of two
+// pairs, each rounded once.
+template <class Element>
+FFPA_DEVICE uint32_t multiply(uint32_t a, uint32_t b);
+
+template <>
+FFPA_DEVICE uint32_t multiply<Half>(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+template <>
+FFPA_DEVICE uint32_t multiply<BFloat16>(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
 }  // namespace ffpa::ptx

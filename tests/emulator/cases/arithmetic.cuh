@@ -22,6 +22,16 @@ void pack_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
+template <class Element>
+FFPA_KERNEL(32, 1)
+void multiply_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    const uint32_t* in = input + (i * 32 + lane) * 2;
+    ptx::st_global_4(output + i * 32 + lane, ptx::multiply<Element>(ptx::ld_global_4(in), ptx::ld_global_4(in + 1)));
+  }
+}
+
 // The conversion of every value that 16 bits can hold; NaNs aside, whose bits the manual leaves open.
 template <class Element>
 FFPA_KERNEL(1024, 1)
@@ -62,6 +72,8 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<pack_kernel<Half>>("pack/f16_any_magnitude", Input::kBits, 2 * kValues, kValues),
       warp_case<pack_kernel<BFloat16>>("pack/bf16", Input::kFloats, 2 * kValues, kValues),
       warp_case<pack_kernel<BFloat16>>("pack/bf16_any_magnitude", Input::kBits, 2 * kValues, kValues),
+      warp_case<multiply_kernel<Half>>("multiply/f16", Input::kBits, 2 * kValues, kValues),
+      warp_case<multiply_kernel<BFloat16>>("multiply/bf16", Input::kBits, 2 * kValues, kValues),
       {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
       {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
       warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),
