@@ -213,12 +213,12 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[st
     return used
 
 
-def run_ninja(directory: Path, verbose: bool = False) -> None:
+def run_ninja(directory: Path, verbose: bool = False, file: Path | str = "build.ninja") -> None:
     ninja = toolchain.find_ninja()
     if ninja is None:
         raise BuildError(toolchain.NO_NINJA)
     jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
-    command = [str(ninja), "-C", str(directory), "-j", str(jobs)]
+    command = [str(ninja), "-C", str(directory), "-f", str(file), "-j", str(jobs)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     output = []
     with subprocess.Popen(command, **pipes) as process:

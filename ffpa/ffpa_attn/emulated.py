@@ -28,7 +28,7 @@ class Settings:
 _settings = Settings()
 
 
-_KERNELS_PER_FILE = 6  # reading the headers costs as much as two kernels
+_KERNELS_PER_FILE = 12  # reading the headers costs as much as two kernels
 
 
 @cache
