@@ -111,7 +111,7 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
 def test_workspace_caps(cap_mb, kinds, backend, device, forced):
     """In chunks: whole gradients, or sums of dK and dV over some rows; at last dQ on its own, and dK and dV by keys."""
     forced(backend, device)
-    case = LONGER.with_(heads_q=8, d=264, d_v=72)
+    case = LONGER.with_(heads_q=8, d=72, d_v=264)
     whole = gradients_of(case, device)
     got = gradients_of(case, device, cap_mb)
     assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
