@@ -1,6 +1,5 @@
 """Every test takes `device`: the CPU, and a GPU where there is one. A run in which nothing ran is a failure."""
 
-import gc
 import os
 import platform
 import sys
@@ -40,12 +39,6 @@ def pytest_collection_modifyitems(config, items):
     }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-
-
-def pytest_collection_finish():
-    """Thousands of tests are objects that stay: the collector need not walk over them again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

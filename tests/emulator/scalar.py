@@ -255,7 +255,7 @@ def multiply(decode, to_bits):
             kept = np.trunc(fraction * 2.0**24)
             kept += (kept < fraction * 2.0**24) & (kept % 2 == 0)
             sticky = np.copysign(np.where(np.isfinite(exact), np.ldexp(kept, exponent - 24), exact), exact)
-        return np.ascontiguousarray(to_bits(sticky)).view(np.uint32).ravel()
+            return np.ascontiguousarray(to_bits(sticky)).view(np.uint32).ravel()
 
     return define
 

@@ -19,21 +19,20 @@ inline void unpack(uint32_t packed, float& low, float& high) {
   high = to_float(Element{high_bits(packed)});
 }
 
-// Towards zero, with the last bit set where that is not exact: as good as the exact product for rounding it further.
-inline float product_to_round(float a, float b) {
-  const double exact = double(a) * b;
-  const float nearest = float(exact);
-  if (double(nearest) == exact || exact != exact) return nearest;
-  const uint32_t bits = float_bits(nearest) - (std::fabs(double(nearest)) > std::fabs(exact));
-  return float_from_bits(bits | 1);
-}
-
 template <class Element>
 inline uint32_t multiply(uint32_t a, uint32_t b) {
+  // Towards zero, with the last bit set where that is not exact: as good as the exact product for rounding it further.
+  const auto product = [](float x, float y) {
+    const double exact = double(x) * y;
+    const float nearest = float(exact);
+    if (double(nearest) == exact || exact != exact) return nearest;
+    const uint32_t bits = float_bits(nearest) - (std::fabs(double(nearest)) > std::fabs(exact));
+    return float_from_bits(bits | 1);
+  };
   float a_low, a_high, b_low, b_high;
   unpack<Element>(a, a_low, a_high);
   unpack<Element>(b, b_low, b_high);
-  return pack<Element>(product_to_round(a_low, b_low), product_to_round(a_high, b_high));
+  return pack<Element>(product(a_low, b_low), product(a_high, b_high));
 }
 
 }  // namespace ffpa::ptx
