@@ -115,8 +115,8 @@ def cell(d: int) -> str:
 
 
 def main() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("the core's kernels are for sm_90a")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("the core's kernels are for sm_90a, and there is no such GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: H={HEADS}, N={N}, bf16; ours / cuBLAS\n")
     print(f"| in a burst; settled | {' | '.join(LAUNCHES)} |\n|---|---|---|---|")
     for d in map(int, sys.argv[1:]) if len(sys.argv) > 1 else DIMS:

@@ -20,7 +20,6 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/special_registers.cuh"
 #include "ptx/warp.cuh"
@@ -75,8 +74,7 @@ class BackwardScoresWgmma {
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
 
-  static constexpr int kFragments = kKeyTile / 8;       // of a row of a tile
-  static constexpr int kBoxFragments = tile::kBox / 8;  // and of a box
+  static constexpr int kBoxFragments = tile::kBox / 8;  // of a row
   static constexpr int kPartFragments = 4;              // as registers are scarce
   static constexpr int kBoxes = kKeyTile / tile::kBox;
   using Sums = float[1][kKeyTile / 2];
