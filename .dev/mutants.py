@@ -47,6 +47,8 @@ _SOME_BACKWARDS = (
     "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
 )
 
+_RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32)"
+
 
 def _backward(file: str, *edits: tuple[str, str, str], only: str = _SOME_BACKWARDS) -> list[Mutant]:
     return _in(file, f"tests/test_backward.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
@@ -562,7 +564,8 @@ MUTANTS = [
         ("box ring: rows that must not count stay", "if (live >> row & 1) continue;", "continue;"),
         ("box ring: zeros without a proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // A step of zeros"),
         ("row stores: rows are overwritten before they are read", "    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // those that were there are read\n", ""),
-        ("row stores: copies before all lanes have written", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>", "    ptx::fence_proxy_async();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>"),
+        ("row stores: copies before all lanes have written", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      send(part_smem);", "    ptx::fence_proxy_async();\n    if (lane_ == 0) {\n      send(part_smem);"),
+        ("row stores: always the first part", "    part_ = (part_ + 1) % kParts;\n", ""),
         ("box ring: the last step is left out", "for (int step = 0; step < steps; ++step) {\n      begin_step", "for (int step = 0; step < max_of(steps - 1, 1); ++step) {\n      begin_step"),
     ),
     *_backward(
@@ -609,6 +612,20 @@ MUTANTS = [
         ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
         ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
         ("backward products: nothing for a tile without keys", "    if (run.begin == run.end) producer.bring_zeros();\n", ""),
+    ),
+    *_backward(
+        "csrc/attention/backward_products_wgmma.cuh",
+        ("backward products: the block ends before its copies", "    stores.wait();\n", ""),
+        ("backward products: columns behind the last whole box", "        if constexpr (kWhole < kColumns / 8) write(std::integral_constant<int, kWhole>());\n", ""),
+        only=_RESULTS_OF_PRODUCTS,
+    ),
+    *_backward(
+        "csrc/attention/gradient_writer.cuh",
+        ("gradient writer: boxes of rows that do not all exist", " && rows_ - row >= 16;", ";"),
+        ("gradient writer: boxes of 32-bit gradients", " && !params_.float_gradients", ""),
+        ("gradient writer: boxes of a last chunk's sums", "is_last_ && !continues_", "is_last_"),
+        ("gradient writer: boxes of every chunk's sums", "is_last_ && !continues_", "!continues_"),
+        only=_RESULTS_OF_PRODUCTS,
     ),
     *_backward(
         "csrc/tile/box_ring.cuh",
@@ -668,6 +685,10 @@ MUTANTS = [
         ("two-phase: V behind a packed sequence as it is", "live_box_rows(rows.n_k() - key, params_.is_packed())", "~uint64_t{0}"),
         ("two-phase: nothing for rows without keys", "      if (chunk.steps() == 0) producer.bring_zeros();\n", "      if (chunk.steps() == 0) continue;\n"),
         ("two-phase: every second column group", "      column += now * tile::kBox;", "      column += 2 * now * tile::kBox;"),
+        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= Config::Stores::kRows", ""),
+        ("two-phase: boxes of a last chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_last"),
+        ("two-phase: boxes of the first chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_first"),
+        ("two-phase: the block ends before its copies", "    stores.wait();\n  }", "  }"),
         ("two-phase: few columns computed as many", "if (boxes == Config::kValueBoxes) {", "if (boxes > 0) {"),
         ("two-phase: heads of a group mixed up", "rows.head() / params_.group, map_batch(rows)", "rows.head() % (params_.heads_q / params_.group), map_batch(rows)"),
         ("two-phase: the tensor's batch entry for packed sequences", "return params_.is_packed() ? 0 : rows.batch();", "return rows.batch();"),
@@ -688,7 +709,7 @@ MUTANTS = [
     ),
     *_two_phase(
         "csrc/tile/box_ring.cuh",
-        ("row stores: no proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>", "    ptx::sync_warp();\n    if (lane_ == 0) {\n      ptx::tma_store_2d<kEvict>"),
+        ("row stores: no proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      send(part_smem);", "    ptx::sync_warp();\n    if (lane_ == 0) {\n      send(part_smem);"),
         ("two-phase: a slot given back while products read it", "        ptx::wgmma_wait_group<0>();\n        release(slot_before(1));\n      } else {", "        release(slot_before(1));\n      } else {"),
     ),
     *_two_phase(

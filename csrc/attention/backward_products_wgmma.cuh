@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
@@ -38,18 +39,25 @@ struct BackwardProductsWgmmaConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
 
+  // Shared memory: slots of the ring; where it leaves room, for each warp rows on their way; barriers.
+  static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  using Stores = tile::RowStores<2>;
+  static constexpr bool kStoresBoxes = Fields::kColumns > 192;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? kWarps * Stores::kBytes : 0);
+
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.cluster.x = kClusterBlocks;
     shape.grid.x = kClusterBlocks * min_of(Tiles(params).count(), params.attention.resident_blocks / kClusterBlocks);
     shape.threads = kThreads;
-    shape.smem_bytes = Ring::kBytes + Ring::kBarrierBytes;
+    shape.smem_bytes = kBarriersAt + Ring::kBarrierBytes;
     return shape;
   }
 
   struct Arguments {
     Params params;
     ptx::TensorMap q, k, grad_out, p, ds;
+    ptx::TensorMap dq, dk, dv;  // of 16-bit gradients
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
@@ -60,7 +68,14 @@ struct BackwardProductsWgmmaConfig : Fields {
         map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
         map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
         map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
-    return first_failure(statuses);
+    if (const LaunchStatus status = first_failure(statuses); !status.ok() || params.float_gradients) return status;
+    const auto view = [](const GradientView& x) {
+      return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
+    };
+    const LaunchStatus of_gradients[] = {map_queries(arguments.dq, a, view(params.dq), a.d_qk, Stores::kRows),
+                                         map_keys(arguments.dk, a, view(params.dk), a.d_qk, Stores::kRows),
+                                         map_keys(arguments.dv, a, view(params.dv), a.d_v, Stores::kRows)};
+    return first_failure(of_gradients);
   }
 };
 
@@ -83,12 +98,12 @@ class BackwardProductsWgmma {
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
         rank_(Ring::kClusterBlocks == 1 ? 0 : ptx::cluster_rank()),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Ring::kBytes} {}
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) ring_.init();
     ring_.meet();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int) { consume(group); });
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int group_warp) { consume(group, group_warp); });
     if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
   }
 
@@ -210,14 +225,17 @@ class BackwardProductsWgmma {
 
   // ---- the warpgroups that multiply ----
 
-  FFPA_DEVICE void consume(int group) const {
+  FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const int warp = group * tile::kGroupWarps + group_warp;
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
     for_each_tile([&](const ProductTile& tile) {
       Sums sums;
       consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, max_of(steps_of(tile), 1));
-      finish(tile, group, sums);
+      finish(tile, group, sums, stores);
     });
+    stores.wait();
   }
 
   FFPA_DEVICE int steps_of(const ProductTile& tile) const {
@@ -228,15 +246,29 @@ class BackwardProductsWgmma {
     return steps;
   }
 
-  FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums) const {
+  FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums, typename Config::Stores& stores) const {
     const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp
-      writer.template write<kColumns / 8>(row, 0, [&](int n, float (&values)[4]) {
-        FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * n + e];
-      });
+      const auto write = [&](auto first) {                                                      // from that fragment on
+        constexpr int kFirst = decltype(first)::value;
+        writer.template write<kColumns / 8 - kFirst>(row, kFirst, [&](int n, float (&values)[4]) {
+          FFPA_UNROLL
+          for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * (kFirst + n) + e];
+        });
+      };
+      constexpr int kWhole = Config::kStoresBoxes ? kColumns / tile::kBox * (tile::kBox / 8) : 0;  // fragments
+      if (kWhole > 0 && writer.are_results(row)) {
+        const ptx::TensorMap& map = Config::kOfQ                   ? arguments_.dq
+                                    : tile.product == Product::kDv ? arguments_.dv
+                                                                   : arguments_.dk;
+        const float scale[2] = {writer.scale(), writer.scale()};
+        store_rows<Element>(stores, sums[block], scale, map, writer.place(), tile.column, row);
+        if constexpr (kWhole < kColumns / 8) write(std::integral_constant<int, kWhole>());
+      } else {
+        write(std::integral_constant<int, 0>());
+      }
     }
   }
 

@@ -142,14 +142,15 @@ class BackwardScoresWgmma {
   FFPA_DEVICE void consume(int group, int group_warp) {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in a tile
-    const typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     FFPA_NO_UNROLL
     for (;; queue_.release(lane_)) {
       const KeptScoreTile tile = queue_.get();
       if (!tile.exists()) break;
       const auto store = [&](const ptx::TensorMap& map, int box, const tile::PackedRows& packed) {
-        stores.store(box, packed, map, tile.first_key() - params_.first_key + box * tile::kBox,
-                     tile.workspace_row() + row);
+        const int column = tile.first_key() - params_.first_key + box * tile::kBox;
+        const int row_of_all = tile.workspace_row() + row;
+        stores.store(packed, [&](uint32_t smem) { ptx::tma_store_2d(&map, smem, column, row_of_all); });
       };
       if (!tile.is_computed()) {
         const tile::PackedRows zeros = {};

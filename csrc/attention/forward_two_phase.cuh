@@ -73,15 +73,17 @@ struct ForwardTwoPhaseConfig : Fields {
 
   struct Arguments {
     Params params;
-    ptx::TensorMap q, k, v, p, rows_of_p;
+    ptx::TensorMap q, k, v, out, p, rows_of_p;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const Scratch scratch(params);
     arguments.params = params;
     const LaunchStatus statuses[] = {
-        map_queries(arguments.q, params, params.q, params.d_qk), map_keys(arguments.k, params, params.k, params.d_qk),
+        map_queries(arguments.q, params, params.q, params.d_qk),
+        map_keys(arguments.k, params, params.k, params.d_qk),
         map_keys(arguments.v, params, params.v, params.d_v),
+        map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows),
         map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
         map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), Stores::kRows)};
     return first_failure(statuses);
@@ -213,7 +215,7 @@ class ForwardTwoPhase {
   FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
-    const typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
     ItemQueue items(items_smem());
     for_each_row_tile(
@@ -242,7 +244,7 @@ class ForwardTwoPhase {
               const auto compute = [&](auto width) {
                 float out[1][decltype(width)::value / 2] = {};
                 multiply_with_values(consumer, out, chunk, group, row);
-                finish(out, kept.get(), chunk, row, column, state, factor);
+                finish(out[0], stores, kept.get(), chunk, row, column, state, factor);
               };
               if (boxes == Config::kValueBoxes) {
                 compute(std::integral_constant<int, Config::kColumns>());
@@ -253,6 +255,7 @@ class ForwardTwoPhase {
             ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read it
           });
         });
+    stores.wait();
   }
 
   // out = P̃ V over a chunk: from one tile where a reference of the warpgroup has moved to the next.
@@ -342,7 +345,7 @@ class ForwardTwoPhase {
   }
 
   // P̃ of a tile to the block's slice.
-  FFPA_DEVICE void store(const typename Config::Stores& stores, const Scores& p, int column, int row) const {
+  FFPA_DEVICE void store(typename Config::Stores& stores, const Scores& p, int column, int row) const {
     FFPA_UNROLL
     for (int box = 0; box < Config::kKeyBoxes; ++box) {
       tile::PackedRows packed;
@@ -351,8 +354,10 @@ class ForwardTwoPhase {
         const int at = (box * kBoxFragments * 2 + i) * 2;
         packed[i] = ptx::pack<Element>(p[0][at], p[0][at + 1]);
       }
-      stores.template store<ptx::Evict::kSoon>(box, packed, arguments_.rows_of_p, column + box * tile::kBox,
-                                               ptx::block_x() * kRows + row);
+      stores.store(packed, [&](uint32_t rows_smem) {
+        ptx::tma_store_2d<ptx::Evict::kSoon>(&arguments_.rows_of_p, rows_smem, column + box * tile::kBox,
+                                             ptx::block_x() * kRows + row);
+      });
     }
   }
 
@@ -372,13 +377,20 @@ class ForwardTwoPhase {
 
   // With what earlier chunks left, for a later one or as the result.
   template <int kSums>
-  FFPA_DEVICE void finish(const float (&out)[1][kSums], const HeadRows& rows, const Chunk& chunk, int row, int column,
-                          const RowState& state, const float (&factor)[2]) const {
+  FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const HeadRows& rows,
+                          const Chunk& chunk, int row, int column, const RowState& state,
+                          const float (&factor)[2]) const {
+    const int first = rows.first + row;
+    if (chunk.is_first && chunk.is_last && rows.last + 1 - first >= Config::Stores::kRows) {
+      const MapPlace place = {rows.entry.q.begin, rows.head(), map_batch(rows)};
+      store_rows<Element>(stores, out, state.sum, arguments_.out, place, column, first);
+      return;
+    }
     float* partial = scratch().out(ptx::block_x(), column) + row * 2 * kSums;
     finish_out<Element, kSums / 4>(params_, rows, chunk, row, column, partial, factor, state.sum, lane_,
                                    [&](int n, float (&values)[4]) {
                                      FFPA_UNROLL
-                                     for (int e = 0; e < 4; ++e) values[e] = out[0][4 * n + e];
+                                     for (int e = 0; e < 4; ++e) values[e] = out[4 * n + e];
                                    });
   }
 

@@ -6,6 +6,7 @@
 
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
+#include "attention/head_rows.cuh"
 #include "base/compiler.h"
 #include "tile/fragment_output.cuh"
 
@@ -29,12 +30,21 @@ class GradientWriter {
     const RowRange& all = kOfQ ? rows.entry.q : rows.entry.k;
     const int first = all.begin + (kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
     const GradientView& x = kOfQ ? params.dq : tile.product == Product::kDv ? params.dv : params.dk;
-    const int64_t head = kOfQ ? rows.head() : place.head_kv, batch = params.attention.is_packed() ? 0 : place.batch;
+    place_ = {first, kOfQ ? rows.head() : place.head_kv, params.attention.is_packed() ? 0 : place.batch};
     rows_ = all.end - first;
     row_stride_ = x.row_stride;
-    const int64_t offset = batch * x.batch_stride + head * x.head_stride + first * x.row_stride + tile.column;
+    const int64_t offset =
+        place_.batch * x.batch_stride + place_.head * x.head_stride + first * x.row_stride + tile.column;
     gmem_ = static_cast<uint8_t*>(x.data) + offset * element_bytes();
   }
+
+  // Whether 16 rows, from row `row` of the tile on, are results as they are, and 16 bits each: then they can go to the
+  // gradient's map box by box.
+  FFPA_DEVICE bool are_results(int row) const {
+    return is_last_ && !continues_ && !params_.float_gradients && rows_ - row >= 16;
+  }
+  FFPA_DEVICE float scale() const { return scale_; }            // of a result
+  FFPA_DEVICE const MapPlace& place() const { return place_; }  // of the tile's first row
 
   // kFragments of 16 rows, from row `row` and fragment `first` of the tile on: fragment(n, values) gives them.
   template <int kFragments, class Fragment>
@@ -63,6 +73,7 @@ class GradientWriter {
   const BackwardParams& params_;
   bool continues_, is_last_;
   float scale_;
+  MapPlace place_;
   int rows_, columns_;  // that exist, from the tile's first ones on
   int lane_;
   float* partial_;

@@ -49,4 +49,9 @@ FFPA_DEVICE uint64_t live_box_rows(int left, bool is_packed) {
   return left >= 64 || !is_packed ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
 }
 
+// Where a row of a head lies in a tensor.
+struct MapPlace {
+  int row, head, batch;
+};
+
 }  // namespace ffpa

@@ -1,18 +1,21 @@
-// How TMA sees the tensors of a call: all in boxes of 64 × 64 elements (tile/box_ring.cuh).
+// How TMA sees the tensors of a call: all in boxes of 64 columns (tile/box_ring.cuh), read with 64 rows.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
 #include "base/compiler.h"
+#include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/tma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
 
-// Of `rows` rows of `columns` in each head. What lies outside reads as 0.
-inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch) {
+// Of `rows` rows of `columns` in each head. What lies outside reads as 0, and is not written.
+inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch,
+                               int box_rows) {
   TensorMapSpec spec;
   spec.base = x.data;
   spec.rank = 4;
@@ -22,22 +25,24 @@ inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int col
   for (int dim = 0; dim < 4; ++dim) {
     spec.size[dim] = uint64_t(sizes[dim]);
     spec.stride_bytes[dim] = uint64_t(sizes[dim] == 1 ? columns : strides[dim]) * 2;  // nobody steps along a dim of one
-    spec.box[dim] = dim < 2 ? tile::kBox : 1;
+    spec.box[dim] = dim == 0 ? tile::kBox : dim == 1 ? uint32_t(box_rows) : 1;
   }
   return ptx::encode_tensor_map(map, spec);
 }
 
 // A tensor with rows as q has them, one with rows as k has them; of packed sequences all of the tensor's.
-inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns) {
+inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
+                                int box_rows = tile::kBox) {
   const bool packed = params.is_packed();
   return map_tensor(map, x, columns, packed ? params.packed_q.total : params.n_q, params.heads_q,
-                    packed ? 1 : params.batch);
+                    packed ? 1 : params.batch, box_rows);
 }
 
-inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns) {
+inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
+                             int box_rows = tile::kBox) {
   const bool packed = params.is_packed();
   return map_tensor(map, x, columns, packed ? params.packed_k.total : params.n_k, params.heads_q / params.group,
-                    packed ? 1 : params.batch);
+                    packed ? 1 : params.batch, box_rows);
 }
 
 // A matrix of a workspace, in boxes of so many rows.
@@ -55,11 +60,6 @@ inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_
   return ptx::encode_tensor_map(map, spec);
 }
 
-// Where row 0 of a head lies in such a map.
-struct MapPlace {
-  int row, head, batch;
-};
-
 // The box of a tensor's columns from `column` on and rows from `row` on; to all blocks of the cluster.
 template <int kClusterBlocks = 1>
 FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
@@ -69,6 +69,26 @@ FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t
   } else {
     ptx::tma_load_4d_multicast(box_smem, &map, barrier, column, place.row + row, place.head, place.batch,
                                (1 << kClusterBlocks) - 1);
+  }
+}
+
+// 16 rows of a warp's sums, those columns of them that are whole boxes, times a factor of each half of the rows: to a
+// map with boxes of so many rows.
+template <class Element, class Stores, int kSums>
+FFPA_DEVICE void store_rows(Stores& stores, const float (&sums)[kSums], const float (&factor)[2],
+                            const ptx::TensorMap& map, const MapPlace& place, int column, int row) {
+  constexpr int kBoxSums = tile::kBox / 2;  // of a thread
+  FFPA_UNROLL
+  for (int box = 0; box < kSums / kBoxSums; ++box) {
+    tile::PackedRows packed;
+    FFPA_UNROLL
+    for (int i = 0; i < kBoxSums / 2; ++i) {
+      const int at = box * kBoxSums + 2 * i;
+      packed[i] = ptx::pack<Element>(sums[at] * factor[i % 2], sums[at + 1] * factor[i % 2]);
+    }
+    stores.store(packed, [&](uint32_t rows_smem) {
+      ptx::tma_store_4d(&map, rows_smem, column + box * tile::kBox, place.row + row, place.head, place.batch);
+    });
   }
 }
 

@@ -271,23 +271,24 @@ class BoxConsumer {
 // 16 rows of kBox columns of a warp's C fragments, packed as [fragment][half of rows].
 using PackedRows = uint32_t[kBox / 4];
 
-// What a warp writes to a matrix in global memory, such rows at a time: by way of shared memory of its own and TMA, the
-// rows after one another in kParts parts of it. No warp waits for another one.
+// What a warp writes to global memory, such rows at a time: by way of shared memory of its own and TMA, the rows after
+// one another in kParts parts of it. No warp waits for another one.
 template <int kParts>
 class RowStores {
   static constexpr uint32_t kPartBytes = 16 * kBoxRowBytes;
 
  public:
-  static constexpr int kRows = 16;  // of a box of the matrix's map
+  static constexpr int kRows = 16;  // of a box of the map
   static constexpr uint32_t kBytes = kParts * kPartBytes;
 
   FFPA_DEVICE RowStores(uint32_t smem, int lane) : smem_(smem), lane_(lane) {}
 
-  // By all lanes; `i` counts.
-  template <ptx::Evict kEvict = ptx::Evict::kNormal>
-  FFPA_DEVICE void store(int i, const PackedRows& packed, const ptx::TensorMap& map, int column, int row) const {
+  // By all lanes. send(rows_smem), by one lane, starts the copy to their place.
+  template <class Send>
+  FFPA_DEVICE void store(const PackedRows& packed, const Send& send) {
     constexpr RowLayout kLayout(kBoxRowBytes);
-    const uint32_t part_smem = smem_ + i % kParts * kPartBytes;
+    const uint32_t part_smem = smem_ + part_ * kPartBytes;
+    part_ = (part_ + 1) % kParts;
     if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // those that were there are read
     ptx::sync_warp();
     FFPA_UNROLL
@@ -298,7 +299,7 @@ class RowStores {
     ptx::fence_proxy_async();
     ptx::sync_warp();
     if (lane_ == 0) {
-      ptx::tma_store_2d<kEvict>(&map, part_smem, column, row);
+      send(part_smem);
       ptx::bulk_commit_group();
     }
   }
@@ -312,6 +313,7 @@ class RowStores {
  private:
   uint32_t smem_;
   int lane_;
+  uint32_t part_ = 0;  // the next one
 };
 
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
