@@ -17,7 +17,7 @@ from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import backward, backward_chunks, env, ops, reference
 from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk
 from ffpa_attn.backward_mask import MaskGradient
-from ffpa_attn.spec import PRODUCT_TILES, Problem, Visibility
+from ffpa_attn.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
@@ -230,7 +230,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "mb, n", [(1, 100), (1, 2000), (64, 100), (64, 8192), (256, 131072), (1024, 8192), (1024, 131072)]
+    "mb, n", [(1, 100), (1, 2000), (64, 100), (64, 8192), (130, 131072), (256, 131072), (1024, 8192), (1024, 131072)]
 )
 @pytest.mark.parametrize("group", [1, 8])
 def test_chunks_cover_everything_once_within_the_cap(mb, n, group):
@@ -351,13 +351,17 @@ def test_short_sequences_beside_long_ones(seed, backend, device, forced, monkeyp
     test_numerics.test_packed(case, device, "read", monkeypatch)
 
 
-@pytest.mark.parametrize("tile", PRODUCT_TILES, ids=lambda tile: f"{tile.columns}")
-def test_tiles_of_products(tile, device, forced, monkeypatch):
+TILES = [("hopper", tile) for tile in PRODUCT_TILES] + [("mma", tile) for tile in MMA_PRODUCT_TILES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("backend, tile", TILES, ids=[f"{backend}-{tile.columns}" for backend, tile in TILES])
+def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
     """Each for sequences whose ends are no multiples of anything; blocks of a cluster zero what lies behind together."""
-    *kernels, _ = backward._FAMILIES["hopper"]
-    monkeypatch.setitem(backward._FAMILIES, "hopper", (*kernels, (tile,)))
-    reports = forced("hopper", device, seed=1)
-    case = PackedCase((20, 300), (40, 270), heads_q=2, heads_kv=1, d=264, rule={"causal": True})
+    *kernels, _ = backward._FAMILIES[backend]
+    monkeypatch.setitem(backward._FAMILIES, backend, (*kernels, (tile,)))
+    reports = forced(backend, device, seed=1)
+    case = PackedCase((20, 300), (40, 270), heads_q=2, heads_kv=1, d=264, dtype=dtype, rule={"causal": True})
     test_numerics.test_packed(case, device, "read", monkeypatch)
     products = [report["kernel"] for report in reports if "products" in report["kernel"]]
     assert all(f"_columns{tile.columns}" in name for name in products) and bool(products) == (device == "cpu")
@@ -382,6 +386,49 @@ def test_rows_without_keys_pass_on_nothing(backend, device, forced):
     clean, dirty = run(0.0), run(float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     assert not dirty[0][dead].any()
+
+
+@BACKENDS
+@pytest.mark.parametrize("garbage", ["q", "grad"])
+def test_rows_that_an_lse_leaves_out(garbage, backend, device, forced):
+    """A caller's -inf says that a row counts for nothing, though it sees all keys of its tile."""
+    forced(backend, device)
+    case = Case(heads_q=2, heads_kv=1, n_q=256, n_k=256, d=72)
+    q, k, v, _ = make_inputs(case, device)
+    dead = torch.zeros(1, 2, 256, dtype=torch.bool, device=q.device)
+    dead[:, :, 5], dead[:, 1, 100::30] = True, True
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    lse = lse.masked_fill(dead, -float("inf"))
+
+    def run(value: float):
+        x, g = q, test_numerics.random_like(out, 7).masked_fill(dead[..., None], 0.0)
+        if garbage == "q":
+            x = q.masked_fill(dead[..., None], value)
+        else:
+            g = g.masked_fill(dead[..., None], value)
+        return torch.ops.ffpa_attn.backward(g, None, x, k, v, out, lse)[:3]
+
+    clean, dirty = run(0.0), run(float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert not dirty[0][dead].any() and all(x.isfinite().all() and x.any() for x in dirty)
+
+
+@BACKENDS
+def test_fp16_products_beyond_its_range(backend, device, forced):
+    """dP - δ may be more than 65504 where P is so small that dS is not: gradients scaled up, one large value."""
+    case = Case(heads_q=1, heads_kv=1, n_q=64, n_k=256, d=64, dtype=torch.float16)
+    q, k, v, _ = make_inputs(case, device)
+    v = v.clone()
+    v[:, :, 7] = 64.0
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    grad = torch.full_like(out, 20.0)
+    tensors = (grad, None, q, k, v, out, lse)
+    want = torch.ops.ffpa_attn.backward(*(x if x is None else x.cpu() for x in tensors))  # the reference
+    forced(backend, device)
+    got = torch.ops.ffpa_attn.backward(*tensors)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=False):
+        assert a.isfinite().all(), name
+        torch.testing.assert_close(a.cpu(), b, atol=2e-2 * float(b.abs().max()), rtol=2e-2)
 
 
 @BACKENDS

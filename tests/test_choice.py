@@ -91,12 +91,16 @@ class TestSmallHeadDims:
         "changes, backend",
         [
             ({}, "sdpa"),
-            ({"d_qk": 256, "d_v": 256}, "sdpa"),
-            ({"needs_lse": True}, "triton"),
-            ({"heads_kv": 4}, "triton"),
-            ({"d_v": 64}, "triton"),
-            ({"packed": True}, "triton"),
-            ({"mask": "bool"}, "triton"),
+            ({"visibility": Visibility(-1, 0, False)}, "hopper"),
+            ({"d_qk": 136}, "hopper"),
+            ({"d_qk": 256, "d_v": 256}, "hopper"),
+            ({"needs_lse": True}, "hopper"),
+            ({"heads_kv": 4}, "hopper"),
+            ({"d_v": 64}, "hopper"),
+            ({"packed": True}, "hopper"),
+            ({"mask": "bool"}, "hopper"),
+            ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
+            ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "mma"),  # splits its keys
             ({"n_q": 1, "n_k": 32768}, "mma"),
             ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
@@ -130,15 +134,15 @@ class TestSmallHeadDims:
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "why_not", lambda: "Triton is not installed")
-        assert choose(self.SMALL._replace(needs_lse=True), flags()).backend == "mma"
+        assert choose(self.SMALL._replace(d_qk=64, d_v=64, needs_lse=True), flags()).backend == "hopper"
         backward = choose(self.SMALL._replace(direction="backward", arch="sm_80"), flags())
         assert backward.backend == "mma" and ("triton", "Triton is not installed") in backward.rejected
         assert backward.fallback is None
 
     def test_triton_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: True)
-        choice = choose(self.SMALL._replace(needs_lse=True), flags())
-        assert choice.backend == "mma" and "install gcc and python3-dev" in dict(choice.rejected)["triton"]
+        choice = choose(self.SMALL._replace(d_qk=64, d_v=64, needs_lse=True), flags())
+        assert choice.backend == "hopper" and "install gcc and python3-dev" in dict(choice.rejected)["triton"]
 
     @pytest.mark.parametrize("release, reason", [((3, 5), "3.6 or newer is needed"), ((3, 6), None), ((3, 10), None)])
     def test_releases_of_triton(self, release, reason, monkeypatch):

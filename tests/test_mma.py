@@ -301,9 +301,9 @@ def test_positions_near_the_end_of_32_bits_emulated(level, n_q, n_k, rule):
     torch.testing.assert_close(lse, (score + math.log(101)).expand(1, 1, n_q), atol=1e-3, rtol=1e-4)
 
 
-def far_apart(dim: int, device) -> tuple[Case, list[torch.Tensor], torch.Tensor]:
+def far_apart(dim: int, device, d: int = 512) -> tuple[Case, list[torch.Tensor], torch.Tensor]:
     """q, k, v and out whose last rows, heads or batch entries lie 2^31 elements behind their first ones."""
-    case = Case(batch=2, n_q=33, n_k=33, d=512)
+    case = Case(batch=2, n_q=33, n_k=33, d=d)
     shape = (case.batch, case.heads_q, case.n_q, case.d)
     strides = list(torch.empty(case.batch, case.heads_q, case.n_q, 3 * case.d, device="meta").stride())
     strides[dim] = 2**31 // (shape[dim] - 1)

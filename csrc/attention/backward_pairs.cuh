@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
@@ -13,6 +14,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa {
@@ -34,9 +36,11 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
   }
 }
 
-// Whether scores become logits by a factor alone.
-FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen) {
-  return all_seen && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
+// Whether scores become logits by a factor alone: all pairs count, though a caller's LSE may say of rows that they see
+// no key, and nothing else happens to scores. The same for all lanes.
+FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
+  const bool all_count = ptx::vote_all(lse2[0] != kInfinity && lse2[1] != kInfinity);
+  return all_seen && all_count && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
 // Logits of pairs from their scores, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
@@ -91,8 +95,14 @@ FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool 
   FFPA_UNROLL
   for (int i = 0; i < kN * 2; ++i) {
     const float (&of_pair)[4] = dp[0][i / 2];
-    const float d = delta[i % 2];
-    ds[i] = ptx::multiply<Element>(p[i], ptx::pack<Element>(of_pair[i % 2 * 2] - d, of_pair[i % 2 * 2 + 1] - d));
+    const float low = of_pair[i % 2 * 2] - delta[i % 2], high = of_pair[i % 2 * 2 + 1] - delta[i % 2];
+    if constexpr (std::is_same_v<Element, Half>) {  // they may be more than it holds, where P is small
+      float p_low, p_high;
+      ptx::unpack<Half>(p[i], p_low, p_high);
+      ds[i] = ptx::pack<Half>(p_low * low, p_high * high);
+    } else {
+      ds[i] = ptx::multiply<Element>(p[i], ptx::pack<Element>(low, high));
+    }
   }
   if (all_count) return;
   FFPA_UNROLL

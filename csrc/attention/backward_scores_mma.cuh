@@ -188,10 +188,11 @@ class BackwardScoresMma {
   FFPA_DEVICE void finish_p_of(const ScoreTile& tile, const typename Core::Sums& sums) const {
     Statistics lse2, delta;
     load_all_statistics(tile, lse2, delta);
-    const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen);
+    const bool all_seen = tile.all_seen();
     int64_t at = first_pair(tile);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, at += rows_16()) {
+      const bool plain = is_plain(attention_, all_seen, lse2[m]);
       Packed p, slopes;
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
@@ -226,9 +227,10 @@ class BackwardScoresMma {
     Statistics lse2, delta;
     load_all_statistics(kept.get(), lse2, delta);
     begin_next();
-    const bool plain = is_plain(attention_, kept.get().all_seen());
+    const bool all_seen = kept.get().all_seen();
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, ds_gmem += rows_16()) {
+      const bool plain = is_plain(attention_, all_seen, lse2[m]);
       p_gmem += rows_16();
       if (m + 1 < kM) load(p_gmem, p[(m + 1) % 2]);
       Packed ds;

@@ -1,4 +1,4 @@
-// P and dS of the backward on wgmma: tiles of kRowTile rows × kKeyTile keys, into the workspace. For each tile, of 64
+// P and dS of the backward on wgmma: tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each tile, of 64
 // rows a warpgroup:
 //
 //   1. S = Q Kᵀ            over d_qk, in steps of 64
@@ -162,7 +162,7 @@ class BackwardScoresWgmma {
       }
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
-      const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen);
+      const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen, lse2);
 
       Sums sums;
       Packed p;

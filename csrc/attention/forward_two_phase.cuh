@@ -238,7 +238,7 @@ class ForwardTwoPhase {
             ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have noted is there
             ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
-            if (chunk.is_last) finish_rows(kept.get(), row, state);
+            if (chunk.is_last) finish_rows(params_, kept.get(), row, state, lane_);
             const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
             for_each_columns([&](int column, int boxes) {
               const auto compute = [&](auto width) {
@@ -362,18 +362,6 @@ class ForwardTwoPhase {
   }
 
   // ---- 2. O ----
-
-  // The LSE of the rows; and in the place of their sums, what O is multiplied with.
-  FFPA_DEVICE void finish_rows(const HeadRows& rows, int row, RowState& state) const {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float sum = state.sum[h];
-      sum += ptx::shfl_xor(sum, 1);
-      sum += ptx::shfl_xor(sum, 2);
-      const int r = rows.first + row + tile::c_coordinate(lane_, 2 * h).row;
-      state.sum[h] = finish_row(params_, rows, r, state.reference[h], sum, lane_ % 4 == 0);
-    }
-  }
 
   // With what earlier chunks left, for a later one or as the result.
   template <int kSums>

@@ -1,24 +1,20 @@
 // What the two-phase forward (forward_two_phase.cuh on wgmma, forward_two_phase_mma.cuh on mma.sync) is besides its
-// products: what a block has of the scratch, the order of row tiles, the chunks of their keys, the references of rows.
-//
-// m, the reference of a row, is an integer that follows its maximum only when that has grown by more than kLazyGrowth:
-// what was computed with another one is mended by a power of two, which is exact. That is never P̃ in memory, but O: in
-// registers, between the tiles where a reference has moved; and in fp32 in the scratch, between chunks.
+// products: what a block has of the scratch, the chunks of a row tile's keys, where references (row_state.cuh) have
+// moved. What is mended then is never P̃ in memory, but O: in registers, between the tiles where a reference has moved;
+// and in fp32 in the scratch, between chunks.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
-#include "attention/row_block.cuh"
+#include "attention/row_state.cuh"
+#include "attention/row_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"
 #include "tile/fragment_output.cuh"
-#include "tile/kept_value.cuh"
 
 namespace ffpa {
 
@@ -53,62 +49,6 @@ class TwoPhaseScratch {
 
   const AttentionParams& params_;
 };
-
-// Row tiles in the order in which blocks take them, whoever is free: head by head, so that blocks share K and V in the
-// L2 cache; within heads whose K and V it holds together, the longest first under a causal mask.
-class RowTiles {
- public:
-  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
-      : heads_kv_(params.heads_q / params.group),
-        group_(params.group),
-        rows_(rows),
-        tiles_(ceil_div(params.n_q, rows)),
-        entries_(params.batch * heads_kv_) {
-    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
-    together_ = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries_, 1)}));
-  }
-
-  // Of packed sequences as if all were the longest. That 32 bits are enough, also for what blocks take beyond the last
-  // one, two_phase.plan makes sure.
-  FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_; }
-
-  FFPA_DEVICE HeadRows get(const AttentionParams& params, int item) const {
-    const int items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
-    const int heads = min_of(together_, entries_ - section * together_) * group_;
-    const int in_section = item % items_of_section;
-    const int head = section * together_ * group_ + in_section % heads;  // of all query heads
-    HeadRows rows;
-    rows.batch_index = head / (heads_kv_ * group_);
-    rows.head_index = head % (heads_kv_ * group_);
-    rows.entry = batch_entry(params, rows.batch_index);
-    rows.first = (tiles_ - 1 - in_section / heads) * rows_;
-    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
-    return rows;
-  }
-
- private:
-  static constexpr int64_t kCachedBytes = 32 << 20;
-
-  int heads_kv_, group_, rows_, tiles_, entries_, together_;
-};
-
-using KeptRows = tile::KeptValue<HeadRows>;
-
-// function() for the row tiles that the block takes: `next` says which. The rows are kept, of which there are too many
-// registers full.
-template <class Next, class Function>
-FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, int rows_of_tile, const KeptRows& kept, int lane,
-                                   const Next& next, const Function& function) {
-  const RowTiles tiles(params, rows_of_tile);
-  FFPA_NO_UNROLL
-  for (int item = next(); item < tiles.count(); item = next()) {
-    const HeadRows rows = tiles.get(params, item);
-    if (rows.first > rows.last) continue;
-    ptx::sync_warp();  // all lanes have done with those before
-    kept.keep(rows, lane);
-    function();
-  }
-}
 
 // Some of the keys that a row tile sees: tiles of S, and steps of the product with V. The first chunk may have none.
 template <int kKeys, int kStep>
@@ -146,29 +86,7 @@ struct KeyChunk {
   }
 };
 
-// ---- references ----
-
-FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
-
-// What was computed with one reference, as a part of what is with a later one.
-FFPA_DEVICE float growth(float then, float now) { return ptx::ex2(then - finite_reference(now)); }
-
-// Of two rows that a thread answers for.
-struct RowState {
-  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
-  static constexpr float kLazyGrowth = 8.0f;
-
-  float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
-  float sum[2] = {0, 0};                          // of the thread's keys, to the reference
-
-  // The reference follows the maximum of a tile, and the sum the reference. Whether what there is of O has another one.
-  FFPA_DEVICE bool follow(int h, float maximum) {
-    const float before = reference[h];
-    if (maximum - before > kLazyGrowth) reference[h] = std::ceil(maximum);
-    sum[h] *= growth(before, reference[h]);
-    return before != -kInfinity && reference[h] != before;
-  }
-};
+// ---- moves of references ----
 
 // In which tiles of a chunk a reference has moved: a list for each warp in shared memory, bit t % 32 of word t / 32.
 class MovedTiles {
@@ -210,28 +128,13 @@ class MovedTiles {
 
 // ---- results ----
 
-// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE.
-FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
-                             bool writes) {
-  if (params.lse != nullptr && writes && r <= rows.last) {
-    float* lse =
-        params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
-    ptx::st_global_4(lse + r, float_bits((reference + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
-  }
-  return sum > 0 ? 1 / sum : 0.0f;
-}
-
 // 16 rows of O, from row `row` of the tile and column `column` on: with what earlier chunks left in `partial`, times
 // `factor`, for a later one; or as the result, times `inverse`. fragment(n, values) gives them.
 template <class Element, int kFragments, class Chunk, class Fragment>
 FFPA_DEVICE void finish_out(const AttentionParams& params, const HeadRows& rows, const Chunk& chunk, int row,
                             int column, float* partial, const float (&factor)[2], const float (&inverse)[2], int lane,
                             const Fragment& fragment) {
-  const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
-  uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
-                         (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;
-  tile::RowWriter<Element, kFragments> writer(first_gmem, params.out.row_stride, rows.last + 1 - first,
-                                              params.d_v - column, false, lane);
+  auto writer = out_writer<Element, kFragments>(params, rows, row, column, lane);
   FFPA_UNROLL
   for (int n = 0; n < kFragments; ++n) {
     float values[4];

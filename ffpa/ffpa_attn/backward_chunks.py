@@ -166,7 +166,8 @@ def cut(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
                 yield Chunk(entry, 1, first, end, 0, work.keys, True, True)
             continue
         of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
-        key_parts = list(_parts(work.keys // KEY_TILE, cap // 4 // of_key_tile))
+        beside_a_row_tile = (cap - of_tile) // (KEY_TILE * partial_of_key)
+        key_parts = list(_parts(work.keys // KEY_TILE, min(cap // 4 // of_key_tile, beside_a_row_tile)))
         left = cap - key_parts[0][1] * KEY_TILE * partial_of_key  # the sums are there all the time
         for first, end in _row_parts(work, left // of_tile):
             yield Chunk(entry, 1, first, end, 0, work.keys, True, False)

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, mma, native, triton_attention, triton_fp8, two_phase
+from . import archs, backward, env, fused, mma, native, row_tiles, triton_attention, triton_fp8, two_phase
 from .backward import BackwardPlan
+from .fused import FusedPlan
 from .mma import MmaPlan
 from .spec import LEAST_SCALE, Problem
 from .triton_attention import TritonPlan
 from .two_phase import TwoPhasePlan
 
 Flags = Mapping[str, Any]
-Plan = MmaPlan | TritonPlan | BackwardPlan | TwoPhasePlan
+Plan = MmaPlan | TritonPlan | BackwardPlan | FusedPlan | TwoPhasePlan
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Choice:
 Candidate = Callable[[Problem, Flags], Plan | None | str]
 
 
-def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
+def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan | str:
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":
             return f"the emulator takes CPU tensors, and these are on {p.device}"
@@ -57,15 +58,18 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
-        reason = two_phase.why_slower(p, "hopper", flags)
+        is_fused = isinstance(plan, FusedPlan)
+        reason = row_tiles.why_slower(p) if is_fused else two_phase.why_slower(p, "hopper", flags)
         if reason:
             return reason
     return _runnable(plan, p)
 
 
-def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | TwoPhasePlan | str:
+def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan | str:
     if p.direction == "backward":
         return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
+    if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"]:
+        return fused.plan(p, flags)
     return two_phase.plan(p, "hopper", flags)
 
 
@@ -182,9 +186,10 @@ _TRITON_BACKWARD_COLUMNS = 128  # up to which Triton's backward is the fastest: 
 
 
 def _by_speed(p: Problem, flags: Flags) -> list[str]:
-    """As measured (.dev/measurements.md), all on an H200: up to 256 columns SDPA's kernels there, cuDNN's, are the fastest, then
-    Triton's. Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns and
-    last beyond. SDPA and Triton know nothing of stages, accumulators and experiments.
+    """As measured (.dev/measurements.md), all on an H200: up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then
+    Triton's; up to 128 cuDNN's where rows see all keys; else ours. Elsewhere, and past 256 columns, Triton's only turn is the
+    backward, where it comes first up to 128 columns and last beyond. SDPA and Triton know nothing of stages, accumulators and
+    experiments.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
@@ -197,6 +202,10 @@ def _by_speed(p: Problem, flags: Flags) -> list[str]:
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
     elif _few_rows(p, flags):
         order = "hopper mma sdpa triton reference"
+    elif widest <= 64:
+        order = "sdpa triton hopper mma reference"
+    elif widest <= 128 and not p.visibility.bounded:
+        order = "sdpa hopper triton mma reference"
     else:
         order = "hopper sdpa triton mma reference"
     return order.split()

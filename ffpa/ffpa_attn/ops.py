@@ -18,7 +18,19 @@ from torch import _C
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from . import backward, checks, env, mma, native, reference, triton_attention, triton_fp8, triton_launch, two_phase
+from . import (
+    backward,
+    checks,
+    env,
+    fused,
+    mma,
+    native,
+    reference,
+    triton_attention,
+    triton_fp8,
+    triton_launch,
+    two_phase,
+)
 from .choice import CANDIDATES, Choice, choose
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
@@ -283,8 +295,10 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
 
 def _native_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    run = two_phase.forward if isinstance(plan.choice.plan, two_phase.TwoPhasePlan) else mma.forward
-    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+    runs = {fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward, mma.MmaPlan: mma.forward}
+    runs[type(plan.choice.plan)](
+        plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap
+    )
 
 
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:

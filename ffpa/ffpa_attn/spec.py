@@ -267,6 +267,18 @@ class BackwardProductsMma(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ForwardFused(KernelSpec):
+    """Forward whose O registers hold; a spec serves every D_qk and D_v up to `columns`."""
+
+    family = "forward_fused"
+    arch = "sm_90a"
+    allowed_spill_bytes = 256  # mostly of the producer, and of what is needed once a tile
+
+    dtype: str
+    columns: int
+
+
+@dataclass(frozen=True)
 class ForwardTwoPhase(KernelSpec):
     """Forward for wide head dims: P into scratch, and the product with V, `columns` of O at a time or 64 fewer."""
 
@@ -289,6 +301,7 @@ class ForwardTwoPhaseMma(KernelSpec):
     columns: int
 
 
+FUSED_COLUMNS = (64, 128, 192, 256, 320)
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
 
@@ -378,6 +391,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
             kernels += [
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
+        kernels += [ForwardFused(dtype, width) for width in FUSED_COLUMNS[: 1 if few else None]]
         kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
         kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[:1] if few else accumulators:

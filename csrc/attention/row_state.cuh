@@ -1,0 +1,77 @@
+// Softmax of a row, tile of keys after tile: the reference that P refers to, and the sum of P.
+//
+// m, the reference, is an integer that follows the row's maximum only when that has grown by more than kLazyGrowth: what was
+// computed with another one is mended by a power of two, which is exact.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
+#include "tile/fragment_output.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa {
+
+FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
+
+// What was computed with one reference, as a part of what is with a later one.
+FFPA_DEVICE float growth(float then, float now) { return ptx::ex2(then - finite_reference(now)); }
+
+// Of two rows that a thread answers for.
+struct RowState {
+  // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
+  static constexpr float kLazyGrowth = 8.0f;
+
+  float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
+  float sum[2] = {0, 0};                          // of the thread's keys, to the reference
+
+  // The reference follows the maximum of a tile, and the sum the reference. Whether what there is of O has another one.
+  FFPA_DEVICE bool follow(int h, float maximum) {
+    const float before = reference[h];
+    if (maximum - before > kLazyGrowth) reference[h] = std::ceil(maximum);
+    sum[h] *= growth(before, reference[h]);
+    return before != -kInfinity && reference[h] != before;
+  }
+};
+
+// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE.
+FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
+                             bool writes) {
+  if (params.lse != nullptr && writes && r <= rows.last) {
+    float* lse =
+        params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
+    ptx::st_global_4(lse + r, float_bits((reference + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+  }
+  return sum > 0 ? 1 / sum : 0.0f;
+}
+
+// The LSE of a warp's 16 rows, from row `row` of the tile on; and in the place of their sums, what O is multiplied with.
+FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows, int row, RowState& state, int lane) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    float sum = state.sum[h];
+    sum += ptx::shfl_xor(sum, 1);
+    sum += ptx::shfl_xor(sum, 2);
+    const int r = rows.first + row + tile::c_coordinate(lane, 2 * h).row;
+    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0);
+  }
+}
+
+// Of 16 rows of O, from row `row` of the tile and column `column` on.
+template <class Element, int kFragments>
+FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const HeadRows& rows, int row,
+                                                            int column, int lane) {
+  const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
+  uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
+                         (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;
+  return {first_gmem, params.out.row_stride, rows.last + 1 - first, params.d_v - column, false, lane};
+}
+
+}  // namespace ffpa

@@ -1,0 +1,95 @@
+"""What the persistent forwards share (fused.py, two_phase.py): blocks take row tiles, whoever is free, without splitting keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from . import archs, env
+from .spec import MOST_POSITIONS, KernelSpec, Problem
+
+ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh and forward_two_phase*.cuh have it
+HEAD_BYTES = 512  # of the scratch: what blocks share
+_MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
+
+
+class Scratch(NamedTuple):
+    """How many blocks run, for how many keys each has room for P, and how much that is."""
+
+    blocks: int
+    chunk_keys: int
+    scratch_bytes: int
+
+
+def count(p: Problem) -> int:
+    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+
+
+def why_not(p: Problem, name: str, flags: Mapping[str, Any]) -> str | None:
+    """Why none of these forwards can run the problem, or None."""
+    if p.acc != "f32":
+        return f"the {name} forward accumulates in f32, not {p.acc}"
+    if p.num_stages:
+        return f"the {name} forward has a ring of its own, and `num_stages` no meaning"
+    forced = next((flag for flag in env.EXPERIMENTS if flags[flag] is not None), None)
+    if forced:
+        return f"the {name} forward knows no {forced}"
+    if p.n_q + p.n_k > MOST_POSITIONS:
+        return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    if count(p) > _MOST_TILES:
+        return f"the {name} forward counts row tiles in 32 bits, and {count(p)} are too many"
+    return None
+
+
+def least_blocks(p: Problem) -> int:
+    """That keep a GPU busy."""
+    return archs.multiprocessors(p.arch) * 3 // 4
+
+
+def why_slower(p: Problem) -> str | None:
+    """Why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
+    tiles = count(p)
+    if tiles < least_blocks(p):
+        multiprocessors = archs.multiprocessors(p.arch)
+        return (
+            f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
+        )
+    if p.n_q <= ROWS // 2:
+        return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
+    return None
+
+
+def forward(
+    spec: KernelSpec, q, k, v, out, lse, mask, offsets, rule, scratch_of: Callable[[int, int, int], Scratch]
+) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None. `scratch_of(row tiles, keys,
+    multiprocessors)`.
+
+    Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+    """
+    longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
+    n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
+    tiles = (len(offsets[0]) - 1 if offsets else len(q)) * q.shape[-3] * -(-n_q // ROWS)
+    if offsets or not n_k:  # rows of no sequence, rows without keys
+        out.zero_()
+        lse.fill_(-float("inf"))
+    if not (tiles and n_k and out.numel()):
+        return
+    if q.is_cuda:
+        from . import native
+
+        kernel, run = native.kernel(spec, native.gpu_of(q.device)), native.library().attention_forward
+        multiprocessors = native.multiprocessors(q.device)
+    else:
+        from . import emulated
+
+        kernel, run, multiprocessors = spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
+    see = rule.visibility
+    blocks, chunk_keys, nbytes = scratch_of(tiles, n_k, multiprocessors)
+    scratch = torch.empty(nbytes // 4, dtype=torch.float32, device=q.device)
+    run(
+        kernel, q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, 0, 0, False, False,
+        chunk_keys, scratch, blocks, 1, None,
+    )  # fmt: skip
