@@ -39,6 +39,12 @@ def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in("csrc/" + file, "tests/test_mma.py -k 'emulated and not padded'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _fused(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    """The narrowest of its instances, which is what most of its tests run."""
+    tests = "tests/test_fused.py -k 'not cuda and not large and (d64 or rows or repeat or references or packed)'"
+    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def _two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") -> list[Mutant]:
     return _in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
@@ -581,8 +587,15 @@ MUTANTS = [
         ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
         ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) scores", "if (false) scores"),
         ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
-        ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - d,", "of_pair[i % 2 * 2],"),
+        ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - delta[i % 2],", "of_pair[i % 2 * 2],"),
         ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
+    ),
+    *_backward(
+        "csrc/attention/backward_pairs.cuh",
+        ("backward pairs: rows that an LSE leaves out are plain", "return all_seen && all_count", "return all_seen"),
+        ("backward pairs: one row of a lane counts for both", "lse2[0] != kInfinity && lse2[1] != kInfinity", "lse2[0] != kInfinity"),
+        ("backward pairs: dP as fp16", "if constexpr (std::is_same_v<Element, Half>)", "if constexpr (false)"),
+        only="not cuda and (leaves_out or beyond_its_range)",
     ),
     *_backward(
         "csrc/attention/backward_tiles.cuh",
@@ -676,7 +689,6 @@ MUTANTS = [
         ("two-phase: a reference kept for one tile alone", "scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;", "scratch().references(ptx::block_x()) + row;"),
         ("two-phase: O of chunks not rescaled", "growth(before[1], state.reference[1])", "1.0f"),
         ("two-phase: maxima of a thread's keys", "      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
-        ("two-phase: sums of a thread's keys", "      sum += ptx::shfl_xor(sum, 2);\n", ""),
         ("two-phase: nobody waits for P to be written", "            stores.wait();\n", ""),
         ("two-phase: P announced, not fenced", "            ptx::fence_proxy_async_global();\n", ""),
         ("two-phase: the producer does not wait for P", "            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();\n            bring_values(producer, kept.get(), chunk);", "            bring_values(producer, kept.get(), chunk);\n            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();"),
@@ -693,15 +705,42 @@ MUTANTS = [
         ("two-phase: heads of a group mixed up", "rows.head() / params_.group, map_batch(rows)", "rows.head() % (params_.heads_q / params_.group), map_batch(rows)"),
         ("two-phase: the tensor's batch entry for packed sequences", "return params_.is_packed() ? 0 : rows.batch();", "return rows.batch();"),
     ),
+    *_fused(
+        "csrc/attention/forward_fused.cuh",
+        ("fused: boxes of rows that do not all exist", "if (rows.last + 1 - first >= Config::Stores::kRows) {", "if (true) {"),
+        ("fused: the block ends before its copies", "    stores.wait();\n", ""),
+        ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(q_empty(), parity);\n", ""),
+        ("fused: Q before it is there", "          ptx::mbarrier_wait(q_full(), parity);\n", ""),
+        ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (lane_ == 0 && tile + 1 == tiles.end) ptx::mbarrier_arrive(q_empty());\n              queue_scores(scores, group);\n"),
+        ("fused: O does not follow its references", "if (moved) {", "if (false) {"),
+        ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
+        ("fused: V is given back before its product is done", "              ptx::wgmma_wait_group<0>();\n              release();\n              if (moved)", "              release();\n              ptx::wgmma_wait_group<0>();\n              if (moved)"),
+        ("fused: K is given back before its product is done", "              ptx::wgmma_wait_group<1>();\n              release();\n", "              release();\n              ptx::wgmma_wait_group<1>();\n"),
+        ("fused: P while its product reads it", "              ptx::wgmma_wait_group<1>();\n              release();\n", "              ptx::wgmma_wait_group<1>();\n              release();\n              pack(p, scores);\n"),
+        ("fused: slots before they have landed", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n", ""),
+        ("fused: V behind a packed sequence as it is", "(tile - 1) * kKeys, n_k)", "(tile - 1) * kKeys, kLargestInt)"),
+        ("fused: all tiles are plain", "all_seen && params_.softcap == 0", "params_.softcap == 0"),
+        ("fused: negative scales are plain", " && params_.score_factor > 0;", ";"),
+        ("fused: the first tile adds to O", "queue_product(out, p, tile > tiles.first + 1);", "queue_product(out, p, true);"),
+        ("fused: a row tile without keys keeps what registers held", "for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;", "for (int i = 0; i < 0; ++i) out[i] = 0;"),
+        ("fused: maxima of a thread's keys", "      maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n", ""),
+    ),
     *_two_phase(
         "csrc/attention/two_phase_tiles.cuh",
-        ("two-phase: row sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
-        ("two-phase: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
         ("two-phase: moves of the first 32 tiles alone", "warp * kBytes + tile / 32 * 4);", "warp * kBytes);"),
-        ("two-phase: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
-        ("two-phase: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
         ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),
+    ),
+    *_two_phase(
+        "csrc/attention/row_tiles.cuh",
         ("two-phase: the last heads taken for as many as the others", "min_of(together_, entries_ - section * together_)", "together_"),
+    ),
+    *_fused(
+        "csrc/attention/row_state.cuh",
+        ("row state: sums of a thread's keys", "    sum += ptx::shfl_xor(sum, 2);\n", ""),
+        ("row state: sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
+        ("row state: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
+        ("row state: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
+        ("row state: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
     ),
     *_two_phase(
         "csrc/attention/head_rows.cuh",

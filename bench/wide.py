@@ -1,8 +1,9 @@
-"""Wide head dims on a GPU: the backward, the forward in two phases, the workspace; beside a matrix product in the same rounds.
+"""The Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
 
-`python bench/wide.py` prints four tables: TFLOPS of the visible pairs of the forward and the backward; grouped heads; speed
-against the workspace's cap; peak memory against length. Speeds are those of a burst, and those of a chip that has settled at its
-power limit. FFPA_BACKEND=mma measures the kernels that every GPU runs.
+`python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs;
+`grouped` heads; `caps`, speed against the workspace's cap; `memory`, the peak against length. Speeds are those of a burst, and
+those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
+FFPA_BACKEND=mma the kernels that every GPU runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flops import nominal_flops
 from timing import Timer, measure_in_turn, peak_bytes
 from workload import Workload, make_inputs
 
-FORWARD_DIMS = (320, 384, 448, 512, 576, 640, 768, 896, 1024)
+FORWARD_DIMS = (128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 BACKWARD_DIMS = (256, 320, 384, 448, 512, 640, 768, 896, 1024)
 LENGTHS = [(n, causal) for causal in (False, True) for n in (8192, 16384)]
 GEMM = 8192
@@ -138,13 +139,15 @@ def main() -> None:
         raise SystemExit("there is no GPU to measure")
     timer, backend = Timer("cuda"), env.run_flags()["FFPA_BACKEND"]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, B=1, H=32, bf16; FFPA_BACKEND={backend}")
-    speeds(timer, BACKWARD_DIMS, backward=True)
-    if backend != "auto":
-        return
-    speeds(timer, FORWARD_DIMS, backward=False)
-    grouped(timer)
-    caps(timer)
-    memory()
+    tables = {
+        "backward": lambda: speeds(timer, BACKWARD_DIMS, backward=True),
+        "forward": lambda: speeds(timer, FORWARD_DIMS, backward=False),
+        "grouped": lambda: grouped(timer),
+        "caps": lambda: caps(timer),
+        "memory": memory,
+    }
+    for name in sys.argv[1:] or tables:
+        tables[name]()
 
 
 if __name__ == "__main__":

@@ -329,11 +329,12 @@ def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
 
 
 @BACKENDS
-def test_heads_that_share_memory(backend, device, forced):
-    """K and V expanded over the batch: all their strides there are 0."""
+@pytest.mark.parametrize("dim", [0, 2], ids=["batch", "keys"])
+def test_heads_that_share_memory(dim, backend, device, forced):
+    """K and V expanded: all their strides there are 0."""
     forced(backend, device)
     q, k, v, _ = make_inputs(Case(batch=2, n_q=40, n_k=90, d=264), device)
-    k, v = (x[:1].clone().expand(2, -1, -1, -1) for x in (k, v))
+    k, v = (x.narrow(dim, 0, 1).clone().expand_as(x) for x in (k, v))
     q = q.clone()
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
     g = test_numerics.random_like(out, 7)

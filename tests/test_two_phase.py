@@ -361,6 +361,14 @@ def test_packed_qkv(place):
     assert out[:, :, 2].isnan().all()
 
 
+def test_rows_that_share_memory(place):
+    """All keys are one row, all values another."""
+    case = Case(n_q=140, n_k=90, d=520)
+    q, k, v, _ = make_inputs(case, place.device)
+    inputs = (q, *(x[:, :, :1].clone().expand_as(x) for x in (k, v)), None)
+    check(case, inputs, *attend(place, case, inputs)[0])
+
+
 def test_without_an_lse(place):
     inputs = make_inputs(_base, place.device)
     want = attend(place, _base, inputs)[0][0]

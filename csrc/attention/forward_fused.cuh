@@ -55,8 +55,8 @@ struct ForwardFusedConfig : Fields {
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<1>;
   static constexpr uint32_t kQueryBytes = kRows * Fields::kColumns * 2;
-  static constexpr uint32_t kOtherBytes =
-      kQueryBytes + kConsumerWarps * Stores::kBytes + 2 * 8 + (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue::kBytes;
+  static constexpr uint32_t kOtherBytes = kQueryBytes + kConsumerWarps * Stores::kBytes + 2 * 8 +
+                                          (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue::kBytes;
   static constexpr uint32_t kMostBytes = 227 * 1024, kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
   static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 16);
   using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
@@ -86,10 +86,10 @@ struct ForwardFusedConfig : Fields {
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     arguments.params = params;
-    const LaunchStatus statuses[] = {
-        map_queries(arguments.q, params, params.q, params.d_qk), map_keys(arguments.k, params, params.k, params.d_qk),
-        map_keys(arguments.v, params, params.v, params.d_v),
-        map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows)};
+    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
+                                     map_keys(arguments.k, params, params.k, params.d_qk),
+                                     map_keys(arguments.v, params, params.v, params.d_v),
+                                     map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows)};
     return first_failure(statuses);
   }
 };
@@ -269,8 +269,7 @@ class ForwardFused {
           for (int depth = 0; depth < tile::kBox / 16; ++depth) {
             using Sums = float[tile::kBox / 2];
             ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores[step]), q + depth * 2,
-                                               k + (box * tile::kBoxBytes + depth * 32) / 16,
-                                               part + box + depth > 0);
+                                               k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
           }
         }
       }
@@ -290,9 +289,9 @@ class ForwardFused {
         ptx::wgmma_fence();
         FFPA_UNROLL
         for (int depth = 0; depth < tile::kBox / 16; ++depth) {
-          ptx::wgmma_rs<Element, kPartColumns, tile::Major::kMN>(reinterpret_cast<Sums&>(out[part * kPartColumns / 2]),
-                                                                 p[step * 4 + depth], v + depth * 2 * tile::kAtomBytes / 16,
-                                                                 accumulate || step + depth > 0);
+          ptx::wgmma_rs<Element, kPartColumns, tile::Major::kMN>(
+              reinterpret_cast<Sums&>(out[part * kPartColumns / 2]), p[step * 4 + depth],
+              v + depth * 2 * tile::kAtomBytes / 16, accumulate || step + depth > 0);
         }
       }
     }
@@ -371,7 +370,7 @@ class ForwardFused {
     for (int i = 0; i < kKeys / 16; ++i) {
       FFPA_UNROLL
       for (int j = 0; j < 4; ++j) {
-        const float(&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
+        const float (&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
         p[i][j] = ptx::pack<Element>(fragment[j % 2 * 2], fragment[j % 2 * 2 + 1]);
       }
     }

@@ -1,7 +1,7 @@
 // Softmax of a row, tile of keys after tile: the reference that P refers to, and the sum of P.
 //
-// m, the reference, is an integer that follows the row's maximum only when that has grown by more than kLazyGrowth: what was
-// computed with another one is mended by a power of two, which is exact.
+// m, the reference, is an integer that follows the row's maximum only when that has grown by more than kLazyGrowth:
+// what was computed with another one is mended by a power of two, which is exact.
 #pragma once
 
 #include <cmath>
@@ -52,7 +52,8 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows
   return sum > 0 ? 1 / sum : 0.0f;
 }
 
-// The LSE of a warp's 16 rows, from row `row` of the tile on; and in the place of their sums, what O is multiplied with.
+// The LSE of a warp's 16 rows, from row `row` of the tile on; and in the place of their sums, what O is multiplied
+// with.
 FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows, int row, RowState& state, int lane) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
@@ -66,8 +67,8 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows
 
 // Of 16 rows of O, from row `row` of the tile and column `column` on.
 template <class Element, int kFragments>
-FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const HeadRows& rows, int row,
-                                                            int column, int lane) {
+FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const HeadRows& rows,
+                                                            int row, int column, int lane) {
   const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
   uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
                          (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;
