@@ -91,12 +91,12 @@ def test_contradictions(flags, words, monkeypatch):
 @pytest.mark.parametrize("name", env.EXPERIMENTS)
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_none_is_passed_over_for_a_faster_backend(name, value, monkeypatch):
-    """At D = 256 SDPA comes first otherwise; a toggle that ours does not know is refused, and then there is a warning."""
+    """At D = 128 SDPA comes first otherwise; a toggle that ours does not know is refused, and then there is a warning."""
     if (name, value) == ("FFPA_PV_STAGES", "0"):
         return
     monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
     monkeypatch.setenv(name, value)
-    problem = PROBLEM._replace(d_qk=256, d_v=256, needs_lse=False, dtype="f16")
+    problem = PROBLEM._replace(d_qk=128, d_v=128, needs_lse=False, dtype="f16")
     choice = choose(problem, env.run_flags())
     assert choice.backend == "mma" or name in choice.fallback
     monkeypatch.delenv(name)
