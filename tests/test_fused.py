@@ -1,6 +1,7 @@
 """The fused forward on wgmma: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ffpa_attn.fused import FusedPlan
 from ffpa_attn.spec import FUSED_COLUMNS, ForwardFused, Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
-from test_two_phase import check_packed, steep_inputs
+from test_two_phase import check_bits_repeat, check_graph_replays, check_packed, steep_inputs
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -195,47 +196,28 @@ def test_more_than_31_bits_of_offsets(dim, device):
 # ---- on a GPU ----
 
 
-@pytest.fixture
-def on_a_gpu(device):
-    if device == "cpu":
-        pytest.skip("needs a GPU")
+on_a_gpu = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("d", range(8, fused.MOST_COLUMNS + 1, 24))
 @pytest.mark.parametrize("rule", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_every_head_dim_on_a_gpu(d, dtype, rule, on_a_gpu):
+def test_every_head_dim_on_a_gpu(d, dtype, rule, device):
     case = Case(heads_q=4, heads_kv=2, n_q=1000, n_k=1531, d=d, dtype=dtype, rule=rule)
-    inputs = make_inputs(case, "cuda")
-    check(case, inputs, *attend("cuda", case, inputs)[0])
+    inputs = make_inputs(case, device)
+    check(case, inputs, *attend(device, case, inputs)[0])
 
 
+@on_a_gpu
 @pytest.mark.parametrize("d", FUSED_COLUMNS)
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_bits_repeat_on_a_gpu(d, on_a_gpu):
-    """Many row tiles for each block, references that move, and a GPU in other moods."""
-    case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=d, rule={"causal": True})
-    inputs = steep_inputs(case, "cuda", 6.0, False)
-    first = attend("cuda", case, inputs)[0]
-    check(case, inputs, *first)
-    for _ in range(200):
-        again = attend("cuda", case, inputs)[0]
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+def test_bits_repeat_on_a_gpu(d, device):
+    check_bits_repeat(d, partial(attend, device))
 
 
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_graph_replays_on_a_gpu(on_a_gpu):
-    """Each replay counts its row tiles anew."""
-    q, k, v, _ = make_inputs(Case(heads_q=16, heads_kv=16, n_q=1000, n_k=1000, d=256), "cuda")
-    want = ffpa(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = ffpa(q, k, v, causal=True)
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(got, want)
+@on_a_gpu
+def test_graph_replays_on_a_gpu(device):
+    check_graph_replays(256)
 
 
 # ---- the plan ----

@@ -440,23 +440,27 @@ def test_long_sequences_on_a_gpu(n, cap_mb, on_a_gpu, monkeypatch):
     check(case, inputs, *attend(on_a_gpu, case, inputs)[0])
 
 
-@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
-def test_bits_repeat_on_a_gpu(chunks, on_a_gpu, monkeypatch):
-    """Many row tiles for each block, references that move, and a GPU in other moods."""
-    if chunks:
-        in_chunks(monkeypatch)
-    case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=576, rule={"causal": True})
+def check_bits_repeat(d: int, run) -> None:
+    """Of run(case, inputs): many row tiles for each block, references that move, and a GPU in other moods."""
+    case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=d, rule={"causal": True})
     inputs = steep_inputs(case, "cuda", 6.0, False)
-    first = attend(on_a_gpu, case, inputs)[0]
+    first = run(case, inputs)[0]
     check(case, inputs, *first)
-    for _ in range(100):
-        again = attend(on_a_gpu, case, inputs)[0]
+    for _ in range(200):
+        again = run(case, inputs)[0]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_graph_replays_on_a_gpu(on_a_gpu):
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in-chunks"])
+def test_bits_repeat_on_a_gpu(chunks, on_a_gpu, monkeypatch):
+    if chunks:
+        in_chunks(monkeypatch)
+    check_bits_repeat(576, partial(attend, on_a_gpu))
+
+
+def check_graph_replays(d: int) -> None:
     """Each replay counts its row tiles anew."""
-    q, k, v, _ = make_inputs(Case(heads_q=16, heads_kv=16, n_q=1000, n_k=1000, d=512), "cuda")
+    q, k, v, _ = make_inputs(Case(heads_q=16, heads_kv=16, n_q=1000, n_k=1000, d=d), "cuda")
     want = ffpa(q, k, v, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -465,6 +469,10 @@ def test_graph_replays_on_a_gpu(on_a_gpu):
         got.fill_(torch.nan)
         graph.replay()
         assert torch.equal(got, want)
+
+
+def test_graph_replays_on_a_gpu(on_a_gpu):
+    check_graph_replays(512)
 
 
 # ---- the plan ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import row_tiles
 from .spec import FUSED_COLUMNS, ForwardFused, Problem
@@ -11,16 +11,8 @@ from .spec import FUSED_COLUMNS, ForwardFused, Problem
 MOST_COLUMNS = FUSED_COLUMNS[-1]
 
 
-class FusedPlan(NamedTuple):
-    spec: ForwardFused
-
-    @property
-    def kernel(self) -> str:
-        return self.spec.name
-
-    @property
-    def specs(self) -> tuple:
-        return (self.spec,)
+class FusedPlan(row_tiles.RowTilePlan):
+    __slots__ = ()
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:

@@ -293,12 +293,13 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
         form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
 
 
+_NATIVE_FORWARD = {mma.MmaPlan: mma.forward, fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward}
+
+
 def _native_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
-    runs = {fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward, mma.MmaPlan: mma.forward}
-    runs[type(plan.choice.plan)](
-        plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap
-    )
+    run = _NATIVE_FORWARD[type(plan.choice.plan)]
+    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
 
 
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:

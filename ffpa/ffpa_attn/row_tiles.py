@@ -15,6 +15,18 @@ HEAD_BYTES = 512  # of the scratch: what blocks share
 _MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
 
 
+class RowTilePlan(NamedTuple):
+    spec: KernelSpec
+
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
+    @property
+    def specs(self) -> tuple:
+        return (self.spec,)
+
+
 class Scratch(NamedTuple):
     """How many blocks run, for how many keys each has room for P, and how much that is."""
 

@@ -8,7 +8,7 @@ of multiprocessors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import archs, row_tiles
 from .row_tiles import HEAD_BYTES, ROWS, Scratch
@@ -28,16 +28,8 @@ LEAST_HEAD_DIM = {"hopper": 321, "mma": 640}
 _LEAST_TILES = 4  # of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
 
 
-class TwoPhasePlan(NamedTuple):
-    spec: ForwardTwoPhase | ForwardTwoPhaseMma
-
-    @property
-    def kernel(self) -> str:
-        return self.spec.name
-
-    @property
-    def specs(self) -> tuple:
-        return (self.spec,)
+class TwoPhasePlan(row_tiles.RowTilePlan):
+    __slots__ = ()
 
 
 def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None:
