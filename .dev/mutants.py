@@ -53,6 +53,8 @@ _SOME_BACKWARDS = (
     "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
 )
 
+_PACKED_CHUNKS = "not cuda and hopper and packed_in_chunks"
+
 _RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32)"
 
 
@@ -599,10 +601,47 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/backward_tiles.cuh",
-        ("backward tiles: nobody writes zeros", "has_visible_pairs(rows_of_tile(params_, entry_, tile, 0, kRowTile), first_key)", "has_visible_pairs(rows, first_key)"),
-        ("backward tiles: the last key tile is left out", "min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_", "min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_ - 1"),
+        ("backward tiles: nobody writes zeros", "has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile), first_key)", "has_visible_pairs(rows, first_key)"),
+        ("backward tiles: the last key tile is left out", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_ - 1"),
         ("backward tiles: rows of dK end early", "const int end = min_of(min_of(last_key - entry.nearest + 1", "const int end = min_of(min_of(last_key - entry.nearest"),
-        ("backward tiles: a chunk's later heads are left out", "ceil_div(params.end_tile, params.tiles_of_head())", "params.first_tile / params.tiles_of_head() + 1"),
+        ("backward tiles: a chunk's later heads are left out", "ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)", "max_of(params.first_tile - all.first, 0) / all.of_head + 1"),
+    ),
+    *_backward(
+        "csrc/attention/backward_tiles.cuh",
+        ("backward tiles: dQ over the keys of other chunks", "min_of(visible_keys_end(rows), keys.end), step);", "visible_keys_end(rows), step);"),
+        ("backward tiles: dQ over the keys of earlier chunks again", "whole_steps(max_of(visible_keys_begin(rows), keys.begin),", "whole_steps(visible_keys_begin(rows),"),
+        only="not cuda and smaller_than",
+    ),
+    *_backward(
+        "csrc/attention/gradient_writer.cuh",
+        ("gradient writer: sums of the last chunk alone", "continues_(tile.in_chunk(params).first > tile.summed(params).first)", "continues_(false)"),
+        ("gradient writer: results after every chunk", "is_last_(tile.in_chunk(params).end >= tile.summed(params).end)", "is_last_(true)"),
+        ("gradient writer: sums begin with the first chunk", "tile.in_chunk(params).first > tile.summed(params).first", "tile.in_chunk(params).first > 0"),
+        only=_PACKED_CHUNKS,
+    ),
+    *_backward(
+        "csrc/attention/packed_tiles.cuh",
+        ("packed tiles: sequences share tiles", "packed.total) / rows + sequence;", "packed.total) / rows;"),
+        ("packed tiles: the first tile is the sequence before's", "rows) <= tile) {", "rows) < tile) {"),
+        ("packed tiles: a sequence ends with the first one of all", "first_tile_of_sequence(packed, sequence + 1, rows)", "first + 1"),
+        only=_PACKED_CHUNKS,
+    ),
+    *_backward(
+        "csrc/attention/backward_tiles.cuh",
+        ("packed backward: bands go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, kBand)", "kBand"),
+        ("packed backward: bands stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
+        ("packed backward: live rows of the first sequence", "first_tile_of_sequence(attention.packed_q, batch, kLiveRows);", "0;"),
+        ("packed backward: the last sequence of a chunk is left out", "key_tiles_of(params_, last_batch).end", "key_tiles_of(params_, last_batch).first"),
+        ("packed backward: the first sequence of a chunk is left out", "key_tiles_of(params_, first_batch).first", "key_tiles_of(params_, first_batch).end"),
+        ("packed backward: keys of the chunk as if of one sequence", "max_of(params.first_key - before, 0)", "params.first_key"),
+        ("packed backward: rows of the first sequence in the workspace", "row_tiles_of(params, tile.batch).first_of(head) - params.first_tile", "head * row_tiles_of(params, tile.batch).of_head - params.first_tile"),
+        ("packed backward: sums end with the first head", "return {all.first, all.end()};", "return {all.first, all.first_of(1)};"),
+        only=_PACKED_CHUNKS,
+    ),
+    *_backward(
+        "csrc/attention/backward_rows.cuh",
+        ("packed backward: words of live rows count from the first sequence", "    word -= first_tile_of_sequence(attention.packed_q, batch, kLiveRows);\n", ""),
+        only=_PACKED_CHUNKS,
     ),
     *_backward(
         "csrc/attention/backward_scores_wgmma.cuh",

@@ -32,8 +32,9 @@ def square(d: int, dtype: str, heads: int, n: int) -> Workload:
 
 def problem_of(w: Workload, level: int | None, acc: str = "f32", arch: str = "sm_90") -> Problem:
     see = Visibility.of(w.causal, "bottom_right", -1, -1)
+    packed = (w.batch * w.n_q, w.batch * w.n_kv) if w.packed else None
     return Problem(
-        "forward", "cuda", arch, SHORT[w.dtype], w.batch, w.heads, w.heads_kv, w.n_q, w.n_kv, w.d, w.d_v, w.packed, see,
+        "forward", "cuda", arch, SHORT[w.dtype], w.batch, w.heads, w.heads_kv, w.n_q, w.n_kv, w.d, w.d_v, packed, see,
         w.d**-0.5, 0.0, None, False, level, acc, None,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ The forward is whatever the case gets by itself; only the backward is forced.
 """
 
 import contextlib
-from itertools import pairwise, product
+from itertools import product
 
 import compare
 import ffpa_attn
@@ -15,7 +15,7 @@ import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import backward, backward_chunks, env, ops, reference
-from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk
+from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed
 from ffpa_attn.backward_mask import MaskGradient
 from ffpa_attn.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
@@ -23,7 +23,7 @@ from ffpa_attn.testing import emulate
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
 BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
 PROBLEM = Problem(
-    "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
+    "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 
@@ -82,6 +82,17 @@ def test_packed(case, backend, device, forced, monkeypatch):
     test_numerics.test_packed(case, device, "read", monkeypatch)
 
 
+@BACKENDS
+@pytest.mark.parametrize("cap_mb, kinds", [(8, {(True, True)}), (1, {(True, False), (False, True)})])
+def test_packed_in_chunks(cap_mb, kinds, backend, device, forced, monkeypatch):
+    """Chunks begin and end within sequences, and between them."""
+    forced(backend, device)
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+    case = PackedCase((300, 0, 5, 530), (280, 9, 0, 540), heads_q=2, heads_kv=1, d=24, rule={"causal": True})
+    test_numerics.test_packed(case, device, "read", monkeypatch)
+    assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
+
+
 LONGER = Case(heads_q=4, heads_kv=2, n_q=600, n_k=520, d=320, d_v=264, rule={"causal": True})
 
 
@@ -120,8 +131,24 @@ def test_workspace_caps(cap_mb, kinds, backend, device, forced):
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
 
-def last_chunks() -> tuple[Chunk, ...]:
-    return [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1].chunks
+@BACKENDS
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
+    """dQ by keys, too: of rows that see keys of every chunk, or of the first alone."""
+    forced(backend, device)
+    case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=1300, d=72, rule={"causal": True, "align": align})
+    whole = gradients_of(case, device)
+    got = gradients_of(case, device, 1)
+    of_q = [(chunk.first_tile, chunk.first_key, chunk.end_key) for chunk in last_chunks() if chunk.of_q]
+    assert of_q[0][:2] == (0, 0) and of_q[1][:2] == (0, of_q[0][2]) and len(of_q) % 4 == 0
+    for name, x, want in zip(("dq", "dk", "dv"), got, whole, strict=True):
+        assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
+
+
+def last_chunks() -> list[Chunk]:
+    return list(
+        [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1].all_chunks
+    )
 
 
 LONG_AND_NARROW = LONGER.with_(d=64, d_v=None, heads_kv=1)
@@ -134,8 +161,9 @@ LONG_AND_NARROW = LONGER.with_(d=64, d_v=None, heads_kv=1)
         (Case(3, 4, 2, 400, 200, 24, mask="additive-some-rows-empty", layout="BNHD", rule={"window": (90, 60)}), 4, {(3, 4, True, True)}),
         (LONG_AND_NARROW.with_(heads_q=3, mask="additive"), 6, {(1, 6, True, True), (1, 3, True, True)}),
         (LONG_AND_NARROW.with_(heads_q=2, mask="additive-2d"), 2, {(1, 1, True, False)}),
+        (Case(heads_q=2, heads_kv=1, n_q=40, n_k=1300, d=24, mask="additive-2d"), 1, {(1, 1, True, False)}),
     ],
-    ids=["entries", "heads", "rows, then keys"],
+    ids=["entries", "heads", "rows, then keys", "keys"],
 )  # fmt: skip
 def test_mask_gradients_by_chunks(case, cap_mb, kinds, backend, device, forced, monkeypatch):
     """Every pair counts once, whatever memory held where none are visible."""
@@ -230,37 +258,51 @@ def test_pairs_of_chunks_count_once(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "mb, n", [(1, 100), (1, 2000), (64, 100), (64, 8192), (130, 131072), (256, 131072), (1024, 8192), (1024, 131072)]
+    "mb, n",
+    [
+        (4, 100),
+        (4, 2000),
+        (4, 131072),
+        (64, 100),
+        (64, 8192),
+        (130, 131072),
+        (256, 131072),
+        (1024, 8192),
+        (1024, 131072),
+    ],
 )
 @pytest.mark.parametrize("group", [1, 8])
-def test_chunks_cover_everything_once_within_the_cap(mb, n, group):
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_cover_everything_once_within_the_cap(mb, n, group, packed):
     work = backward_chunks.Work(entries=3, group=group, n_q=n, n_k=n + 300, d_qk=512, d_v=512)
+    if packed:
+        work = work._replace(n_q=n // 2, n_k=n, packed=Packed(7, n, n + 300))
     cap, of_key = mb << 20, 4 * 1280  # in tiles of 160 columns
-    tile = backward_chunks.ROW_TILE * backward_chunks.KEY_TILE * 4
-    least = max(tile * work.keys // backward_chunks.KEY_TILE, tile) + backward_chunks.KEY_TILE * of_key
-    all_chunks = list(backward_chunks.cut(work, PRODUCT_TILES, cap))
-    partial = max((c.keys for c in all_chunks if c.of_k and c.row_tiles < work.tiles), default=0) * of_key
-    assert least > cap or max(c.pairs for c in all_chunks) * 4 + partial <= cap
-    of_q, of_k = {}, {}
-    for c in all_chunks:
-        assert not c.of_q or (c.first_key, c.end_key) == (0, work.keys)
+    chunks, entries = backward_chunks.cut(work, PRODUCT_TILES, cap)
+    all_chunks = [c._replace(first_entry=c.first_entry + entry) for entry in range(entries) for c in chunks]
+    keys_in_parts = max((c.keys for c in all_chunks if c.of_k and c.row_tiles < work.tiles), default=0)
+    rows_in_parts = max((c.row_tiles * ROW_TILE for c in all_chunks if c.of_q and c.keys < work.keys), default=0)
+    assert (
+        max(c.rows * work.columns_of(c.keys) for c in all_chunks) * 4
+        + max(keys_in_parts * of_key, rows_in_parts * 4 * 640)
+        <= cap
+    )
+    for c in () if packed else all_chunks:
         assert (
             c.row_tiles % work.tiles_of_head == 0
             or c.first_tile // work.tiles_of_head == (c.end_tile - 1) // work.tiles_of_head
         )
-        for entry in range(c.first_entry, c.first_entry + c.entries):
-            if c.of_q:
-                of_q.setdefault(entry, []).append((c.first_tile, c.end_tile))
-            if c.of_k:
-                of_k.setdefault((entry, c.first_key, c.end_key), []).append((c.first_tile, c.end_tile))
-
-    def cover(parts, end: int) -> bool:
-        return parts[0][0] == 0 and parts[-1][1] == end and all(a[1] == b[0] for a, b in pairwise(parts))
-
-    assert all(cover(parts, work.tiles) for parts in (*of_q.values(), *of_k.values()))
-    assert set(of_q) == {0, 1, 2}
-    for entry in range(3):
-        assert cover(sorted(key[1:] for key in of_k if key[0] == entry), work.keys)
+    for of in ("of_q", "of_k"):
+        pairs = {
+            entry: [c for c in all_chunks if getattr(c, of) and c.first_entry <= entry < c.first_entry + c.entries]
+            for entry in range(3)
+        }
+        for chunks in pairs.values():
+            assert sum(c.row_tiles * c.keys for c in chunks) == work.tiles * work.keys
+            corners = [(c.first_tile, c.first_key) for c in chunks]
+            # Sums go on where the last chunk of the same keys, or rows, left them.
+            assert sorted(corners, key=(lambda at: at) if of == "of_q" else (lambda at: at[::-1])) == corners
+            assert len(set(corners)) == len(corners)
 
 
 @BACKENDS
@@ -465,7 +507,15 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
 
 def test_a_workspace_that_is_too_small():
     plan = backward.plan(PROBLEM._replace(n_q=300, n_k=600), "hopper", 1 << 20)
-    assert plan == "the backward needs 3 MiB of workspace, and FFPA_WORKSPACE_MB is 1"
+    assert plan == "the backward needs 2 MiB of workspace, and FFPA_WORKSPACE_MB is 1"
+    assert backward.plan(PROBLEM._replace(n_q=300, n_k=600), "hopper", 2 << 20).chunks
+
+
+def test_short_sequences_cost_what_they_have():
+    """Not what they would have were all as long as the longest: 40,960 chunks."""
+    total = 32768
+    problem = PROBLEM._replace(batch=256, heads_kv=8, n_q=total, n_k=total, packed=(total, total))
+    assert sum(1 for _ in backward.plan(problem, "hopper", 1 << 30).all_chunks) < 2000
 
 
 @pytest.mark.parametrize(

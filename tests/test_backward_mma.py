@@ -66,7 +66,7 @@ def test_runs_on_a_hopper_gpu_too():
 def test_tiles_fit_head_dims(d, columns):
     see = Visibility(-1, -1, False)
     problem = Problem(
-        "backward", "cuda", "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, False, see, 0.1, 0.0, None, True, None, "f32", None
+        "backward", "cuda", "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, None, see, 0.1, 0.0, None, True, None, "f32", None
     )  # fmt: skip
     plan = backward.plan(problem, "mma", 1 << 30)
     assert plan.of_q.columns == plan.of_k.columns == columns

@@ -11,7 +11,7 @@ from ffpa_attn.spec import Problem, Visibility
 
 ALL_KEYS = Visibility(-1, -1, False)
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, ALL_KEYS, 0.04, 0.0, None, False, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, ALL_KEYS, 0.04, 0.0, None, False, None, "f32", None
 )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ class TestExplain:
 
 def test_every_candidate_gives_a_reason_or_none():
     for name, candidate in CANDIDATES.items():
-        for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=True)):
+        for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=(8192, 8192))):
             answer = candidate(problem, flags())
             assert answer is None or (isinstance(answer, str) and len(answer) > 10), name
 

@@ -499,7 +499,7 @@ def test_fakes_and_meta_tensors():
 # ---- which path, and what none can ----
 
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "e4m3", 1, 8, 8, 4096, 4096, 128, 128, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "e4m3", 1, 8, 8, 4096, 4096, 128, 128, None, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def test_graph_replays_on_a_gpu(device):
 # ---- the plan ----
 
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 8, 8192, 8192, 256, 256, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 8, 8192, 8192, 256, 256, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 
@@ -242,14 +242,14 @@ def test_what_runs(monkeypatch):
         (264, 8, 320),
         (320, 320, 320),
     ):
-        assert planned(d_qk=d_qk, d_v=d_v, packed=True) == FusedPlan(ForwardFused("bf16", columns))
+        assert planned(d_qk=d_qk, d_v=d_v, packed=(8192, 8192)) == FusedPlan(ForwardFused("bf16", columns))
     for changes, why in (
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles leave most of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
-        ({"packed": True, "batch": 2**20 - 31}, "row tiles in 32 bits"),
+        ({"packed": (2**30, 2**30), "batch": 2**20 - 31}, "row tiles in 32 bits"),
         ({"ENABLE_FFPA_SMEM_SWIZZLE_Q": True}, "SWIZZLE_Q"),
     ):
         assert why in planned(**changes), changes

@@ -25,7 +25,7 @@ CASES = [
     Case(heads_q=1, heads_kv=1, n_q=1800, n_k=1024, d=320, dtype=F16, rule={"causal": True}),
 ]  # fmt: skip
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ffpa_attn.two_phase import TwoPhasePlan
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 GPUS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
 HEAD_DIMS = [264, 320, 512, 640, 1024, 1152, 2048]

@@ -160,7 +160,7 @@ def test_gradients(device, scratch):
 # ---- the plan ----
 
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 128, 128, False, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 128, 128, None, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 

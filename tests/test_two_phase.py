@@ -478,7 +478,7 @@ def test_graph_replays_on_a_gpu(on_a_gpu):
 # ---- the plan ----
 
 PROBLEM = Problem(
-    "forward", "cuda", "sm_90", "bf16", 1, 32, 8, 8192, 8192, 640, 640, False, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 8, 8192, 8192, 640, 640, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
 )  # fmt: skip
 
 
@@ -500,7 +500,7 @@ def test_what_runs_on_wgmma(monkeypatch):
         (1024, 384),
         (1152, 384),
     ):
-        assert hopper(PROBLEM._replace(d_v=d_v, packed=True)).spec.columns == columns
+        assert hopper(PROBLEM._replace(d_v=d_v, packed=(8192, 8192))).spec.columns == columns
     for changes, why in (
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
@@ -510,7 +510,7 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"packed": True, "batch": 2**20 - 31}, "row tiles in 32 bits"),
     ):
         assert why in hopper(PROBLEM._replace(**changes)), changes
-    assert hopper(PROBLEM._replace(packed=True, batch=2**20 - 32)).kernel
+    assert hopper(PROBLEM._replace(packed=(8192, 8192), batch=2**20 - 32)).kernel
     assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
     assert hopper(PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
     assert "MiB of workspace" in hopper(PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
@@ -521,7 +521,7 @@ def test_what_runs_on_mma(arch, monkeypatch):
     """The levels where they are asked for, and where two phases cannot run or are slower."""
     mma, problem = partial(planned, "mma", monkeypatch), PROBLEM._replace(arch=arch)
     assert mma(problem).spec == ForwardTwoPhaseMma("bf16", 256)
-    assert mma(problem._replace(d_qk=64, packed=True)).spec.family == "forward_two_phase_mma"
+    assert mma(problem._replace(d_qk=64, packed=(8192, 8192))).spec.family == "forward_two_phase_mma"
     for changes in (
         {"d_qk": 512, "d_v": 512},
         {"level": 2},

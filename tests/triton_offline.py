@@ -91,7 +91,7 @@ def main(arch: str) -> dict[str, list[int]]:
     found = {}
     for d, rules in ((64, PLAIN), (256, PLAIN), (72, EVERY_RULE)):
         problem = Problem(
-            "forward", "cuda", arch if cuda else "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, False,
+            "forward", "cuda", arch if cuda else "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, None,
             Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None,
         )  # fmt: skip
         forward, backward = (

@@ -7,12 +7,17 @@
 // An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
 // through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or
 // some row tiles of a head: dK and dV are then sums over several chunks, which `partial` keeps in fp32. It has all
-// keys, or some key tiles: then it gives dK and dV only.
+// keys, or some key tiles: then it gives dK and dV, or dQ as a sum over several chunks.
+//
+// Of packed sequences an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
+// other (packed_tiles.cuh); so are its row tiles, those of all heads for each. A row of the workspace has keys of its
+// own sequence.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/attention_params.h"
+#include "attention/packed_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 
@@ -40,23 +45,38 @@ struct BackwardParams {
   float scale;  // dQ = scale · dS K
 
   float* statistics;    // [as lse][2]: LSE · log2(e), +inf where that is -inf; δ
-  uint64_t* live_rows;  // [batch · heads_q][ceil(n_q / kLiveRows)]: bit r of a word is 0 where row r must not count
+  uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
 
   int first_entry, entries;  // of the chunk
   int first_tile, end_tile;  // of the row tiles of each
   int first_key, end_key;    // multiples of kKeyTile
-  uint16_t* p;               // [entries · row tiles · kRowTile][end_key - first_key]
+  uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
-  float* partial;  // of dK and dV, where a chunk holds some row tiles of an entry; in the order of fragments
+  float* partial;  // of dK and dV where a chunk holds some row tiles of an entry, of dQ where it holds some keys; in
+                   // the order of fragments
 
   FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }
-  FFPA_HOST_DEVICE int tiles_of_head() const { return ceil_div(attention.n_q, kRowTile); }
+  FFPA_HOST_DEVICE int all_heads() const { return attention.heads_q * (attention.is_packed() ? 1 : attention.batch); }
+  FFPA_HOST_DEVICE int tiles_of_head() const { return tiles_of(attention.packed_q, attention.n_q, kRowTile); }
   FFPA_HOST_DEVICE int tiles_of_entry() const { return tiles_of_head() * attention.group; }
   FFPA_HOST_DEVICE int tiles_of_chunk() const { return end_tile - first_tile; }  // of each of its entries
   FFPA_HOST_DEVICE int heads_of_chunk() const { return max_of(tiles_of_chunk() / tiles_of_head(), 1); }
+  FFPA_HOST_DEVICE int keys_of_entry() const {
+    return tiles_of(attention.packed_k, attention.n_k, kKeyTile) * kKeyTile;
+  }
   FFPA_HOST_DEVICE int keys_of_chunk() const { return end_key - first_key; }
   FFPA_HOST_DEVICE int64_t workspace_rows() const { return int64_t(entries) * tiles_of_chunk() * kRowTile; }
-  FFPA_HOST_DEVICE int live_words() const { return ceil_div(attention.n_q, kLiveRows); }  // of a head
+  FFPA_HOST_DEVICE int workspace_columns() const {
+    return min_of(keys_of_chunk(), ceil_div(attention.n_k, kKeyTile) * kKeyTile);
+  }
+  FFPA_HOST_DEVICE int live_words() const {
+    return tiles_of(attention.packed_q, attention.n_q, kLiveRows);
+  }  // of a head
+
+ private:
+  FFPA_HOST_DEVICE int tiles_of(const PackedRows& packed, int n, int rows) const {
+    return attention.is_packed() ? packed_tiles(packed, attention.batch, rows) : ceil_div(n, rows);
+  }
 };
 
 struct BackwardChunk {

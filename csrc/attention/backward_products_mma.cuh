@@ -72,9 +72,9 @@ class BackwardProductsMma {
 
  private:
   FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (kOfQ) return run_over_keys(rows_of_product<Tiles>(params_, tile), Core::kStep).steps(Core::kStep);
-    const BatchEntry entry = batch_entry(attention_, entry_place(params_, tile.entry).batch);
-    const HeadRange heads = heads_of_chunk(params_);
+    if (kOfQ) return run_over_chunk(params_, rows_of_product<Tiles>(params_, tile), Core::kStep).steps(Core::kStep);
+    const BatchEntry entry = batch_entry(attention_, tile.batch);
+    const HeadRange heads = heads_of_chunk(params_, tile.batch);
     int steps = 0;
     FFPA_NO_UNROLL
     for (int head = heads.first; head < heads.end; ++head) {
@@ -89,28 +89,28 @@ class BackwardProductsMma {
     if (kOfQ) {
       begin_keys(tile);
     } else {
-      next_head_ = heads_of_chunk(params_).first;
+      next_head_ = heads_of_chunk(params_, tile.batch).first;
       steps_left_ = 0;
     }
     FFPA_NO_UNROLL
     for (int step = 0; step < ring_.ahead(); ++step) bring_step(tile);
   }
 
-  // All keys that the rows of a tile see, for dQ.
+  // The chunk's keys that the rows of a tile see, for dQ.
   FFPA_DEVICE void begin_keys(const ProductTile& tile) {
     const HeadRows rows = rows_of_product<Tiles>(params_, tile);
-    const Run run = run_over_keys(rows, Core::kStep);
+    const Run run = run_over_chunk(params_, rows, Core::kStep);
     const int64_t row = workspace_row(params_, tile.entry, 0) + tile.tile * Tiles::kRows;
-    begin_run(run, params_.ds + row * params_.keys_of_chunk() + run.begin - params_.first_key, attention_.k,
-              rows.batch(), entry_place(params_, tile.entry).head_kv, rows.entry.k, tile.column, attention_.d_qk);
+    const int column = run.begin - keys_in_chunk(params_, rows.batch()).begin;
+    begin_run(run, params_.ds + row * params_.workspace_columns() + column, attention_.k, rows.batch(),
+              head_kv_of(params_, tile.entry), rows.entry.k, tile.column, attention_.d_qk);
   }
 
   // The rows of the next query head that has any, for dK or dV; steps_left_ stays 0 where there is none.
   FFPA_DEVICE void begin_rows(const ProductTile& tile) {
-    const int end_head = heads_of_chunk(params_).end;
+    const int end_head = heads_of_chunk(params_, tile.batch).end;
     if (next_head_ == end_head) return;
-    const EntryPlace place = entry_place(params_, tile.entry);
-    const BatchEntry entry = batch_entry(attention_, place.batch);
+    const BatchEntry entry = batch_entry(attention_, tile.batch);
     Run run = {0, 0};
     FFPA_NO_UNROLL
     while (next_head_ < end_head && run.begin == run.end) {
@@ -118,13 +118,12 @@ class BackwardProductsMma {
     }
     if (run.begin == run.end) return;
     const bool of_v = tile.product == Product::kDv;
-    const int head_of_group = next_head_ - 1, head = place.head_kv * attention_.group + head_of_group;
-    const int64_t row =
-        workspace_row(params_, tile.entry, head_of_group * params_.tiles_of_head() - params_.first_tile) + run.begin;
-    begin_run(run, (of_v ? params_.p : params_.ds) + row * params_.keys_of_chunk() + tile.tile * Tiles::kRows,
-              of_v ? params_.grad_out : attention_.q, place.batch, head, entry.q, tile.column, tile.columns_of_all);
-    const int64_t word = (int64_t(place.batch) * attention_.heads_q + head) * params_.live_words();
-    live_gmem_ = reinterpret_cast<const uint32_t*>(params_.live_rows + word) + run.begin / 32;
+    const int head_of_group = next_head_ - 1, head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
+    const int64_t row = workspace_row_of_head(params_, tile, head_of_group) + run.begin;
+    const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin;
+    begin_run(run, (of_v ? params_.p : params_.ds) + row * params_.workspace_columns() + column,
+              of_v ? params_.grad_out : attention_.q, tile.batch, head, entry.q, tile.column, tile.columns_of_all);
+    live_gmem_ = reinterpret_cast<const uint32_t*>(live_rows_of_head(params_, tile.batch, head)) + run.begin / 32;
     live_ = ptx::ld_global_4(live_gmem_);
   }
 
@@ -132,7 +131,7 @@ class BackwardProductsMma {
   FFPA_DEVICE void begin_run(const Run& run, const uint16_t* a, const TensorView& x, int batch, int head,
                              const RowRange& range, int column, int columns_of_all) {
     steps_left_ = run.steps(Core::kStep);
-    a_ = {a, params_.keys_of_chunk(), Core::kRows, Core::kStep};
+    a_ = {a, params_.workspace_columns(), Core::kRows, Core::kStep};
     b_ = {x.data + batch * x.batch_stride + head * x.head_stride + int64_t(range.begin + run.begin) * x.row_stride +
               column,
           x.row_stride, range.end - range.begin - run.begin, columns_of_all - column};

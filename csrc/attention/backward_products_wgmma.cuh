@@ -66,8 +66,8 @@ struct BackwardProductsWgmmaConfig : Fields {
     const LaunchStatus statuses[] = {
         map_queries(arguments.q, a, a.q, a.d_qk), map_keys(arguments.k, a, a.k, a.d_qk),
         map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
-        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows()),
-        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows())};
+        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows()),
+        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows())};
     if (const LaunchStatus status = first_failure(statuses); !status.ok() || params.float_gradients) return status;
     const auto view = [](const GradientView& x) {
       return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
@@ -119,7 +119,7 @@ class BackwardProductsWgmma {
   // function(head of the group, run over its rows) for what dK or dV is summed over.
   template <class Function>
   FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
-    const HeadRange heads = heads_of_chunk(params_);
+    const HeadRange heads = heads_of_chunk(params_, tile.batch);
     FFPA_NO_UNROLL
     for (int head = heads.first; head < heads.end; ++head) {
       function(head, run_over_head<Tiles>(params_, tile, entry, head, tile::kBox));
@@ -135,56 +135,55 @@ class BackwardProductsWgmma {
         bring_keys(producer, tile);
         return;
       }
-      const EntryPlace place = entry_place(params_, tile.entry);
-      const BatchEntry entry = batch_entry(attention_, place.batch);
+      const BatchEntry entry = batch_entry(attention_, tile.batch);
       bool any = false;
       for_each_run(tile, entry, [&](int head_of_group, const Run& run) {
         any |= run.begin < run.end;
-        bring_rows(producer, tile, entry, place, head_of_group, run);
+        bring_rows(producer, tile, entry, head_of_group, run);
       });
       if (!any) producer.bring_zeros();
     });
   }
 
-  // All keys that the rows of a tile see, for dQ.
+  // The chunk's keys that the rows of a tile see, for dQ.
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
     const HeadRows rows = rows_of_product<Tiles>(params_, tile);
-    const MapPlace k = {rows.entry.k.begin, entry_place(params_, tile.entry).head_kv, map_batch(rows.batch())};
-    const Run run = run_over_keys(rows, tile::kBox);
+    const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
+    const Run run = run_over_chunk(params_, rows, tile::kBox);
     const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
+    const int before = keys_in_chunk(params_, rows.batch()).begin;
     if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
-      producer.bring_live_rows(live_box_rows(rows.n_k() - key, attention_.is_packed()),
-                               [&](uint32_t boxes_smem, uint32_t barrier) {
-                                 for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-                                   ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key, row + box * tile::kBox);
-                                 }
-                                 load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
-                               });
+      producer.bring_live_rows(
+          live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
+            for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+              ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - before, row + box * tile::kBox);
+            }
+            load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
+          });
     }
   }
 
   // The rows of one query head, for dK or dV.
   FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const ProductTile& tile, const BatchEntry& entry,
-                              const EntryPlace& place, int head_of_group, const Run& run) const {
+                              int head_of_group, const Run& run) const {
     const bool of_v = tile.product == Product::kDv;
     const ptx::TensorMap &a = of_v ? arguments_.p : arguments_.ds, &b = of_v ? arguments_.grad_out : arguments_.q;
-    const int head = place.head_kv * attention_.group + head_of_group;
-    const MapPlace q = {entry.q.begin, head, map_batch(place.batch)};
-    const int row_0 =
-        int(workspace_row(params_, tile.entry, head_of_group * params_.tiles_of_head() - params_.first_tile));
-    const int key = tile.tile * kKeyTile + rank_ * kRows;  // of the chunk
+    const int head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
+    const MapPlace q = {entry.q.begin, head, map_batch(tile.batch)};
+    const int row_0 = int(workspace_row_of_head(params_, tile, head_of_group));
+    const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin +
+                       rank_ * kRows;  // of P or dS
     const auto load = [&](int row) {
       return [&, row](uint32_t boxes_smem, uint32_t barrier) {
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-          ptx::tma_load_2d(boxes_smem, &a, barrier, key + box * tile::kBox, row_0 + row);
+          ptx::tma_load_2d(boxes_smem, &a, barrier, column + box * tile::kBox, row_0 + row);
         }
         load_columns(boxes_smem, b, barrier, q, tile.column, row);
       };
     };
-    const int64_t head_of_all = int64_t(place.batch) * attention_.heads_q + head;
-    const uint64_t* live = params_.live_rows + head_of_all * params_.live_words() + run.begin / kLiveRows;
+    const uint64_t* live = live_rows_of_head(params_, tile.batch, head) + run.begin / kLiveRows;
     const int steps = run.steps(tile::kBox);
     if (all_live(live, steps)) {
       FFPA_NO_UNROLL
@@ -239,9 +238,10 @@ class BackwardProductsWgmma {
   }
 
   FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (Config::kOfQ) return run_over_keys(rows_of_product<Tiles>(params_, tile), tile::kBox).steps(tile::kBox);
+    if (Config::kOfQ)
+      return run_over_chunk(params_, rows_of_product<Tiles>(params_, tile), tile::kBox).steps(tile::kBox);
     int steps = 0;
-    const BatchEntry entry = batch_entry(attention_, entry_place(params_, tile.entry).batch);
+    const BatchEntry entry = batch_entry(attention_, tile.batch);
     for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
     return steps;
   }
@@ -251,7 +251,8 @@ class BackwardProductsWgmma {
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp
-      const auto write = [&](auto first) {                                                      // from that fragment on
+      // From fragment `first` on.
+      const auto write = [&](auto first) {
         constexpr int kFirst = decltype(first)::value;
         writer.template write<kColumns / 8 - kFirst>(row, kFirst, [&](int n, float (&values)[4]) {
           FFPA_UNROLL

@@ -27,7 +27,7 @@ struct BackwardRowsConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(int64_t(params.attention.batch) * params.attention.heads_q * params.live_words());
+    shape.grid.x = uint32_t(int64_t(params.all_heads()) * params.live_words());
     shape.threads = kThreads;
     return shape;
   }
@@ -38,8 +38,13 @@ FFPA_KERNEL(Config::kThreads, 1)
 void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   using Element = typename Config::Dtype;
   const AttentionParams& attention = params.attention;
-  const int word = ptx::block_x() % params.live_words(), head_of_all = ptx::block_x() / params.live_words();
-  const int batch = head_of_all / attention.heads_q, head = head_of_all % attention.heads_q;
+  const int word_of_head = ptx::block_x() % params.live_words(), head_of_all = ptx::block_x() / params.live_words();
+  const int head = head_of_all % attention.heads_q;
+  int batch = head_of_all / attention.heads_q, word = word_of_head;  // of the batch entry
+  if (attention.is_packed()) {
+    batch = sequence_of_tile(attention.packed_q, attention.batch, word_of_head, kLiveRows);
+    word -= first_tile_of_sequence(attention.packed_q, batch, kLiveRows);
+  }
   const BatchEntry entry = batch_entry(attention, batch);
   const int warp = ptx::thread_x() / 32, lane = ptx::lane_id();
   const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
@@ -81,7 +86,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     }
   }
   uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();
-  if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word) + warp, uint16_t(live));
+  if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word_of_head) + warp, uint16_t(live));
 }
 
 }  // namespace ffpa

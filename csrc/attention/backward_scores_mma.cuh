@@ -143,8 +143,8 @@ class BackwardScoresMma {
   // Where this thread's pairs of the warp's first row and group lie in P and dS.
   FFPA_DEVICE int64_t first_pair(const ScoreTile& tile) const {
     const int64_t row = tile.workspace_row + core_.warp_row() + tile::c_coordinate(core_.lane(), 0).row;
-    const int key = tile.first_key - params_.first_key + core_.warp_column() + Fragments::first_column(core_.lane());
-    return row * params_.keys_of_chunk() + key;
+    const int column = tile.workspace_column + core_.warp_column() + Fragments::first_column(core_.lane());
+    return row * params_.workspace_columns() + column;
   }
 
   // function(packed, half of rows, where they lie) for 16 bytes at a time of 16 rows.
@@ -156,7 +156,7 @@ class BackwardScoresMma {
         const uint32_t (&x)[2 * kGroup] = packed[group];
         ptx::st_global_16(gmem + Fragments::column_of(group * kGroup), {x[h], x[2 + h], x[4 + h], x[6 + h]});
       }
-      gmem += int64_t{8} * params_.keys_of_chunk();
+      gmem += int64_t{8} * params_.workspace_columns();
     }
   }
 
@@ -170,7 +170,7 @@ class BackwardScoresMma {
         FFPA_UNROLL
         for (int i = 0; i < kGroup; ++i) packed[group][2 * i + h] = chunk[i];
       }
-      gmem += int64_t{8} * params_.keys_of_chunk();
+      gmem += int64_t{8} * params_.workspace_columns();
     }
   }
 
@@ -183,7 +183,7 @@ class BackwardScoresMma {
   }
 
   FFPA_DEVICE bool has_softcap() const { return attention_.softcap > 0; }
-  FFPA_DEVICE int64_t rows_16() const { return int64_t{16} * params_.keys_of_chunk(); }
+  FFPA_DEVICE int64_t rows_16() const { return int64_t{16} * params_.workspace_columns(); }
 
   FFPA_DEVICE void finish_p_of(const ScoreTile& tile, const typename Core::Sums& sums) const {
     Statistics lse2, delta;

@@ -62,8 +62,8 @@ struct BackwardScoresWgmmaConfig : Fields {
         map_keys(arguments.k, a, a.k, a.d_qk),
         map_keys(arguments.v, a, a.v, a.d_v),
         map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
-        map_matrix(arguments.p, params.p, params.keys_of_chunk(), params.workspace_rows(), Stores::kRows),
-        map_matrix(arguments.ds, params.ds, params.keys_of_chunk(), params.workspace_rows(), Stores::kRows)};
+        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows(), Stores::kRows),
+        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows(), Stores::kRows)};
     return first_failure(statuses);
   }
 };
@@ -148,7 +148,7 @@ class BackwardScoresWgmma {
       const KeptScoreTile tile = queue_.get();
       if (!tile.exists()) break;
       const auto store = [&](const ptx::TensorMap& map, int box, const tile::PackedRows& packed) {
-        const int column = tile.first_key() - params_.first_key + box * tile::kBox;
+        const int column = tile.workspace_column() + box * tile::kBox;
         const int row_of_all = tile.workspace_row() + row;
         stores.store(packed, [&](uint32_t smem) { ptx::tma_store_2d(&map, smem, column, row_of_all); });
       };

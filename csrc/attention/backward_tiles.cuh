@@ -14,25 +14,74 @@
 
 namespace ffpa {
 
-struct EntryPlace {
-  int batch, head_kv;
+FFPA_DEVICE int head_kv_of(const BackwardParams& params, int entry_of_chunk) {
+  return (params.first_entry + entry_of_chunk) % params.heads_kv();
+}
+FFPA_DEVICE int batch_of(const BackwardParams& params, int entry_of_chunk) {  // not of packed sequences
+  return (params.first_entry + entry_of_chunk) / params.heads_kv();
+}
+
+// A batch entry's tiles: of the row tiles of an entry, head after head, and of its key tiles.
+struct RowTilesOfHeads {
+  int first, of_head, group;
+
+  FFPA_DEVICE int first_of(int head) const { return first + head * of_head; }
+  FFPA_DEVICE int end() const { return first_of(group); }
 };
-FFPA_DEVICE EntryPlace entry_place(const BackwardParams& params, int entry_of_chunk) {
-  const int entry = params.first_entry + entry_of_chunk;
-  return {entry / params.heads_kv(), entry % params.heads_kv()};
+FFPA_DEVICE RowTilesOfHeads row_tiles_of(const BackwardParams& params, int batch) {
+  const AttentionParams& attention = params.attention;
+  const int group = attention.group;
+  if (!attention.is_packed()) return {0, params.tiles_of_head(), group};
+  const TileRange of_head = tiles_of_sequence(attention.packed_q, attention.batch, batch, kRowTile);
+  return {of_head.first * group, of_head.end - of_head.first, group};
+}
+FFPA_DEVICE TileRange key_tiles_of(const BackwardParams& params, int batch) {
+  const AttentionParams& attention = params.attention;
+  if (!attention.is_packed()) return {0, params.keys_of_entry() / kKeyTile};
+  return tiles_of_sequence(attention.packed_k, attention.batch, batch, kKeyTile);
+}
+
+// The batch entry that a row tile of the chunk belongs to, or a key tile of an entry.
+FFPA_DEVICE int batch_of_rows(const BackwardParams& params, int entry_of_chunk, int tile) {
+  const AttentionParams& attention = params.attention;
+  if (!attention.is_packed()) return batch_of(params, entry_of_chunk);
+  const int tile_of_head = (params.first_tile + tile) / attention.group;
+  return sequence_of_tile(attention.packed_q, attention.batch, tile_of_head, kRowTile);
+}
+FFPA_DEVICE int batch_of_keys(const BackwardParams& params, int entry_of_chunk, int key_tile) {
+  const AttentionParams& attention = params.attention;
+  if (!attention.is_packed()) return batch_of(params, entry_of_chunk);
+  return sequence_of_tile(attention.packed_k, attention.batch, key_tile, kKeyTile);
+}
+
+// Where a row tile of an entry is among those of its batch entry; a place that exists, whatever the offsets say.
+struct RowTilePlace {
+  int head, tile;  // of the group; of the head
+  int tiles_of_head;
+};
+FFPA_DEVICE RowTilePlace row_tile_place(const BackwardParams& params, int batch, int tile_of_entry) {
+  const RowTilesOfHeads all = row_tiles_of(params, batch);
+  const int tile = max_of(tile_of_entry - all.first, 0), head = min_of(tile / all.of_head, all.group - 1);
+  return {head, tile - head * all.of_head, all.of_head};
 }
 
 // `count` rows of one of the chunk's entries, a part of row tile `tile` of the chunk: from its row `offset` on.
-FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chunk, int tile, int offset, int count) {
-  const EntryPlace place = entry_place(params, entry_of_chunk);
-  const int tile_of_entry = params.first_tile + tile;
+FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chunk, int batch, int tile, int offset,
+                                  int count) {
+  const RowTilePlace place = row_tile_place(params, batch, params.first_tile + tile);
   HeadRows rows;
-  rows.entry = batch_entry(params.attention, place.batch);
-  rows.batch_index = place.batch;
-  rows.head_index = place.head_kv * params.attention.group + tile_of_entry / params.tiles_of_head();
-  rows.first = tile_of_entry % params.tiles_of_head() * kRowTile + offset;
+  rows.entry = batch_entry(params.attention, batch);
+  rows.batch_index = batch;
+  rows.head_index = head_kv_of(params, entry_of_chunk) * params.attention.group + place.head;
+  rows.first = place.tile * kRowTile + offset;
   rows.last = min_of(rows.first + count, rows.n_q()) - 1;
   return rows;
+}
+
+// Those keys of a batch entry that the chunk has.
+FFPA_DEVICE Run keys_in_chunk(const BackwardParams& params, int batch) {
+  const int before = key_tiles_of(params, batch).first * kKeyTile;
+  return {max_of(params.first_key - before, 0), params.end_key - before};
 }
 
 // Row 0 of that tile in the workspace.
@@ -51,6 +100,7 @@ struct ScoreTile {
   int head_kv;
   int first_key;
   int64_t workspace_row;
+  int workspace_column;
   bool is_read;      // by some product: the whole row tile has visible pairs among these keys
   bool is_computed;  // these rows have; otherwise P and dS are 0
 
@@ -62,35 +112,30 @@ struct ScoreTile {
 
 // The workspace bounds their number, and that of the gradients' tiles, far below 2^31.
 FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
-  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.keys_of_chunk() / kKeyTile);
+  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.workspace_columns() / kKeyTile);
 }
 
 // The tiles of this block, of those that are read: shared by all blocks evenly, whatever a mask hides. They come in
 // bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
 class ScoreTileSequence {
  public:
-  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params)
-      : params_(params),
-        heads_(params.heads_of_chunk()),
-        tiles_of_head_(params.tiles_of_chunk() / heads_),
-        bands_of_head_(ceil_div(tiles_of_head_, kBand)),
-        item_(ptx::block_x()) {
+  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params) : params_(params), item_(ptx::block_x()) {
+    batch_ = batch_of_rows(params_, 0, 0);
     enter_band();
   }
 
   // Whether there is one more.
   FFPA_DEVICE bool next(ScoreTile& tile) {
-    for (;; item_ += ptx::grid_x()) {
-      while (band_ < params_.entries * heads_ * bands_of_head_ && item_ >= band_end_) {
-        ++band_;
-        enter_band();
+    while (entry_ < params_.entries) {
+      if (item_ >= key_tiles_ * parts()) {
+        leave_band();
+        continue;
       }
-      if (band_ >= params_.entries * heads_ * bands_of_head_) return false;
-      tile = get(item_ - (band_end_ - key_tiles_ * parts()));
-      if (!tile.is_read) continue;
+      tile = get();
       item_ += ptx::grid_x();
-      return true;
+      if (tile.is_read) return true;
     }
+    return false;
   }
 
  private:
@@ -98,35 +143,46 @@ class ScoreTileSequence {
 
   FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // row by row, of the band
 
-  FFPA_DEVICE void enter_band() {
-    if (band_ >= params_.entries * heads_ * bands_of_head_) return;
-    const int head_of_all = band_ / bands_of_head_, first = band_ % bands_of_head_ * kBand;
-    entry_ = head_of_all / heads_;
-    first_tile_ = head_of_all % heads_ * tiles_of_head_ + first;
-    tiles_ = min_of(kBand, tiles_of_head_ - first);
-    const TileRange seen = visible_tiles(rows_of_tile(params_, entry_, first_tile_, 0, tiles_ * kRowTile), kKeyTile);
-    first_key_tile_ = max_of(seen.first, params_.first_key / kKeyTile);
-    key_tiles_ = max_of(min_of(seen.end, params_.end_key / kKeyTile) - first_key_tile_, 0);
-    band_end_ += key_tiles_ * parts();
+  FFPA_DEVICE void leave_band() {
+    item_ -= key_tiles_ * parts();
+    first_tile_ += tiles_;
+    if (first_tile_ == params_.tiles_of_chunk()) {
+      first_tile_ = 0;
+      if (++entry_ == params_.entries) return;
+      batch_ = batch_of_rows(params_, entry_, 0);
+    } else if (params_.first_tile + first_tile_ >= row_tiles_of(params_, batch_).end()) {
+      batch_ = min_of(batch_ + 1, params_.attention.batch - 1);
+    }
+    enter_band();
   }
 
-  FFPA_DEVICE ScoreTile get(int in_band) const {
-    const int first_key = (first_key_tile_ + in_band / parts()) * kKeyTile, part = in_band % parts();
+  // Row tiles of a head from first_tile_ on.
+  FFPA_DEVICE void enter_band() {
+    const RowTilePlace place = row_tile_place(params_, batch_, params_.first_tile + first_tile_);
+    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, kBand), params_.tiles_of_chunk() - first_tile_);
+    const HeadRows rows = rows_of_tile(params_, entry_, batch_, first_tile_, 0, tiles_ * kRowTile);
+    const TileRange seen = visible_tiles(rows, kKeyTile);
+    const Run keys = keys_in_chunk(params_, batch_);
+    first_key_tile_ = max_of(seen.first, keys.begin / kKeyTile);
+    key_tiles_ = max_of(min_of(seen.end, keys.end / kKeyTile) - first_key_tile_, 0);
+  }
+
+  FFPA_DEVICE ScoreTile get() const {
+    const int first_key = (first_key_tile_ + item_ / parts()) * kKeyTile, part = item_ % parts();
     const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
-    const HeadRows rows = rows_of_tile(params_, entry_, tile, offset, kScoreRows);
+    const HeadRows rows = rows_of_tile(params_, entry_, batch_, tile, offset, kScoreRows);
     return {rows,
-            entry_place(params_, entry_).head_kv,
+            head_kv_of(params_, entry_),
             first_key,
             workspace_row(params_, entry_, tile) + offset,
-            has_visible_pairs(rows_of_tile(params_, entry_, tile, 0, kRowTile), first_key),
+            first_key - keys_in_chunk(params_, batch_).begin,
+            has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile), first_key),
             has_visible_pairs(rows, first_key)};
   }
 
   const BackwardParams& params_;
-  int heads_, tiles_of_head_, bands_of_head_;
-  int item_;
-  int band_ = 0, band_end_ = 0;  // the items before its end are those of all bands up to it
-  int entry_, first_tile_, tiles_;
+  int item_;  // from the band's first one on
+  int entry_ = 0, batch_, first_tile_ = 0, tiles_;
   int first_key_tile_, key_tiles_;
 };
 
@@ -139,8 +195,25 @@ struct ProductTile {
   Product product;
   int entry;           // of the chunk
   int tile;            // of so many rows, or keys, of the chunk
+  int batch;           // that they belong to
   int column;          // the first one
   int columns_of_all;  // of the gradient
+
+  // What the chunk has of what it is summed over: row tiles of the entry, or of dQ key tiles. And all.
+  FFPA_DEVICE TileRange in_chunk(const BackwardParams& params) const {
+    if (product == Product::kDq) return {params.first_key / kKeyTile, params.end_key / kKeyTile};
+    return {params.first_tile, params.end_tile};
+  }
+  FFPA_DEVICE TileRange summed(const BackwardParams& params) const {
+    if (product == Product::kDq) return key_tiles_of(params, batch);
+    const RowTilesOfHeads all = row_tiles_of(params, batch);
+    return {all.first, all.end()};
+  }
+
+  FFPA_DEVICE bool has_pairs(const BackwardParams& params) const {
+    const TileRange part = in_chunk(params), all = summed(params);
+    return part.first < all.end && all.first < part.end;
+  }
 };
 
 // Tiles of dQ, or of dK and dV. Where all have as many steps, those of one head after the other: its K, or Q and dO,
@@ -154,40 +227,55 @@ class ProductTiles {
   static_assert(kRowTile % kRows == 0 && kKeyTile % kRows == 0, "a row or key tile is whole tiles");
 
   FFPA_HOST_DEVICE explicit ProductTiles(const BackwardParams& params)
-      : entries_(params.entries),
-        d_qk_(params.attention.d_qk),
-        d_v_(params.attention.d_v),
-        heads_(kOfQ ? params.heads_of_chunk() : 1),
-        tiles_(kOfQ ? params.tiles_of_chunk() * (kRowTile / kRows) / heads_ : params.keys_of_chunk() / kRows),
+      : params_(params),
+        heads_(kOfQ && !params.attention.is_packed() ? params.heads_of_chunk() : 1),
+        tiles_(kOfQ ? params.tiles_of_chunk() / heads_ * (kRowTile / kRows) : params.keys_of_chunk() / kRows),
         all_as_long_(params.attention.left < 0 && params.attention.right < 0 && !params.attention.is_packed()) {}
 
-  FFPA_HOST_DEVICE int count() const { return entries_ * heads_ * tiles_ * groups(); }
+  // Leaves out, of packed sequences, what has no rows in the chunk: on the host nobody knows.
+  FFPA_DEVICE void narrow() {
+    if (kOfQ || !params_.attention.is_packed()) return;
+    const int first_batch = batch_of_rows(params_, 0, 0);
+    const int last_batch = batch_of_rows(params_, 0, params_.tiles_of_chunk() - 1);
+    const int in_chunk = params_.first_key / kKeyTile;
+    const int first = max_of(key_tiles_of(params_, first_batch).first, in_chunk);
+    const int end = min_of(key_tiles_of(params_, last_batch).end, params_.end_key / kKeyTile);
+    before_ = (first - in_chunk) * (kKeyTile / kRows);
+    tiles_ = max_of(end - first, 0) * (kKeyTile / kRows);
+  }
+
+  FFPA_HOST_DEVICE int count() const { return params_.entries * heads_ * tiles_ * groups(); }
 
   FFPA_DEVICE ProductTile get(int item) const {
     const int group = item % groups(), tile_of_all = item / groups();
-    const int all_heads = entries_ * heads_;
+    const int all_heads = params_.entries * heads_;
     const int entry_head = all_as_long_ ? tile_of_all / tiles_ : tile_of_all % all_heads;
     const int rank = all_as_long_ ? tile_of_all % tiles_ : tile_of_all / all_heads;
     const bool of_v = group >= qk_groups();
-    return {kOfQ   ? Product::kDq
-            : of_v ? Product::kDv
-                   : Product::kDk,
-            entry_head / heads_, entry_head % heads_ * tiles_ + (kOfQ ? tiles_ - 1 - rank : rank),
-            (of_v ? group - qk_groups() : group) * kColumns, of_v ? d_v_ : d_qk_};
+    ProductTile tile;
+    tile.product = kOfQ ? Product::kDq : of_v ? Product::kDv : Product::kDk;
+    tile.entry = entry_head / heads_;
+    tile.tile = before_ + entry_head % heads_ * tiles_ + (kOfQ ? tiles_ - 1 - rank : rank);
+    tile.batch = kOfQ ? batch_of_rows(params_, tile.entry, tile.tile * kRows / kRowTile)
+                      : batch_of_keys(params_, tile.entry, (params_.first_key + tile.tile * kRows) / kKeyTile);
+    tile.column = (of_v ? group - qk_groups() : group) * kColumns;
+    tile.columns_of_all = of_v ? params_.attention.d_v : params_.attention.d_qk;
+    return tile;
   }
 
-  // Among the tiles of dK and dV of one entry.
+  // Among the tiles of one entry, of dQ or of dK and dV.
   FFPA_DEVICE int64_t index_in_entry(const ProductTile& tile) const {
     const int group = tile.column / kColumns + (tile.product == Product::kDv ? qk_groups() : 0);
     return int64_t(tile.tile) * groups() + group;
   }
 
  private:
-  FFPA_HOST_DEVICE int qk_groups() const { return ceil_div(d_qk_, kColumns); }
-  FFPA_HOST_DEVICE int groups() const { return qk_groups() + (kOfQ ? 0 : ceil_div(d_v_, kColumns)); }
+  FFPA_HOST_DEVICE int qk_groups() const { return ceil_div(params_.attention.d_qk, kColumns); }
+  FFPA_HOST_DEVICE int groups() const { return qk_groups() + (kOfQ ? 0 : ceil_div(params_.attention.d_v, kColumns)); }
 
-  int entries_, d_qk_, d_v_;
+  const BackwardParams& params_;
   int heads_, tiles_;  // of an entry; of each
+  int before_ = 0;     // tiles of the chunk that are left out
   bool all_as_long_;
 };
 
@@ -196,29 +284,34 @@ class ProductTiles {
 template <class Tiles, int kClusterBlocks = 1>
 class ProductTileSequence {
  public:
-  FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : tiles_(params) {}
+  FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : params_(params), tiles_(params) {
+    tiles_.narrow();
+  }
 
   // Whether there is one more.
   FFPA_DEVICE bool next(ProductTile& tile) {
     const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
-    const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
-    round_ += clusters;
-    backwards_ = !backwards_;
-    if (item >= tiles_.count()) return false;  // nor in any round after this one
-    tile = tiles_.get(item);
-    return true;
+    for (;;) {
+      const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
+      round_ += clusters;
+      backwards_ = !backwards_;
+      if (item >= tiles_.count()) return false;  // nor in any round after this one
+      tile = tiles_.get(item);
+      if (tile.has_pairs(params_)) return true;
+    }
   }
 
  private:
+  const BackwardParams& params_;
   Tiles tiles_;
   int round_ = 0;
   bool backwards_ = false;
 };
 
-// The first key of a tile of dK or dV.
+// The first key of a tile of dK or dV, of those of its batch entry.
 template <class Tiles>
 FFPA_DEVICE int first_key_of_product(const BackwardParams& params, const ProductTile& tile) {
-  return params.first_key + tile.tile * Tiles::kRows;
+  return params.first_key + tile.tile * Tiles::kRows - key_tiles_of(params, tile.batch).first * kKeyTile;
 }
 
 // The rows of a tile of dQ.
@@ -226,7 +319,13 @@ template <class Tiles>
 FFPA_DEVICE HeadRows rows_of_product(const BackwardParams& params, const ProductTile& tile) {
   constexpr int kParts = kRowTile / Tiles::kRows;
   const int part = Tiles::kOfQ ? tile.tile : 0;
-  return rows_of_tile(params, tile.entry, part / kParts, part % kParts * Tiles::kRows, Tiles::kRows);
+  return rows_of_tile(params, tile.entry, tile.batch, part / kParts, part % kParts * Tiles::kRows, Tiles::kRows);
+}
+
+// Of the keys that rows see, the chunk's: what a tile of dQ is summed over.
+FFPA_DEVICE Run run_over_chunk(const BackwardParams& params, const HeadRows& rows, int step) {
+  const Run keys = keys_in_chunk(params, rows.batch());
+  return whole_steps(max_of(visible_keys_begin(rows), keys.begin), min_of(visible_keys_end(rows), keys.end), step);
 }
 
 // Of the rows of a head that the chunk holds (those of its tiles [first_tile, end_tile)), the ones that see one of
@@ -239,22 +338,39 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
   return last_key < first_key || end <= begin ? Run{0, 0} : whole_steps(begin, end, step);
 }
 
-// Query heads (of the group) that the chunk holds rows of: [first, end).
+// Query heads (of the group) of a batch entry that the chunk holds rows of: [first, end).
 struct HeadRange {
   int first, end;
 };
-FFPA_DEVICE HeadRange heads_of_chunk(const BackwardParams& params) {
-  return {params.first_tile / params.tiles_of_head(), ceil_div(params.end_tile, params.tiles_of_head())};
+FFPA_DEVICE HeadRange heads_of_chunk(const BackwardParams& params, int batch) {
+  const RowTilesOfHeads all = row_tiles_of(params, batch);
+  return {max_of(params.first_tile - all.first, 0) / all.of_head,
+          ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)};
 }
 
 // What a tile of dK or dV is summed over in query head `head` (of the group).
 template <class Tiles>
 FFPA_DEVICE Run run_over_head(const BackwardParams& params, const ProductTile& tile, const BatchEntry& entry, int head,
                               int step) {
-  const int first = head * params.tiles_of_head();
+  const RowTilesOfHeads all = row_tiles_of(params, tile.batch);
+  const int first = all.first_of(head), end = all.first_of(head + 1);
   return run_over_rows(entry, first_key_of_product<Tiles>(params, tile), Tiles::kRows,
-                       max_of(params.first_tile - first, 0), min_of(params.end_tile - first, params.tiles_of_head()),
-                       step);
+                       max_of(params.first_tile - first, 0), min_of(params.end_tile, end) - first, step);
+}
+
+// Where the first of its rows would lie in the workspace, were it row 0 of the head.
+FFPA_DEVICE int64_t workspace_row_of_head(const BackwardParams& params, const ProductTile& tile, int head) {
+  return workspace_row(params, tile.entry, row_tiles_of(params, tile.batch).first_of(head) - params.first_tile);
+}
+
+// Of a query head of all, from the batch entry's first row on.
+FFPA_DEVICE const uint64_t* live_rows_of_head(const BackwardParams& params, int batch, int head) {
+  const AttentionParams& attention = params.attention;
+  if (attention.is_packed()) {
+    return params.live_rows + int64_t(head) * params.live_words() +
+           first_tile_of_sequence(attention.packed_q, batch, kLiveRows);
+  }
+  return params.live_rows + (int64_t(batch) * attention.heads_q + head) * params.live_words();
 }
 
 }  // namespace ffpa

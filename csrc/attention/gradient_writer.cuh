@@ -1,5 +1,5 @@
-// What becomes of a finished tile of dQ, dK or dV, 16 rows of a warp at a time. dK and dV: with what earlier chunks
-// left, for a later one or as the result.
+// What becomes of a finished tile of dQ, dK or dV, 16 rows of a warp at a time: with what earlier chunks left,
+// for a later one or as the result.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,18 @@ class GradientWriter {
  public:
   FFPA_DEVICE GradientWriter(const BackwardParams& params, const ProductTile& tile, int lane)
       : params_(params),
-        continues_(!kOfQ && params.first_tile > 0),
-        is_last_(kOfQ || params.end_tile == params.tiles_of_entry()),
+        continues_(tile.in_chunk(params).first > tile.summed(params).first),
+        is_last_(tile.in_chunk(params).end >= tile.summed(params).end),
         scale_(tile.product == Product::kDv ? 1.0f : params.scale),
         columns_(tile.columns_of_all - tile.column),
         lane_(lane),
         partial_(params.partial + Tiles(params).index_in_entry(tile) * int64_t{Tiles::kRows * Tiles::kColumns}) {
-    const EntryPlace place = entry_place(params, tile.entry);
     const HeadRows rows = rows_of_product<Tiles>(params, tile);
     const RowRange& all = kOfQ ? rows.entry.q : rows.entry.k;
     const int first = all.begin + (kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
     const GradientView& x = kOfQ ? params.dq : tile.product == Product::kDv ? params.dv : params.dk;
-    place_ = {first, kOfQ ? rows.head() : place.head_kv, params.attention.is_packed() ? 0 : place.batch};
+    place_ = {first, kOfQ ? rows.head() : head_kv_of(params, tile.entry),
+              params.attention.is_packed() ? 0 : tile.batch};
     rows_ = all.end - first;
     row_stride_ = x.row_stride;
     const int64_t offset =

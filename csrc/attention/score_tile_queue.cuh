@@ -27,11 +27,12 @@ class KeptScoreTile {
     ptx::st_shared_4(smem_, tile != nullptr);
     if (tile == nullptr) return;
     const HeadRows& rows = tile->rows;
-    const int numbers[] = {rows.batch(),   rows.head(),     rows.first_row(),         rows.last_row(),
-                           rows.n_q(),     rows.n_k(),      rows.nearest(),           rows.farthest(),
-                           rows.q_begin(), tile->first_key, int(tile->workspace_row), tile->is_computed};
+    const int numbers[] = {rows.batch(),     rows.head(),     rows.first_row(),         rows.last_row(),
+                           rows.n_q(),       rows.n_k(),      rows.nearest(),           rows.farthest(),
+                           rows.q_begin(),   tile->first_key, int(tile->workspace_row), tile->workspace_column,
+                           tile->is_computed};
     FFPA_UNROLL
-    for (int i = 0; i < 12; ++i) ptx::st_shared_4(smem_ + 4 + 4 * i, uint32_t(numbers[i]));
+    for (int i = 0; i < 13; ++i) ptx::st_shared_4(smem_ + 4 + 4 * i, uint32_t(numbers[i]));
   }
 
   FFPA_DEVICE bool exists() const { return number(-1) != 0; }
@@ -46,7 +47,8 @@ class KeptScoreTile {
   FFPA_DEVICE int q_begin() const { return number(8); }
   FFPA_DEVICE int first_key() const { return number(9); }
   FFPA_DEVICE int workspace_row() const { return number(10); }
-  FFPA_DEVICE bool is_computed() const { return number(11) != 0; }
+  FFPA_DEVICE int workspace_column() const { return number(11); }
+  FFPA_DEVICE bool is_computed() const { return number(12) != 0; }
 
   // All rows of a tile exist, and see all of its keys.
   FFPA_DEVICE bool all_seen() const {

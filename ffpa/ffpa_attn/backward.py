@@ -6,12 +6,13 @@ workspace (backward_chunks.py). `plan` is pure: the order of sums, and with it e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from . import archs, backward_chunks, checks
-from .backward_chunks import KEY_TILE, LIVE_ROWS, Chunk, Work
+from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Packed, Work
 from .backward_mask import MaskGradient
 from .spec import (
     MMA_PRODUCT_TILES,
@@ -33,12 +34,19 @@ class BackwardPlan(NamedTuple):
     of_q: BackwardProductsWgmma | BackwardProductsMma
     of_k: BackwardProductsWgmma | BackwardProductsMma
     chunks: tuple[Chunk, ...]
+    entries: int  # that have these chunks one after the other; 1 where they hold all entries
     pairs: int  # of the largest chunk: elements of P, and of dS
     partial_floats: int  # sums of dK and dV between chunks
 
     @property
     def kernel(self) -> str:
         return self.scores.name
+
+    @property
+    def all_chunks(self) -> Iterator[Chunk]:
+        for entry in range(self.entries):
+            for chunk in self.chunks:
+                yield chunk._replace(first_entry=chunk.first_entry + entry)
 
     @property
     def specs(self) -> tuple:
@@ -57,17 +65,22 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     scores, products, tiles = _FAMILIES[backend]
+    packed = p.packed and Packed(p.batch, *p.packed)
+    seen = visible_keys(p) / p.n_k if p.n_k else 1.0
+    if packed and p.n_k:
+        seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # where lengths are the same
     work = Work(
-        entries=p.batch * p.heads_kv,
+        entries=p.heads_kv * (1 if packed else p.batch),
         group=p.group,
         n_q=p.n_q,
         n_k=p.n_k,
         d_qk=p.d_qk,
         d_v=p.d_v,
-        seen=visible_keys(p) / p.n_k if p.n_k else 1.0,
+        seen=seen,
         multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
+        packed=packed,
     )
-    chunks = tuple(backward_chunks.cut(work, tiles, cap)) if work.entries * work.tiles * work.n_k else ()
+    chunks, entries = backward_chunks.cut(work, tiles, cap) if work.entries * p.n_q * p.n_k else ([], 1)
     largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, True, True)
     of_q, of_k = (
         products(
@@ -77,13 +90,17 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         )
         for of_q in (True, False)
     )
-    pairs = max((c.pairs for c in chunks), default=0)
-    in_parts = (c.keys for c in chunks if c.of_k and c.row_tiles < work.tiles)
-    partial = max(in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns)
+    pairs = max((c.rows * work.columns_of(c.keys) for c in chunks), default=0)
+    keys_in_parts = (c.keys for c in chunks if c.of_k and c.row_tiles < work.tiles)
+    rows_in_parts = (c.row_tiles * ROW_TILE for c in chunks if c.of_q and c.keys < work.keys)
+    partial = max(
+        max(keys_in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns),
+        max(rows_in_parts, default=0) * backward_chunks.sums_of_row(work, of_q.columns),
+    )
     needed = 4 * (pairs + partial)
     if needed > cap:
         return f"the backward needs {-(-needed >> 20)} MiB of workspace, and FFPA_WORKSPACE_MB is {cap >> 20}"
-    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k, chunks, pairs, partial)
+    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k, tuple(chunks), entries, pairs, partial)
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
@@ -130,11 +147,12 @@ def backward(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    batch, n_q = (len(offsets[0]) - 1, min(offsets[2], q.shape[-2])) if offsets else (len(q), q.shape[-2])
     p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
     partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
     statistics = empty(*lse.shape, 2, dtype=torch.float32)
-    live_rows = empty(batch * q.shape[-3] * -(-n_q // LIVE_ROWS), dtype=torch.int64)
+    heads, n_q = q.shape[:-2].numel(), q.shape[-2]
+    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # as packed_tiles.cuh
+    live_rows = empty(heads * live_words, dtype=torch.int64)
 
     see = rule.visibility
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -145,7 +163,7 @@ def backward(
     rows, scores, of_q, of_k = map(kernel, plan.specs)
     of_mask = None if d_mask is None else MaskGradient(d_mask, q, k)
     run(rows, *call, *plan.chunks[0].place)
-    for chunk in plan.chunks:
+    for chunk in plan.all_chunks:
         gives_mask = of_mask is not None and chunk.of_q  # which every pair does once
         if gives_mask and see.bounded:
             ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written

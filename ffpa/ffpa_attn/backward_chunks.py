@@ -47,8 +47,24 @@ class Chunk(NamedTuple):
         return self.end_key - self.first_key
 
     @property
+    def rows(self) -> int:
+        return self.entries * self.row_tiles * ROW_TILE
+
+    @property
     def pairs(self) -> int:
-        return self.entries * self.row_tiles * ROW_TILE * self.keys
+        """Not of packed sequences, whose rows have at most the keys of one."""
+        return self.rows * self.keys
+
+
+class Packed(NamedTuple):
+    """Sequences one after the other; rows and keys of all of them."""
+
+    sequences: int
+    rows: int
+    keys: int
+
+    def tiles(self, count: int, size: int) -> int:
+        return count // size + self.sequences  # as csrc/attention/packed_tiles.cuh
 
 
 class Work(NamedTuple):
@@ -62,10 +78,11 @@ class Work(NamedTuple):
     d_v: int
     seen: float = 1.0  # part of the keys that a row sees, on average
     multiprocessors: int = 132
+    packed: Packed | None = None  # entries are then key/value heads; n_q and n_k of the longest sequence
 
     @property
     def tiles_of_head(self) -> int:
-        return -(-self.n_q // ROW_TILE)
+        return self.packed.tiles(self.packed.rows, ROW_TILE) if self.packed else -(-self.n_q // ROW_TILE)
 
     @property
     def tiles(self) -> int:
@@ -73,12 +90,25 @@ class Work(NamedTuple):
 
     @property
     def keys(self) -> int:
+        return self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else self.columns
+
+    @property
+    def columns(self) -> int:
+        """Keys of a row in the workspace, where a chunk has all."""
         return -(-self.n_k // KEY_TILE) * KEY_TILE
+
+    def columns_of(self, keys: int) -> int:
+        return min(keys, self.columns)
 
 
 def sums_of_key(work: Work, width: int) -> int:
     """Floats of dK and dV of one key, in tiles of this width."""
     return (-(-work.d_qk // width) - (-work.d_v // width)) * width
+
+
+def sums_of_row(work: Work, width: int) -> int:
+    """Floats of dQ of one row."""
+    return -(-work.d_qk // width) * width
 
 
 # ---- how long ----
@@ -103,7 +133,7 @@ def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: b
             count = entries * row_tiles * (ROW_TILE // tile.rows) * -(-work.d_qk // tile.columns)
             return _steps_of_product(count, tile, work.n_k * work.seen, work.n_k, work.multiprocessors)
         count = entries * -(-work.keys // tile.rows) * (sums_of_key(work, tile.columns) // tile.columns)
-        longest = row_tiles * ROW_TILE
+        longest = min(row_tiles, work.group * -(-work.n_q // ROW_TILE)) * ROW_TILE
         return _steps_of_product(count, tile, longest * work.seen, longest, work.multiprocessors)
 
     return min((steps(tile), tile) for tile in tiles)
@@ -111,7 +141,7 @@ def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: b
 
 def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
     """Of whole entries."""
-    pairs = entries * work.tiles * 2 * (work.keys // KEY_TILE) * work.seen  # in tiles
+    pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # in tiles
     of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
     products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
     return -(-pairs // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
@@ -129,8 +159,15 @@ def _parts(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
-    """The row tiles of an entry, at most so many at a time: some whole heads, or a part of one."""
+    """The row tiles of an entry, at most so many at a time: some whole heads, or a part of one; or some packed sequences, whole
+    ones if they are about as long.
+    """
     of_head = work.tiles_of_head
+    if work.packed:
+        of_sequence = work.tiles // work.packed.sequences
+        step = most // of_sequence * of_sequence or max(most, 1)
+        yield from ((first, min(first + step, work.tiles)) for first in range(0, work.tiles, step))
+        return
     if most >= of_head:
         for first, end in _parts(work.group, most // of_head):
             yield first * of_head, end * of_head
@@ -147,31 +184,51 @@ def _whole_entries(work: Work, tiles: Tiles, most: int, enough: int) -> int:
     return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, tiles, count))
 
 
-def cut(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
+def _bytes(work: Work, row_tiles: int, keys: int) -> int:
+    """Of P and dS."""
+    return row_tiles * ROW_TILE * work.columns_of(keys) * _BYTES_OF_PAIR
+
+
+def cut(work: Work, tiles: Tiles, cap: int) -> tuple[list[Chunk], int]:
     """Whole entries if one fits, as many as are fastest; else row tiles of one; and if the sums of dK and dV leave too little,
-    dQ by row tiles, and then dK and dV by keys.
+    dQ by row tiles, or by keys of one, and then dK and dV by keys.
+
+    And how often: chunks of less than an entry are those of the first one, and the same for every other.
     """
-    of_tile = ROW_TILE * work.keys * _BYTES_OF_PAIR
-    of_entry = work.tiles * of_tile
+    of_entry = _bytes(work, work.tiles, work.keys)
     if of_entry <= cap:
         most = min(cap // of_entry, work.entries)
-        for first, end in _parts(work.entries, _whole_entries(work, tiles, most, _ENOUGH_BYTES // of_entry)):
-            yield Chunk(first, end - first, 0, work.tiles, 0, work.keys, True, True)
-        return
+        parts = _parts(work.entries, _whole_entries(work, tiles, most, _ENOUGH_BYTES // of_entry))
+        return [Chunk(first, end - first, 0, work.tiles, 0, work.keys, True, True) for first, end in parts], 1
+    return list(_parts_of_entry(work, tiles, cap)), work.entries
+
+
+def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
+    def chunk(row_tiles: tuple[int, int], keys: tuple[int, int], of_q: bool, of_k: bool) -> Chunk:
+        return Chunk(0, 1, *row_tiles, *(tile * KEY_TILE for tile in keys), of_q, of_k)
+
+    all_keys = 0, work.keys // KEY_TILE
+    of_tile = _bytes(work, 1, work.keys)
     partial_of_key = 4 * max(sums_of_key(work, width) for width, *_ in tiles)
     partial = work.keys * partial_of_key
-    for entry in range(work.entries):
-        if partial + of_tile * 4 <= cap:
-            for first, end in _row_parts(work, (cap - partial) // of_tile):
-                yield Chunk(entry, 1, first, end, 0, work.keys, True, True)
-            continue
-        of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
-        beside_a_row_tile = (cap - of_tile) // (KEY_TILE * partial_of_key)
-        key_parts = list(_parts(work.keys // KEY_TILE, min(cap // 4 // of_key_tile, beside_a_row_tile)))
-        left = cap - key_parts[0][1] * KEY_TILE * partial_of_key  # the sums are there all the time
-        for first, end in _row_parts(work, left // of_tile):
-            yield Chunk(entry, 1, first, end, 0, work.keys, True, False)
-        for first_key, end_key in key_parts:
-            row_tiles = left // (ROW_TILE * (end_key - first_key) * KEY_TILE * _BYTES_OF_PAIR)
-            for first, end in _row_parts(work, row_tiles):
-                yield Chunk(entry, 1, first, end, first_key * KEY_TILE, end_key * KEY_TILE, False, True)
+    if partial + of_tile * 4 <= cap:
+        for rows in _row_parts(work, (cap - partial) // of_tile):
+            yield chunk(rows, all_keys, True, True)
+        return
+    of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
+    most_key_tiles = cap // 4 // of_key_tile
+    if of_tile < cap:  # then beside a row tile
+        most_key_tiles = min(most_key_tiles, (cap - of_tile) // (KEY_TILE * partial_of_key))
+    key_parts = list(_parts(all_keys[1], most_key_tiles))
+    left = cap - key_parts[0][1] * KEY_TILE * partial_of_key  # the sums are there all the time
+    if of_tile <= left:
+        for rows in _row_parts(work, left // of_tile):
+            yield chunk(rows, all_keys, True, False)
+    else:
+        left = min(left, cap - 4 * ROW_TILE * max(sums_of_row(work, width) for width, *_ in tiles))
+        for row_tile in range(work.tiles):
+            for keys in _parts(all_keys[1], left // _bytes(work, 1, KEY_TILE)):
+                yield chunk((row_tile, row_tile + 1), keys, True, False)
+    for keys in key_parts:
+        for rows in _row_parts(work, left // _bytes(work, 1, (keys[1] - keys[0]) * KEY_TILE)):
+            yield chunk(rows, keys, False, True)

@@ -160,6 +160,9 @@ class Dense:
         n, h = (2, 1) if self.layout == "BHND" else (1, 2)
         return q.shape[0], q.shape[h], k.shape[h], q.shape[n], k.shape[n]
 
+    def packed(self, q, k) -> None:
+        return None
+
     def lse_shape(self, q) -> tuple:
         n, h = (2, 1) if self.layout == "BHND" else (1, 2)
         return (q.shape[0], q.shape[h], q.shape[n])
@@ -203,6 +206,10 @@ class Packed:
         cu_q, _, max_q, max_k = self.offsets
         return cu_q.shape[0] - 1, q.shape[1], k.shape[1], min(max_q, q.shape[0]), min(max_k, k.shape[0])
 
+    def packed(self, q, k) -> tuple[int, int]:
+        """Rows and keys of all sequences."""
+        return q.shape[0], k.shape[0]
+
     def lse_shape(self, q) -> tuple:
         return (q.shape[1], q.shape[0])
 
@@ -230,7 +237,7 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
     )
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], isinstance(form, Packed), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
+        q.shape[-1], v.shape[-1], form.packed(q, k), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
     )  # fmt: skip
 

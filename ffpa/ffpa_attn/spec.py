@@ -71,7 +71,7 @@ class Problem(NamedTuple):
     n_k: int
     d_qk: int
     d_v: int
-    packed: bool  # varlen
+    packed: tuple[int, int] | None  # varlen: rows and keys of all sequences
     visibility: Visibility
     scale: float
     softcap: float
