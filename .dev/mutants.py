@@ -691,7 +691,7 @@ MUTANTS = [
         ("shared boxes: a block ends before the other", "    if constexpr (Ring::kClusterBlocks > 1) ring_.meet();\n", ""),
         ("shared boxes: both blocks bring the same", "rank_ * Ring::kOwnBoxesB + i", "i"),
         ("shared boxes: both blocks have the same rows of dQ", "* kRowTile + rank_ * kRows;", "* kRowTile;"),
-        ("shared boxes: both blocks have the same keys", "* kKeyTile + rank_ * kRows;", "* kKeyTile;"),
+        ("shared boxes: both blocks have the same keys", "rank_ * kRows;  // of P or dS", "0;"),
         ("shared boxes: both blocks write the same rows", "const int row = rank_ * kRows + ", "const int row = "),
         only="tiles_of_products and 256 and not cuda",
     ),

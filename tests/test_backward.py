@@ -502,6 +502,22 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
         assert torch.equal(x[rows], y[rows])
 
 
+@pytest.mark.large
+@BACKENDS
+def test_more_than_31_bits_of_offsets(backend, device, forced):
+    """Tensors of 4.3 GB: what the last batch entry gets, it gets alone."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 50 << 30:
+        pytest.skip("needs 50 GB of a GPU")
+    forced(backend, device)
+    shape = 1025, 64, 128, 264  # 2^31 elements and more
+    q, k, v, g = (torch.empty(shape, device=device, dtype=torch.bfloat16).normal_() for _ in range(4))
+    out, lse = ffpa_attn.ffpa(q, k, v, causal=True, return_lse=True)
+    got = torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse, causal=True)[:3]
+    last = [x[-1:].clone() for x in (q, k, v, out, lse)]
+    want = torch.ops.ffpa_attn.backward(g[-1:].clone(), None, *last, causal=True)[:3]
+    assert all(torch.equal(x[-1:], y) for x, y in zip(got, want, strict=True))
+
+
 # ---- plans ----
 
 

@@ -124,18 +124,30 @@ FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::c
 // it.
 FFPA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Host. The driver's encoder is fetched through the runtime, so that nothing links with libcuda.
+struct TensorMapEncoder {
+  void* function;
+  LaunchStatus status;
+};
+
+// The driver's, fetched through the runtime, so that nothing links with libcuda.
+inline TensorMapEncoder find_tensor_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  constexpr unsigned kFirstVersion = 12000;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return {nullptr, {static_cast<int>(error), cudaGetErrorString(error)}};
+  if (found != cudaDriverEntryPointSuccess) return {nullptr, {1, "the driver has no cuTensorMapEncodeTiled"}};
+  return {function, {}};
+}
+
+// Host.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  constexpr unsigned kFirstVersion = 12000;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kFirstVersion, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return {static_cast<int>(error), cudaGetErrorString(error)};
-  if (found != cudaDriverEntryPointSuccess) return {1, "the driver has no cuTensorMapEncodeTiled"};
+  static const TensorMapEncoder encoder = find_tensor_map_encoder();
+  if (!encoder.status.ok()) return encoder.status;
 
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   if (spec.swizzle == Swizzle::k128Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
@@ -149,7 +161,7 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
     element_stride[i] = 1;
     if (i > 0) stride[i - 1] = spec.stride_bytes[i];
   }
-  const CUresult result = reinterpret_cast<Encode>(entry)(
+  const CUresult result = reinterpret_cast<Encode>(encoder.function)(
       &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
       const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
