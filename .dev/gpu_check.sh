@@ -28,7 +28,7 @@ step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16
 step small env FFPA_BACKEND=triton "$PY" bench/small.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py tests/test_{two_phase,backward}.py \
+    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py tests/test_{fused,two_phase,backward}.py \
     -k "(on_a_gpu or test_backward and cuda) and not bits_repeat and not long_sequences and not more_than_31"
 done
 echo

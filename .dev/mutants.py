@@ -41,7 +41,11 @@ def _kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
 
 def _fused(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     """The narrowest of its instances, which is what most of its tests run."""
-    tests = "tests/test_fused.py -k 'not cuda and not large and (d64 or rows or repeat or references or packed)'"
+    return _in(file, "tests/test_fused.py -k 'd64 and not cuda and not large'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
+def _pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
@@ -539,6 +543,16 @@ MUTANTS = [
         ("bench: the small workload's kernels", "bench.run(w, full,", "bench.run(w, w,"),
     ),
     *_emulator(
+        "shared_memory.cpp",
+        ("copies to another block: the source written once they have landed", "word.copied_time > warp.clock.at[kAsyncAgent]", "false"),
+    ),
+    *_emulator(
+        "tma.cpp",
+        ("copies to another block: the source needs no fence", "  note_bulk_read_begin(from, source, bytes, warp, lane, site);\n", ""),
+        ("copies to another block: over what is not read", "  note_write(to, destination, bytes, warp, lane, site, WriteKind::kAsyncIssue);\n  if (machine->options.poison) std::memset(target", "  if (machine->options.poison) std::memset(target"),
+        ("copies to another block: a block that has exited", "if (has_exited(to))", "if (false)"),
+    ),
+    *_emulator(
         "mbarrier.cpp",
         ("tracked copies: phase ends with the first arrival", "if (barrier.copy_arrivals.empty() || barrier.pending_arrivals != barrier.copy_arrivals.size()) return;", ""),
         ("tracked copies: never land", "land_tracked_copies(*arrival.lane, arrival.time);", ""),
@@ -746,23 +760,60 @@ MUTANTS = [
     ),
     *_fused(
         "csrc/attention/forward_fused.cuh",
-        ("fused: boxes of rows that do not all exist", "if (rows.last + 1 - first >= Config::Stores::kRows) {", "if (true) {"),
         ("fused: the block ends before its copies", "    stores.wait();\n", ""),
-        ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(q_empty(), parity);\n", ""),
-        ("fused: Q before it is there", "          ptx::mbarrier_wait(q_full(), parity);\n", ""),
-        ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (lane_ == 0 && tile + 1 == tiles.end) ptx::mbarrier_arrive(q_empty());\n              queue_scores(scores, group);\n"),
-        ("fused: O does not follow its references", "if (moved) {", "if (false) {"),
-        ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
+        ("fused: Q before it is there", "          ptx::mbarrier_wait(queries().full(), parity);\n", ""),
+        ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores(scores, group);\n"),
+        ("fused: O does not follow its references", "if (moved) rescale", "if (false) rescale"),
         ("fused: V is given back before its product is done", "              ptx::wgmma_wait_group<0>();\n              release();\n              if (moved)", "              release();\n              ptx::wgmma_wait_group<0>();\n              if (moved)"),
         ("fused: K is given back before its product is done", "              ptx::wgmma_wait_group<1>();\n              release();\n", "              release();\n              ptx::wgmma_wait_group<1>();\n"),
-        ("fused: P while its product reads it", "              ptx::wgmma_wait_group<1>();\n              release();\n", "              ptx::wgmma_wait_group<1>();\n              release();\n              pack(p, scores);\n"),
+        ("fused: P while its product reads it", "              ptx::wgmma_wait_group<1>();\n              release();\n", "              ptx::wgmma_wait_group<1>();\n              release();\n              pack_probabilities<Element>(p, scores);\n"),
         ("fused: slots before they have landed", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n", ""),
         ("fused: V behind a packed sequence as it is", "(tile - 1) * kKeys, n_k)", "(tile - 1) * kKeys, kLargestInt)"),
-        ("fused: all tiles are plain", "all_seen && params_.softcap == 0", "params_.softcap == 0"),
-        ("fused: negative scales are plain", " && params_.score_factor > 0;", ";"),
         ("fused: the first tile adds to O", "queue_product(out, p, tile > tiles.first + 1);", "queue_product(out, p, true);"),
         ("fused: a row tile without keys keeps what registers held", "for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;", "for (int i = 0; i < 0; ++i) out[i] = 0;"),
-        ("fused: maxima of a thread's keys", "      maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n", ""),
+    ),
+    *_fused(
+        "csrc/attention/fused_steps.cuh",
+        ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
+        ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
+        ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
+        ("fused: all tiles are plain", "all_seen && params.softcap == 0", "params.softcap == 0"),
+        ("fused: negative scales are plain", " && params.score_factor > 0;", ";"),
+        ("fused: maxima of a thread's keys", "    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n", ""),
+    ),
+    *_pair(
+        "csrc/attention/forward_pair.cuh",
+        ("pair: a block ends before the other", "    meet();  // nobody leaves while the other block still copies or arrives there\n", ""),
+        ("pair: the block ends before its copies", "    stores.wait();\n", ""),
+        ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),
+        ("pair: S of the first keys in both blocks", "place, first_key(tile, rank_));", "place, first_key(tile, 0));"),
+        ("pair: V of the other keys first", "first_key(tile - 1, rank_), n_k);\n        bring_values(producer, place, first_key(tile - 1, 1 - rank_)", "first_key(tile - 1, 1 - rank_), n_k);\n        bring_values(producer, place, first_key(tile - 1, rank_)"),
+        ("pair: V behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
+        ("pair: the first columns of V in both blocks", "place, rank_ * kOwnColumns + box", "place, box"),
+        ("pair: the first columns of O from both blocks", "at.row(), rank_ * kOwnColumns,", "at.row(), 0,"),
+        ("pair: keys hidden as if they were the other block's", "kept.get(), first_key(tile, rank_), at.row()", "kept.get(), first_key(tile, 1 - rank_), at.row()"),
+        ("pair: a message over one that is not read", "    ptx::mbarrier_wait(message_empty(group), (messages_ & 1) ^ 1);\n", ""),
+        ("pair: a message before it is there", "    ptx::mbarrier_wait(message_full(at.group()), messages_ & 1);\n", ""),
+        ("pair: a message of what is not fenced", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (ptx::elect_one()) {", "    ptx::sync_warp();\n    if (ptx::elect_one()) {"),
+        ("pair: P acknowledged before its product is done", "              ptx::wgmma_wait_group<0>();\n              release(Config::kValueParts);\n              acknowledge(at.group());\n            }", "              acknowledge(at.group());\n              ptx::wgmma_wait_group<0>();\n              release(Config::kValueParts);\n            }"),
+        ("pair: sums not acknowledged", "    acknowledge(at.group());\n  }\n", "  }"),
+        ("pair: P over rows of O on their way", "    if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before\n", ""),
+        ("pair: Q given back before the last S", "              follow(out, of_out, state.reference);\n              queue_scores", "              follow(out, of_out, state.reference);\n              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores"),
+        ("pair: K given back before its product is done", "              ptx::wgmma_wait_group<1>();\n              release(1);\n", "              release(1);\n              ptx::wgmma_wait_group<1>();\n"),
+        ("pair: O does not follow the other block's references", "    follow(out, of_out, larger);\n    lower_their_p", "    lower_their_p"),
+        ("pair: O does not follow the last tile's references", "            queries().release(lane_);\n            follow(out, of_out, state.reference);\n", "            queries().release(lane_);\n"),
+        ("pair: P of smaller references as it came", "    if (ptx::vote_any(lower[0] || lower[1])) {", "    if (false) {"),
+        ("pair: P of the upper rows lowered as that of the lower", "const float factor = growth(theirs[h], references[h]);", "const float factor = growth(theirs[0], references[0]);"),
+        ("pair: P lowered behind the product's back", "      ptx::fence_proxy_async();\n    }\n", "    }\n"),
+        ("pair: the product of P that another warp still lowers", "    ptx::bar_sync(1 + at.group(), tile::kGroupThreads);  // the product reads the rows of all its warps\n", ""),
+        ("pair: P that came too early as it was", "              lower(scores, late);\n", ""),
+        ("pair: sums do not follow the other block's references", "        state.sum[h] *= late[h];\n", ""),
+        ("pair: sums of one block's keys", "state.sum[h] + note(at, r)", "state.sum[h]"),
+    ),
+    *_pair(
+        "csrc/attention/item_queue.cuh",
+        ("item queue: a copy of what is not fenced", "        ptx::fence_proxy_async();\n", ""),
+        ("item queue: said in the own block", "ptx::mbarrier_arrive_remote(empty(place()), 0)", "ptx::mbarrier_arrive(empty(place()))"),
     ),
     *_two_phase(
         "csrc/attention/two_phase_tiles.cuh",
@@ -822,11 +873,17 @@ MUTANTS = [
         ("two-phase: scratch without the references", "of_tile = ROWS * (KEYS * 2 + 4)", "of_tile = ROWS * KEYS * 2"),
         ("two-phase: scratch without the last columns of O", "out = -(-d_v // columns) * columns * ROWS * 4", "out = d_v * ROWS * 4"),
         ("two-phase: a window's tiles end to end", "// KEYS + 1)", "// KEYS)"),
-        ("two-phase: a tile for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
-        ("two-phase: few blocks in a small workspace", "blocks < enough or chunk_keys", "chunk_keys"),
+        ("two-phase: few blocks in a small workspace", "blocks < row_tiles.least_blocks(p) or chunk_keys", "chunk_keys"),
         ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
-        ("two-phase: more row tiles than 32 bits count", "if _row_tiles(p) > _MOST_ROW_TILES:", "if False:"),
-        ("two-phase: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
+    ),
+    *_in(
+        "row_tiles.py",
+        "tests/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
+        ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
+        ("row tiles: more than 32 bits count", "if count(p) > _MOST_TILES:", "if False:"),
+        ("row tiles: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
+        ("row tiles: a pair counts as a block", "(busy := tiles * blocks_of_tile)", "(busy := tiles)"),
+        ENABLE_FFPA_DEBUG="1",
     ),
 ]  # fmt: skip
 

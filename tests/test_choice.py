@@ -166,7 +166,7 @@ class TestForced:
     @pytest.mark.parametrize("backend", [name for name in env.BACKENDS if name not in ("auto", "sdpa", "reference")])
     def test_backend_never_falls_back_on_a_gpu(self, backend):
         reason = {
-            "hopper": "forward_two_phase_bf16_columns256 is left out",
+            "hopper": "forward_pair_bf16_columns512 is left out",
             "mma": r"forward_mma_bf16_\S+ is left out",
             "triton": "the Triton kernels",
         }[backend]
@@ -230,8 +230,7 @@ class TestWarnings:
     def test_a_gpu_without_kernels_warns_with_the_reasons(self):
         choice = choose(PROBLEM._replace(softcap=3.0), flags())
         assert all(
-            reason in choice.fallback
-            for reason in ("runs on reference", "forward_two_phase_bf16_columns256", "softcap")
+            reason in choice.fallback for reason in ("runs on reference", "forward_pair_bf16_columns512", "softcap")
         )
 
     def test_strict_raises_where_it_would_warn(self, monkeypatch):

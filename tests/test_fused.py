@@ -1,4 +1,4 @@
-"""The fused forward on wgmma: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
+"""The fused forwards on wgmma, of one block and of pairs: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -11,12 +11,15 @@ from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import archs, emulated, env, ffpa, ffpa_varlen, fused, native, ops
 from ffpa_attn.choice import CANDIDATES
 from ffpa_attn.fused import FusedPlan
-from ffpa_attn.spec import FUSED_COLUMNS, ForwardFused, Problem, Visibility
+from ffpa_attn.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 from test_two_phase import check_bits_repeat, check_graph_replays, check_packed, steep_inputs
 
 F16, BF16 = torch.float16, torch.bfloat16
+SHIPPED = [kernel(dtype, c) for dtype in ("f16", "bf16") for kernel, widths in ((ForwardFused, FUSED_COLUMNS), (ForwardPair, PAIR_COLUMNS)) for c in widths]  # fmt: skip
+# The narrowest of each kernel.
+by_kernel = pytest.mark.parametrize("d", [64, 384], ids=["d64", "d384"])
 
 
 @pytest.fixture(params=["emulated", "cuda"])
@@ -41,7 +44,7 @@ def run(device: str, function, seed: int = 0):
         torch.cuda.synchronize()
         return result, None
     (report,) = reports
-    assert report["kernel"].startswith("forward_fused")
+    assert report["kernel"] in {spec.name for spec in SHIPPED}
     return result, report
 
 
@@ -67,6 +70,12 @@ CASES += [
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
     Case(n_q=400, n_k=100, d=64, rule={"window": (0, -1), "align": "top_left"}),  # row tiles behind all keys
+    # of pairs: columns of the second block that there are none of, or few; its keys, too; rows that only one of them sees keys for
+    *[Case(heads_q=1, heads_kv=1, n_q=40, n_k=100, d=d, d_v=d_v, rule={"causal": True}) for d, d_v in ((512, 8), (8, 384), (384, 200), (64, 424))],
+    *[Case(heads_q=1, heads_kv=1, n_q=n_q, n_k=n_k, d=384) for n_q, n_k in ((1, 1), (129, 1), (16, 64), (65, 65), (128, 256))],
+    *[Case(heads_q=1, heads_kv=1, n_q=140, n_k=n_k, d=384, rule=rule) for n_k, rule in ((140, {"causal": True}), (300, {"window": (16, 0)}), (270, {"window": (7, -1), "align": "top_left"}))],
+    Case(heads_q=1, heads_kv=1, n_q=140, n_k=100, d=384, mask="bool-some-rows-empty", rule={"softcap": 8.0}),
+    Case(heads_q=1, heads_kv=1, n_q=400, n_k=100, d=384, rule={"window": (0, -1), "align": "top_left"}),
 ]  # fmt: skip
 PACKED_CASES = [case for case in PACKED_CASES_OF_ALL if fits(case)]
 PACKED_CASES += [
@@ -74,6 +83,9 @@ PACKED_CASES += [
     PackedCase((5, 140, 0, 17), (33, 40, 12, 0), d=320),
     PackedCase((150, 20), (30, 360), d=64, d_v=8, spare=9, rule={"window": (8, 3)}),
     PackedCase((20, 50), (300, 30), d=64, spare=70, rule={"causal": True, "align": "top_left", "softcap": 6.0}),
+    PackedCase((64, 1, 133), (64, 1, 133), heads_q=1, heads_kv=1, d=384, rule={"causal": True}),
+    PackedCase((5, 140, 0, 17), (33, 90, 12, 0), d=384, d_v=200, spare=9),
+    PackedCase((20, 50), (165, 30), d=448, spare=70, rule={"causal": True, "align": "top_left", "softcap": 6.0}),
 ]
 
 
@@ -86,43 +98,48 @@ def test_cases(case, device):
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 1e-3])
-def test_scales_of_tiles_that_every_row_sees(scale, device):
-    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=512, d=64, dtype=F16, rule={"scale": scale})
+@by_kernel
+def test_scales_of_tiles_that_every_row_sees(d, scale, device):
+    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=256, d=d, dtype=F16, rule={"scale": scale})
     inputs = make_inputs(case, device)
     check(case, inputs, *attend(device, case, inputs)[0])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
-@pytest.mark.parametrize("columns", FUSED_COLUMNS)
-def test_every_kernel_emulated(columns, dtype, seed, monkeypatch):
+@pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
+def test_every_kernel_emulated(spec, seed, monkeypatch):
     """Right on any schedule, with as many products as arithmetic says."""
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    columns, dtype = spec.columns, F16 if spec.dtype == "f16" else BF16
     rule = [{}, {"causal": True}, {"window": (100, 30)}][seed % 3]
     case = Case(heads_kv=1, n_q=135, n_k=280, d=columns, d_v=columns - 8, dtype=dtype, rule=rule)
     inputs = make_inputs(case, "cpu", seed)
     (out, lse), report = attend("cpu", case, inputs, seed)
     check(case, inputs, out, lse)
-    keys, boxes = 128 if columns <= 192 else 64, columns // 64
+    pair = isinstance(spec, ForwardPair)
+    keys, boxes = 128 if columns <= 192 or pair else 64, columns // 64
     ends = {0: (280, 280), 1: (273, 280), 2: (280, 280)}[seed % 3]  # of what each row tile sees
     begins = {2: (0, 173)}.get(seed % 3, (0, 0))
     tiles = sum(-(-end // keys) - begin // keys for begin, end in zip(begins, ends, strict=True)) * case.heads_q
-    products = keys // 16 * (boxes + (1 if boxes <= 4 else boxes))  # of 64 keys; of all columns, or of 64
-    assert report["kernel"] == ForwardFused("f16" if dtype == F16 else "bf16", columns).name
+    # Of 64 keys; and of all columns, of 64, or of half of them for the keys of both blocks.
+    products = keys // 16 * (boxes + (2 if pair else 1 if boxes <= 4 else boxes))
+    assert report["kernel"] == spec.name
     assert report["wgmma"] == tiles * products * 8  # each warp counts
 
 
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 @pytest.mark.parametrize("steepness, dtype", [(1.0, F16), (12.0, F16), (12.0, BF16)], ids=str)
-def test_references_that_move(steepness, dtype, falling, device):
-    case = Case(heads_kv=1, n_q=140, n_k=1100, d=64, dtype=dtype)
+@by_kernel
+def test_references_that_move(d, steepness, dtype, falling, device):
+    case = Case(heads_kv=1, n_q=140, n_k=1100 if d == 64 else 420, d=d, dtype=dtype)
     inputs = steep_inputs(case, device, steepness, falling)
     check(case, inputs, *attend(device, case, inputs, seed=2)[0])
 
 
-def test_rows_move_one_by_one(device):
+@by_kernel
+def test_rows_move_one_by_one(d, device):
     """Of each pair of rows, of a warp, of a quad: some move in the third tile, some in the eighth, some never."""
-    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=64, dtype=F16)
+    case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=d, dtype=F16)
     q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device))
     q[..., :2] = 0
     q[:, :, 3::7, 0], q[:, :, 5::11, 1] = 16.0, 24.0
@@ -131,23 +148,38 @@ def test_rows_move_one_by_one(device):
     check(case, (q, k, v, None), *attend(device, case, (q, k, v, None), seed=3)[0])
 
 
-def test_rows_that_see_nothing_for_long(device):
+@pytest.mark.parametrize("where", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 1)], ids=str)
+def test_references_that_move_in_one_block(where, device):
+    """Of a pair, whose first has the first 64 keys of each tile: in tile after tile the rows of one of them move on."""
+    case = Case(heads_q=1, heads_kv=1, n_q=70, n_k=400, d=384, dtype=F16)
+    q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device))
+    q[..., 0], k[..., 0] = 0, 0
+    q[:, :, 3::7, 0] = 16.0
+    for tile, block in enumerate(where):
+        k[:, :, tile * 128 + block * 64 + 5, 0] = 16.0 * (tile + 1)
+    check(case, (q, k, v, None), *attend(device, case, (q, k, v, None), seed=3)[0])
+
+
+@by_kernel
+def test_rows_that_see_nothing_for_long(d, device):
     """Rows whose first key comes in a later tile, or never."""
-    case = Case(heads_kv=1, n_q=140, n_k=1100, d=64)
+    n_k, apart = (1100, 9) if d == 64 else (370, 3)
+    case = Case(heads_kv=1, n_q=140, n_k=n_k, d=d)
     q, k, v, _ = make_inputs(case, device)
-    first = (torch.arange(140) * 9).view(1, 1, -1, 1)
-    mask = (torch.arange(1100).view(1, 1, 1, -1) >= first).to(q.device)
+    first = (torch.arange(140) * apart).view(1, 1, -1, 1)
+    mask = (torch.arange(n_k).view(1, 1, 1, -1) >= first).to(q.device)
     (out, lse), _ = attend(device, case, (q, k, v, mask), seed=4)
     check(case, (q, k, v, mask), out, lse)
-    assert torch.isneginf(lse[:, :, -17:]).all() and not out[:, :, -17:].any()
+    assert torch.isneginf(lse[:, :, -16:]).all() and not out[:, :, -16:].any()
 
 
-def test_bits_repeat(device, monkeypatch):
+@by_kernel
+def test_bits_repeat(d, device, monkeypatch):
     """On any schedule, by any number of blocks."""
-    case = Case(heads_kv=1, n_q=300, n_k=530, d=64, rule={"causal": True})
+    case = Case(heads_kv=1, n_q=300, n_k=530 if d == 64 else 270, d=d, rule={"causal": True})
     inputs = steep_inputs(case, device, 6.0, False)
     results = []
-    for seed, blocks in ((0, 2), (1, 3), (3, 1), (7, 2)) if device == "cpu" else ((0, 2),) * 50:
+    for seed, blocks in ((0, 2), (1, 5), (3, 1), (7, 4)) if device == "cpu" else ((0, 2),) * 50:
         monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
         results.append(attend(device, case, inputs, seed)[0])
     check(case, inputs, *results[0])
@@ -160,23 +192,26 @@ def test_packed_sequences(case, device):
     computes = min(inputs[5:]) > 0
     with emulate("sm_90a", seed=3) if device == "cpu" else nullcontext() as reports:
         out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
-    assert reports is None or [r["kernel"][:13] for r in reports] == ["forward_fused"] * computes
+    kernel = "forward_fused" if max(case.d, case.d_v or 0) <= FUSED_COLUMNS[-1] else "forward_pair"
+    assert reports is None or [r["kernel"].split("_f16")[0].split("_bf16")[0] for r in reports] == [kernel] * computes
     check_packed(case, inputs, out, lse)
 
 
-def test_packed_qkv(device):
+@by_kernel
+def test_packed_qkv(d, device):
     """q, k and v as columns of one tensor, the rows of each three head dims apart; the result into a strided tensor."""
-    case = Case(n_q=140, n_k=140, d=64, layout="BNHD", rule={"causal": True})
-    x = torch.randn(1, 140, 3, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, BF16)
+    case = Case(n_q=140, n_k=140, d=d, layout="BNHD", rule={"causal": True})
+    x = torch.randn(1, 140, 3, 2, d, generator=torch.Generator().manual_seed(0)).to(device, BF16)
     inputs = (*x.unbind(2), None)
-    out = torch.full((1, 140, 3, 64), torch.nan, dtype=BF16, device=x.device)
+    out = torch.full((1, 140, 3, d), torch.nan, dtype=BF16, device=x.device)
     (_, lse), _ = attend(device, case, inputs, out=out[:, :, :2])
     check(case, inputs, out[:, :, :2], lse)
     assert out[:, :, 2].isnan().all()
 
 
-def test_without_an_lse(device):
-    case = Case(n_q=140, n_k=300, d=64)
+@by_kernel
+def test_without_an_lse(d, device):
+    case = Case(n_q=140, n_k=100, d=d)
     inputs = make_inputs(case, device)
     want = attend(device, case, inputs)[0][0]
     assert torch.equal(run(device, lambda: ffpa(*inputs[:3]))[0], want)
@@ -184,11 +219,12 @@ def test_without_an_lse(device):
 
 @pytest.mark.large
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
-def test_more_than_31_bits_of_offsets(dim, device):
+@by_kernel
+def test_more_than_31_bits_of_offsets(d, dim, device):
     """Views of 4 GB that are never written but where the tensors are."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GB")
-    case, inputs, out = far_apart(dim, device, d=64)
+    case, inputs, out = far_apart(dim, device, d=d)
     (_, lse), _ = attend(device, case, inputs, out=out)
     check(case, inputs, out, lse)
 
@@ -210,14 +246,15 @@ def test_every_head_dim_on_a_gpu(d, dtype, rule, device):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("d", FUSED_COLUMNS)
+@pytest.mark.parametrize("d", [*FUSED_COLUMNS, *PAIR_COLUMNS])
 def test_bits_repeat_on_a_gpu(d, device):
     check_bits_repeat(d, partial(attend, device))
 
 
 @on_a_gpu
-def test_graph_replays_on_a_gpu(device):
-    check_graph_replays(256)
+@pytest.mark.parametrize("d", [256, 512])
+def test_graph_replays_on_a_gpu(d, device):
+    check_graph_replays(d)
 
 
 # ---- the plan ----
@@ -234,20 +271,23 @@ def test_what_runs(monkeypatch):
         flags = {name: changes.pop(name) for name in list(changes) if name.isupper()}
         return CANDIDATES["hopper"](PROBLEM._replace(**changes), {**env.all_flags(), **flags})
 
-    for d_qk, d_v, columns in (
-        (8, 8, 64),
-        (64, 72, 128),
-        (192, 128, 192),
-        (40, 256, 256),
-        (264, 8, 320),
-        (320, 320, 320),
+    for d_qk, d_v, kernel, columns in (
+        (8, 8, ForwardFused, 64),
+        (64, 72, ForwardFused, 128),
+        (192, 128, ForwardFused, 192),
+        (40, 256, ForwardFused, 256),
+        (264, 8, ForwardFused, 320),
+        (320, 320, ForwardFused, 320),
+        (328, 8, ForwardPair, 384),
+        (40, 448, ForwardPair, 448),
+        (512, 512, ForwardPair, 512),
     ):
-        assert planned(d_qk=d_qk, d_v=d_v, packed=(8192, 8192)) == FusedPlan(ForwardFused("bf16", columns))
+        assert planned(d_qk=d_qk, d_v=d_v, packed=(8192, 8192)) == FusedPlan(kernel("bf16", columns))
     for changes, why in (
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
-        ({"n_q": 1}, "32 row tiles leave most of 132"),
+        ({"n_q": 1}, "32 row tiles keep 32 of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
         ({"packed": (2**30, 2**30), "batch": 2**20 - 31}, "row tiles in 32 bits"),
         ({"ENABLE_FFPA_SMEM_SWIZZLE_Q": True}, "SWIZZLE_Q"),
@@ -255,4 +295,7 @@ def test_what_runs(monkeypatch):
         assert why in planned(**changes), changes
     assert isinstance(planned(n_q=1, FFPA_BACKEND="hopper"), FusedPlan)
     assert isinstance(planned(FFPA_WORKSPACE_MB=1), FusedPlan)
-    assert planned(d_v=328).kernel.startswith("forward_two_phase")
+    assert planned(d_v=520).kernel.startswith("forward_two_phase")
+    assert isinstance(planned(d_v=512, n_q=128, heads_q=50, heads_kv=1), FusedPlan)
+    assert "49 row tiles keep 98 of 132" in planned(d_v=512, n_q=128, heads_q=49, heads_kv=1)
+    assert "50 row tiles keep 50 of 132" in planned(n_q=128, heads_q=50, heads_kv=1)

@@ -505,7 +505,7 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
-        ({"n_q": 1}, "32 row tiles leave most of 132"),
+        ({"n_q": 1}, "32 row tiles keep 32 of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
         ({"packed": True, "batch": 2**20 - 31}, "row tiles in 32 bits"),
     ):

@@ -11,20 +11,18 @@
 #include <cstdint>
 
 #include "attention/attention_params.h"
+#include "attention/fused_steps.cuh"
 #include "attention/head_rows.cuh"
 #include "attention/item_queue.cuh"
 #include "attention/row_state.cuh"
 #include "attention/row_tiles.cuh"
-#include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
@@ -32,8 +30,6 @@
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/box_ring.cuh"
-#include "tile/fragments.cuh"
-#include "tile/kept_value.cuh"
 
 namespace ffpa {
 
@@ -54,20 +50,20 @@ struct ForwardFusedConfig : Fields {
   // of Q; for each warp the rows in work; the block's row tiles.
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<1>;
-  static constexpr uint32_t kQueryBytes = kRows * Fields::kColumns * 2;
-  static constexpr uint32_t kOtherBytes = kQueryBytes + kConsumerWarps * Stores::kBytes + 2 * 8 +
-                                          (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue::kBytes;
+  using Queries = QueryBoxes<kBoxes>;
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + kConsumerWarps * Stores::kBytes + Queries::kBarrierBytes +
+                                          (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue<>::kBytes;
   static constexpr uint32_t kMostBytes = 227 * 1024, kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
   static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 16);
   using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
 
   static constexpr uint32_t kQueryAt = Ring::kBytes;
-  static constexpr uint32_t kStoresAt = kQueryAt + kQueryBytes;
+  static constexpr uint32_t kStoresAt = kQueryAt + Queries::kBytes;
   static constexpr uint32_t kBarriersAt = kStoresAt + kConsumerWarps * Stores::kBytes;
   static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + 2 * 8, 16u);
+  static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + Queries::kBarrierBytes, 16u);
   static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
   static_assert(kSmemBytes <= kMostBytes, "what a block has");
 
   static LaunchShape launch_shape(const Params& params) {
@@ -104,9 +100,8 @@ class ForwardFused {
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kKeySteps = kKeys / tile::kBox;
   static constexpr int kSlotsOfTile = kKeySteps * Config::kParts;  // of K, or of V
-  static constexpr int kBoxFragments = tile::kBox / 8;
-  using Scores = float[kKeySteps][1][kBoxFragments][4];
-  using Probabilities = uint32_t[kKeys / 16][4];  // as A fragments
+  using Scores = ScoreSums<kKeySteps>;
+  using Probabilities = PackedProbabilities<kKeySteps>;
   using Out = float[kColumns / 2];
 
  public:
@@ -119,9 +114,8 @@ class ForwardFused {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue(items_smem()).init(Config::kConsumerWarps);
-      ptx::mbarrier_init(q_full(), 1);
-      ptx::mbarrier_init(q_empty(), Config::kConsumerWarps);
+      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      queries().init();
       ring_.init();
     }
     ptx::sync_block();
@@ -134,10 +128,8 @@ class ForwardFused {
     return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
   }
   FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
-  FFPA_DEVICE uint32_t q_full() const { return ring_.slots_smem + Config::kQueryBarriersAt; }
-  FFPA_DEVICE uint32_t q_empty() const { return q_full() + 8; }
-  FFPA_DEVICE uint32_t q_box(int box, int group) const {
-    return ring_.slots_smem + Config::kQueryAt + (box * tile::kConsumerGroups + group) * tile::kBoxBytes;
+  FFPA_DEVICE typename Config::Queries queries() const {
+    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
   }
 
   // ---- the producer's warp ----
@@ -145,14 +137,14 @@ class ForwardFused {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
     const KeptRows kept = kept_rows(0);
-    ItemQueue items(items_smem());
+    ItemQueue<> items(items_smem());
     uint32_t parity = 1;
     for_each_row_tile(
         params_, kRows, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
         [&] {
-          bring_queries(kept.get(), parity);
-          parity ^= 1;
           const HeadRows rows = kept.get();
+          queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+          parity ^= 1;
           const TileRange tiles = visible_tiles(rows, kKeys);
           const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
           const int n_k = rows.n_k();
@@ -162,21 +154,6 @@ class ForwardFused {
             if (tile > tiles.first) bring_tile(producer, arguments_.v, place, (tile - 1) * kKeys, n_k);
           }
         });
-  }
-
-  FFPA_DEVICE void bring_queries(const HeadRows& rows, uint32_t parity) const {
-    const MapPlace place = {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)};
-    if (ptx::elect_one()) {
-      ptx::mbarrier_wait(q_empty(), parity);
-      ptx::mbarrier_arrive_expect_tx(q_full(), Config::kQueryBytes);
-      FFPA_NO_UNROLL
-      for (int box = 0; box < Config::kBoxes; ++box) {
-        for (int group = 0; group < tile::kConsumerGroups; ++group) {
-          load_box(q_box(box, group), arguments_.q, q_full(), place, box * tile::kBox, group * tile::kBox);
-        }
-      }
-    }
-    ptx::sync_warp();
   }
 
   // A tile of K or V; rows from `end` on become zeros.
@@ -203,14 +180,14 @@ class ForwardFused {
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
     typename Config::Stores stores(ring_.slots_smem + Config::kStoresAt + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
-    ItemQueue items(items_smem());
+    ItemQueue<> items(items_smem());
     uint32_t parity = 0;
     for_each_row_tile(
         params_, kRows, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
           Out out;
-          ptx::mbarrier_wait(q_full(), parity);
+          ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
           const TileRange tiles = visible_tiles(kept.get(), kKeys);
           if (tiles.first < tiles.end) {
@@ -219,8 +196,8 @@ class ForwardFused {
             queue_scores(scores, group);
             ptx::wgmma_wait_group<0>();
             release();
-            to_probabilities(scores, kept.get(), tiles.first * kKeys, row, state);
-            pack(p, scores);
+            to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
+            pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
               queue_scores(scores, group);
@@ -228,28 +205,23 @@ class ForwardFused {
               ptx::wgmma_wait_group<1>();
               release();
               const float before[2] = {state.reference[0], state.reference[1]};
-              const bool moved = to_probabilities(scores, kept.get(), tile * kKeys, row, state);
+              const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
               release();
-              if (moved) {
-                const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
-                FFPA_UNROLL
-                for (int i = 0; i < kColumns / 2; ++i) out[i] *= factor[i / 2 % 2];
-              }
-              pack(p, scores);
+              if (moved) rescale(out, before, state.reference);
+              pack_probabilities<Element>(p, scores);
             }
-            ptx::sync_warp();
-            if (lane_ == 0) ptx::mbarrier_arrive(q_empty());
+            queries().release(lane_);
             queue_product(out, p, tiles.end > tiles.first + 1);
             ptx::wgmma_wait_group<0>();
             release();
           } else {
-            ptx::sync_warp();
-            if (lane_ == 0) ptx::mbarrier_arrive(q_empty());
+            queries().release(lane_);
             FFPA_UNROLL
             for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
           }
-          finish(out, stores, kept.get(), row, state);
+          finish_rows(params_, kept.get(), row, state, lane_);
+          write_out<Element>(out, stores, arguments_.out, params_, kept.get(), row, 0, state.sum, lane_);
         });
     stores.wait();
   }
@@ -264,7 +236,7 @@ class ForwardFused {
         ptx::wgmma_fence();
         FFPA_UNROLL
         for (int box = 0; box < Config::kPartBoxes; ++box) {
-          const uint64_t q = descriptor(q_box(part * Config::kPartBoxes + box, group));
+          const uint64_t q = descriptor(queries().box(part * Config::kPartBoxes + box, group));
           FFPA_UNROLL
           for (int depth = 0; depth < tile::kBox / 16; ++depth) {
             using Sums = float[tile::kBox / 2];
@@ -318,82 +290,6 @@ class ForwardFused {
 
   static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
     return ptx::wgmma_descriptor(boxes_smem, tile::kBoxBytes, tile::kAtomBytes, Swizzle::k128Bytes);
-  }
-
-  // ---- P of a tile ----
-
-  // Makes P of raw scores; says whether O has another reference.
-  FFPA_DEVICE bool to_probabilities(Scores& scores, const HeadRows& rows, int key, int row, RowState& state) const {
-    const bool all_seen = all_rows_see(rows, key, kKeys);
-    const bool plain =
-        all_seen && params_.softcap == 0 && params_.mask.kind == MaskKind::kNone && params_.score_factor > 0;
-    if (!plain) {
-      FFPA_UNROLL
-      for (int step = 0; step < kKeySteps; ++step) {
-        scores_to_logits(scores[step], params_, rows, all_seen, rows.first + row, key + step * tile::kBox, lane_);
-      }
-    }
-    const float factor = plain ? params_.score_factor : 1.0f;
-    bool moved = false;
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float maximum = -kInfinity;
-      for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
-      maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-      maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-      moved |= state.follow(h, maximum * factor);
-      const float reference = finite_reference(state.reference[h]);
-      float sum = 0;
-      for_each_of_row(scores, h, [&](float& score) {
-        score = ptx::ex2(score * factor - reference);
-        sum += score;
-      });
-      state.sum[h] += sum;
-    }
-    return moved;
-  }
-
-  template <class Function>
-  static FFPA_DEVICE void for_each_of_row(Scores& scores, int h, const Function& function) {
-    FFPA_UNROLL
-    for (int step = 0; step < kKeySteps; ++step) {
-      FFPA_UNROLL
-      for (int n = 0; n < kBoxFragments; ++n) {
-        function(scores[step][0][n][2 * h]);
-        function(scores[step][0][n][2 * h + 1]);
-      }
-    }
-  }
-
-  static FFPA_DEVICE void pack(Probabilities& p, const Scores& scores) {
-    FFPA_UNROLL
-    for (int i = 0; i < kKeys / 16; ++i) {
-      FFPA_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        const float (&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
-        p[i][j] = ptx::pack<Element>(fragment[j % 2 * 2], fragment[j % 2 * 2 + 1]);
-      }
-    }
-  }
-
-  // ---- O ----
-
-  FFPA_DEVICE void finish(const Out& out, typename Config::Stores& stores, const HeadRows& rows, int row,
-                          RowState& state) const {
-    finish_rows(params_, rows, row, state, lane_);
-    const int first = rows.first + row;
-    if (rows.last + 1 - first >= Config::Stores::kRows) {
-      const MapPlace place = {rows.entry.q.begin, rows.head(), map_batch(rows)};
-      store_rows<Element>(stores, out, state.sum, arguments_.out, place, 0, first);
-      return;
-    }
-    auto writer = out_writer<Element, kColumns / 8>(params_, rows, row, 0, lane_);
-    FFPA_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const float values[4] = {out[4 * n] * state.sum[0], out[4 * n + 1] * state.sum[0], out[4 * n + 2] * state.sum[1],
-                               out[4 * n + 3] * state.sum[1]};
-      writer.put(n, values);
-    }
   }
 
   const Arguments& arguments_;

@@ -60,7 +60,7 @@ struct ForwardTwoPhaseConfig : Fields {
   static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
   static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
   static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -111,7 +111,7 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue(items_smem()).init(Config::kConsumerWarps);
+      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
       ring_.init();
     }
     ptx::sync_block();
@@ -152,7 +152,7 @@ class ForwardTwoPhase {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring_, lane_);
     const KeptRows kept = kept_rows(0);
-    ItemQueue items(items_smem());
+    ItemQueue<> items(items_smem());
     for_each_row_tile(
         params_, kRows, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
         [&] {
@@ -217,7 +217,7 @@ class ForwardTwoPhase {
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
     typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
-    ItemQueue items(items_smem());
+    ItemQueue<> items(items_smem());
     for_each_row_tile(
         params_, kRows, kept, lane_, [&] { return items.get(lane_); },
         [&] {

@@ -107,13 +107,13 @@ class BoxProducer {
 
   // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other (of B's, those
   // that this block brings, for the whole cluster); `boxes_b`, how many of B, where a product needs fewer than a slot
-  // has.
+  // has, and `rows_b`, of how many rows, where they are lower.
   template <class Load>
-  FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB) {
+  FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
     if (ptx::elect_one()) {
       const uint32_t full = ring_.full(at_.slot);
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, (Ring::kBoxesA + boxes_b) * kBoxBytes);
+      ptx::mbarrier_arrive_expect_tx(full, bytes_of(boxes_b, rows_b));
       load(ring_.slot(at_.slot), full);
     }
     at_.advance();
@@ -122,23 +122,23 @@ class BoxProducer {
   // The same, with zeros for those rows of B's boxes whose bit in `live` is 0: a NaN that lies there would survive the
   // zero it is multiplied with.
   template <class Load>
-  FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB) {
-    if (live == ~uint64_t{0}) return bring(load, boxes_b);
+  FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
+    if (live == ~uint64_t{0}) return bring(load, boxes_b, rows_b);
     const uint32_t slot = ring_.slot(at_.slot);
     if (ptx::elect_one()) {
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(ring_.landed(at_.slot), (Ring::kBoxesA + boxes_b) * kBoxBytes);
+      ptx::mbarrier_arrive_expect_tx(ring_.landed(at_.slot), bytes_of(boxes_b, rows_b));
       load(slot, ring_.landed(at_.slot));
     }
     ptx::sync_warp();
     ptx::mbarrier_wait(ring_.landed(at_.slot), landed_parities_ >> at_.slot & 1);
     landed_parities_ ^= 1 << at_.slot;
     constexpr int kChunks = kBoxRowBytes / 16;
-    for (int row = lane_ / kChunks; row < kBox; row += 32 / kChunks) {
+    for (int row = lane_ / kChunks; row < rows_b; row += 32 / kChunks) {
       if (live >> row & 1) continue;
       FFPA_NO_UNROLL
       for (int box = 0; box < boxes_b; ++box) {
-        ptx::st_shared_16(slot + (Ring::kBoxesA + box) * kBoxBytes + row * kBoxRowBytes + lane_ % kChunks * 16,
+        ptx::st_shared_16(slot + Ring::kBoxesA * kBoxBytes + (box * rows_b + row) * kBoxRowBytes + lane_ % kChunks * 16,
                           {0, 0, 0, 0});
       }
     }
@@ -165,6 +165,10 @@ class BoxProducer {
   }
 
  private:
+  static FFPA_DEVICE uint32_t bytes_of(int boxes_b, int rows_b) {
+    return Ring::kBoxesA * kBoxBytes + boxes_b * rows_b * kBoxRowBytes;
+  }
+
   const Ring ring_;
   int lane_;
   RingPosition<Ring> at_;

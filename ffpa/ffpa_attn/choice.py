@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, fused, mma, native, row_tiles, triton_attention, triton_fp8, two_phase
+from . import archs, backward, env, fused, mma, native, triton_attention, triton_fp8, two_phase
 from .backward import BackwardPlan
 from .fused import FusedPlan
 from .mma import MmaPlan
@@ -59,7 +59,7 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan
         return f"{plan.kernel} cannot run: {too_old}"
     if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
         is_fused = isinstance(plan, FusedPlan)
-        reason = row_tiles.why_slower(p) if is_fused else two_phase.why_slower(p, "hopper", flags)
+        reason = fused.why_slower(p, plan) if is_fused else two_phase.why_slower(p, "hopper", flags)
         if reason:
             return reason
     return _runnable(plan, p)

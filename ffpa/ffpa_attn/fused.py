@@ -1,4 +1,6 @@
-"""The forward for head dims whose O registers hold, on wgmma: S, P and O never leave the multiprocessor. `plan` is pure."""
+"""The forward for head dims whose O registers hold, on wgmma: of one block, or of two that exchange P. S, P and O never see
+global memory before they are done. `plan` is pure.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import row_tiles
-from .spec import FUSED_COLUMNS, ForwardFused, Problem
+from .spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem
 
-MOST_COLUMNS = FUSED_COLUMNS[-1]
+MOST_COLUMNS = PAIR_COLUMNS[-1]
 
 
 class FusedPlan(row_tiles.RowTilePlan):
@@ -20,14 +22,20 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
     widest = max(p.d_qk, p.d_v)
     if widest > MOST_COLUMNS:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
-    columns = next(columns for columns in FUSED_COLUMNS if columns >= widest)
-    return row_tiles.why_not(p, "fused", flags) or FusedPlan(ForwardFused(p.dtype, columns))
+    columns = next(columns for columns in (*FUSED_COLUMNS, *PAIR_COLUMNS) if columns >= widest)
+    kernel = ForwardFused if columns in FUSED_COLUMNS else ForwardPair
+    return row_tiles.why_not(p, "fused", flags) or FusedPlan(kernel(p.dtype, columns))
+
+
+def why_slower(p: Problem, plan: FusedPlan) -> str | None:
+    """Why the mma forward is faster, or None."""
+    return row_tiles.why_slower(p, plan.spec.blocks)
 
 
 def forward(plan: FusedPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
     """As row_tiles.forward; scratch is a count of row tiles."""
 
     def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> row_tiles.Scratch:
-        return row_tiles.Scratch(min(tiles, multiprocessors), 0, row_tiles.HEAD_BYTES)
+        return row_tiles.Scratch(min(tiles * plan.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
     row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, scratch_of)

@@ -10,7 +10,7 @@ import torch
 from . import archs, env
 from .spec import MOST_POSITIONS, KernelSpec, Problem
 
-ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh and forward_two_phase*.cuh have it
+ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh have it
 HEAD_BYTES = 512  # of the scratch: what blocks share
 _MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
 
@@ -60,14 +60,11 @@ def least_blocks(p: Problem) -> int:
     return archs.multiprocessors(p.arch) * 3 // 4
 
 
-def why_slower(p: Problem) -> str | None:
+def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
     """Why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
     tiles = count(p)
-    if tiles < least_blocks(p):
-        multiprocessors = archs.multiprocessors(p.arch)
-        return (
-            f"{tiles} row tiles leave most of {multiprocessors} multiprocessors idle, and the mma forward splits keys"
-        )
+    if (busy := tiles * blocks_of_tile) < least_blocks(p):
+        return f"{tiles} row tiles keep {busy} of {archs.multiprocessors(p.arch)} multiprocessors busy, and the mma forward splits keys"
     if p.n_q <= ROWS // 2:
         return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
     return None

@@ -271,7 +271,20 @@ class ForwardFused(KernelSpec):
 
     family = "forward_fused"
     arch = "sm_90a"
+    blocks = 1  # that share a row tile
     allowed_spill_bytes = 256  # mostly of the producer, and of what is needed once a tile
+
+    dtype: str
+    columns: int
+
+
+@dataclass(frozen=True)
+class ForwardPair(KernelSpec):
+    """As ForwardFused, for O that the registers of two blocks hold."""
+
+    family = "forward_pair"
+    arch = "sm_90a"
+    blocks = 2
 
     dtype: str
     columns: int
@@ -301,6 +314,7 @@ class ForwardTwoPhaseMma(KernelSpec):
 
 
 FUSED_COLUMNS = (64, 128, 192, 256, 320)
+PAIR_COLUMNS = (384, 448, 512)
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
 
@@ -391,6 +405,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
         kernels += [ForwardFused(dtype, width) for width in FUSED_COLUMNS[: 1 if few else None]]
+        kernels += [ForwardPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
         kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
         kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[:1] if few else accumulators:

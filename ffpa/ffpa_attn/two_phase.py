@@ -24,7 +24,7 @@ from .spec import (
 KEYS, BOX = 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase*.cuh
 MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernels have bits for
 # As measured on an H200: below, what registers hold is faster; and, at 576, the levels are as fast as two phases on mma.sync.
-LEAST_HEAD_DIM = {"hopper": 321, "mma": 640}
+LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
 _LEAST_TILES = 4  # of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
 
 

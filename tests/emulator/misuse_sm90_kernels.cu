@@ -1,4 +1,5 @@
 // Launches of the sm_90a misuse kernels by name.
+#include "cases/copy_to_block.cuh"
 #include "misuse_sm90_kernels.cuh"
 #include "test_kernels.h"
 
@@ -13,6 +14,11 @@ Kernel misuse(const char* name) {
             return cases::run_kernel<kKernel, kThreads, kSmemBytes>(arguments.input<uint32_t>(0),
                                                                     arguments.output<uint32_t>(0));
           }};
+}
+
+template <cases::CopyBug kBug>
+LaunchStatus run_copy(const Arguments& arguments) {
+  return cases::run_copy_to_block<kBug>(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0));
 }
 
 // A box of 1 row of 64 elements. integers: rows that the tensor map claims to have
@@ -50,6 +56,11 @@ std::vector<Kernel> misuse_sm90_kernels() {
       misuse<descriptor_past_end_kernel, 128>("misuse_sm90/descriptor_past_end"),
       {"misuse_sm90/tma_in_flight_at_exit", run_with_map<tma_in_flight_at_exit_kernel>},
       {"misuse_sm90/store_under_tma", run_with_map<store_under_tma_kernel>},
+      {"misuse_sm90/copy_without_proxy_fence", run_copy<cases::CopyBug::kNoProxyFence>},
+      {"misuse_sm90/copy_read_early", run_copy<cases::CopyBug::kReadsEarly>},
+      {"misuse_sm90/copy_over_unread", run_copy<cases::CopyBug::kOverwritesUnread>},
+      {"misuse_sm90/copy_of_overwritten", run_copy<cases::CopyBug::kWritesSourceEarly>},
+      {"misuse_sm90/copy_to_a_block_that_left", run_copy<cases::CopyBug::kLeavesEarly>},
   };
 }
 

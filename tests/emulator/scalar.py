@@ -392,6 +392,11 @@ def multicast(words):
     return np.concatenate([rounds[0], rounds[0], rounds[1], rounds[1]])
 
 
+def swap(words):
+    """Two rounds: each block has what the other had."""
+    return words.reshape(2, 2, 128)[:, ::-1].ravel()
+
+
 def wgmma_operands(words, name):
     """(A [64][k], B [N][k]) as float64, from a case's name and input."""
     variant = name.split("/")[1].split("_")
@@ -468,6 +473,7 @@ EXACT = {
     "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
     "tma_load_3d_multicast": multicast,
     "tma_load_4d_multicast": multicast,
+    "copy_to_block": swap,
     "tma_store_2d/inside": tma_store(2, 24, [8, 2], swizzled=False),
     "tma_store_2d/outside": tma_store(2, 24, [24, 10], swizzled=False),
     "tma_store_2d/other_columns": tma_store(2, 24, [16, 7], swizzled=False),

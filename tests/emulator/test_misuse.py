@@ -73,6 +73,11 @@ MISUSE_SM90 = {
     "descriptor_past_end": "smem-oob",
     "tma_in_flight_at_exit": "exit",
     "store_under_tma": "race",
+    "copy_without_proxy_fence": "race",
+    "copy_read_early": "race",
+    "copy_over_unread": "race",
+    "copy_of_overwritten": "race",
+    "copy_to_a_block_that_left": "cluster",
 }
 
 
@@ -84,6 +89,29 @@ def test_sm90_misuse_is_reported(emulator, name, seed):
     if name == "tma_in_flight_at_exit" and seed >= 2 and not run.errors:
         return  # it may have landed in time
     assert run.kinds == {MISUSE_SM90[name]}, run.status
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("copy_without_proxy_fence", "fence.proxy.async missing"),
+        ("copy_read_early", "read of bytes that an asynchronous copy still writes|read after write"),
+        ("copy_over_unread", "after read|after write|copy still writes"),
+        ("copy_of_overwritten", "a copy to another block may still read"),
+        ("copy_to_a_block_that_left", "which has exited|that has exited"),
+    ],
+)
+def test_what_is_said_of_a_copy_to_another_block(emulator, name, message):
+    data = [np.zeros(1024, np.uint32)], [np.zeros(1024, np.uint32)]
+    for seed in range(12):
+        run = emulator.run(f"misuse_sm90/{name}", *data, arch=90, seed=seed)
+        assert any(re.search(message, error["message"]) for error in run.errors), (seed, run.status)
+
+
+def test_a_copy_that_lands_where_nobody_is(emulator):
+    data = [np.zeros(1024, np.uint32)], [np.zeros(1024, np.uint32)]
+    run = emulator.run("misuse_sm90/copy_to_a_block_that_left", *data, arch=90, seed=1)  # block 0's copy lands first
+    assert "a copy lands in a block that has exited" in run.errors[0]["message"], run.status
 
 
 MISUSE_BULK_STORES = {

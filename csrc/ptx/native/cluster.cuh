@@ -20,6 +20,21 @@ FFPA_DEVICE uint32_t cluster_rank() {
 FFPA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 FFPA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// cp.async.bulk from the shared memory of this block to that of block `rank` of the cluster; completes on the mbarrier
+// at this address there. Whoever knows of that phase knows that the source has been read, too.
+FFPA_DEVICE void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t bytes, uint32_t barrier_smem,
+                               uint32_t rank) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 destination, barrier;\n"
+      "  mapa.shared::cluster.u32 destination, %0, %4;\n"
+      "  mapa.shared::cluster.u32 barrier, %3, %4;\n"
+      "  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [destination], [%1], %2, [barrier];\n"
+      "}" ::"r"(destination_smem),
+      "r"(source_smem), "r"(bytes), "r"(barrier_smem), "r"(rank)
+      : "memory");
+}
+
 // elect.sync: true in one lane of the warp, not necessarily lane 0. Unlike a comparison of the lane index it tells the
 // compiler that one thread runs the branch.
 FFPA_DEVICE bool elect_one() {

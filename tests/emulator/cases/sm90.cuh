@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cases/case.h"
+#include "cases/copy_to_block.cuh"
 #include "cases/matrix.cuh"
 #include "cases/tma_store.cuh"
 #include "cases/wgmma.cuh"
@@ -178,6 +179,7 @@ inline std::vector<Case> async_cases() {
       tma_case("tma_load_4d/outside", 64 * 16 / 2, run_tma<4, Swizzle::k128Bytes, -8, 5, -1, 1>),
       {"tma_load_3d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<3>},
       {"tma_load_4d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<4>},
+      {"copy_to_block", kSm90, Input::kBits, 512, 512, 0, run_copy_to_block<CopyBug::kNone>},
   };
 }
 

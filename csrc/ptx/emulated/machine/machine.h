@@ -148,12 +148,13 @@ struct ShadowWord {
   uint32_t write_proxy_epoch = 0;
   uint32_t read_sync_epoch = 0;
   uint32_t copy_time = 0;    // of the last write, if it was a cp.async and is complete: copies_of the writer
+  uint32_t copied_time = 0;  // when the last copy of it to another block landed: kAsyncAgent's
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
   uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
   uint8_t reader = kNobody;   // last one; the times of all are in Block::read_times
   uint8_t reader_lane = 0;
-  uint16_t bulk_reads = 0;     // TMA stores that may still read it
+  uint16_t bulk_reads = 0;     // TMA stores and copies to another block that may still read it
   bool in_flight = false;      // destination of an asynchronous copy that has not been waited for
   bool generic_write = false;  // written by st.shared or stmatrix: invisible to wgmma and TMA without a proxy fence
   CallSite write_site{"", 0};
@@ -201,7 +202,8 @@ struct Machine {
   uint64_t random_state = 1;
   int64_t steps = 0;
 
-  std::vector<std::function<void()>> async_work;  // TMA loads in flight, mbarrier phases that wait for cp.async alone
+  std::vector<std::function<void()>>
+      async_work;  // TMA loads and copies to another block in flight, mbarrier phases that wait for cp.async alone
   VectorClock async_clock;
   std::vector<BulkStore> bulk_stores;  // all of the cluster, in the order of issue
   BulkFootprint bulk_footprint;

@@ -74,7 +74,7 @@ void arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
   Mbarrier& barrier = find_open_mbarrier(address, "mbarrier.arrive", site);
   Block& block = block_of(address);
   Warp& warp = *current->warp;
-  if (std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.alive != 0; })) {
+  if (has_exited(block)) {
     fail("cluster", site, format("mbarrier.arrive in block rank %d, which has exited", block.rank));
   }
   barrier.pending_bytes += expected_bytes;
@@ -87,6 +87,10 @@ void arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
 }
 
 }  // namespace
+
+bool has_exited(const Block& block) {
+  return std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& warp) { return warp.alive != 0; });
+}
 
 void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site) {
   Warp& warp = *current->warp;

@@ -25,5 +25,6 @@ void cluster_arrive(CallSite site);
 void cluster_wait(CallSite site);
 bool elect_one(CallSite site);
 uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // mapa
+bool has_exited(const Block& block);
 
 }  // namespace ffpa::emu

@@ -55,15 +55,23 @@ void report_race(const char* what, const char* missing, uint32_t word, Warp& war
                       to_string(other_site).c_str(), missing));
 }
 
+void report_write_under_copy(const Block& block, uint32_t word, Warp& warp, CallSite site) {
+  report_race("write to bytes that a copy to another block may still read", "its phase not waited for", word, warp,
+              site, kAsyncAgent, block.shadow[word].read_site);
+}
+
 void report_write_under_bulk_store(const Block& block, uint32_t word, Warp& warp, CallSite site) {
+  bool found = false;
   for (const BulkStore& store : machine->bulk_stores) {
     const WordRange source = words_of(store.source, box_bytes(store.spec));
     const bool reads_it =
         store.step == BulkStep::kIssued && store.lane->block == &block && source.first <= word && word < source.end;
     if (!reads_it) continue;
+    found = true;
     report_race("write to bytes that a TMA store may still read", "bulk_wait_group_read missing", word, warp, site,
                 store.lane->warp->cluster_id, store.site);
   }
+  if (!found) report_write_under_copy(block, word, warp, site);
 }
 
 }  // namespace
@@ -133,7 +141,11 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
                (word.written_bytes & bytes_in_word(address, bytes, i))) {
       report_race("write after write", "no barrier between", i, warp, site, word.writer, word.write_site);
     }
-    if (word.bulk_reads) report_write_under_bulk_store(block, i, warp, site);
+    if (word.bulk_reads) {
+      report_write_under_bulk_store(block, i, warp, site);
+    } else if (word.copied_time > warp.clock.at[kAsyncAgent]) {
+      report_write_under_copy(block, i, warp, site);
+    }
     uint32_t* read_times = &block.read_times[i * warp_count];
     for (size_t reader = 0; reader < warp_count; ++reader) {
       if (int(reader) == self || read_times[reader] <= warp.clock.at[reader]) continue;
@@ -173,6 +185,15 @@ void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& wa
   for (uint32_t i = words.first; i < words.end; ++i) {
     --block.shadow[i].bulk_reads;
     remember_read(block, i, warp, lane, site);
+  }
+}
+
+void note_bulk_read_landed(Block& block, uint32_t address, uint32_t bytes, uint32_t landed_at) {
+  if (!machine->options.check_races) return;
+  const WordRange words = words_of(address, bytes);
+  for (uint32_t i = words.first; i < words.end; ++i) {
+    --block.shadow[i].bulk_reads;
+    block.shadow[i].copied_time = landed_at;
   }
 }
 

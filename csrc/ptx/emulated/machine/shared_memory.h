@@ -32,6 +32,9 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
 void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
 void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
 
+// The end of a copy to another block: whoever writes must have learned of this moment of the TMA unit.
+void note_bulk_read_landed(Block& block, uint32_t address, uint32_t bytes, uint32_t landed_at);
+
 // The lane's cp.async of these bytes is complete, for those who know copies_of its warp at this time. After a wait of
 // the lane itself it is, besides, like an ordinary store made now.
 enum class Completion { kTracked, kAwaited };

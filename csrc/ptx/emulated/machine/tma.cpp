@@ -101,6 +101,36 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   });
 }
 
+// The source is read when the copy lands, as late as can be.
+void copy_to_block(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier, uint32_t rank,
+                   CallSite site) {
+  constexpr const char* kWhat = "copy to another block";
+  require_arch(kSm90, "cp.async.bulk", site);
+  count_step(site);
+  const uint32_t remote_barrier = remote_address(barrier, rank, site);
+  require_mbarrier(remote_barrier, kWhat, site);
+  Warp& warp = *current->warp;
+  Block& from = *current->block;
+  Block& to = *machine->blocks[rank];
+  if (bytes % 16) fail("misaligned", site, format("%s: %u bytes are no multiple of 16", kWhat, bytes));
+  uint8_t* target = shared_pointer(to, destination, bytes, 16, kWhat, site);
+  const uint8_t* bytes_of_source = shared_pointer(from, source, bytes, 16, kWhat, site);
+  const int lane = current->index;
+  note_bulk_read_begin(from, source, bytes, warp, lane, site);
+  note_write(to, destination, bytes, warp, lane, site, WriteKind::kAsyncIssue);
+  if (machine->options.poison) std::memset(target, 0xff, bytes);
+  const VectorClock issued_at = warp.clock;
+  machine->async_work.push_back([=, &from, &to] {
+    if (has_exited(to))
+      report_error("cluster", "copy" + to_string(site), site, "a copy lands in a block that has exited");
+    std::memcpy(target, bytes_of_source, bytes);
+    const uint32_t now = ++machine->async_clock.at[kAsyncAgent];
+    note_bulk_read_landed(from, source, bytes, now);
+    note_landed(to, destination, bytes, kAsyncAgent, kWholeWarp, now, 0);
+    mbarrier_complete_bytes(to, barrier, bytes, issued_at, now);
+  });
+}
+
 // One lane's fence counts for its warp: the race check knows warps, not lanes.
 void fence_proxy_async() { ++current->warp->proxy_epoch; }
 

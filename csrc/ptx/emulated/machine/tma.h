@@ -14,6 +14,10 @@ inline constexpr uint16_t kOwnBlock = 0;  // as a block mask
 void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier, const int* coordinates,
               int coordinate_count, uint16_t block_mask, CallSite site);
 
+// A bulk copy from the own block's shared memory to that of block `rank`.
+void copy_to_block(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier, uint32_t rank,
+                   CallSite site);
+
 // Where the swizzle puts the byte that would lie at `address`.
 uint32_t swizzled_address(uint32_t address, Swizzle swizzle);
 

@@ -1,0 +1,555 @@
+// Attention forward for head dims whose O the registers of two blocks hold, on wgmma. The persistent blocks of a
+// cluster take row tiles of kRows rows of one query head together: each owns half of the columns of O, and computes S
+// of half of the keys of every tile of 2 · 64. Of each block two warpgroups have 64 of the rows each, and send P of
+// their keys to the warpgroup with the same rows in the other block:
+//
+//   S of its keys of the next tile = Q Kᵀ, and O += P V, with P of its own keys of this tile from registers, are queued
+//   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from
+//   shared memory
+//
+// References (row_state.cuh): each block has its own, and sends it along with P. A block that learns of a larger one
+// takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/fused_steps.cuh"
+#include "attention/head_rows.cuh"
+#include "attention/item_queue.cuh"
+#include "attention/row_state.cuh"
+#include "attention/row_tiles.cuh"
+#include "attention/tensor_maps.cuh"
+#include "attention/visible_keys.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragments.cuh"
+#include "tile/smem_layout.cuh"
+
+namespace ffpa {
+
+// Fields: Dtype; kColumns of Q, K, V and O, at most.
+template <class Fields>
+struct ForwardPairConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kBlocks = 2;  // of a cluster
+  static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
+  static constexpr int kBlockKeys = tile::kBox, kKeys = kBlocks * kBlockKeys;
+  static constexpr int kOwnColumns = Fields::kColumns / kBlocks;                // of O
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;                  // of a row of Q and K
+  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);  // of a slot with K; of its tile
+  static constexpr int kValueRows = 32, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);  // of a slot with V
+  static constexpr int kValueParts = kBlockKeys / kValueRows;                             // of the keys of a block
+  static constexpr uint32_t kValueBoxBytes = kValueRows * tile::kBoxRowBytes;
+  static_assert(kOwnColumns % 32 == 0 && kOwnColumns <= 256, "an instruction has all of a block's columns");
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
+
+  // Shared memory: slots of the ring, as many as fit; Q; P for the other block, and O on its way; P of the other block;
+  // notes for it and of it; barriers: of the ring, of Q, of messages; for each warp the rows in work; the row tiles.
+  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  static constexpr int kReadingWarps = kBlocks * (kConsumerWarps + 1) - 1;  // of the row tiles that one warp takes
+  using Stores = tile::RowStores<1>;
+  using Queries = QueryBoxes<kBoxes>;
+  using Items = ItemQueue<kBlocks>;
+  static constexpr uint32_t kWarpPBytes = 16 * tile::kBoxRowBytes, kPBytes = kConsumerWarps * kWarpPBytes;
+  static_assert(Stores::kBytes == kWarpPBytes, "O leaves from where P did");
+  static constexpr uint32_t kWarpNoteBytes = 16 * 4, kNoteBytes = kConsumerWarps * kWarpNoteBytes;
+  static constexpr uint32_t kMessageBarrierBytes = 2 * tile::kConsumerGroups * 8;
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + 2 * kPBytes + 2 * kNoteBytes + Queries::kBarrierBytes +
+                                          kMessageBarrierBytes + (1 + kConsumerWarps) * KeptRows::kBytes +
+                                          Items::kBytes;
+  static constexpr uint32_t kMostBytes = 227 * 1024, kRingSlotBytes = kKeyBoxes * tile::kBoxBytes;
+  static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / (kRingSlotBytes + 3 * 8)), 8);
+  static_assert(kValueBoxes * kValueBoxBytes <= kRingSlotBytes, "a slot holds a part of V, too");
+  using Ring = tile::BoxRing<0, kKeyBoxes, kSlots>;
+
+  static constexpr uint32_t kQueryAt = Ring::kBytes;
+  static constexpr uint32_t kSentPAt = kQueryAt + Queries::kBytes, kPAt = kSentPAt + kPBytes;
+  static constexpr uint32_t kSentNotesAt = kPAt + kPBytes, kNotesAt = kSentNotesAt + kNoteBytes;
+  static constexpr uint32_t kBarriersAt = kNotesAt + kNoteBytes;
+  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
+  static constexpr uint32_t kMessageBarriersAt = kQueryBarriersAt + Queries::kBarrierBytes;
+  static constexpr uint32_t kKeptAt = round_up(kMessageBarriersAt + kMessageBarrierBytes, 16u);
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + Items::kBytes;
+  static_assert(kSmemBytes <= kMostBytes, "what a block has");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.cluster.x = kBlocks;
+    const int clusters = min_of(RowTiles(params, kRows).count(), max_of(params.resident_blocks / kBlocks, 1));
+    shape.grid.x = uint32_t(kBlocks * clusters);
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    shape.counter = reinterpret_cast<uint32_t*>(params.scratch);
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, v, out;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    arguments.params = params;
+    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
+                                     map_keys(arguments.k, params, params.k, params.d_qk),
+                                     map_keys(arguments.v, params, params.v, params.d_v, kValueRows),
+                                     map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows)};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class ForwardPair {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kOwnColumns = Config::kOwnColumns;
+  using Scores = ScoreSums<1>;
+  using Probabilities = PackedProbabilities<1>;
+  using Out = float[kOwnColumns / 2];
+
+ public:
+  FFPA_DEVICE explicit ForwardPair(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        rank_(ptx::cluster_rank()),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) {
+      typename Config::Items(items_smem()).init(Config::kReadingWarps);
+      queries().init();
+      for (int group = 0; group < tile::kConsumerGroups; ++group) {
+        ptx::mbarrier_init(message_full(group), 1);
+        ptx::mbarrier_init(message_empty(group), tile::kGroupWarps);
+      }
+      ring_.init();
+    }
+    meet();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    meet();  // nobody leaves while the other block still copies or arrives there
+  }
+
+ private:
+  FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE KeptRows kept_rows(int warp) const {
+    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
+  }
+  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+  FFPA_DEVICE typename Config::Queries queries() const {
+    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
+  }
+  // A message of the other block is there; the other block has read the last one to it.
+  FFPA_DEVICE uint32_t message_full(int group) const {
+    return ring_.slots_smem + Config::kMessageBarriersAt + group * 8;
+  }
+  FFPA_DEVICE uint32_t message_empty(int group) const { return message_full(tile::kConsumerGroups + group); }
+
+  static FFPA_DEVICE void meet() {
+    ptx::sync_warp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+
+  // The keys of a tile that a block has S of.
+  static FFPA_DEVICE int first_key(int tile, int rank) { return tile * kKeys + rank * Config::kBlockKeys; }
+
+  static FFPA_DEVICE constexpr int boxes_of_key_part(int part) {
+    return min_of(Config::kKeyBoxes, Config::kBoxes - part * Config::kKeyBoxes);
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    const KeptRows kept = kept_rows(0);
+    typename Config::Items items(items_smem());
+    const auto next_item = [&] {
+      if (rank_ == 0) return items.take(params_.scratch, lane_);
+      items.expect(lane_);
+      return items.get(lane_);
+    };
+    uint32_t parity = 1;
+    for_each_row_tile(params_, kRows, kept, lane_, next_item, [&] {
+      const HeadRows rows = kept.get();
+      queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+      parity ^= 1;
+      const TileRange tiles = visible_tiles(rows, kKeys);
+      const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+      const int n_k = rows.n_k();
+      FFPA_NO_UNROLL
+      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+        if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
+        if (tile == tiles.first) continue;
+        bring_values(producer, place, first_key(tile - 1, rank_), n_k);
+        bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
+      }
+    });
+  }
+
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kKeyParts; ++part) {
+      const int boxes = boxes_of_key_part(part);
+      producer.bring(
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
+            }
+          },
+          boxes);
+    }
+  }
+
+  // Of the block's own columns; rows from `end` on become zeros.
+  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int first_key,
+                                int end) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kValueParts; ++part) {
+      const int key = first_key + part * Config::kValueRows;
+      producer.bring_live_rows(
+          live_box_rows(end - key, params_.is_packed()),
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += Config::kValueBoxBytes) {
+              load_box(boxes_smem, arguments_.v, barrier, place, rank_ * kOwnColumns + box * tile::kBox, key);
+            }
+          },
+          Config::kValueBoxes, Config::kValueRows);
+    }
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  // One of the warps, and what shared memory has of its 16 rows: P and a note for each, for the other block and of it.
+  struct WarpPlace {
+    int warp;
+    uint32_t smem;
+
+    FFPA_DEVICE int group() const { return warp / tile::kGroupWarps; }
+    FFPA_DEVICE int row() const { return warp * 16; }  // in the tile
+    FFPA_DEVICE uint32_t sent_p() const { return smem + Config::kSentPAt + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t p() const { return smem + Config::kPAt + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t sent_notes() const { return smem + Config::kSentNotesAt + warp * Config::kWarpNoteBytes; }
+    FFPA_DEVICE uint32_t notes() const { return smem + Config::kNotesAt + warp * Config::kWarpNoteBytes; }
+  };
+
+  FFPA_DEVICE void consume(int group, int group_warp) {
+    const WarpPlace at = {group * tile::kGroupWarps + group_warp, ring_.slots_smem};
+    typename Config::Stores stores(at.sent_p(), lane_);
+    const KeptRows kept = kept_rows(1 + at.warp);
+    typename Config::Items items(items_smem());
+    uint32_t parity = 0;
+    for_each_row_tile(
+        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        [&] {
+          RowState state;
+          Out out;
+          float of_out[2] = {-kInfinity, -kInfinity};  // the references of O
+          FFPA_UNROLL
+          for (int i = 0; i < kOwnColumns / 2; ++i) out[i] = 0;
+          ptx::mbarrier_wait(queries().full(), parity);
+          parity ^= 1;
+          const TileRange tiles = visible_tiles(kept.get(), kKeys);
+          if (tiles.first < tiles.end) {
+            Scores scores;
+            Probabilities p;
+            float late[2];
+            queue_scores(scores, at.group());
+            ptx::wgmma_wait_group<0>();
+            release(1);
+            to_probabilities(scores, params_, kept.get(), first_key(tiles.first, rank_), at.row(), state, lane_);
+            pack_probabilities<Element>(p, scores);
+            FFPA_NO_UNROLL
+            for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
+              follow(out, of_out, state.reference);
+              queue_scores(scores, at.group());
+              send_probabilities(at, p, state);
+              queue_own_product(out, p);
+              ptx::wgmma_wait_group<1>();
+              release(1);
+              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              ptx::wgmma_wait_group<0>();
+              release(Config::kValueParts);
+              meet_references(at, out, of_out, state, late);
+              queue_their_product(out, at.group());
+              lower(scores, late);
+              pack_probabilities<Element>(p, scores);
+              ptx::wgmma_wait_group<0>();
+              release(Config::kValueParts);
+              acknowledge(at.group());
+            }
+            queries().release(lane_);
+            follow(out, of_out, state.reference);
+            send_probabilities(at, p, state);
+            queue_own_product(out, p);
+            ptx::wgmma_wait_group<0>();
+            release(Config::kValueParts);
+            meet_references(at, out, of_out, state, late);
+            queue_their_product(out, at.group());
+            ptx::wgmma_wait_group<0>();
+            release(Config::kValueParts);
+            acknowledge(at.group());
+          } else {
+            queries().release(lane_);
+          }
+          finish(at, kept.get(), state);
+          // The other block has read what was P: it has acknowledged it.
+          write_out<Element>(out, stores, arguments_.out, params_, kept.get(), at.row(), rank_ * kOwnColumns, state.sum,
+                             lane_);
+        });
+    stores.wait();
+  }
+
+  // scores = Q Kᵀ of the block's keys of the next tile, part after part; the last one, a group of its own, may still
+  // run.
+  FFPA_DEVICE void queue_scores(Scores& scores, int group) {
+    FFPA_UNROLL
+    for (int part = 0; part < Config::kKeyParts; ++part) {
+      const uint64_t k = next_slot(tile::kBoxBytes);
+      ptx::wgmma_fence();
+      FFPA_UNROLL
+      for (int box = 0; box < boxes_of_key_part(part); ++box) {
+        const uint64_t q = descriptor(queries().box(part * Config::kKeyBoxes + box, group), tile::kBoxBytes);
+        FFPA_UNROLL
+        for (int depth = 0; depth < tile::kBox / 16; ++depth) {
+          using Sums = float[tile::kBox / 2];
+          ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
+                                             k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
+        }
+      }
+      ptx::wgmma_commit_group();
+      if (part == 0) continue;
+      ptx::wgmma_wait_group<1>();
+      release(1);
+    }
+  }
+
+  // out += P V of the block's own keys, a group of its own.
+  FFPA_DEVICE void queue_own_product(Out& out, const Probabilities& p) {
+    queue_product(
+        [&](int step, uint64_t v) { ptx::wgmma_rs<Element, kOwnColumns, tile::Major::kMN>(out, p[step], v, true); });
+  }
+
+  // out += P V of the other block's keys, a group of its own.
+  FFPA_DEVICE void queue_their_product(Out& out, int group) {
+    const uint64_t p =
+        descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes, tile::kBoxBytes);
+    queue_product([&](int step, uint64_t v) {
+      ptx::wgmma_ss<Element, kOwnColumns, tile::Major::kK, tile::Major::kMN>(out, p + step * 2, v, true);
+    });
+  }
+
+  // multiply(step, v) for each 16 of the 64 keys of the next slots.
+  template <class Multiply>
+  FFPA_DEVICE void queue_product(const Multiply& multiply) {
+    constexpr int kSteps = Config::kValueRows / 16;
+    FFPA_UNROLL
+    for (int part = 0; part < Config::kValueParts; ++part) {
+      const uint64_t v = next_slot(Config::kValueBoxBytes);
+      ptx::wgmma_fence();
+      FFPA_UNROLL
+      for (int step = 0; step < kSteps; ++step) multiply(part * kSteps + step, v + step * 2 * tile::kAtomBytes / 16);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // The descriptor of the next slot, once it has landed.
+  FFPA_DEVICE uint64_t next_slot(uint32_t box_bytes) {
+    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
+    const uint64_t boxes = descriptor(ring_.slot(at_.slot), box_bytes);
+    at_.advance();
+    return boxes;
+  }
+
+  // Gives back slots, in the order in which they were used.
+  FFPA_DEVICE void release(int slots) {
+    ptx::sync_warp();
+    FFPA_UNROLL
+    for (int i = 0; i < slots; ++i) {
+      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));
+      released_.advance();
+    }
+  }
+
+  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem, uint32_t box_bytes) {
+    return ptx::wgmma_descriptor(boxes_smem, box_bytes, tile::kAtomBytes, Swizzle::k128Bytes);
+  }
+
+  // ---- messages between the blocks: one sent, one received, each read before the next one comes ----
+
+  // function(half, row) for the rows of the thread, of its warp's 16.
+  template <class Function>
+  FFPA_DEVICE void for_each_half(const Function& function) const {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) function(h, tile::c_coordinate(lane_, 2 * h).row);
+  }
+
+  FFPA_DEVICE void send_probabilities(const WarpPlace& at, const Probabilities& p, const RowState& state) {
+    constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
+    if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before
+    wait_until_read(at.group());
+    FFPA_UNROLL
+    for (int i = 0; i < tile::kBox / 16; ++i) {
+      ptx::stmatrix_x4(at.sent_p() + kLayout.offset(lane_ % 16, 2 * i + lane_ / 16),
+                       {p[i][0], p[i][1], p[i][2], p[i][3]});
+    }
+    send(at, state.reference, Config::kWarpPBytes);
+  }
+
+  // All messages before.
+  FFPA_DEVICE void wait_until_read(int group) const {
+    ptx::mbarrier_wait(message_empty(group), (messages_ & 1) ^ 1);
+    ptx::sync_warp();
+  }
+
+  // So many bytes of P, and a note for each row.
+  FFPA_DEVICE void send(const WarpPlace& at, const float (&notes)[2], uint32_t p_bytes) const {
+    for_each_half([&](int h, int r) {
+      if (lane_ % 4 == 0) ptx::st_shared_4(at.sent_notes() + r * 4, float_bits(notes[h]));
+    });
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (ptx::elect_one()) {
+      const uint32_t full = message_full(at.group());
+      if (p_bytes > 0) ptx::copy_to_block(at.p(), at.sent_p(), p_bytes, full, 1 - rank_);
+      ptx::copy_to_block(at.notes(), at.sent_notes(), Config::kWarpNoteBytes, full, 1 - rank_);
+    }
+    ptx::sync_warp();
+  }
+
+  // Waits for the next message, in which each warp has so many bytes.
+  FFPA_DEVICE void receive(const WarpPlace& at, uint32_t warp_bytes) {
+    if (at.warp % tile::kGroupWarps == 0 && lane_ == 0) {
+      ptx::mbarrier_arrive_expect_tx(message_full(at.group()), tile::kGroupWarps * warp_bytes);
+    }
+    ptx::mbarrier_wait(message_full(at.group()), messages_ & 1);
+    ++messages_;
+  }
+
+  static FFPA_DEVICE float note(const WarpPlace& at, int r) {
+    return float_from_bits(ptx::ld_shared_4(at.notes() + r * 4));
+  }
+
+  // The message has been read: the next one may come.
+  FFPA_DEVICE void acknowledge(int group) const {
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive_remote(message_empty(group), 1 - rank_);
+  }
+
+  // Receives P of the other block's keys, and has O and this P refer to the larger reference of both. `late`: what P of
+  // the block's next keys, which came too early to know, has to be multiplied with.
+  FFPA_DEVICE void meet_references(const WarpPlace& at, Out& out, float (&of_out)[2], RowState& state,
+                                   float (&late)[2]) {
+    receive(at, Config::kWarpPBytes + Config::kWarpNoteBytes);
+    float theirs[2], larger[2];
+    for_each_half([&](int h, int r) {
+      theirs[h] = note(at, r);
+      larger[h] = larger_of(of_out[h], theirs[h]);
+      late[h] = 1;
+      if (theirs[h] > state.reference[h]) {
+        late[h] = growth(state.reference[h], theirs[h]);
+        state.sum[h] *= late[h];
+        state.reference[h] = theirs[h];
+      }
+    });
+    follow(out, of_out, larger);
+    lower_their_p(at, theirs, larger);
+  }
+
+  // O to references that are no smaller.
+  FFPA_DEVICE void follow(Out& out, float (&of_out)[2], const float (&references)[2]) const {
+    if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
+      rescale(out, of_out, references);
+      of_out[0] = references[0];
+      of_out[1] = references[1];
+    }
+  }
+
+  // P that came with smaller references than O has, in its place.
+  FFPA_DEVICE void lower_their_p(const WarpPlace& at, const float (&theirs)[2], const float (&references)[2]) const {
+    const bool lower[2] = {theirs[0] != references[0] && theirs[0] != -kInfinity,
+                           theirs[1] != references[1] && theirs[1] != -kInfinity};
+    if (ptx::vote_any(lower[0] || lower[1])) {
+      constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
+      for_each_half([&](int h, int r) {
+        if (!lower[h]) return;
+        const float factor = growth(theirs[h], references[h]);
+        FFPA_NO_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          uint32_t pairs[4];
+          // Of neighbouring rows not the same chunks at a time: they lie in the same banks.
+          const uint32_t smem = at.p() + kLayout.offset(r, lane_ % 4 + (i + r) % 2 * 4);
+          ptx::ld_shared_16(pairs, smem);
+          FFPA_UNROLL
+          for (uint32_t& pair : pairs) {
+            float low, high;
+            ptx::unpack<Element>(pair, low, high);
+            pair = ptx::pack<Element>(low * factor, high * factor);
+          }
+          ptx::st_shared_16(smem, {pairs[0], pairs[1], pairs[2], pairs[3]});
+        }
+      });
+      ptx::fence_proxy_async();
+    }
+    ptx::bar_sync(1 + at.group(), tile::kGroupThreads);  // the product reads the rows of all its warps
+  }
+
+  static FFPA_DEVICE void lower(Scores& scores, const float (&factor)[2]) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= factor[h]; });
+  }
+
+  // In the place of the sums, what O is multiplied with. The blocks have exchanged the references of the last tile:
+  // both have the same.
+  FFPA_DEVICE void finish(const WarpPlace& at, const HeadRows& rows, RowState& state) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      state.sum[h] += ptx::shfl_xor(state.sum[h], 1);
+      state.sum[h] += ptx::shfl_xor(state.sum[h], 2);
+    }
+    wait_until_read(at.group());
+    send(at, state.sum, 0);
+    receive(at, Config::kWarpNoteBytes);
+    for_each_half([&](int h, int r) {
+      const bool writes = rank_ == 0 && lane_ % 4 == 0;
+      state.sum[h] =
+          finish_row(params_, rows, rows.first + at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes);
+    });
+    acknowledge(at.group());
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_, rank_;
+  Ring ring_;
+  tile::RingPosition<Ring> at_, released_;
+  uint32_t messages_ = 0;  // sent and received
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_pair(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardPair<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,156 @@
+// What the forwards with O in registers have in common (forward_fused.cuh, forward_pair.cuh): Q of a row tile, P from
+// S, and the way of O.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention_params.h"
+#include "attention/head_rows.cuh"
+#include "attention/row_state.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Q of a row tile, one box of each warpgroup after the other. `full`: it has landed; `empty`: all warps have their last
+// S of it.
+template <int kBoxes>
+struct QueryBoxes {
+  static constexpr uint32_t kBytes = kBoxes * tile::kConsumerGroups * tile::kBoxBytes;
+  static constexpr uint32_t kBarrierBytes = 2 * 8;
+
+  uint32_t boxes_smem, barriers_smem;
+
+  FFPA_DEVICE uint32_t full() const { return barriers_smem; }
+  FFPA_DEVICE uint32_t empty() const { return barriers_smem + 8; }
+  FFPA_DEVICE uint32_t box(int i, int group) const {
+    return boxes_smem + (i * tile::kConsumerGroups + group) * tile::kBoxBytes;
+  }
+
+  // By one thread, before a barrier.
+  FFPA_DEVICE void init() const {
+    ptx::mbarrier_init(full(), 1);
+    ptx::mbarrier_init(empty(), tile::kConsumerGroups * tile::kGroupWarps);
+  }
+
+  // By all lanes of the producer's warp.
+  FFPA_DEVICE void bring(const ptx::TensorMap& map, const MapPlace& place, uint32_t parity) const {
+    if (ptx::elect_one()) {
+      ptx::mbarrier_wait(empty(), parity);
+      ptx::mbarrier_arrive_expect_tx(full(), kBytes);
+      FFPA_NO_UNROLL
+      for (int i = 0; i < kBoxes; ++i) {
+        for (int group = 0; group < tile::kConsumerGroups; ++group) {
+          load_box(box(i, group), map, full(), place, i * tile::kBox, group * tile::kBox);
+        }
+      }
+    }
+    ptx::sync_warp();
+  }
+
+  // By all lanes of each warp that has read it.
+  FFPA_DEVICE void release(int lane) const {
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(empty());
+  }
+};
+
+// S of a warp's 16 rows and kSteps · 64 keys; P of them, as A fragments.
+template <int kSteps>
+using ScoreSums = float[kSteps][1][tile::kBox / 8][4];
+template <int kSteps>
+using PackedProbabilities = uint32_t[kSteps * tile::kBox / 16][4];
+
+template <int kSteps, class Function>
+FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Function& function) {
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    FFPA_UNROLL
+    for (int n = 0; n < tile::kBox / 8; ++n) {
+      function(scores[step][0][n][2 * h]);
+      function(scores[step][0][n][2 * h + 1]);
+    }
+  }
+}
+
+// Makes P of raw scores of the rows from `row` of the tile on; says whether what there is of O has another reference.
+template <int kSteps>
+FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
+                                  int key, int row, RowState& state, int lane) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
+  const bool plain = all_seen && params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0;
+  if (!plain) {
+    FFPA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      scores_to_logits(scores[step], params, rows, all_seen, rows.first + row, key + step * tile::kBox, lane);
+    }
+  }
+  const float factor = plain ? params.score_factor : 1.0f;
+  bool moved = false;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    float maximum = -kInfinity;
+    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+    moved |= state.follow(h, maximum * factor);
+    const float reference = finite_reference(state.reference[h]);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& score) {
+      score = ptx::ex2(score * factor - reference);
+      sum += score;
+    });
+    state.sum[h] += sum;
+  }
+  return moved;
+}
+
+template <class Element, int kSteps>
+FFPA_DEVICE void pack_probabilities(PackedProbabilities<kSteps>& p, const ScoreSums<kSteps>& scores) {
+  FFPA_UNROLL
+  for (int i = 0; i < kSteps * tile::kBox / 16; ++i) {
+    FFPA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const float (&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
+      p[i][j] = ptx::pack<Element>(fragment[j % 2 * 2], fragment[j % 2 * 2 + 1]);
+    }
+  }
+}
+
+// O to other references.
+template <int kSums>
+FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const float (&now)[2]) {
+  const float factor[2] = {growth(before[0], now[0]), growth(before[1], now[1])};
+  FFPA_UNROLL
+  for (int i = 0; i < kSums; ++i) out[i] *= factor[i / 2 % 2];
+}
+
+// A warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all of them exist.
+template <class Element, class Stores, int kSums>
+FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
+                           const AttentionParams& params, const HeadRows& rows, int row, int column,
+                           const float (&factor)[2], int lane) {
+  const int first = rows.first + row;
+  if (kSums % (tile::kBox / 2) == 0 && rows.last + 1 - first >= Stores::kRows) {
+    const MapPlace place = {rows.entry.q.begin, rows.head(), params.is_packed() ? 0 : rows.batch()};
+    store_rows<Element>(stores, out, factor, map, place, column, first);
+    return;
+  }
+  auto writer = out_writer<Element, kSums / 4>(params, rows, row, column, lane);
+  FFPA_UNROLL
+  for (int n = 0; n < kSums / 4; ++n) {
+    const float values[4] = {out[4 * n] * factor[0], out[4 * n + 1] * factor[0], out[4 * n + 2] * factor[1],
+                             out[4 * n + 3] * factor[1]};
+    writer.put(n, values);
+  }
+}
+
+}  // namespace ffpa

@@ -1,0 +1,77 @@
+// A copy from the shared memory of one block to that of another: as it should be, and misused.
+#pragma once
+
+#include "cases/case.h"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+
+namespace ffpa::cases {
+
+// What a kernel does wrong, for the tests of the emulator.
+enum class CopyBug {
+  kNone,
+  kNoProxyFence,
+  kReadsEarly,         // before the copy has landed
+  kOverwritesUnread,   // what the other block has not read yet
+  kWritesSourceEarly,  // before the copy has read it
+  kLeavesEarly,        // before the other block has copied
+};
+
+// Clusters of two blocks, which swap 512 bytes in each of two rounds.
+template <CopyBug kBug>
+FFPA_KERNEL(32, 1)
+void copy_to_block_kernel(const uint32_t* input, uint32_t* output) {
+  constexpr uint32_t kBytes = 512, kWords = kBytes / 4;
+  const uint32_t lane = ptx::lane_id(), rank = ptx::cluster_rank();
+  const uint32_t received = ptx::dynamic_smem(), full = received + 3 * kBytes, empty = full + 8;
+  if (lane == 0) {
+    ptx::mbarrier_init(full, 1);
+    ptx::mbarrier_init(empty, 1);
+    ptx::fence_mbarrier_init();
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (uint32_t round = 0; round < 2; ++round) {
+    const uint32_t sent = received + (kBug == CopyBug::kOverwritesUnread ? 1 + round : 1) * kBytes;
+    const uint32_t place = (round * 2 + rank) * kWords + lane * 4;
+    uint32_t words[4];
+    ptx::ld_global_16(words, input + place);
+    // The other block has read what came the round before, and so has the copy.
+    const bool waits = round > 0 && kBug != CopyBug::kOverwritesUnread;
+    if (waits && kBug != CopyBug::kWritesSourceEarly) ptx::mbarrier_wait(empty, 0);
+    ptx::st_shared_16(sent + lane * 16, words);
+    if (waits && kBug == CopyBug::kWritesSourceEarly) ptx::mbarrier_wait(empty, 0);
+    if (kBug != CopyBug::kNoProxyFence) ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(full, kBytes);
+      ptx::copy_to_block(received, sent, kBytes, full, 1 - rank);
+    }
+    if (kBug == CopyBug::kLeavesEarly && rank == 1) return;
+    if (kBug != CopyBug::kReadsEarly) ptx::mbarrier_wait(full, round);
+    ptx::ld_shared_16(words, received + lane * 16);
+    if (kBug == CopyBug::kReadsEarly) ptx::mbarrier_wait(full, round);
+    ptx::st_global_16(output + place, words);
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive_remote(empty, 1 - rank);
+  }
+  // Nobody leaves while its shared memory is still a target.
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+template <CopyBug kBug>
+LaunchStatus run_copy_to_block(const uint32_t* input, uint32_t* output) {
+  LaunchShape shape;
+  shape.grid = {2, 1, 1};
+  shape.cluster = {2, 1, 1};
+  shape.threads = 32;
+  shape.smem_bytes = 2048;
+  return launch(shape, nullptr, copy_to_block_kernel<kBug>, input, output);
+}
+
+}  // namespace ffpa::cases
