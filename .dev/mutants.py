@@ -53,6 +53,10 @@ def _two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") 
     return _in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _fp8(file: str, *edits: tuple[str, str, str], only: str = "wide and (d512 or d264) and not cuda") -> list[Mutant]:
+    return _in(file, f"tests/test_fp8.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
 _SOME_BACKWARDS = (
     "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
 )
@@ -880,10 +884,50 @@ MUTANTS = [
         "row_tiles.py",
         "tests/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
-        ("row tiles: more than 32 bits count", "if count(p) > _MOST_TILES:", "if False:"),
+        ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > _MOST_TILES:", "if tiles := 0:"),
         ("row tiles: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
         ("row tiles: a pair counts as a block", "(busy := tiles * blocks_of_tile)", "(busy := tiles)"),
         ENABLE_FFPA_DEBUG="1",
+    ),
+    *_fp8(
+        "csrc/attention/forward_fp8.cuh",
+        ("fp8: maxima of the own keys alone", "larger_of(maximum[h], theirs), 0)", "maximum[h], 0)"),
+        ("fp8: nobody waits for maxima", "    meet_other_group();  // also: it has done with P of the tile before\n", ""),
+        ("fp8: nobody waits for P", "    ptx::fence_proxy_async();\n    meet_other_group();\n", "    ptx::fence_proxy_async();\n"),
+        ("fp8: P not fenced", "    ptx::fence_proxy_async();\n    meet_other_group();\n", "    meet_other_group();\n"),
+        ("fp8: sums overwritten", "    meet_other_group();  // these sums have been read\n", ""),
+        ("fp8: rounded sums keep their reference", "      state.rounded[h] *= growth(before, state.reference[h]);\n", ""),
+        ("fp8: O keeps its reference", "if (moved) {", "if (false) {"),
+        ("fp8: K's scale of its first block", "rows.head() / params_.group, tile);\n    const bool all_seen", "rows.head() / params_.group, 0);\n    const bool all_seen"),
+        ("fp8: Q's scale of its first block", "rows.first / kScaledRows)", "0)"),
+        ("fp8: V's scale of its first block", "rows.head() / params_.group, tile);\n    const uint64_t p", "rows.head() / params_.group, 0);\n    const uint64_t p"),
+        ("fp8: LSE of the rounded P", "float_from_bits(theirs[0]), writes)", "float_from_bits(theirs[1]), writes)"),
+        ("fp8: LSE in units of P", "state.reference[h] - kPExponent,", "state.reference[h],"),
+        ("fp8: the sum of the own keys", "state.rounded[h] + float_from_bits(theirs[1])", "2 * state.rounded[h]"),
+        ("fp8: the other keys' place", "tile * kKeys + group * Config::kGroupKeys;\n    const float scale", "tile * kKeys + (1 - group) * Config::kGroupKeys;\n    const float scale"),
+        ("fp8: one scale of scores too many", "      factor = 1;\n", ""),
+        ("fp8: P in the order of the scores", "{packed(i, 0), packed(i, 1), packed(i + 1, 0), packed(i + 1, 1)}", "{packed(i, 0), packed(i + 1, 0), packed(i, 1), packed(i + 1, 1)}"),
+        ("fp8: sums of all keys", "descriptor(p_smem() + group * Config::kGroupKeys)", "descriptor(p_smem())"),
+        ("fp8: chunks add up", "p + step * 2, v + step * 2, step > 0)", "p + step * 2, v + step * 2, chunk + step > 0)"),
+        ("fp8: P above its range", "? 8.75f : 15.75f", "? 9.75f : 16.75f"),
+        ("fp8: P's range wasted", "? 8.75f : 15.75f", "? 0.0f : 0.0f"),
+        ("fp8: slots given back early", "      ptx::wgmma_commit_group();\n      ptx::wgmma_wait_group<0>();\n      release(1);\n", "      ptx::wgmma_commit_group();\n      release(1);\n      ptx::wgmma_wait_group<0>();\n"),
+        ("fp8: columns of the other warpgroup", "column = group * Config::kOwnColumns;", "column = (1 - group) * Config::kOwnColumns;"),
+    ),
+    *_fp8(
+        "csrc/attention/arrange_values.cuh",
+        ("fp8: pairs of V side by side", "first_key + i % 2 + i / 2 * 8", "first_key + i % 2 + i / 2 * 2"),
+        ("fp8: V read past its end", "if (key >= params.keys) return 0;", "if (key > params.keys) return 0;"),
+        ("fp8: columns past V's", "if (column >= params.columns) return;", ""),
+        ("fp8: strided V as words", "if (params.words)", "if (true)"),
+        only="(wide and (d512 or d264)) or (v_transposed and rules and hopper)",
+    ),
+    *_fp8(
+        "fused_fp8.py",
+        ("fp8: rows that TMA cannot read", "if x.data_ptr() % 16 or any(step % 16 for step in steps) or padded:", "if padded:"),
+        ("fp8: without keys", "    if not n_k:\n", "    if n_k < 0:\n"),
+        ("fp8: 8-bit results not clamped", "out.copy_(written.clamp_(-largest, largest))", "out.copy_(written)"),
+        only="hopper and not cuda",
     ),
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
 
-`python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs;
-`grouped` heads; `caps`, speed against the workspace's cap; `memory`, the peak against length. Speeds are those of a burst, and
+`python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs; `fp8`, the
+forward of 8-bit floats, and what it takes to make them; `grouped` heads; `caps`, speed against the workspace's cap; `memory`, the peak against length. Speeds are those of a burst, and
 those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
 FFPA_BACKEND=mma the kernels that every GPU runs.
 """
@@ -17,13 +17,14 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn import env, ffpa
+from ffpa_attn import env, ffpa, ffpa_fp8, quantize_fp8
 from flops import nominal_flops
 from timing import Timer, measure_in_turn, peak_bytes
 from workload import Workload, make_inputs
 
 FORWARD_DIMS = (128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 BACKWARD_DIMS = (256, 320, 384, 448, 512, 640, 768, 896, 1024)
+FP8_DIMS = (128, 256, 320, 384, 448, 512)
 LENGTHS = [(n, causal) for causal in (False, True) for n in (8192, 16384)]
 GEMM = 8192
 
@@ -63,9 +64,21 @@ def burst(subject: Callable[[], float]) -> float:
     return median(subject() for _ in range(3))
 
 
-def cell(w: Workload, timer: Timer, iters: int = 6) -> str:
+def in_8_bits(w: Workload) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(the forward, what makes its inputs)"""
+    tensors = make_inputs(w, "cuda", seed=0)[:3]
+
+    def quantise():
+        return [quantize_fp8(x, per="block") for x in tensors]
+
+    (q, q_scale), (k, k_scale), (v, v_scale) = quantise()
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    return lambda: ffpa_fp8(q, k, v, **scales, causal=w.causal), quantise
+
+
+def cell(w: Workload, timer: Timer, iters: int = 6, call: Callable[[], object] | None = None) -> str:
     """In a burst, and settled; in parentheses what a matrix product has in the same rounds."""
-    calls = {"ffpa": call_of(w), "GEMM": gemm()}
+    calls = {"ffpa": call or call_of(w), "GEMM": gemm()}
     subjects = {name: lambda call=call: timer.milliseconds(call) for name, call in calls.items()}
     flops = {"ffpa": nominal_flops(w), "GEMM": 2 * GEMM**3}
     for subject in subjects.values():
@@ -91,6 +104,20 @@ def speeds(timer: Timer, dims: tuple[int, ...], backward: bool) -> None:
     columns = [f"N={n}{' causal' * causal}" for n, causal in LENGTHS]
     rows = {f"D={d}": [cell(workload(n, d, causal, backward=backward), timer) for n, causal in LENGTHS] for d in dims}
     table(f"{'backward' if backward else 'forward'}, TFLOPS (GEMM)", columns, rows)
+
+
+def fp8(timer: Timer) -> None:
+    rows: dict[str, list[str]] = {}
+    for d in FP8_DIMS:
+        cells = rows[f"D={d}"] = []
+        for n, causal in LENGTHS:
+            w = workload(n, d, causal)
+            cells.append(cell(w, timer, call=in_8_bits(w)[0]))
+        quantise = in_8_bits(workload(LENGTHS[0][0], d))[1]
+        quantise()
+        cells.append(f"{burst(lambda quantise=quantise: timer.milliseconds(quantise)):.2f}")
+    columns = [f"N={n}{' causal' * causal}" for n, causal in LENGTHS]
+    table("e4m3 forward, TFLOPS (bf16 GEMM)", [*columns, f"q, k, v to e4m3 at N={LENGTHS[0][0]}, ms"], rows)
 
 
 def grouped(timer: Timer) -> None:
@@ -142,6 +169,7 @@ def main() -> None:
     tables = {
         "backward": lambda: speeds(timer, BACKWARD_DIMS, backward=True),
         "forward": lambda: speeds(timer, FORWARD_DIMS, backward=False),
+        "fp8": lambda: fp8(timer),
         "grouped": lambda: grouped(timer),
         "caps": lambda: caps(timer),
         "memory": memory,

@@ -7,8 +7,9 @@ import types
 import oracle
 import pytest
 import torch
-from ffpa_attn import choice, env, ffpa_fp8, ops, quantize_fp8, triton_fp8
+from ffpa_attn import choice, env, ffpa_fp8, fused_fp8, native, ops, quantize_fp8, triton_fp8
 from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn.testing import emulate
 from torch._dynamo.testing import CompileCounterWithBackend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -16,31 +17,38 @@ OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 BLOCK = 128
 HOPPER_SUM = 2.0**-13  # its tensor cores keep so much of a sum of 32 products of 8-bit floats
 F32_SUM = 2.0**-24
+LEAST_OF_UNIT = {"triton": 1.0, "hopper": 2.0**-0.25}  # where references are integers: of the unit, what P = 1 may be
 P_UNIT = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}  # what P = 1 is before it is rounded
 
 
 # ---- both paths ----
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["reference", "triton", "hopper"])
 def path(request, monkeypatch) -> str:
     device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    launches, kernels = [], None
+    if request.param == "hopper":
+        kernels = fused_fp8
+        if device == "cuda" and (torch.cuda.get_device_capability() != (9, 0) or native.record() is None):
+            pytest.skip("needs a Hopper GPU and a built library")
+        if device == "cpu":
+            monkeypatch.setenv("FFPA_EMULATE", "sm_90a")
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is an extra")
-        from ffpa_attn import triton_fp8 as kernels
-
+        kernels = triton_fp8
         if device == "cpu" and torch.cuda.is_available():
             pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
         if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this GPU has no 8-bit floats")
         if device == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-        launches = []
+    if kernels:
         forward = kernels.forward
         monkeypatch.setattr(kernels, "forward", lambda *args: (launches.append(1), forward(*args)))
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     yield request.param
-    if request.param == "triton":
+    if kernels:
         assert launches, "the kernel was never launched"
 
 
@@ -76,7 +84,7 @@ def probabilities(q, k, scale, rule):
 def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
     """q, k, v: what the 8-bit tensors mean, float64.
 
-    The only error beyond that of float32 sums is that of P, rounded to `dtype` before it meets V on the Triton path:
+    The only error beyond that of float32 sums is that of P, rounded to `dtype` before it meets V by our kernels:
     half a unit in the last place of each exp(score - largest). It is bounded for each element, all rounded in the worst
     direction; and for all elements together, where rounding is as likely up as down: the squares add up, and a mean square
     of a third of the largest is what evenly spread rounding has, so that the bound has room for three times that.
@@ -90,7 +98,7 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
 
     p, total, products = probabilities(q, k, scale, rule)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    on_tensor_cores = q.is_cuda and path == "triton"
+    on_tensor_cores = q.is_cuda and path != "reference"
     unit, terms = (HOPPER_SUM, -(-q.shape[3] // 32)) if on_tensor_cores else (F32_SUM, q.shape[3])
     score_error = (terms + 8) * unit * products + 2.0**-20
     sum_error = 2 * score_error + ((min(k.shape[2], 128) // 32 if on_tensor_cores else k.shape[2]) + 8) * unit
@@ -98,10 +106,10 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
     exact = sum_error * weighed
     rounded = torch.zeros_like(want)
     spread = torch.zeros_like(want)
-    if path == "triton":
+    if path != "reference":
         seen = (p > 0).double()
         relative, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-        least /= P_UNIT[dtype]
+        least /= P_UNIT[dtype] * LEAST_OF_UNIT[path]
         # Divided by the sum of the rounded P, a row errs in how far its values are from their mean.
         deviation = (p @ v.square() - want.square()).clamp(min=0).sqrt()
         counted = seen @ v.square() - 2 * want * (seen @ v) + want.square() * seen.sum(-1, keepdim=True)
@@ -197,6 +205,33 @@ TYPED_RULES = [
 @pytest.mark.parametrize("rule, dtype", TYPED_RULES)
 def test_rules(rule, dtype, device, path):
     run(device, path, dtype, **{"heads": (2, 1), **rule})
+
+
+# Head dims past Triton's, on tiles of their own; Q and K or V narrower than the tile, or both; rows that TMA cannot read.
+WIDE = [
+    {"d": 512, "n": (70, 200)},
+    {"d": 512, "n": (130, 300), "causal": True, "heads": (4, 2)},
+    {"d": 448, "n": (65, 129)},
+    {"d": 384, "n": (64, 128), "window": (40, 9)},
+    {"d": 320, "n": (33, 257), "v_transposed": True},
+    {"d": 264, "d_v": 512, "n": (70, 140)},
+    {"d": 512, "d_v": 40, "n": (66, 90)},
+    {"d": 392, "d_v": 328, "n": (100, 130), "per": ("block",) * 3, "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: f"d{case['d']}-{case.get('d_v', case['d'])}")
+def test_wide_heads(case, seed, device, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    if device == "cuda":
+        if torch.cuda.get_device_capability() != (9, 0) or native.record() is None:
+            pytest.skip("needs a Hopper GPU and a built library")
+        return run(device, "hopper", (E4M3, E5M2)[seed % 2], **case)
+    with emulate("sm_90a", seed=seed) as reports:
+        run(device, "hopper", E4M3 if seed else E5M2, batch=1, **case)
+    assert [report["kernel"].partition("_e")[0] for report in reports] == ["arrange_values", "forward_fp8"]
+    assert max(report["bank_conflict_ratio"] for report in reports) <= 1.01
 
 
 PER = [None, "tensor", "head", "block"]
@@ -432,7 +467,7 @@ def test_zeros_have_scale_one(per, device):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("size", [1e-45, 8.8e-43, 1.15e-40, 1e-30, 3e38])
 def test_numbers_of_any_size(size, dtype, device):
-    """The scale of some has but one bit in float32: what it leaves too large for the type saturates."""
+    """Where the scale would have few bits in float32, it is the smallest number that has all."""
     x8, scale = quantize_fp8(torch.full((1, 1, 4, 8), size, device=device), dtype)
     assert torch.isfinite(x8.float()).all() and torch.isfinite(scale) and scale > 0
 
@@ -517,24 +552,31 @@ def chosen(monkeypatch, backend=None, triton=None, **change):
         (None, {"arch": "sm_89", "dtype": "e5m2"}, "triton"),
         (None, {"device": "cpu", "arch": None, "d_qk": 512}, "reference"),
         ("triton", {"d_qk": 256}, "triton"),
+        (None, {"d_v": 512}, "hopper"),
+        (None, {"triton": "Triton is not installed"}, "hopper"),
+        ("hopper", {}, "hopper"),
         ("reference", {"arch": "sm_80"}, "reference"),
     ],
 )
 def test_what_runs(backend, change, runs, monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
     choice = chosen(monkeypatch, backend, **change)
     assert choice.backend == runs and choice.fallback is None
-    assert choice.kernel == "reference" if runs == "reference" else choice.kernel.startswith("triton_fp8_head_dim")
+    assert choice.kernel.startswith(
+        {"reference": "reference", "hopper": "forward_fp8"}.get(runs, "triton_fp8_head_dim")
+    )
 
 
 @pytest.mark.parametrize(
     "backend, change, words",
     [
-        (None, {"arch": "sm_80"}, r"triton cannot run forward e4m3 .*sm_89 or newer, and the GPU is sm_80; or pass bfloat16 tensors to ffpa"),
+        (None, {"arch": "sm_80"}, r"none can run forward e4m3 .*not triton: .*sm_89 or newer, and the GPU is sm_80; nor hopper: .*sm_80; or pass bfloat16 tensors to ffpa"),
         (None, {"arch": "sm_86", "dtype": "e5m2"}, "forward e5m2 .*the GPU is sm_86"),
-        (None, {"d_qk": 264}, "up to 256 columns and not 264.*pass bfloat16 tensors to ffpa"),
+        (None, {"d_qk": 264, "arch": "sm_100"}, "up to 256 columns and not 264; nor hopper: .*pass bfloat16 tensors to ffpa"),
+        (None, {"d_qk": 520}, "up to 256 columns and not 520; nor hopper: registers hold 512 columns"),
         ("triton", {"d_v": 512}, "up to 256 columns and not 512"),
-        ("mma", {}, "mma cannot run .*knows no 8-bit floats; drop FFPA_BACKEND=mma"),
-        (None, {"triton": "Triton is not installed"}, "Triton is not installed"),
+        ("mma", {}, "not mma: mma knows no 8-bit floats; drop FFPA_BACKEND=mma"),
+        (None, {"triton": "Triton is not installed", "arch": "sm_89"}, "Triton is not installed"),
     ],
 )  # fmt: skip
 def test_what_no_gpu_can(backend, change, words, monkeypatch):

@@ -26,7 +26,7 @@ PYTHON_LAYERS = (
     ("triton_fp8_kernels", "triton_launch"),
     ("triton_persistent",),
     ("mma", "triton_attention", "row_tiles"),
-    ("fused", "two_phase"),
+    ("fused", "fused_fp8", "two_phase"),
     ("triton_fp8", "checks"),
     ("backward",),
     ("choice", "reference"),

@@ -20,20 +20,18 @@
 
 namespace ffpa {
 
-// Q of a row tile, one box of each warpgroup after the other. `full`: it has landed; `empty`: all warps have their last
-// S of it.
-template <int kBoxes>
+// Q of a row tile, one box of each warpgroup after the other, or of both together. `full`: it has landed; `empty`: all
+// warps have their last S of it.
+template <int kBoxes, int kGroups = tile::kConsumerGroups>
 struct QueryBoxes {
-  static constexpr uint32_t kBytes = kBoxes * tile::kConsumerGroups * tile::kBoxBytes;
+  static constexpr uint32_t kBytes = kBoxes * kGroups * tile::kBoxBytes;
   static constexpr uint32_t kBarrierBytes = 2 * 8;
 
   uint32_t boxes_smem, barriers_smem;
 
   FFPA_DEVICE uint32_t full() const { return barriers_smem; }
   FFPA_DEVICE uint32_t empty() const { return barriers_smem + 8; }
-  FFPA_DEVICE uint32_t box(int i, int group) const {
-    return boxes_smem + (i * tile::kConsumerGroups + group) * tile::kBoxBytes;
-  }
+  FFPA_DEVICE uint32_t box(int i, int group) const { return boxes_smem + (i * kGroups + group) * tile::kBoxBytes; }
 
   // By one thread, before a barrier.
   FFPA_DEVICE void init() const {
@@ -48,7 +46,7 @@ struct QueryBoxes {
       ptx::mbarrier_arrive_expect_tx(full(), kBytes);
       FFPA_NO_UNROLL
       for (int i = 0; i < kBoxes; ++i) {
-        for (int group = 0; group < tile::kConsumerGroups; ++group) {
+        for (int group = 0; group < kGroups; ++group) {
           load_box(box(i, group), map, full(), place, i * tile::kBox, group * tile::kBox);
         }
       }

@@ -33,9 +33,9 @@ struct RowState {
   float sum[2] = {0, 0};                          // of the thread's keys, to the reference
 
   // The reference follows the maximum of a tile, and the sum the reference. Whether what there is of O has another one.
-  FFPA_DEVICE bool follow(int h, float maximum) {
+  FFPA_DEVICE bool follow(int h, float maximum, float lazy_growth = kLazyGrowth) {
     const float before = reference[h];
-    if (maximum - before > kLazyGrowth) reference[h] = std::ceil(maximum);
+    if (maximum - before > lazy_growth) reference[h] = std::ceil(maximum);
     sum[h] *= growth(before, reference[h]);
     return before != -kInfinity && reference[h] != before;
   }

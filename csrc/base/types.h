@@ -1,6 +1,6 @@
-// Storage types for 16-bit floating point numbers, and their conversions in plain integer arithmetic.
+// Storage types for floating point numbers of 16 and 8 bits, and their conversions in plain integer arithmetic.
 //
-// Kernels hold 16-bit data as packed uint32_t registers and convert with ptx/convert.cuh; these types name the element
+// Kernels hold such data as packed uint32_t registers and convert with ptx/convert.cuh; these types name the element
 // of a tensor (as a template argument) and give the host and the tests the definition the instructions are held to.
 #pragma once
 
@@ -19,6 +19,19 @@ struct Half {
 // bfloat16: the upper half of a binary32.
 struct BFloat16 {
   uint16_t bits;
+};
+
+// OCP 8-bit floats: 1 sign, then 4 exponent and 3 fraction bits, no infinities, one NaN of each sign; or 5 and 2, an
+// IEEE format.
+struct E4M3 {
+  static constexpr int kFractionBits = 3, kBias = 7;
+  static constexpr uint8_t kLargest = 0x7e;  // 448
+  uint8_t bits;
+};
+struct E5M2 {
+  static constexpr int kFractionBits = 2, kBias = 15;
+  static constexpr uint8_t kLargest = 0x7b;  // 57344
+  uint8_t bits;
 };
 
 FFPA_HOST_DEVICE uint32_t float_bits(float value) {
@@ -51,6 +64,17 @@ FFPA_HOST_DEVICE float to_float(Half value) {
 
 FFPA_HOST_DEVICE float to_float(BFloat16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
+// An E5M2 is the upper half of a Half.
+FFPA_HOST_DEVICE float to_float(E5M2 value) { return to_float(Half{uint16_t(value.bits << 8)}); }
+
+FFPA_HOST_DEVICE float to_float(E4M3 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x80) << 24;
+  const uint32_t magnitude = value.bits & 0x7f;
+  if (magnitude == 0x7f) return float_from_bits(0x7fffffff);
+  const float scaled = float_from_bits(magnitude << 20) * float_from_bits(0x7b800000);  // 2^(127 - 7), as of a Half
+  return float_from_bits(sign | float_bits(scaled));
+}
+
 // Round to nearest even, overflow to infinity, NaN to the canonical 0x7fff, as cvt.rn.f16.f32 does.
 FFPA_HOST_DEVICE Half half_from_float(float value) {
   const uint32_t sign = float_bits(value) >> 16 & 0x8000;
@@ -76,6 +100,25 @@ FFPA_HOST_DEVICE BFloat16 bfloat16_from_float(float value) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+// Round to nearest even, saturate at the largest finite number, NaN to 0x7f, as cvt.rn.satfinite does.
+template <class Float8>
+FFPA_HOST_DEVICE Float8 float8_from_float(float value) {
+  constexpr int kDropped = 23 - Float8::kFractionBits;
+  constexpr uint32_t kSmallestNormal = uint32_t(127 + 1 - Float8::kBias) << 23;
+  const uint32_t sign = float_bits(value) >> 24 & 0x80;
+  const uint32_t magnitude = float_bits(value) & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {0x7f};
+  uint32_t bits;
+  if (magnitude < kSmallestNormal) {
+    const uint32_t step = kSmallestNormal + (uint32_t(kDropped) << 23);  // its ulp is the step of a subnormal
+    bits = float_bits(float_from_bits(magnitude) + float_from_bits(step)) - step;
+  } else {
+    const uint32_t round_to_even = (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1);
+    bits = (magnitude - (uint32_t(127 - Float8::kBias) << 23) + round_to_even) >> kDropped;
+  }
+  return {uint8_t(sign | (bits < Float8::kLargest ? bits : Float8::kLargest))};
+}
+
 template <class Element>
 FFPA_HOST_DEVICE Element from_float(float value);
 template <>
@@ -85,6 +128,14 @@ FFPA_HOST_DEVICE Half from_float<Half>(float value) {
 template <>
 FFPA_HOST_DEVICE BFloat16 from_float<BFloat16>(float value) {
   return bfloat16_from_float(value);
+}
+template <>
+FFPA_HOST_DEVICE E4M3 from_float<E4M3>(float value) {
+  return float8_from_float<E4M3>(value);
+}
+template <>
+FFPA_HOST_DEVICE E5M2 from_float<E5M2>(float value) {
+  return float8_from_float<E5M2>(value);
 }
 
 }  // namespace ffpa

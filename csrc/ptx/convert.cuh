@@ -1,5 +1,5 @@
-// Conversions between float and packed 16-bit pairs, and products of pairs. The low half of a pair is the element with
-// the smaller index.
+// Conversions between float and packed 16-bit pairs, and products of pairs; to four packed 8-bit floats. The lowest
+// part is the element with the smallest index.
 #pragma once
 
 #include "base/compiler.h"

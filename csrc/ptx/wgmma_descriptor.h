@@ -12,14 +12,20 @@ namespace ffpa::ptx {
 // Along which dimension an operand is contiguous in shared memory. The values are the instruction's transpose bits.
 enum class OperandMajor { kK = 0, kMN = 1 };
 
+// Products of 8-bit elements: both operands K-major, 32 of k, which are as many bytes as 16 of others.
+template <class Element>
+inline constexpr bool kIs8Bit = sizeof(Element) == 1;
+
 // The widths N that native/wgmma.cuh spells out.
+template <class Element>
 FFPA_HOST_DEVICE constexpr bool is_wgmma_width(int n) {
-  return n == 64 || n == 128 || n == 160 || n == 192 || n == 224 || n == 256;
+  if (n == 64 || n == 128) return true;
+  return kIs8Bit<Element> ? n == 8 || n == 80 || n == 96 || n == 112 : n == 160 || n == 192 || n == 224 || n == 256;
 }
 
 // A tile consists of atoms of 8 rows, each row as long as the swizzle (16 bytes without one).
 //   K-major, swizzled:   stride_bytes = from 8 rows of M or N to the next 8; leading_bytes is not used.
-//                        Advancing by k16 inside the atom adds 32 bytes to the address.
+//                        Advancing by k16 (of 8-bit elements k32) inside the atom adds 32 bytes to the address.
 //   MN-major, swizzled:  a row holds consecutive M or N elements of one k; stride_bytes = from 8 k to the next 8,
 //                        leading_bytes = from one atom to the next along M or N.
 //   No swizzle:          leading_bytes = from one 8×8 block to the next along k, stride_bytes = along M or N.

@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, fused, mma, native, triton_attention, triton_fp8, two_phase
+from . import archs, backward, env, fused, fused_fp8, mma, native, triton_attention, triton_fp8, two_phase
 from .backward import BackwardPlan
 from .fused import FusedPlan
+from .fused_fp8 import Fp8Plan
 from .mma import MmaPlan
 from .spec import LEAST_SCALE, Problem
 from .triton_attention import TritonPlan
 from .two_phase import TwoPhasePlan
 
 Flags = Mapping[str, Any]
-Plan = MmaPlan | TritonPlan | BackwardPlan | FusedPlan | TwoPhasePlan
+Plan = MmaPlan | TritonPlan | BackwardPlan | FusedPlan | Fp8Plan | TwoPhasePlan
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Choice:
 Candidate = Callable[[Problem, Flags], Plan | None | str]
 
 
-def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan | str:
+def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | Fp8Plan | TwoPhasePlan | str:
     if flags["FFPA_EMULATE"]:
         if p.device != "cpu":
             return f"the emulator takes CPU tensors, and these are on {p.device}"
@@ -57,7 +58,7 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan
     too_old = archs.why_not_on("sm_90a", p.arch)
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
-    if p.direction == "forward" and flags["FFPA_BACKEND"] != "hopper":
+    if p.direction == "forward" and p.dtype not in _FP8_DTYPES and flags["FFPA_BACKEND"] != "hopper":
         is_fused = isinstance(plan, FusedPlan)
         reason = fused.why_slower(p, plan) if is_fused else two_phase.why_slower(p, "hopper", flags)
         if reason:
@@ -65,7 +66,9 @@ def _hopper(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan
     return _runnable(plan, p)
 
 
-def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | TwoPhasePlan | str:
+def _hopper_plan(p: Problem, flags: Flags) -> BackwardPlan | FusedPlan | Fp8Plan | TwoPhasePlan | str:
+    if p.dtype in _FP8_DTYPES:
+        return fused_fp8.plan(p, flags)
     if p.direction == "backward":
         return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
     if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"]:
@@ -220,20 +223,28 @@ def _triton_fp8(p: Problem, flags: Flags) -> TritonPlan | str:
     return too_old or triton_fp8.plan(p, flags)
 
 
+_FP8_CANDIDATES: Mapping[str, Candidate] = {"triton": _triton_fp8, "hopper": _hopper, "reference": _reference}
+
+
 def _choose_fp8(p: Problem, flags: Flags) -> Choice:
-    """On a GPU Triton's kernel, and nothing in its place: a slow path would lose what 8 bits are used for."""
-    asked = flags["FFPA_BACKEND"]
-    backend = asked if asked != "auto" else "triton" if p.device == "cuda" else "reference"
-    candidates: Mapping[str, Candidate] = {"triton": _triton_fp8, "reference": _reference}
-    answer = candidates[backend](p, flags) if backend in candidates else f"{backend} knows no 8-bit floats"
-    if not isinstance(answer, str):
-        why = "what runs fp8 there" if asked == "auto" else f"FFPA_BACKEND={asked} asks for it"
-        return _chosen(p, backend, answer, why)
-    if p.device == "cuda":
-        way_out = f"; drop FFPA_BACKEND={asked}" if backend not in candidates else ""
-        raise NotImplementedError(f"{backend} cannot run {p}: {answer}{way_out}; or pass bfloat16 tensors to ffpa")
-    fallback = f"FFPA_BACKEND={asked} is ignored: {answer}"
-    return _chosen(p, "reference", None, "the other one that can", ((backend, answer),), fallback)
+    """On a GPU a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for."""
+    asked, on_kernels = flags["FFPA_BACKEND"], p.device == "cuda" or flags["FFPA_EMULATE"]
+    names, why = [asked], f"FFPA_BACKEND={asked} asks for it"
+    if asked == "auto":
+        names = ["hopper"] if flags["FFPA_EMULATE"] else ["triton", "hopper"] if on_kernels else ["reference"]
+        why = "what runs fp8 there"
+    rejected = []
+    for name in names:
+        answer = _FP8_CANDIDATES[name](p, flags) if name in _FP8_CANDIDATES else f"{name} knows no 8-bit floats"
+        if not isinstance(answer, str):
+            return _chosen(p, name, answer, why, rejected)
+        rejected.append((name, answer))
+    if on_kernels:
+        reasons = "; nor ".join(f"{name}: {answer}" for name, answer in rejected)
+        way_out = f"; drop FFPA_BACKEND={asked}" if asked not in ("auto", *_FP8_CANDIDATES) else ""
+        raise NotImplementedError(f"none can run {p}, not {reasons}{way_out}; or pass bfloat16 tensors to ffpa")
+    fallback = f"FFPA_BACKEND={asked} is ignored: {rejected[0][1]}"
+    return _chosen(p, "reference", None, "the other one that can", rejected, fallback)
 
 
 def choose(p: Problem, flags: Flags) -> Choice:

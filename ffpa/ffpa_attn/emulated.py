@@ -73,6 +73,7 @@ def _described(x: torch.Tensor) -> tuple:
     return x.data_ptr(), list(x.shape), list(x.stride())
 
 
+FP8_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # as Fp8Output counts them
 RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
 
 
@@ -116,6 +117,50 @@ def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offs
         blocks,
         splits,
         *_floats(partial),
+    )
+    _finish(spec, module, message)
+
+
+def arrange_values(spec: KernelSpec, v, arranged) -> None:
+    module = _configured(spec)
+    arranged.fill_(0x7F)  # NaN
+    _finish(spec, module, module.arrange_values(spec.name, _described(v), _described(arranged)))
+
+
+def fp8_forward(
+    spec: KernelSpec,
+    q,
+    k,
+    v,
+    q_scale,
+    k_scale,
+    v_scale,
+    out,
+    lse,
+    scale,
+    softcap,
+    left,
+    right,
+    top_left,
+    scratch,
+    blocks,
+) -> None:
+    module = _configured(spec)
+    for x in (out, lse, scratch):
+        x.fill_(torch.nan)
+    message = module.fp8_forward(
+        spec.name,
+        [_described(x) for x in (q, k, v, out)],
+        [None if x is None else _described(x) for x in (q_scale, k_scale, v_scale)],
+        _address(lse),
+        scale,
+        softcap,
+        left,
+        right,
+        top_left,
+        *_floats(scratch),
+        blocks,
+        FP8_OUTPUTS.index(out.dtype),
     )
     _finish(spec, module, message)
 

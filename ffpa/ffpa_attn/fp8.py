@@ -35,11 +35,11 @@ def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
     else:
         padded = F.pad(largest_of_row, (0, blocks * FP8_BLOCK - rows))
         largest = padded.view(batch, heads, blocks, FP8_BLOCK).amax(-1)
-    limit = torch.finfo(dtype).max
-    scale = largest / limit
-    scale = torch.where(scale == 0, 1.0, scale)  # zeros, and what is so small that float32 has no scale for it
+    # No smaller than the least number with all its bits: what is divided by it never exceeds the limit by half a step.
+    scale = (largest / torch.finfo(dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(largest == 0, 1.0, scale)
     by_row = reference.row_scales(reference.scale_by_block(scale, x), (0, rows))
-    return (x.float() / by_row).clamp_(-limit, limit).to(dtype), scale
+    return (x / by_row).to(dtype), scale
 
 
 def ffpa_fp8(
@@ -62,7 +62,7 @@ def ffpa_fp8(
     """Attention of q * q_scale, k * k_scale and v * v_scale, as ffpa means it, from 8-bit floats. It has no gradients.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv], all float8_e4m3fn or all float8_e5m2, unit stride on the
-    last dim; D and Dv multiples of 8, on a GPU (sm_89 and newer) up to 256. Returns [B, Hq, Nq, Dv], and with
+    last dim; D and Dv multiples of 8, on a GPU (sm_89 and newer) up to 256, on Hopper up to 512. Returns [B, Hq, Nq, Dv], and with
     return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
 
     q_scale, …    float32, of shape [] or [1] for the tensor, [B, H] for its heads, or [B, H, ceil(N / 128)] for blocks

@@ -8,7 +8,7 @@ from dataclasses import fields
 from .spec import KernelSpec
 
 # What a string in a spec names: element types, and what tensor cores accumulate in.
-_TYPES = {"f16": "ffpa::Half", "bf16": "ffpa::BFloat16", "f32": "float"}
+_TYPES = {"f16": "ffpa::Half", "bf16": "ffpa::BFloat16", "f32": "float", "e4m3": "ffpa::E4M3", "e5m2": "ffpa::E5M2"}
 
 
 def _pascal(name: str) -> str:

@@ -132,6 +132,9 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
             yield 3, shape
 
 
+_LEAST_READERS = 0.9  # of the multiprocessors, that are taken to read as fast as all do
+
+
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and some more for its ends.
 
@@ -148,6 +151,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
+    memory *= max(_LEAST_READERS * multiprocessors / items, 1)
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 

@@ -23,6 +23,7 @@ from . import (
     checks,
     env,
     fused,
+    fused_fp8,
     mma,
     native,
     reference,
@@ -347,7 +348,11 @@ def _triton_fp8(q, k, v, scales, out, lse, plan) -> None:
     triton_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule, plan.memo)
 
 
-_FP8_FORWARD = {"triton": _triton_fp8, "reference": _reference_fp8}
+def _hopper_fp8(q, k, v, scales, out, lse, plan) -> None:
+    fused_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule)
+
+
+_FP8_FORWARD = {"hopper": _hopper_fp8, "triton": _triton_fp8, "reference": _reference_fp8}
 
 
 # ---- backward ----

@@ -35,11 +35,11 @@ class Scratch(NamedTuple):
     scratch_bytes: int
 
 
-def count(p: Problem) -> int:
-    return -(-p.n_q // ROWS) * p.batch * p.heads_q
+def count(p: Problem, rows: int = ROWS) -> int:
+    return -(-p.n_q // rows) * p.batch * p.heads_q
 
 
-def why_not(p: Problem, name: str, flags: Mapping[str, Any]) -> str | None:
+def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
     """Why none of these forwards can run the problem, or None."""
     if p.acc != "f32":
         return f"the {name} forward accumulates in f32, not {p.acc}"
@@ -50,8 +50,8 @@ def why_not(p: Problem, name: str, flags: Mapping[str, Any]) -> str | None:
         return f"the {name} forward knows no {forced}"
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    if count(p) > _MOST_TILES:
-        return f"the {name} forward counts row tiles in 32 bits, and {count(p)} are too many"
+    if (tiles := count(p, rows)) > _MOST_TILES:
+        return f"the {name} forward counts row tiles in 32 bits, and {tiles} are too many"
     return None
 
 

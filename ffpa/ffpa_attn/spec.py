@@ -313,8 +313,29 @@ class ForwardTwoPhaseMma(KernelSpec):
     columns: int
 
 
+@dataclass(frozen=True)
+class ArrangeValues(KernelSpec):
+    """V transposed, its keys in the order that ForwardFp8 wants."""
+
+    family = "arrange_values"
+    arch = "sm_90a"  # what needs it
+
+
+@dataclass(frozen=True)
+class ForwardFp8(KernelSpec):
+    """Forward of 8-bit floats whose O two warpgroups hold; a spec serves every D_qk and D_v up to `columns`."""
+
+    family = "forward_fp8"
+    arch = "sm_90a"
+    allowed_spill_bytes = 64  # of what is needed once a row tile
+
+    dtype: str  # "e4m3" | "e5m2"
+    columns: int
+
+
 FUSED_COLUMNS = (64, 128, 192, 256, 320)
 PAIR_COLUMNS = (384, 448, 512)
+FP8_COLUMNS = (320, 384, 448, 512)
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
 
@@ -416,4 +437,6 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 for d in tiles.STREAMED[acc[1]]
                 for shape in streamed_shapes(d, acc)
             ]
+    kernels += [ArrangeValues()]
+    kernels += [ForwardFp8(dtype, width) for dtype in ("e4m3", "e5m2") for width in FP8_COLUMNS[-1 if few else 0 :]]
     return tuple(dict.fromkeys(kernels))

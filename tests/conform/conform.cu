@@ -107,6 +107,8 @@ class Random {
     return (bits() & 0x83ff) | (bits() % kExponents + kFirstExponent) << 10;
   }
 
+  uint32_t byte() { return (bits() & 0x87) | (bits() % 12 + 2) << 3; }
+
   // 2^-20 to 2^20, but not 0.5 to 2: there the manual bounds the absolute error of lg2, and ulps would say nothing.
   uint32_t positive_exponent() {
     const uint32_t exponent = bits() % 38 + 107;
@@ -122,6 +124,8 @@ class Random {
       }
       case cases::Input::kHalves:
         return half() | half() << 16;
+      case cases::Input::kBytes:
+        return byte() | byte() << 8 | byte() << 16 | byte() << 24;
       case cases::Input::kFloats:
         return float_bits(cases::float_from_random(bits()) * 2);
       case cases::Input::kPositiveFloats:

@@ -89,7 +89,7 @@ py::tuple run(const std::string& name, const std::vector<py::array>& inputs, con
 py::list case_list() {
   py::list list;
   for (const cases::Case& entry : testing::case_table()) {
-    const char* const input_names[] = {"bits", "halves", "floats", "positive_floats"};
+    const char* const input_names[] = {"bits", "halves", "bytes", "floats", "positive_floats"};
     list.append(py::dict(py::arg("name") = entry.name, py::arg("arch") = entry.arch,
                          py::arg("input") = input_names[static_cast<int>(entry.input)],
                          py::arg("input_words") = entry.input_words, py::arg("output_words") = entry.output_words));

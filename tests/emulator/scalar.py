@@ -237,6 +237,38 @@ def pack(to_bits):
     return define
 
 
+def float8(exponent_bits, fraction_bits, bias, has_infinity):
+    """The values of all bit patterns."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> fraction_bits & (1 << exponent_bits) - 1, bits & (1 << fraction_bits) - 1
+    scale = 2.0 ** (np.maximum(exponent, 1) - bias - fraction_bits)
+    values = ((exponent > 0) * (1 << fraction_bits) + fraction) * scale
+    last = exponent == (1 << exponent_bits) - 1
+    if has_infinity:
+        values[last] = np.where(fraction[last] == 0, np.inf, np.nan)
+    else:
+        values[bits & 0x7F == 0x7F] = np.nan
+    return np.where(bits < 128, values, -values)
+
+
+E4M3, E5M2 = float8(4, 3, 7, False), float8(5, 2, 15, True)
+
+
+def pack4(values):
+    """The nearest finite value, of two the one whose last bit is 0."""
+    finite = np.flatnonzero(np.isfinite(values[:128]))
+
+    def define(words):
+        x = words.view(np.float32).astype(np.float64)
+        above = np.clip(np.searchsorted(values[finite], np.abs(x)), 1, finite.size - 1)
+        low, high = np.abs(x) - values[above - 1], values[above] - np.abs(x)
+        nearest = np.where((high < low) | ((high == low) & (above % 2 == 0)), above, above - 1)
+        bits = np.where(np.isnan(x), 0x7F, nearest | np.signbit(x).astype(int) << 7).astype(np.uint8)
+        return bits.view(np.uint32)
+
+    return define
+
+
 def unpack(decode):
     def define(_):
         values = decode(np.arange(65536, dtype=np.uint16)).astype(np.float32)
@@ -397,13 +429,20 @@ def swap(words):
     return words.reshape(2, 2, 128)[:, ::-1].ravel()
 
 
+WGMMA_VALUES = {
+    "f16": lambda words: words.view(np.float16),
+    "bf16": lambda words: bfloat16_values(words.view(np.uint16)),
+    "e4m3": lambda words: E4M3[words.view(np.uint8)],
+    "e5m2": lambda words: E5M2[words.view(np.uint8)],
+}
+
+
 def wgmma_operands(words, name):
     """(A [64][k], B [N][k]) as float64, from a case's name and input."""
     variant = name.split("/")[1].split("_")
     element, n = variant[0], int(variant[1])
-    depth = words.size * 2 // (64 + n)
-    values = words.view(np.uint16).view(np.float16) if element == "f16" else bfloat16_values(words.view(np.uint16))
-    values = values.astype(np.float64)
+    values = WGMMA_VALUES[element](words).astype(np.float64)
+    depth = values.size // (64 + n)
     return values[: 64 * depth].reshape(64, depth), values[64 * depth :].reshape(n, depth)
 
 
@@ -437,6 +476,10 @@ EXACT = {
     "shfl_down": shuffle(lambda lane, d: np.where(lane + d < 32, lane + d, lane)),
     "shfl_up": shuffle(lambda lane, d: np.where(lane - d >= 0, lane - d, lane)),
     "vote_ballot": vote_ballot,
+    "pack4/e4m3": pack4(E4M3),
+    "pack4/e4m3_any_magnitude": pack4(E4M3),
+    "pack4/e5m2": pack4(E5M2),
+    "pack4/e5m2_any_magnitude": pack4(E5M2),
     "pack/f16": pack(half_bits),
     "pack/f16_any_magnitude": pack(half_bits),
     "pack/bf16": pack(bfloat16_bits),

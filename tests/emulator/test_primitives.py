@@ -18,6 +18,12 @@ def random_words(kind, count, seed=1):
         sign, fraction = rng.integers(0, 2, 2 * count) << 15, rng.integers(0, 1024, 2 * count)
         exponent = rng.integers(11, 17, 2 * count) << 10
         return (sign | exponent | fraction).astype(np.uint16).view(np.uint32)
+    if kind == "bytes":
+        return (
+            (rng.integers(0, 256, 4 * count) & 0x87 | rng.integers(2, 14, 4 * count) << 3)
+            .astype(np.uint8)
+            .view(np.uint32)
+        )
     if kind == "floats":
         return rng.uniform(-8, 8, count).astype(np.float32).view(np.uint32)
     assert kind == "positive_floats"
@@ -144,8 +150,9 @@ def test_wgmma(emulator, name):
     n, depth = b.shape
     error = np.abs(scalar.wgmma_result(output, n) - a @ b.T)
     assert (error <= 2.0**-22 * depth * (np.abs(a) @ np.abs(b.T))).all()
-    assert result.counters["wgmma"] == 4 * depth // 16
-    assert result.counters["mma"] == 4 * depth // 16 * n // 8
+    products = depth // (32 if "/e" in name else 16)
+    assert result.counters["wgmma"] == 4 * products
+    assert result.counters["mma"] == 4 * products * n // 8
 
 
 def test_wgmma_bit_exact_model(emulator):
@@ -156,6 +163,22 @@ def test_wgmma_bit_exact_model(emulator):
         for column in range(0, 64, 7):
             first = scalar.fused_dot_add(a[row, :16], b[column, :16], 0.0, 25, False)
             assert result[row, column] == scalar.fused_dot_add(a[row, 16:], b[column, 16:], first, 25, False)
+
+
+def test_wgmma_of_8_bits_in_few_bits(emulator):
+    """As Hopper adds: 13 bits behind the point of the largest of 32 products and the sum before."""
+    words, output, _ = run(emulator, "wgmma_ss/e4m3_64_swizzle64", accumulation="hopper")
+    a, b = scalar.wgmma_operands(words, "wgmma_ss/e4m3_64_swizzle64")
+    result = scalar.wgmma_result(output, 64)
+
+    def kept(value):
+        return np.float32(value).view(np.uint32) & np.uint32(2**32 - 2**10)
+
+    for row in (0, 17, 63):
+        for column in range(0, 64, 7):
+            first = kept(scalar.fused_dot_add(a[row, :32], b[column, :32], 0.0, 13, False)).view(np.float32)
+            second = kept(scalar.fused_dot_add(a[row, 32:], b[column, 32:], float(first), 13, False))
+            assert result[row, column].view(np.uint32) == second
 
 
 def test_every_case_has_a_definition(emulator):

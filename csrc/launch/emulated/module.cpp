@@ -12,6 +12,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/backward_params.h"
+#include "attention/fp8_params.h"
 #include "launch/emulated/instance.h"
 #include "ptx/emulated/machine/run.h"
 
@@ -110,6 +111,47 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
   return instance.launch(&params).message;
 }
 
+// See torch_ops/fp8_forward.cpp. tensors: q, k, v, out; scales: of q, k and v.
+std::string fp8_forward(const std::string& kernel, const std::vector<TensorTuple>& tensors,
+                        const std::vector<std::optional<TensorTuple>>& scales, uintptr_t lse, double scale,
+                        double softcap, int64_t left, int64_t right, bool top_left, uintptr_t scratch,
+                        int64_t scratch_floats, int64_t resident_blocks, int output) {
+  const auto tensor = [&](size_t i) { return std::apply(host_tensor, tensors.at(i)); };
+  const HostTensor x[] = {tensor(0), tensor(1), tensor(2), tensor(3)};
+  const bool floats = Fp8Output(output) == Fp8Output::kFloat;
+  std::deque<emu::RegisteredRange> ranges;
+  for (const HostTensor& input : {x[0], x[1], x[2]}) {
+    ranges.emplace_back(input.data, extent_bytes(input), emu::Access::kReadOnly);
+  }
+  ranges.emplace_back(x[3].data, extent_bytes(x[3], floats ? 4 : 2), emu::Access::kReadWrite);
+  ranges.emplace_back(reinterpret_cast<void*>(lse),
+                      lse ? size_t(x[3].sizes[0] * x[3].sizes[1] * x[3].sizes[2]) * sizeof(float) : 0,
+                      emu::Access::kReadWrite);
+  ranges.emplace_back(reinterpret_cast<void*>(scratch), size_t(scratch_floats) * sizeof(float),
+                      emu::Access::kReadWrite);
+  const auto view = [&](size_t i) -> ScaleView {
+    if (!scales.at(i)) return {};
+    const HostTensor of = std::apply(host_tensor, *scales[i]);
+    ranges.emplace_back(of.data, extent_bytes(of, sizeof(float)), emu::Access::kReadOnly);
+    return scale_view(of);
+  };
+  const ScaleView views[] = {view(0), view(1), view(2)};
+  const Fp8Params params = fp8_params(
+      x[0], x[1], x[2], x[3], reinterpret_cast<float*>(lse), views[0], views[1], views[2], Fp8Output(output),
+      fp8_options(scale, softcap, left, right, top_left, reinterpret_cast<float*>(scratch), resident_blocks));
+  const py::gil_scoped_release release;
+  return emulated_instances().at(kernel).launch(&params).message;
+}
+
+std::string arrange_values(const std::string& kernel, const TensorTuple& v, const TensorTuple& arranged) {
+  const HostTensor tensors[] = {std::apply(host_tensor, v), std::apply(host_tensor, arranged)};
+  const emu::RegisteredRange ranges[] = {{tensors[0].data, extent_bytes(tensors[0], 1), emu::Access::kReadOnly},
+                                         {tensors[1].data, extent_bytes(tensors[1], 1), emu::Access::kReadWrite}};
+  const ArrangeParams params = arrange_params(tensors[0], tensors[1]);
+  const py::gil_scoped_release release;
+  return emulated_instances().at(kernel).launch(&params).message;
+}
+
 using MemoryTuple = std::tuple<uintptr_t, size_t>;  // address, bytes
 
 // See torch_ops/attention_backward.cpp. tensors: q, k, v, out, grad_out, dq, dk, dv; memory: lse, grad_lse, offsets of
@@ -186,6 +228,8 @@ PYBIND11_MODULE(ffpa_emulated, module) {
   module.def("configure", &ffpa::configure);
   module.def("attention_forward", &ffpa::attention_forward);
   module.def("attention_backward", &ffpa::attention_backward);
+  module.def("fp8_forward", &ffpa::fp8_forward);
+  module.def("arrange_values", &ffpa::arrange_values);
   module.def("launch_shape", &ffpa::launch_shape);
   module.def("take_report", &ffpa::take_report);
 }

@@ -35,4 +35,10 @@ inline uint32_t multiply(uint32_t a, uint32_t b) {
   return pack<Element>(product(a_low, b_low), product(a_high, b_high));
 }
 
+template <class Element>
+inline uint32_t pack4(float first, float second, float third, float fourth) {
+  const auto bits = [](float value) { return uint32_t(from_float<Element>(value).bits); };
+  return bits(first) | bits(second) << 8 | bits(third) << 16 | bits(fourth) << 24;
+}
+
 }  // namespace ffpa::ptx

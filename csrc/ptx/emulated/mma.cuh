@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "base/types.h"
 #include "ptx/emulated/machine/matrix_ops.h"
@@ -10,8 +9,13 @@
 namespace ffpa::ptx {
 
 template <class Element>
-inline constexpr emu::InputType kInputType =
-    std::is_same<Element, Half>::value ? emu::InputType::kHalf : emu::InputType::kBFloat16;
+inline constexpr emu::InputType kInputType = emu::InputType::kHalf;
+template <>
+inline constexpr emu::InputType kInputType<BFloat16> = emu::InputType::kBFloat16;
+template <>
+inline constexpr emu::InputType kInputType<E4M3> = emu::InputType::kE4M3;
+template <>
+inline constexpr emu::InputType kInputType<E5M2> = emu::InputType::kE5M2;
 
 template <class Element>
 inline void mma_m16n8k16_f32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,

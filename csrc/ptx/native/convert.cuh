@@ -69,4 +69,36 @@ FFPA_DEVICE uint32_t multiply<BFloat16>(uint32_t a, uint32_t b) {
   return product;
 }
 
+// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, twice: four values in the order of their bytes. sm_89 and later.
+template <class Element>
+FFPA_DEVICE uint32_t pack4(float first, float second, float third, float fourth);
+
+template <>
+FFPA_DEVICE uint32_t pack4<E4M3>(float first, float second, float third, float fourth) {
+  uint32_t packed;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(first), "f"(second), "f"(third), "f"(fourth));
+  return packed;
+}
+
+template <>
+FFPA_DEVICE uint32_t pack4<E5M2>(float first, float second, float third, float fourth) {
+  uint32_t packed;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+      "  cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(first), "f"(second), "f"(third), "f"(fourth));
+  return packed;
+}
+
 }  // namespace ffpa::ptx

@@ -41,27 +41,31 @@ FFPA_DEVICE void wgmma_wait_group() {
 #define FFPA_WGMMA_NAMES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FFPA_WGMMA_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FFPA_WGMMA_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FFPA_WGMMA_ACCUMULATORS_8 "%0, %1, %2, %3"
 #define FFPA_WGMMA_ACCUMULATORS_64 \
   FFPA_WGMMA_NAMES_0 ", " FFPA_WGMMA_NAMES_1 ", " FFPA_WGMMA_NAMES_2 ", " FFPA_WGMMA_NAMES_3
-#define FFPA_WGMMA_ACCUMULATORS_128                                                                  \
-  FFPA_WGMMA_ACCUMULATORS_64 ", " FFPA_WGMMA_NAMES_4 ", " FFPA_WGMMA_NAMES_5 ", " FFPA_WGMMA_NAMES_6 \
-                             ", " FFPA_WGMMA_NAMES_7
+#define FFPA_WGMMA_ACCUMULATORS_80 FFPA_WGMMA_ACCUMULATORS_64 ", " FFPA_WGMMA_NAMES_4
+#define FFPA_WGMMA_ACCUMULATORS_96 FFPA_WGMMA_ACCUMULATORS_80 ", " FFPA_WGMMA_NAMES_5
+#define FFPA_WGMMA_ACCUMULATORS_112 FFPA_WGMMA_ACCUMULATORS_96 ", " FFPA_WGMMA_NAMES_6
+#define FFPA_WGMMA_ACCUMULATORS_128 FFPA_WGMMA_ACCUMULATORS_112 ", " FFPA_WGMMA_NAMES_7
 #define FFPA_WGMMA_ACCUMULATORS_160 FFPA_WGMMA_ACCUMULATORS_128 ", " FFPA_WGMMA_NAMES_8 ", " FFPA_WGMMA_NAMES_9
 #define FFPA_WGMMA_ACCUMULATORS_192 FFPA_WGMMA_ACCUMULATORS_160 ", " FFPA_WGMMA_NAMES_10 ", " FFPA_WGMMA_NAMES_11
 #define FFPA_WGMMA_ACCUMULATORS_224 FFPA_WGMMA_ACCUMULATORS_192 ", " FFPA_WGMMA_NAMES_12 ", " FFPA_WGMMA_NAMES_13
 #define FFPA_WGMMA_ACCUMULATORS_256 FFPA_WGMMA_ACCUMULATORS_224 ", " FFPA_WGMMA_NAMES_14 ", " FFPA_WGMMA_NAMES_15
-#define FFPA_WGMMA_BIND_8(d, i)                                                                               \
+#define FFPA_WGMMA_EIGHT(d, i)                                                                                \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define FFPA_WGMMA_BIND_8(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define FFPA_WGMMA_BIND_64(d) \
-  FFPA_WGMMA_BIND_8(d, 0), FFPA_WGMMA_BIND_8(d, 8), FFPA_WGMMA_BIND_8(d, 16), FFPA_WGMMA_BIND_8(d, 24)
-#define FFPA_WGMMA_BIND_128(d)                                                                         \
-  FFPA_WGMMA_BIND_64(d), FFPA_WGMMA_BIND_8(d, 32), FFPA_WGMMA_BIND_8(d, 40), FFPA_WGMMA_BIND_8(d, 48), \
-      FFPA_WGMMA_BIND_8(d, 56)
-#define FFPA_WGMMA_BIND_160(d) FFPA_WGMMA_BIND_128(d), FFPA_WGMMA_BIND_8(d, 64), FFPA_WGMMA_BIND_8(d, 72)
-#define FFPA_WGMMA_BIND_192(d) FFPA_WGMMA_BIND_160(d), FFPA_WGMMA_BIND_8(d, 80), FFPA_WGMMA_BIND_8(d, 88)
-#define FFPA_WGMMA_BIND_224(d) FFPA_WGMMA_BIND_192(d), FFPA_WGMMA_BIND_8(d, 96), FFPA_WGMMA_BIND_8(d, 104)
-#define FFPA_WGMMA_BIND_256(d) FFPA_WGMMA_BIND_224(d), FFPA_WGMMA_BIND_8(d, 112), FFPA_WGMMA_BIND_8(d, 120)
+  FFPA_WGMMA_EIGHT(d, 0), FFPA_WGMMA_EIGHT(d, 8), FFPA_WGMMA_EIGHT(d, 16), FFPA_WGMMA_EIGHT(d, 24)
+#define FFPA_WGMMA_BIND_80(d) FFPA_WGMMA_BIND_64(d), FFPA_WGMMA_EIGHT(d, 32)
+#define FFPA_WGMMA_BIND_96(d) FFPA_WGMMA_BIND_80(d), FFPA_WGMMA_EIGHT(d, 40)
+#define FFPA_WGMMA_BIND_112(d) FFPA_WGMMA_BIND_96(d), FFPA_WGMMA_EIGHT(d, 48)
+#define FFPA_WGMMA_BIND_128(d) FFPA_WGMMA_BIND_112(d), FFPA_WGMMA_EIGHT(d, 56)
+#define FFPA_WGMMA_BIND_160(d) FFPA_WGMMA_BIND_128(d), FFPA_WGMMA_EIGHT(d, 64), FFPA_WGMMA_EIGHT(d, 72)
+#define FFPA_WGMMA_BIND_192(d) FFPA_WGMMA_BIND_160(d), FFPA_WGMMA_EIGHT(d, 80), FFPA_WGMMA_EIGHT(d, 88)
+#define FFPA_WGMMA_BIND_224(d) FFPA_WGMMA_BIND_192(d), FFPA_WGMMA_EIGHT(d, 96), FFPA_WGMMA_EIGHT(d, 104)
+#define FFPA_WGMMA_BIND_256(d) FFPA_WGMMA_BIND_224(d), FFPA_WGMMA_EIGHT(d, 112), FFPA_WGMMA_EIGHT(d, 120)
 
 // `accumulate` is a predicate: false overwrites D, which saves clearing it. The two 1s are the signs of A and B.
 #define FFPA_WGMMA_SS(n, type, A, B, SCALE, TRANS_A, TRANS_B)                                                     \
@@ -78,6 +82,14 @@ FFPA_DEVICE void wgmma_wait_group() {
                "}, {" A "}, " B ", accumulate, 1, 1, " TRANS_B ";\n}"                                             \
                : FFPA_WGMMA_BIND_##n(d)                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kB)))
+// Of 8-bit elements.
+#define FFPA_WGMMA_SS_8BIT(n, type, A, B, SCALE)                                                                  \
+  asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE                                    \
+               ", 0;\n"                                                                                           \
+               "  wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." type "." type " {" FFPA_WGMMA_ACCUMULATORS_##n \
+               "}, " A ", " B ", accumulate, 1, 1;\n}"                                                            \
+               : FFPA_WGMMA_BIND_##n(d)                                                                           \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(int(accumulate)))
 
 // Both types of one width.
 #define FFPA_WGMMA_SS_OF_WIDTH(n, ...)                                    \
@@ -86,24 +98,38 @@ FFPA_DEVICE void wgmma_wait_group() {
 #define FFPA_WGMMA_RS_OF_WIDTH(n, ...)                                    \
   if constexpr (kN == n && kIsHalf) FFPA_WGMMA_RS(n, "f16", __VA_ARGS__); \
   if constexpr (kN == n && !kIsHalf) FFPA_WGMMA_RS(n, "bf16", __VA_ARGS__);
+#define FFPA_WGMMA_SS_8BIT_OF_WIDTH(n, ...)                                     \
+  if constexpr (kN == n && kIsE4M3) FFPA_WGMMA_SS_8BIT(n, "e4m3", __VA_ARGS__); \
+  if constexpr (kN == n && !kIsE4M3) FFPA_WGMMA_SS_8BIT(n, "e5m2", __VA_ARGS__);
 
 // d += A · B with both operands in shared memory. kA and kB say along which dimension the operands are contiguous.
 template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>
 FFPA_DEVICE void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate) {
-  static_assert(is_wgmma_width(kN), "widths with a spelled-out instruction");
-  constexpr bool kIsHalf = std::is_same<Element, Half>::value;
-  FFPA_WGMMA_SS_OF_WIDTH(64, "%32", "%33", "%34", "%35", "%36")
-  FFPA_WGMMA_SS_OF_WIDTH(128, "%64", "%65", "%66", "%67", "%68")
-  FFPA_WGMMA_SS_OF_WIDTH(160, "%80", "%81", "%82", "%83", "%84")
-  FFPA_WGMMA_SS_OF_WIDTH(192, "%96", "%97", "%98", "%99", "%100")
-  FFPA_WGMMA_SS_OF_WIDTH(224, "%112", "%113", "%114", "%115", "%116")
-  FFPA_WGMMA_SS_OF_WIDTH(256, "%128", "%129", "%130", "%131", "%132")
+  static_assert(is_wgmma_width<Element>(kN), "widths with a spelled-out instruction");
+  if constexpr (kIs8Bit<Element>) {
+    static_assert(kA == OperandMajor::kK && kB == OperandMajor::kK, "8-bit operands are K-major");
+    constexpr bool kIsE4M3 = std::is_same<Element, E4M3>::value;
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(8, "%4", "%5", "%6")
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(64, "%32", "%33", "%34")
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(80, "%40", "%41", "%42")
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(96, "%48", "%49", "%50")
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(112, "%56", "%57", "%58")
+    FFPA_WGMMA_SS_8BIT_OF_WIDTH(128, "%64", "%65", "%66")
+  } else {
+    constexpr bool kIsHalf = std::is_same<Element, Half>::value;
+    FFPA_WGMMA_SS_OF_WIDTH(64, "%32", "%33", "%34", "%35", "%36")
+    FFPA_WGMMA_SS_OF_WIDTH(128, "%64", "%65", "%66", "%67", "%68")
+    FFPA_WGMMA_SS_OF_WIDTH(160, "%80", "%81", "%82", "%83", "%84")
+    FFPA_WGMMA_SS_OF_WIDTH(192, "%96", "%97", "%98", "%99", "%100")
+    FFPA_WGMMA_SS_OF_WIDTH(224, "%112", "%113", "%114", "%115", "%116")
+    FFPA_WGMMA_SS_OF_WIDTH(256, "%128", "%129", "%130", "%131", "%132")
+  }
 }
 
 // d += A · B with A in registers, each warp holding its own 16 rows.
 template <class Element, int kN, OperandMajor kB = OperandMajor::kK>
 FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, bool accumulate) {
-  static_assert(is_wgmma_width(kN), "widths with a spelled-out instruction");
+  static_assert(!kIs8Bit<Element> && is_wgmma_width<Element>(kN), "types and widths with a spelled-out instruction");
   constexpr bool kIsHalf = std::is_same<Element, Half>::value;
   FFPA_WGMMA_RS_OF_WIDTH(64, "%32, %33, %34, %35", "%36", "%37", "%38")
   FFPA_WGMMA_RS_OF_WIDTH(128, "%64, %65, %66, %67", "%68", "%69", "%70")
@@ -129,22 +155,32 @@ FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b
 #undef FFPA_WGMMA_NAMES_13
 #undef FFPA_WGMMA_NAMES_14
 #undef FFPA_WGMMA_NAMES_15
+#undef FFPA_WGMMA_ACCUMULATORS_8
 #undef FFPA_WGMMA_ACCUMULATORS_64
+#undef FFPA_WGMMA_ACCUMULATORS_80
+#undef FFPA_WGMMA_ACCUMULATORS_96
+#undef FFPA_WGMMA_ACCUMULATORS_112
 #undef FFPA_WGMMA_ACCUMULATORS_128
 #undef FFPA_WGMMA_ACCUMULATORS_160
 #undef FFPA_WGMMA_ACCUMULATORS_192
 #undef FFPA_WGMMA_ACCUMULATORS_224
 #undef FFPA_WGMMA_ACCUMULATORS_256
+#undef FFPA_WGMMA_EIGHT
 #undef FFPA_WGMMA_BIND_8
 #undef FFPA_WGMMA_BIND_64
+#undef FFPA_WGMMA_BIND_80
+#undef FFPA_WGMMA_BIND_96
+#undef FFPA_WGMMA_BIND_112
 #undef FFPA_WGMMA_BIND_128
 #undef FFPA_WGMMA_BIND_160
 #undef FFPA_WGMMA_BIND_192
 #undef FFPA_WGMMA_BIND_224
 #undef FFPA_WGMMA_BIND_256
 #undef FFPA_WGMMA_SS
+#undef FFPA_WGMMA_SS_8BIT
 #undef FFPA_WGMMA_RS
 #undef FFPA_WGMMA_SS_OF_WIDTH
+#undef FFPA_WGMMA_SS_8BIT_OF_WIDTH
 #undef FFPA_WGMMA_RS_OF_WIDTH
 
 }  // namespace ffpa::ptx

@@ -18,6 +18,7 @@ namespace ffpa::cases {
 enum class Input {
   kBits,            // any 32 bits
   kHalves,          // pairs of halves of 0.06 to 4 in magnitude; as bfloat16 they span 1e-12 to 500
+  kBytes,           // 8-bit floats: as E4M3 of 0.03 to 240 in magnitude, as E5M2 of 5e-4 to 7168
   kFloats,          // -8 to 8, all 24 bits of the significand in use
   kPositiveFloats,  // 2^-20 to 2^20
 };

@@ -53,7 +53,7 @@ struct OperandLayout {
   }
 };
 
-// input: A [64][depth], then B [N][depth], in pairs. output: [thread][N / 2].
+// input: A [64][depth], then B [N][depth], in pairs. output: [thread][N / 2]. Two 8-bit elements go as one of 16 bits.
 template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA, ptx::OperandMajor kB>
 FFPA_KERNEL(kWgmmaThreads, 1)
 void wgmma_ss_kernel(const uint32_t* input, uint32_t* output) {
@@ -138,7 +138,7 @@ Case wgmma_ss_case(const char* name) {
   constexpr int kSmem = OperandLayout<kSwizzle, kA>::bytes(kWgmmaRows) + OperandLayout<kSwizzle, kB>::bytes(kN);
   return {name,
           90,
-          Input::kHalves,
+          sizeof(Element) == 1 ? Input::kBytes : Input::kHalves,
           (kWgmmaRows + kN) * kDepth / 2,
           kWgmmaThreads * kN / 2,
           0,
@@ -190,6 +190,21 @@ inline std::vector<Case> wgmma_cases() {
       wgmma_ss_case<Half, 64, Swizzle::k64Bytes, kMN, kMN>("wgmma_ss/f16_64_swizzle64_mn_mn"),
       wgmma_ss_case<Half, 64, Swizzle::k32Bytes, kMN, kMN>("wgmma_ss/f16_64_swizzle32_mn_mn"),
       wgmma_ss_case<Half, 64, Swizzle::kNone, kMN, kMN>("wgmma_ss/f16_64_none_mn_mn"),
+      wgmma_ss_case<E4M3, 8, k128>("wgmma_ss/e4m3_8"),
+      wgmma_ss_case<E4M3, 64, k128>("wgmma_ss/e4m3_64"),
+      wgmma_ss_case<E4M3, 80, k128>("wgmma_ss/e4m3_80"),
+      wgmma_ss_case<E4M3, 96, k128>("wgmma_ss/e4m3_96"),
+      wgmma_ss_case<E4M3, 112, k128>("wgmma_ss/e4m3_112"),
+      wgmma_ss_case<E4M3, 128, k128>("wgmma_ss/e4m3_128"),
+      wgmma_ss_case<E4M3, 64, Swizzle::k64Bytes>("wgmma_ss/e4m3_64_swizzle64"),
+      wgmma_ss_case<E4M3, 64, Swizzle::k32Bytes>("wgmma_ss/e4m3_64_swizzle32"),
+      wgmma_ss_case<E4M3, 64, Swizzle::kNone>("wgmma_ss/e4m3_64_none"),
+      wgmma_ss_case<E5M2, 8, k128>("wgmma_ss/e5m2_8"),
+      wgmma_ss_case<E5M2, 64, k128>("wgmma_ss/e5m2_64"),
+      wgmma_ss_case<E5M2, 80, k128>("wgmma_ss/e5m2_80"),
+      wgmma_ss_case<E5M2, 96, k128>("wgmma_ss/e5m2_96"),
+      wgmma_ss_case<E5M2, 112, k128>("wgmma_ss/e5m2_112"),
+      wgmma_ss_case<E5M2, 128, k128>("wgmma_ss/e5m2_128"),
       wgmma_rs_case<Half, 64, kK>("wgmma_rs/f16_64"),
       wgmma_rs_case<Half, 128, kMN>("wgmma_rs/f16_128_mn"),
       wgmma_rs_case<BFloat16, 64, kMN>("wgmma_rs/bf16_64_mn"),

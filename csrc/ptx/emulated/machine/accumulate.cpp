@@ -10,8 +10,6 @@
 namespace ffpa::emu {
 namespace {
 
-constexpr int kDepth = 16;  // k of one mma
-
 // value = significand · 2^(exponent - fraction bits), |significand| in [2^fraction, 2^(fraction + 1)), or all zero.
 struct Unpacked {
   int64_t significand = 0;
@@ -60,9 +58,13 @@ float round_toward_zero(double value) {
   return float_from_bits(float_bits(rounded) - 1);
 }
 
+// Bits of a float behind the point that Hopper's sums of products of 8-bit elements keep.
+constexpr int k8BitFraction = 13;
+
 // One step of a tensor core: all products and c are aligned to the largest exponent among them, cut off `bits` bits
-// below it, added exactly, and the sum is rounded toward zero to float, or to nearest even to half. (After the models
-// of arXiv 2511.10909 and 2512.07004, confirmed on hardware.)
+// below it, added exactly, and the sum is rounded toward zero to float, or to nearest even to half; with fewer bits
+// than a float has, toward zero to those. (After the models of arXiv 2511.10909 and 2512.07004. Confirmed on hardware
+// for 16-bit elements.)
 float fused_dot_add(const Unpacked* a, const Unpacked* b, int count, float c_value, int bits,
                     AccumulatorType accumulator) {
   constexpr int kProductFraction = 2 * Unpacked::kFraction;
@@ -79,29 +81,30 @@ float fused_dot_add(const Unpacked* a, const Unpacked* b, int count, float c_val
   }
   const double exact = double(sum) * power_of_two(largest - bits);
   if (accumulator == AccumulatorType::kHalf) return to_float(half_from_float(float(exact)));
-  return round_toward_zero(exact);
+  const float rounded = round_toward_zero(exact);
+  return bits == k8BitFraction ? float_from_bits(float_bits(rounded) & ~0u << (23 - k8BitFraction)) : rounded;
 }
 
 // Infinities and NaN do not depend on the order of additions; a NaN result is the canonical one.
-float non_finite_dot_add(const float* a, const float (*b)[8], int column, float c) {
+float non_finite_dot_add(const float* a, const float (*b)[8], int depth, int column, float c) {
   double sum = c;
-  for (int k = 0; k < kDepth; ++k) sum += double(a[k]) * b[k][column];
+  for (int k = 0; k < depth; ++k) sum += double(a[k]) * b[k][column];
   return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
 }
 
 void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
-  Unpacked a[16][kDepth], b[8][kDepth];
+  Unpacked a[16][kMostDepth], b[8][kMostDepth];
   bool row_is_finite[16], column_is_finite[8];
   for (int row = 0; row < 16; ++row) {
     row_is_finite[row] = true;
-    for (int k = 0; k < kDepth; ++k) {
+    for (int k = 0; k < tile.depth; ++k) {
       row_is_finite[row] &= bool(std::isfinite(tile.a[row][k]));
       if (row_is_finite[row]) a[row][k] = unpack(tile.a[row][k]);
     }
   }
   for (int column = 0; column < 8; ++column) {
     column_is_finite[column] = true;
-    for (int k = 0; k < kDepth; ++k) {
+    for (int k = 0; k < tile.depth; ++k) {
       column_is_finite[column] &= bool(std::isfinite(tile.b[k][column]));
       if (column_is_finite[column]) b[column][k] = unpack(tile.b[k][column]);
     }
@@ -110,12 +113,12 @@ void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumula
     for (int column = 0; column < 8; ++column) {
       float& c = tile.c[row][column];
       if (!row_is_finite[row] || !column_is_finite[column] || !std::isfinite(c)) {
-        c = non_finite_dot_add(tile.a[row], tile.b, column, c);
+        c = non_finite_dot_add(tile.a[row], tile.b, tile.depth, column, c);
       } else if (model == Accumulation::kAmpere) {
         c = fused_dot_add(a[row], b[column], 8, c, 24, accumulator);
         c = fused_dot_add(a[row] + 8, b[column] + 8, 8, c, 24, accumulator);
       } else {
-        c = fused_dot_add(a[row], b[column], 16, c, 25, accumulator);
+        c = fused_dot_add(a[row], b[column], tile.depth, c, tile.depth == kMostDepth ? k8BitFraction : 25, accumulator);
       }
     }
   }
@@ -124,12 +127,12 @@ void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumula
 // One row of c at a time in vector registers: this loop is most of the emulator's arithmetic.
 void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
   typedef float Row __attribute__((vector_size(8 * sizeof(float))));
-  Row b[kDepth];
-  std::memcpy(b, tile.b, sizeof(b));
+  Row b[kMostDepth];
+  std::memcpy(b, tile.b, tile.depth * sizeof(Row));
   for (int row = 0; row < 16; ++row) {
     Row c;
     std::memcpy(&c, tile.c[row], sizeof(c));
-    for (int k = 0; k < kDepth; ++k) {
+    for (int k = 0; k < tile.depth; ++k) {
       const float a = tile.a[row][k];
       c += Row{a, a, a, a, a, a, a, a} * b[k];
     }

@@ -1,4 +1,4 @@
-// The arithmetic of one 16×8×16 matrix product, in the ways Options::accumulation names.
+// The arithmetic of one 16×8×16 matrix product, or 16×8×32 of 8-bit elements, in the ways Options::accumulation names.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,23 @@
 
 namespace ffpa::emu {
 
-enum class InputType { kHalf, kBFloat16 };
+enum class InputType { kHalf, kBFloat16, kE4M3, kE5M2 };
 enum class AccumulatorType { kFloat, kHalf };
 
+inline constexpr int kMostDepth = 32;
+
+inline int element_bytes(InputType type) { return type == InputType::kHalf || type == InputType::kBFloat16 ? 2 : 1; }
+
 struct MmaTile {
-  alignas(32) float a[16][16];  // [row][k]
-  alignas(32) float b[16][8];   // [k][column]
-  alignas(32) float c[16][8];   // [row][column], also the result
+  int depth = 16;                       // k
+  alignas(32) float a[16][kMostDepth];  // [row][k]
+  alignas(32) float b[kMostDepth][8];   // [k][column]
+  alignas(32) float c[16][8];           // [row][column], also the result
 };
 
 inline float to_float(InputType type, uint16_t bits) {
+  if (type == InputType::kE4M3) return ffpa::to_float(E4M3{uint8_t(bits)});
+  if (type == InputType::kE5M2) return ffpa::to_float(E5M2{uint8_t(bits)});
   if (type == InputType::kBFloat16) return ffpa::to_float(BFloat16{bits});
 #if defined(__F16C__)
   return _cvtsh_ss(bits);  // the same values; in software this would be a third of the time of a whole mma

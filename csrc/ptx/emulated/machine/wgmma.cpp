@@ -61,15 +61,16 @@ Descriptor decode(uint64_t bits) {
           Swizzle(bits >> 62)};
 }
 
-// Address of element (mn, k) of an operand of 16-bit elements ("Canonical Layouts" in the PTX manual).
-uint32_t element_address(const Descriptor& descriptor, bool mn_major, int mn, int k) {
+// Address of element (mn, k) of an operand ("Canonical Layouts" in the PTX manual); 8-bit elements are K-major.
+uint32_t element_address(const Descriptor& descriptor, bool mn_major, int element_bytes, int mn, int k) {
   const int chunks = descriptor.swizzle == Swizzle::kNone ? 1 : swizzle_bytes(descriptor.swizzle) / 16;
   const uint32_t row_bytes = chunks * 16;
   const int row_elements = 8 * chunks;
   uint32_t offset;
   if (!mn_major) {
     offset = mn % 8 * row_bytes + mn / 8 * descriptor.stride_bytes;
-    offset += descriptor.swizzle == Swizzle::kNone ? k % 8 * 2 + k / 8 * descriptor.leading_bytes : k * 2;
+    const uint32_t k_bytes = k * element_bytes;
+    offset += descriptor.swizzle == Swizzle::kNone ? k_bytes % 16 + k_bytes / 16 * descriptor.leading_bytes : k_bytes;
   } else if (descriptor.swizzle != Swizzle::kNone) {
     offset = mn % row_elements * 2 + mn / row_elements * descriptor.leading_bytes + k % 8 * row_bytes +
              k / 8 * descriptor.stride_bytes;
@@ -78,6 +79,8 @@ uint32_t element_address(const Descriptor& descriptor, bool mn_major, int mn, in
   }
   return swizzled_address(descriptor.address + offset, descriptor.swizzle);
 }
+
+int depth_of(InputType input) { return 32 / element_bytes(input); }
 
 // With base offset 0 the swizzle pattern starts where the address bits say it does, so atoms must start there too.
 void check_descriptor(uint64_t bits, const char* operand, CallSite site) {
@@ -90,25 +93,26 @@ void check_descriptor(uint64_t bits, const char* operand, CallSite site) {
   }
 }
 
-// Reads elements (mn0 … mn0 + count - 1) × (k 0 … 15) through the async proxy; store(mn, k, value).
+// Reads elements (mn0 … mn0 + count - 1) × (all k of a product) through the async proxy; store(mn, k, value).
 template <class Store>
 void read_operand(Warp& warp, uint64_t bits, bool mn_major, InputType input, int mn0, int count, const char* what,
                   CallSite site, Store store) {
-  constexpr int kChunk = 8;  // elements that are always adjacent
   constexpr uint32_t kChunkBytes = 16;
+  const int bytes = element_bytes(input), chunk_elements = int(kChunkBytes) / bytes;  // that are always adjacent
   const Descriptor descriptor = decode(bits);
-  const int outer_count = mn_major ? 16 : count;
-  const int inner_count = mn_major ? count : 16;
+  const int outer_count = mn_major ? depth_of(input) : count;
+  const int inner_count = mn_major ? count : depth_of(input);
   for (int outer = 0; outer < outer_count; ++outer) {
-    for (int inner = 0; inner < inner_count; inner += kChunk) {
+    for (int inner = 0; inner < inner_count; inner += chunk_elements) {
       const int mn = mn0 + (mn_major ? inner : outer);
       const int k = mn_major ? outer : inner;
-      const uint32_t address = element_address(descriptor, mn_major, mn, k);
-      uint16_t chunk[kChunk];
+      const uint32_t address = element_address(descriptor, mn_major, bytes, mn, k);
+      uint8_t chunk[kChunkBytes];
       std::memcpy(chunk, shared_pointer(*warp.block, address, kChunkBytes, kChunkBytes, what, site), kChunkBytes);
       note_read(*warp.block, address, kChunkBytes, warp, kWholeWarp, site, Proxy::kAsync);
-      for (int i = 0; i < kChunk; ++i) {
-        store(mn_major ? inner + i : outer, mn_major ? outer : inner + i, to_float(input, chunk[i]));
+      for (int i = 0; i < chunk_elements; ++i) {
+        const uint16_t element = bytes == 1 ? chunk[i] : uint16_t(chunk[2 * i] | chunk[2 * i + 1] << 8);
+        store(mn_major ? inner + i : outer, mn_major ? outer : inner + i, to_float(input, element));
       }
     }
   }
@@ -118,6 +122,7 @@ void execute(Warp& warp, QueuedProduct& product) {
   const WgmmaOperands& operands = product.operands;
   const int first_row = warp.index % kWarpsPerGroup * 16;
   MmaTile tile;
+  tile.depth = depth_of(operands.input);
   if (operands.a) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
       if (std::memcmp(product.a_registers[lane], product.a[lane], sizeof(product.a[lane]))) {
