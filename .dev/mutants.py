@@ -733,7 +733,7 @@ MUTANTS = [
     *_in(
         "backward_chunks.py",
         "tests/test_backward.py -k 'chunks or tiles'",
-        ("chunks: sums beside a full workspace", "left = cap - key_parts[0][1] * KEY_TILE * partial_of_key", "left = cap"),
+        ("chunks: sums beside a full workspace", "left = cap - partial(key_parts[0][1])", "left = cap"),
         ("chunks: heads are cut anywhere", "    if most >= of_head:\n", "    if most >= of_head and False:\n"),
         ("chunks: twice as many entries as fit", "most = min(cap // of_entry, work.entries)", "most = min(2 * cap // of_entry, work.entries)"),
     ),
@@ -834,7 +834,7 @@ MUTANTS = [
         ("row state: sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
         ("row state: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
         ("row state: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
-        ("row state: references never move", "if (maximum - before > kLazyGrowth)", "if (before == -kInfinity && maximum > before)"),
+        ("row state: references never move", "if (maximum - before > lazy_growth)", "if (before == -kInfinity && maximum > before)"),
     ),
     *_two_phase(
         "csrc/attention/head_rows.cuh",
@@ -928,6 +928,24 @@ MUTANTS = [
         ("fp8: without keys", "    if not n_k:\n", "    if n_k < 0:\n"),
         ("fp8: 8-bit results not clamped", "out.copy_(written.clamp_(-largest, largest))", "out.copy_(written)"),
         only="hopper and not cuda",
+    ),
+    *_in(
+        "csrc/attention/gradient_writer.cuh",
+        f"tests/test_backward.py -k '{_PACKED_CHUNKS} or (not cuda and hopper and many_sequences)'",
+        ("packed sums: always from the same place", "of_tile + params_.turn * half", "of_tile"),
+        ("packed sums: to where they come from", "of_tile + (1 - params_.turn) * half", "of_tile + params_.turn * half"),
+        ("packed sums: one place for both", "params_.workspace_columns() / Tiles::kRows", "0"),
+        ("packed sums: of keys that are not there", "    if (row >= rows_) return;  // nor is there a place for their sums\n", ""),
+        ENABLE_FFPA_DEBUG="1",
+    ),
+    *_in(
+        "backward_chunks.py",
+        "tests/test_backward.py -k 'not cuda and (enough or computed_once or many_sequences)'",
+        ("packed sums: the same turn always", "enumerate(_row_parts(work, (cap - partial(all_keys[1])) // of_tile))", "((0, rows) for rows in _row_parts(work, (cap - partial(all_keys[1])) // of_tile))"),
+        ("packed sums: room for one of two", "return min(keys, 2 * self.columns)", "return min(keys, self.columns)"),
+        ("packed sums: room for all keys", "return min(keys, 2 * self.columns)", "return keys"),
+        ("chunks: no row tile at a time", "of_head, most = work.tiles_of_head, max(most, 1)", "of_head = work.tiles_of_head"),
+        ENABLE_FFPA_DEBUG="1",
     ),
 ]  # fmt: skip
 

@@ -93,6 +93,27 @@ def test_packed_in_chunks(cap_mb, kinds, backend, device, forced, monkeypatch):
     assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
 
 
+@BACKENDS
+def test_many_sequences_in_chunks(backend, device, forced, monkeypatch):
+    """Sums of dK and dV wait for the one sequence that a chunk cuts: one ends where the next begins, one goes on and on."""
+    forced(backend, device)
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", "4")
+    case = PackedCase((600, 5, 1300, 0, 700, 5, 290), (300, 40, 260, 5, 300, 20, 290), heads_q=1, heads_kv=1, d=24)
+    test_numerics.test_packed(case, device, "read", monkeypatch)
+    chunks = last_chunks()
+    assert {chunk.turn for chunk in chunks} == {0, 1} and chunks[0].keys > 2 * 512 and all(c.of_q for c in chunks)
+
+
+@BACKENDS
+def test_packed_where_a_row_tile_is_too_much(backend, device, forced, monkeypatch):
+    """dQ is summed over chunks of keys, dK and dV over those of rows."""
+    forced(backend, device)
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", "2")
+    case = PackedCase((40, 20), (1100, 5), heads_q=1, heads_kv=1, d=448)
+    test_numerics.test_packed(case, device, "read", monkeypatch)
+    assert {(c.of_q, c.of_k, c.keys < 1280) for c in last_chunks()} == {(True, False, True), (False, True, True)}
+
+
 LONGER = Case(heads_q=4, heads_kv=2, n_q=600, n_k=520, d=320, d_v=264, rule={"causal": True})
 
 
@@ -239,7 +260,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
     tiles_of_head, keys = -(-n_q // ROW_TILE), -(-n_k // KEY_TILE) * KEY_TILE
     workspaces = []
     for place in places:
-        chunk = Chunk(*place, 0, keys, True, True)
+        chunk = Chunk(*place, 0, keys, 0, True, True)
         ds = torch.full((chunk.pairs + 100,), torch.nan, dtype=torch.bfloat16)
         by_tile = ds[: chunk.pairs].view(chunk.entries, chunk.row_tiles, ROW_TILE, keys)
         for entry, tile in product(range(chunk.entries), range(chunk.row_tiles)):  # as in backward_tiles.cuh
@@ -280,7 +301,9 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, packed):
     cap, of_key = mb << 20, 4 * 1280  # in tiles of 160 columns
     chunks, entries = backward_chunks.cut(work, PRODUCT_TILES, cap)
     all_chunks = [c._replace(first_entry=c.first_entry + entry) for entry in range(entries) for c in chunks]
-    keys_in_parts = max((c.keys for c in all_chunks if c.of_k and c.row_tiles < work.tiles), default=0)
+    keys_in_parts = max(
+        (work.keys_summed(c.keys) for c in all_chunks if c.of_k and c.row_tiles < work.tiles), default=0
+    )
     rows_in_parts = max((c.row_tiles * ROW_TILE for c in all_chunks if c.of_q and c.keys < work.keys), default=0)
     assert (
         max(c.rows * work.columns_of(c.keys) for c in all_chunks) * 4
@@ -303,6 +326,56 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, packed):
             # Sums go on where the last chunk of the same keys, or rows, left them.
             assert sorted(corners, key=(lambda at: at) if of == "of_q" else (lambda at: at[::-1])) == corners
             assert len(set(corners)) == len(corners)
+
+
+@pytest.mark.parametrize("d", [64, 224, 256, 320, 448, 512, 640, 768, 1024, 2048])
+@pytest.mark.parametrize("packed", [None, (9000, 9000)], ids=["dense", "packed"])
+@pytest.mark.parametrize("backend", ["hopper", "mma"])
+def test_caps_that_are_enough(backend, packed, d):
+    """From 1 MiB and 2 KiB a column on, as the README has it. Below, what there is no room for is refused."""
+    problem = PROBLEM._replace(
+        direction="backward", batch=4, heads_q=8, heads_kv=8, n_q=9000, n_k=9000, d_qk=d, d_v=d, packed=packed
+    )
+    enough = -(-(512 + d) // 512)
+    for mb in range(1, enough + 1):
+        for d_v in (d, 64, 1024) if mb < enough else (d,):
+            plan = backward.plan(problem._replace(d_v=d_v), backend, mb << 20)
+            if isinstance(plan, str):
+                assert mb < enough and "MiB of workspace" in plan
+                continue
+            tiles = 9000 // 256 + (4 if packed else 1)
+            for of in ("of_q", "of_k"):
+                area = sum(c.entries * c.row_tiles * c.keys for c in plan.all_chunks if getattr(c, of))
+                assert area == (8 if packed else 32) * tiles * tiles * KEY_TILE, (mb, d_v, of)
+
+
+def test_packed_sequences_are_computed_once():
+    """However many there are: sums of dK and dV wait for no more than one at a time."""
+    for sequences, n, d in ((512, 512, 512), (128, 2048, 512), (64, 2048, 1024)):
+        rows = sequences * n
+        problem = PROBLEM._replace(
+            direction="backward",
+            batch=sequences,
+            heads_q=32,
+            heads_kv=8,
+            n_q=n,
+            n_k=n,
+            d_qk=d,
+            d_v=d,
+            packed=(rows, rows),
+        )
+        plan = backward.plan(problem, "hopper", 1 << 30)
+        assert all(chunk.of_q and chunk.of_k for chunk in plan.chunks) and plan.partial_floats < 1 << 24
+
+
+@BACKENDS
+def test_no_sequences(backend, device, forced):
+    forced(backend, device)
+    q, k, v = (torch.randn(16, 2, 136, device=device, dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    out, lse, g = torch.zeros_like(q), torch.full((2, 16), -torch.inf, device=device), torch.ones_like(q)
+    grads = torch.ops.ffpa_attn.varlen_backward(g, None, q, k, v, out, lse, offsets, offsets, 16, 16)
+    assert all((grad == 0).all() for grad in grads)
 
 
 @BACKENDS

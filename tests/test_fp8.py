@@ -210,7 +210,7 @@ def test_rules(rule, dtype, device, path):
 # Head dims past Triton's, on tiles of their own; Q and K or V narrower than the tile, or both; rows that TMA cannot read.
 WIDE = [
     {"d": 512, "n": (70, 200)},
-    {"d": 512, "n": (130, 300), "causal": True, "heads": (4, 2)},
+    {"d": 512, "n": (130, 300), "causal": True, "heads": (4, 2), "per": ("block",) * 3},
     {"d": 448, "n": (65, 129)},
     {"d": 384, "n": (64, 128), "window": (40, 9)},
     {"d": 320, "n": (33, 257), "v_transposed": True},

@@ -1,5 +1,5 @@
-// V as the forward of 8-bit floats wants it: transposed, the keys of each 16 in the order 0 1 8 9, 2 3 10 11, 4 5 12 13,
-// 6 7 14 15, and zeros behind the last one.
+// V as the forward of 8-bit floats wants it: transposed, of each 16 keys 0, 1, 8 and 9 first, then 2, 3, 10 and 11, and
+// so on, and zeros behind the last one.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace ffpa {
 
-// A block has kKeys keys and kColumns columns; a thread 4 keys that become neighbours and 4 columns at a time. Those of 4
-// lanes are side by side in V, those of 8 lanes in the result.
+// A block has kKeys keys and kColumns columns; a thread 4 keys that become neighbours and 4 columns at a time. Those of
+// 4 lanes are side by side in V, those of 8 lanes in the result.
 template <class Fields>
 struct ArrangeValuesConfig : Fields {
   using Params = ArrangeParams;
@@ -53,7 +53,8 @@ void arrange_values(FFPA_GRID_CONSTANT const ArrangeParams params) {
   // Where the 4 keys lie in the result, and the first of them in V.
   const int place = ptx::block_x() % key_blocks * Config::kKeys + warp * Config::kWarpKeys + quad * 4;
   const int first_key = place / 16 * 16 + quad % 4 * 2;
-  const uint8_t* head_gmem = params.v + head / params.heads * params.batch_stride + head % params.heads * params.head_stride;
+  const uint8_t* head_gmem =
+      params.v + head / params.heads * params.batch_stride + head % params.heads * params.head_stride;
   const int first_column = item % Config::column_blocks(params) * Config::kColumns + lane % 4 * 4;
   FFPA_UNROLL
   for (int step = 0; step < Config::kColumns; step += Config::kWarpColumns) {

@@ -53,7 +53,9 @@ struct BackwardParams {
   uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
   float* partial;  // of dK and dV where a chunk holds some row tiles of an entry, of dQ where it holds some keys; in
-                   // the order of fragments
+                   // the order of fragments. For all keys of the chunk; or, of packed sequences, for those of the
+                   // longest twice: the first one in a chunk may go on from an earlier one, the last in a later one
+  int turn;        // which of those two the chunk goes on from
 
   FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }
   FFPA_HOST_DEVICE int all_heads() const { return attention.heads_q * (attention.is_packed() ? 1 : attention.batch); }
@@ -69,6 +71,7 @@ struct BackwardParams {
   FFPA_HOST_DEVICE int workspace_columns() const {
     return min_of(keys_of_chunk(), ceil_div(attention.n_k, kKeyTile) * kKeyTile);
   }
+  FFPA_HOST_DEVICE bool sums_take_turns() const { return keys_of_chunk() > 2 * workspace_columns(); }
   FFPA_HOST_DEVICE int live_words() const {
     return tiles_of(attention.packed_q, attention.n_q, kLiveRows);
   }  // of a head
@@ -80,7 +83,7 @@ struct BackwardParams {
 };
 
 struct BackwardChunk {
-  int64_t first_entry, entries, first_tile, end_tile, first_key, end_key;
+  int64_t first_entry, entries, first_tile, end_tile, first_key, end_key, turn;
   uint16_t* p;
   uint16_t* ds;
   float* partial;
@@ -130,6 +133,7 @@ inline BackwardParams backward_params(const BackwardTensors& x, float* lse, cons
   params.p = chunk.p;
   params.ds = chunk.ds;
   params.partial = chunk.partial;
+  params.turn = int(chunk.turn);
   return params;
 }
 

@@ -263,13 +263,20 @@ class ProductTiles {
     return tile;
   }
 
-  // Among the tiles of one entry, of dQ or of dK and dV.
-  FFPA_DEVICE int64_t index_in_entry(const ProductTile& tile) const {
-    const int group = tile.column / kColumns + (tile.product == Product::kDv ? qk_groups() : 0);
-    return int64_t(tile.tile) * groups() + group;
+  // Among the tiles of one entry, of dQ or of dK and dV; of packed sequences among those of the chunk's keys of one.
+  FFPA_DEVICE int64_t index_in_entry(const ProductTile& tile) const { return index_from(tile, 0); }
+  FFPA_DEVICE int64_t index_in_sequence(const ProductTile& tile) const {
+    const int before = max_of(key_tiles_of(params_, tile.batch).first * kKeyTile - params_.first_key, 0);
+    return index_from(tile, before / kRows);
   }
+  FFPA_DEVICE int64_t tiles_of_rows(int tiles) const { return int64_t(tiles) * groups(); }
 
  private:
+  FFPA_DEVICE int64_t index_from(const ProductTile& tile, int first) const {
+    const int group = tile.column / kColumns + (tile.product == Product::kDv ? qk_groups() : 0);
+    return int64_t(tile.tile - first) * groups() + group;
+  }
+
   FFPA_HOST_DEVICE int qk_groups() const { return ceil_div(params_.attention.d_qk, kColumns); }
   FFPA_HOST_DEVICE int groups() const { return qk_groups() + (kOfQ ? 0 : ceil_div(params_.attention.d_v, kColumns)); }
 

@@ -1,7 +1,7 @@
 // Attention forward of 8-bit floats, on wgmma, for head dims whose O the registers of two warpgroups hold. A persistent
 // block takes row tiles of kRows rows of one query head. Both warpgroups have all of the rows, and half of the columns
-// of O each; of every tile of kKeys keys each computes S of half of the keys, and leaves P, rounded to 8 bits, in shared
-// memory for both:
+// of O each; of every tile of kKeys keys each computes S of half of the keys, and leaves P, rounded to 8 bits, in
+// shared memory for both:
 //
 //   S = Q Kᵀ of its keys; maxima, and those of the other; P; O += P V of all keys, some of its columns at a time
 //
@@ -9,8 +9,8 @@
 // of their own, added in float (Hopper adds products of 8-bit floats in 14 bits); rows are divided by the sum of the
 // rounded P.
 //
-// A thread has two neighbouring keys of 8 as scores, and 4 bytes of P that are neighbours: of 16 keys the pairs 0 1 8 9,
-// 2 3 10 11, 4 5 12 13 and 6 7 14 15. V comes with its keys in that order.
+// A thread has two neighbouring keys of 8 as scores, and 4 bytes of P that are neighbours: of 16 keys 0, 1, 8 and 9,
+// the next one 2, 3, 10 and 11. V comes with its keys in that order.
 #pragma once
 
 #include <cmath>
@@ -52,12 +52,12 @@ struct ForwardFp8Config : Fields {
   static constexpr int kRows = tile::kBox;
   static constexpr int kGroupKeys = tile::kBox, kKeys = tile::kConsumerGroups * kGroupKeys;  // of a tile
   static_assert(kKeys == kScaledRows && kScaledRows % kRows == 0, "a tile has one scale of Q, one of K and one of V");
-  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;               // of O
-  static constexpr int kChunks = 2, kChunkColumns = kOwnColumns / kChunks;                   // of a product with V
+  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;  // of O
+  static constexpr int kChunks = 2, kChunkColumns = kOwnColumns / kChunks;      // of a product with V
   static constexpr int kBoxColumns = 2 * tile::kBox;
-  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);           // of a row of Q and K
-  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);     // of a slot with K; of its tile
-  static constexpr uint32_t kChunkBytes = kChunkColumns * tile::kBoxRowBytes;      // of V, all keys of a tile
+  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);        // of a row of Q and K
+  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);  // of a slot with K; of its tile
+  static constexpr uint32_t kChunkBytes = kChunkColumns * tile::kBoxRowBytes;   // of V, all keys of a tile
   static_assert(kChunkBytes % tile::kAtomBytes == 0, "the chunks of both warpgroups are atoms of the swizzle");
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
@@ -120,8 +120,8 @@ class ForwardFp8 {
   using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
-  static constexpr int kDepth = 32;                                // of a product
-  static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;   // of a box, in products; 32 bytes each
+  static constexpr int kDepth = 32;                               // of a product
+  static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;  // of a box, in products; 32 bytes each
   using Scores = ScoreSums<1>;
   using Chunk = float[Config::kChunkColumns / 2];
   using Sums = float[4];
@@ -281,9 +281,9 @@ class ForwardFp8 {
         FFPA_UNROLL
         for (int step = 0; step < min_of(kBoxSteps, Config::kColumns / kDepth - column_box * kBoxSteps); ++step) {
           using Products = float[tile::kBox / 2];
-          ptx::wgmma_ss<Element, tile::kBox>(
-              reinterpret_cast<Products&>(scores), q + step * 2,
-              k + (box * tile::kConsumerGroups * tile::kBoxBytes + step * kDepth) / 16, part + box + step > 0);
+          ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Products&>(scores), q + step * 2,
+                                             k + (box * tile::kConsumerGroups * tile::kBoxBytes + step * kDepth) / 16,
+                                             part + box + step > 0);
         }
       }
     }
@@ -337,7 +337,7 @@ class ForwardFp8 {
   FFPA_DEVICE void keep_probabilities(const Scores& scores, int group, int row) const {
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     const auto packed = [&](int i, int h) {  // of 16 keys
-      const float(&first)[4] = scores[0][0][2 * i], (&second)[4] = scores[0][0][2 * i + 1];
+      const float (&first)[4] = scores[0][0][2 * i], (&second)[4] = scores[0][0][2 * i + 1];
       return ptx::pack4<Element>(first[2 * h], first[2 * h + 1], second[2 * h], second[2 * h + 1]);
     };
     FFPA_UNROLL

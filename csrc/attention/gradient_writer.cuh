@@ -23,8 +23,8 @@ class GradientWriter {
         is_last_(tile.in_chunk(params).end >= tile.summed(params).end),
         scale_(tile.product == Product::kDv ? 1.0f : params.scale),
         columns_(tile.columns_of_all - tile.column),
-        lane_(lane),
-        partial_(params.partial + Tiles(params).index_in_entry(tile) * int64_t{Tiles::kRows * Tiles::kColumns}) {
+        lane_(lane) {
+    set_partial(tile);
     const HeadRows rows = rows_of_product<Tiles>(params, tile);
     const RowRange& all = kOfQ ? rows.entry.q : rows.entry.k;
     const int first = all.begin + (kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
@@ -49,16 +49,17 @@ class GradientWriter {
   // kFragments of 16 rows, from row `row` and fragment `first` of the tile on: fragment(n, values) gives them.
   template <int kFragments, class Fragment>
   FFPA_DEVICE void write(int row, int first, const Fragment& fragment) const {
-    float* partial = partial_ + row * int64_t{Tiles::kColumns} + first * 128;
+    if (row >= rows_) return;  // nor is there a place for their sums
+    const int64_t offset = row * int64_t{Tiles::kColumns} + first * 128;
     tile::RowWriter<Element, kFragments> writer(gmem_ + (row * row_stride_ + first * 8) * element_bytes(), row_stride_,
                                                 rows_ - row, columns_ - first * 8, params_.float_gradients, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kFragments; ++n) {
       float values[4];
       fragment(n, values);
-      if (continues_) tile::add_fragment(values, partial, n, lane_);
+      if (continues_) tile::add_fragment(values, partial_before_ + offset, n, lane_);
       if (!is_last_) {
-        tile::save_fragment(partial, n, values, lane_);
+        tile::save_fragment(partial_ + offset, n, values, lane_);
         continue;
       }
       FFPA_UNROLL
@@ -70,13 +71,26 @@ class GradientWriter {
  private:
   FFPA_DEVICE int element_bytes() const { return params_.float_gradients ? 4 : 2; }
 
+  FFPA_DEVICE void set_partial(const ProductTile& tile) {
+    constexpr int64_t kTileFloats = Tiles::kRows * Tiles::kColumns;
+    const Tiles tiles(params_);
+    if (kOfQ || !params_.sums_take_turns()) {
+      partial_before_ = partial_ = params_.partial + tiles.index_in_entry(tile) * kTileFloats;
+      return;
+    }
+    const int64_t half = tiles.tiles_of_rows(params_.workspace_columns() / Tiles::kRows) * kTileFloats;
+    float* of_tile = params_.partial + tiles.index_in_sequence(tile) * kTileFloats;
+    partial_before_ = of_tile + params_.turn * half;
+    partial_ = of_tile + (1 - params_.turn) * half;
+  }
+
   const BackwardParams& params_;
   bool continues_, is_last_;
   float scale_;
   MapPlace place_;
   int rows_, columns_;  // that exist, from the tile's first ones on
   int lane_;
-  float* partial_;
+  float *partial_before_, *partial_;  // of earlier chunks; for later ones
   uint8_t* gmem_;
   int64_t row_stride_;
 };

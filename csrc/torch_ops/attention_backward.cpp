@@ -19,7 +19,8 @@ void attention_backward(std::string kernel, const Tensor& q, const Tensor& k, co
                         int64_t longest_q, int64_t longest_k, double scale, double softcap, int64_t left, int64_t right,
                         bool top_left, int64_t resident_blocks, Tensor dq, Tensor dk, Tensor dv, Tensor statistics,
                         Tensor live_rows, Tensor p, Tensor ds, std::optional<Tensor> partial, int64_t first_entry,
-                        int64_t entries, int64_t first_tile, int64_t end_tile, int64_t first_key, int64_t end_key) {
+                        int64_t entries, int64_t first_tile, int64_t end_tile, int64_t first_key, int64_t end_key,
+                        int64_t turn) {
   const ForwardOptions options = backward_options(scale, softcap, left, right, top_left, resident_blocks);
   const BackwardTensors tensors = {host_tensor(q),        host_tensor(k),  host_tensor(v),  host_tensor(out),
                                    host_tensor(grad_out), host_tensor(dq), host_tensor(dk), host_tensor(dv)};
@@ -29,6 +30,7 @@ void attention_backward(std::string kernel, const Tensor& q, const Tensor& k, co
                                end_tile,
                                first_key,
                                end_key,
+                               turn,
                                static_cast<uint16_t*>(p.data_ptr()),
                                static_cast<uint16_t*>(ds.data_ptr()),
                                optional_data<float>(partial)};
@@ -45,7 +47,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
       "grad_lse, Tensor? mask, Tensor? offsets_q, Tensor? offsets_k, int longest_q, int longest_k, float scale, float "
       "softcap, int left, int right, bool top_left, int resident_blocks, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
       "Tensor(d!) statistics, Tensor(e!) live_rows, Tensor(f!) p, Tensor(g!) ds, Tensor(h!)? partial, int first_entry, "
-      "int entries, int first_tile, int end_tile, int first_key, int end_key) -> ()");
+      "int entries, int first_tile, int end_tile, int first_key, int end_key, int turn) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CUDA, library) {

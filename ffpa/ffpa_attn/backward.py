@@ -62,12 +62,13 @@ _FAMILIES = {
 
 def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     """`backend`: hopper or mma. Whether its kernels are built is another question."""
-    if p.n_q + p.n_k > MOST_POSITIONS:
-        return f"the backward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     scores, products, tiles = _FAMILIES[backend]
     packed = p.packed and Packed(p.batch, *p.packed)
+    positions = max(p.n_q + p.n_k, sum(packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if packed else 0)
+    if positions > MOST_POSITIONS:
+        return f"the backward counts positions in 32 bits, and {positions} of rows and keys are too many"
     seen = visible_keys(p) / p.n_k if p.n_k else 1.0
-    if packed and p.n_k:
+    if packed and p.batch * p.n_k:
         seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # where lengths are the same
     work = Work(
         entries=p.heads_kv * (1 if packed else p.batch),
@@ -80,8 +81,8 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
         packed=packed,
     )
-    chunks, entries = backward_chunks.cut(work, tiles, cap) if work.entries * p.n_q * p.n_k else ([], 1)
-    largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, True, True)
+    chunks, entries = backward_chunks.cut(work, tiles, cap) if p.batch * p.heads_kv * p.n_q * p.n_k else ([], 1)
+    largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, 0, True, True)
     of_q, of_k = (
         products(
             p.dtype,
@@ -91,7 +92,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         for of_q in (True, False)
     )
     pairs = max((c.rows * work.columns_of(c.keys) for c in chunks), default=0)
-    keys_in_parts = (c.keys for c in chunks if c.of_k and c.row_tiles < work.tiles)
+    keys_in_parts = (work.keys_summed(c.keys) for c in chunks if c.of_k and c.row_tiles < work.tiles)
     rows_in_parts = (c.row_tiles * ROW_TILE for c in chunks if c.of_q and c.keys < work.keys)
     partial = max(
         max(keys_in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns),

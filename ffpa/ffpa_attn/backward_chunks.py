@@ -31,12 +31,13 @@ class Chunk(NamedTuple):
     end_tile: int
     first_key: int
     end_key: int
+    turn: int  # which of the two places for sums of dK and dV of packed sequences it goes on from
     of_q: bool  # gives dQ
     of_k: bool  # gives dK and dV, or a part of their sums
 
     @property
     def place(self) -> tuple[int, ...]:
-        return self[:6]
+        return self[:7]
 
     @property
     def row_tiles(self) -> int:
@@ -100,6 +101,12 @@ class Work(NamedTuple):
     def columns_of(self, keys: int) -> int:
         return min(keys, self.columns)
 
+    def keys_summed(self, keys: int) -> int:
+        """For how many there is room where sums of dK and dV of so many go from chunk to chunk: of packed sequences one ends in a
+        chunk, and one goes on.
+        """
+        return min(keys, 2 * self.columns)
+
 
 def sums_of_key(work: Work, width: int) -> int:
     """Floats of dK and dV of one key, in tiles of this width."""
@@ -162,10 +169,10 @@ def _row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
     """The row tiles of an entry, at most so many at a time: some whole heads, or a part of one; or some packed sequences, whole
     ones if they are about as long.
     """
-    of_head = work.tiles_of_head
+    of_head, most = work.tiles_of_head, max(most, 1)
     if work.packed:
         of_sequence = work.tiles // work.packed.sequences
-        step = most // of_sequence * of_sequence or max(most, 1)
+        step = most // of_sequence * of_sequence or most
         yield from ((first, min(first + step, work.tiles)) for first in range(0, work.tiles, step))
         return
     if most >= of_head:
@@ -199,36 +206,37 @@ def cut(work: Work, tiles: Tiles, cap: int) -> tuple[list[Chunk], int]:
     if of_entry <= cap:
         most = min(cap // of_entry, work.entries)
         parts = _parts(work.entries, _whole_entries(work, tiles, most, _ENOUGH_BYTES // of_entry))
-        return [Chunk(first, end - first, 0, work.tiles, 0, work.keys, True, True) for first, end in parts], 1
+        return [Chunk(first, end - first, 0, work.tiles, 0, work.keys, 0, True, True) for first, end in parts], 1
     return list(_parts_of_entry(work, tiles, cap)), work.entries
 
 
 def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
-    def chunk(row_tiles: tuple[int, int], keys: tuple[int, int], of_q: bool, of_k: bool) -> Chunk:
-        return Chunk(0, 1, *row_tiles, *(tile * KEY_TILE for tile in keys), of_q, of_k)
+    def chunk(row_tiles: tuple[int, int], keys: tuple[int, int], turn: int, of_q: bool, of_k: bool) -> Chunk:
+        return Chunk(0, 1, *row_tiles, *(tile * KEY_TILE for tile in keys), turn, of_q, of_k)
+
+    def partial(key_tiles: int) -> int:
+        return 4 * work.keys_summed(key_tiles * KEY_TILE) * max(sums_of_key(work, width) for width, *_ in tiles)
 
     all_keys = 0, work.keys // KEY_TILE
     of_tile = _bytes(work, 1, work.keys)
-    partial_of_key = 4 * max(sums_of_key(work, width) for width, *_ in tiles)
-    partial = work.keys * partial_of_key
-    if partial + of_tile * 4 <= cap:
-        for rows in _row_parts(work, (cap - partial) // of_tile):
-            yield chunk(rows, all_keys, True, True)
+    if partial(all_keys[1]) + of_tile * 4 <= cap:
+        for i, rows in enumerate(_row_parts(work, (cap - partial(all_keys[1])) // of_tile)):
+            yield chunk(rows, all_keys, i % 2, True, True)
         return
-    of_key_tile = KEY_TILE * (ROW_TILE * _BYTES_OF_PAIR + partial_of_key)  # with one row tile
+    of_key_tile = _bytes(work, 1, KEY_TILE) + partial(1)  # with one row tile
     most_key_tiles = cap // 4 // of_key_tile
     if of_tile < cap:  # then beside a row tile
-        most_key_tiles = min(most_key_tiles, (cap - of_tile) // (KEY_TILE * partial_of_key))
+        most_key_tiles = min(most_key_tiles, (cap - of_tile) // partial(1))
     key_parts = list(_parts(all_keys[1], most_key_tiles))
-    left = cap - key_parts[0][1] * KEY_TILE * partial_of_key  # the sums are there all the time
+    left = cap - partial(key_parts[0][1])  # the sums are there all the time
     if of_tile <= left:
         for rows in _row_parts(work, left // of_tile):
-            yield chunk(rows, all_keys, True, False)
+            yield chunk(rows, all_keys, 0, True, False)
     else:
         left = min(left, cap - 4 * ROW_TILE * max(sums_of_row(work, width) for width, *_ in tiles))
         for row_tile in range(work.tiles):
             for keys in _parts(all_keys[1], left // _bytes(work, 1, KEY_TILE)):
-                yield chunk((row_tile, row_tile + 1), keys, True, False)
+                yield chunk((row_tile, row_tile + 1), keys, 0, True, False)
     for keys in key_parts:
-        for rows in _row_parts(work, left // _bytes(work, 1, (keys[1] - keys[0]) * KEY_TILE)):
-            yield chunk(rows, keys, False, True)
+        for i, rows in enumerate(_row_parts(work, left // _bytes(work, 1, (keys[1] - keys[0]) * KEY_TILE))):
+            yield chunk(rows, keys, i % 2, False, True)

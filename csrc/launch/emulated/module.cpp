@@ -161,7 +161,7 @@ std::string attention_backward(const std::string& kernel, const std::vector<Tens
                                int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap,
                                int64_t left, int64_t right, bool top_left, int64_t resident_blocks,
                                bool float_gradients, int64_t first_entry, int64_t entries, int64_t first_tile,
-                               int64_t end_tile, int64_t first_key, int64_t end_key) {
+                               int64_t end_tile, int64_t first_key, int64_t end_key, int64_t turn) {
   const auto tensor = [&](size_t i) { return std::apply(host_tensor, tensors.at(i)); };
   const BackwardTensors x = {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4), tensor(5), tensor(6), tensor(7)};
   const auto address = [&](size_t i) { return reinterpret_cast<void*>(std::get<0>(memory.at(i))); };
@@ -183,7 +183,7 @@ std::string attention_backward(const std::string& kernel, const std::vector<Tens
       {static_cast<const int32_t*>(address(2)), static_cast<const int32_t*>(address(3)), sequences, longest_q,
        longest_k},
       options, float_gradients, static_cast<float*>(address(4)), static_cast<uint64_t*>(address(5)),
-      {first_entry, entries, first_tile, end_tile, first_key, end_key, static_cast<uint16_t*>(address(6)),
+      {first_entry, entries, first_tile, end_tile, first_key, end_key, turn, static_cast<uint16_t*>(address(6)),
        static_cast<uint16_t*>(address(7)), static_cast<float*>(address(8))});
   const py::gil_scoped_release release;
   return emulated_instances().at(kernel).launch(&params).message;

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "base/compiler.h"
@@ -146,8 +147,13 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static const TensorMapEncoder encoder = find_tensor_map_encoder();
-  if (!encoder.status.ok()) return encoder.status;
+  static std::atomic<void*> known{nullptr};  // once it was found: what failed may not fail again
+  void* encode = known.load(std::memory_order_relaxed);
+  if (encode == nullptr) {
+    const TensorMapEncoder found = find_tensor_map_encoder();
+    if (!found.status.ok()) return found.status;
+    known.store(encode = found.function, std::memory_order_relaxed);
+  }
 
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   if (spec.swizzle == Swizzle::k128Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
@@ -161,7 +167,7 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
     element_stride[i] = 1;
     if (i > 0) stride[i - 1] = spec.stride_bytes[i];
   }
-  const CUresult result = reinterpret_cast<Encode>(encoder.function)(
+  const CUresult result = reinterpret_cast<Encode>(encode)(
       &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
       const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
