@@ -57,13 +57,15 @@ def _fp8(file: str, *edits: tuple[str, str, str], only: str = "wide and (d512 or
     return _in(file, f"tests/test_fp8.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
-_SOME_BACKWARDS = (
-    "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat)"
-)
+_SOME_BACKWARDS = "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat or last_row)"
 
 _PACKED_CHUNKS = "not cuda and hopper and packed_in_chunks"
 
 _RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32)"
+
+
+def _row_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return _in(file, "tests/test_row_tiles.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def _backward(file: str, *edits: tuple[str, str, str], only: str = _SOME_BACKWARDS) -> list[Mutant]:

@@ -484,6 +484,14 @@ def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
 
 
 @BACKENDS
+def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
+    """The first row of a step, whatever a step is; row 64 sees the last key."""
+    forced(backend, device)
+    case = Case(n_q=70, n_k=64, d=24, rule={"window": (1, 0), "align": "top_left"})
+    test_numerics.test_gradients(case, device)
+
+
+@BACKENDS
 def test_rows_without_keys_pass_on_nothing(backend, device, forced):
     """Whatever Q, dO and dLSE hold there: neither their own gradients nor those of keys see it."""
     forced(backend, device)
