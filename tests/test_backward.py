@@ -583,6 +583,16 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
         assert torch.equal(x[rows], y[rows])
 
 
+@BACKENDS
+def test_no_sequences(backend, device, forced):
+    """Whatever the longest of them may be."""
+    forced(backend, device)
+    q = torch.randn(5, 1, 264, device=device).to(torch.bfloat16).requires_grad_()
+    none = offsets((), device)
+    ffpa_attn.ffpa_varlen(q, q, q, none, none, 5, 5).sum().backward()
+    assert not q.grad.any()
+
+
 @pytest.mark.large
 @BACKENDS
 def test_more_than_31_bits_of_offsets(backend, device, forced):
