@@ -642,7 +642,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/packed_tiles.cuh",
         ("packed tiles: sequences share tiles", "packed.total) / rows + sequence;", "packed.total) / rows;"),
-        ("packed tiles: the first tile is the sequence before's", "rows) <= tile) {", "rows) < tile) {"),
+        ("packed tiles: the first tile is the sequence before's", "first_of_mine <= tile", "first_of_mine < tile"),
         ("packed tiles: a sequence ends with the first one of all", "first_tile_of_sequence(packed, sequence + 1, rows)", "first + 1"),
         only=_PACKED_CHUNKS,
     ),
@@ -660,7 +660,7 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/backward_rows.cuh",
-        ("packed backward: words of live rows count from the first sequence", "    word -= first_tile_of_sequence(attention.packed_q, batch, kLiveRows);\n", ""),
+        ("packed backward: words of live rows count from the first sequence", "    word = of_sequence.tile;\n", ""),
         only=_PACKED_CHUNKS,
     ),
     *_backward(
@@ -882,9 +882,35 @@ MUTANTS = [
         ("two-phase: few blocks in a small workspace", "blocks < row_tiles.least_blocks(p) or chunk_keys", "chunk_keys"),
         ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
     ),
+    *_row_tiles(
+        "csrc/attention/packed_tiles.cuh",
+        ("packed tiles: as many as rows need", "return packed.total / rows + sequences;", "return packed.total / rows;"),
+        ("packed tiles: offsets as they are", "clamp(int(ptx::ld_global_4(packed.offsets + sequence)), 0, packed.total)", "int(ptx::ld_global_4(packed.offsets + sequence))"),
+        ("packed tiles: rows before the first sequence have no tiles", "return sequence == 0 ? 0 : row", "return row"),
+        ("search: one round too few", "while (left > 1) {", "if (left > 1) {"),
+        ("search: the last sequence of a round is left out", "left = ceil_div(left, 32);", "left = max_of(left / 32, 1);"),
+        ("search: one sequence too early at a boundary", "first_of_mine <= tile", "first_of_mine < tile"),
+        ("search: one sequence too early", "sequence += last_begun * left;", "sequence += max_of(last_begun - 1, 0) * left;"),
+        ("search: lanes without a sequence have begun", "exists && first_of_mine <= tile", "first_of_mine <= tile"),
+        ("search: lanes look behind the last sequence", "exists ? mine : 0", "mine"),
+        ("search: the first tile of another lane's sequence", "ptx::shfl_idx(first_of_mine, last_begun)", "ptx::shfl_idx(first_of_mine, 0)"),
+    ),
+    *_row_tiles(
+        "csrc/attention/row_tiles.cuh",
+        ("row tiles: of packed sequences as of the longest", "params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div", "ceil_div"),
+        ("row tiles: of all packed sequences for each", "(params.is_packed() ? 1 : params.batch) * heads_kv_", "params.batch * heads_kv_"),
+        ("row tiles: counted through all sequences", "      tile = of_sequence.tile;\n", ""),
+    ),
+    *_row_tiles(
+        "row_tiles.py",
+        ("row tiles: planned as of the longest", " if packed_rows is None else packed_rows // ROWS + batch)", ")"),
+        ("row tiles: planned as rows need", "packed_rows // ROWS + batch)", "packed_rows // ROWS)"),
+        ("row tiles: no sequences are computed", "if not (batch and n_q", "if not (n_q"),
+    ),
     *_in(
         "row_tiles.py",
         "tests/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
+        ("row tiles: more positions of all sequences than 32 bits count", "if p.packed and max(p.packed) > MOST_POSITIONS:", "if False:"),
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
         ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > _MOST_TILES:", "if tiles := 0:"),
         ("row tiles: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),

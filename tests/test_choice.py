@@ -40,7 +40,7 @@ class TestSdpaMeansTheSame:
         [
             ({"needs_lse": True}, "LSE"),
             ({"direction": "backward"}, "LSE"),
-            ({"packed": True}, "packed"),
+            ({"packed": (8192, 8192)}, "packed"),
             ({"mask": "bool"}, "without keys"),
             ({"softcap": 5.0}, "softcap"),
             ({"visibility": Visibility(9, -1, False)}, "window"),
@@ -97,7 +97,9 @@ class TestSmallHeadDims:
             ({"needs_lse": True}, "hopper"),
             ({"heads_kv": 4}, "hopper"),
             ({"d_v": 64}, "hopper"),
-            ({"packed": True}, "hopper"),
+            ({"packed": (8192, 8192)}, "hopper"),
+            ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),
+            ({"d_qk": 264, "packed": (256, 256)}, "mma"),  # few row tiles, however long the longest may be
             ({"mask": "bool"}, "hopper"),
             ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
             ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),

@@ -289,11 +289,13 @@ def test_what_runs(monkeypatch):
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles keep 32 of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
-        ({"packed": (2**30, 2**30), "batch": 2**20 - 31}, "row tiles in 32 bits"),
+        ({"packed": (9, 2**31 - 1000)}, "2147482648 of all sequences are too many"),
+        ({"packed": (8192, 8192), "batch": 2**26 - 2**11 - 63}, "row tiles in 32 bits"),
         ({"ENABLE_FFPA_SMEM_SWIZZLE_Q": True}, "SWIZZLE_Q"),
     ):
         assert why in planned(**changes), changes
     assert isinstance(planned(n_q=1, FFPA_BACKEND="hopper"), FusedPlan)
+    assert isinstance(planned(packed=(8192, 8192), batch=2**26 - 2**11 - 64), FusedPlan)
     assert isinstance(planned(FFPA_WORKSPACE_MB=1), FusedPlan)
     assert planned(d_v=520).kernel.startswith("forward_two_phase")
     assert isinstance(planned(d_v=512, n_q=128, heads_q=50, heads_kv=1), FusedPlan)

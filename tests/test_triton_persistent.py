@@ -175,7 +175,7 @@ def test_the_plan_says_so():
     "change, reason",
     [
         ({"mask": "bool"}, "the persistent Triton kernel (FFPA_TRITON_CORES=3) takes no mask"),
-        ({"packed": True}, "takes no packed sequences"),
+        ({"packed": (8192, 8192)}, "takes no packed sequences"),
         ({"num_stages": 2}, "has one stage, not 2"),
         ({"d_v": 264}, "up to 256 columns and not 264"),
     ],

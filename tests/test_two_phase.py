@@ -507,10 +507,10 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"n_q": 2**31 - 9000}, "32 bits"),
         ({"n_q": 1}, "32 row tiles keep 32 of 132"),
         ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
-        ({"packed": True, "batch": 2**20 - 31}, "row tiles in 32 bits"),
+        ({"packed": (8192, 8192), "batch": 2**26 - 2**11 - 63}, "row tiles in 32 bits"),
     ):
         assert why in hopper(PROBLEM._replace(**changes)), changes
-    assert hopper(PROBLEM._replace(packed=(8192, 8192), batch=2**20 - 32)).kernel
+    assert hopper(PROBLEM._replace(packed=(8192, 8192), batch=2**26 - 2**11 - 64)).kernel
     assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
     assert hopper(PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
     assert "MiB of workspace" in hopper(PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)

@@ -42,8 +42,9 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const int head = head_of_all % attention.heads_q;
   int batch = head_of_all / attention.heads_q, word = word_of_head;  // of the batch entry
   if (attention.is_packed()) {
-    batch = sequence_of_tile(attention.packed_q, attention.batch, word_of_head, kLiveRows);
-    word -= first_tile_of_sequence(attention.packed_q, batch, kLiveRows);
+    const PackedTile of_sequence = packed_tile(attention.packed_q, attention.batch, word_of_head, kLiveRows);
+    batch = of_sequence.sequence;
+    word = of_sequence.tile;
   }
   const BatchEntry entry = batch_entry(attention, batch);
   const int warp = ptx::thread_x() / 32, lane = ptx::lane_id();

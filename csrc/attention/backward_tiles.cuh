@@ -41,17 +41,17 @@ FFPA_DEVICE TileRange key_tiles_of(const BackwardParams& params, int batch) {
   return tiles_of_sequence(attention.packed_k, attention.batch, batch, kKeyTile);
 }
 
-// The batch entry that a row tile of the chunk belongs to, or a key tile of an entry.
+// The batch entry that a row tile of the chunk belongs to, or a key tile of an entry. By all lanes of a warp.
 FFPA_DEVICE int batch_of_rows(const BackwardParams& params, int entry_of_chunk, int tile) {
   const AttentionParams& attention = params.attention;
   if (!attention.is_packed()) return batch_of(params, entry_of_chunk);
   const int tile_of_head = (params.first_tile + tile) / attention.group;
-  return sequence_of_tile(attention.packed_q, attention.batch, tile_of_head, kRowTile);
+  return packed_tile(attention.packed_q, attention.batch, tile_of_head, kRowTile).sequence;
 }
 FFPA_DEVICE int batch_of_keys(const BackwardParams& params, int entry_of_chunk, int key_tile) {
   const AttentionParams& attention = params.attention;
   if (!attention.is_packed()) return batch_of(params, entry_of_chunk);
-  return sequence_of_tile(attention.packed_k, attention.batch, key_tile, kKeyTile);
+  return packed_tile(attention.packed_k, attention.batch, key_tile, kKeyTile).sequence;
 }
 
 // Where a row tile of an entry is among those of its batch entry; a place that exists, whatever the offsets say.

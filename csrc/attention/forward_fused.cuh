@@ -68,7 +68,7 @@ struct ForwardFusedConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     shape.counter = reinterpret_cast<uint32_t*>(params.scratch);
@@ -77,11 +77,13 @@ struct ForwardFusedConfig : Fields {
 
   struct Arguments {
     Params params;
+    RowTiles<kRows> row_tiles;
     ptx::TensorMap q, k, v, out;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params);
     const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
                                      map_keys(arguments.k, params, params.k, params.d_qk),
                                      map_keys(arguments.v, params, params.v, params.d_v),
@@ -140,7 +142,7 @@ class ForwardFused {
     ItemQueue<> items(items_smem());
     uint32_t parity = 1;
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
         [&] {
           const HeadRows rows = kept.get();
           queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
@@ -183,7 +185,7 @@ class ForwardFused {
     ItemQueue<> items(items_smem());
     uint32_t parity = 0;
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
           Out out;

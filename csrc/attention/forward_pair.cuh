@@ -91,7 +91,7 @@ struct ForwardPairConfig : Fields {
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.cluster.x = kBlocks;
-    const int clusters = min_of(RowTiles(params, kRows).count(), max_of(params.resident_blocks / kBlocks, 1));
+    const int clusters = min_of(RowTiles<kRows>(params).count(), max_of(params.resident_blocks / kBlocks, 1));
     shape.grid.x = uint32_t(kBlocks * clusters);
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
@@ -101,11 +101,13 @@ struct ForwardPairConfig : Fields {
 
   struct Arguments {
     Params params;
+    RowTiles<kRows> row_tiles;
     ptx::TensorMap q, k, v, out;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params);
     const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
                                      map_keys(arguments.k, params, params.k, params.d_qk),
                                      map_keys(arguments.v, params, params.v, params.d_v, kValueRows),
@@ -190,7 +192,7 @@ class ForwardPair {
       return items.get(lane_);
     };
     uint32_t parity = 1;
-    for_each_row_tile(params_, kRows, kept, lane_, next_item, [&] {
+    for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next_item, [&] {
       const HeadRows rows = kept.get();
       queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
       parity ^= 1;
@@ -213,6 +215,7 @@ class ForwardPair {
       const int boxes = boxes_of_key_part(part);
       producer.bring(
           [&](uint32_t boxes_smem, uint32_t barrier) {
+            FFPA_NO_UNROLL
             for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
               load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
             }
@@ -260,7 +263,7 @@ class ForwardPair {
     typename Config::Items items(items_smem());
     uint32_t parity = 0;
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
           Out out;

@@ -64,7 +64,7 @@ struct ForwardTwoPhaseConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     shape.counter = Scratch(params).taken();
@@ -73,12 +73,14 @@ struct ForwardTwoPhaseConfig : Fields {
 
   struct Arguments {
     Params params;
+    RowTiles<kRows> row_tiles;
     ptx::TensorMap q, k, v, out, p, rows_of_p;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const Scratch scratch(params);
     arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params);
     const LaunchStatus statuses[] = {
         map_queries(arguments.q, params, params.q, params.d_qk),
         map_keys(arguments.k, params, params.k, params.d_qk),
@@ -154,7 +156,7 @@ class ForwardTwoPhase {
     const KeptRows kept = kept_rows(0);
     ItemQueue<> items(items_smem());
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
         [&] {
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
             bring_keys(producer, kept.get(), chunk);
@@ -219,7 +221,7 @@ class ForwardTwoPhase {
     const KeptRows kept = kept_rows(1 + warp);
     ItemQueue<> items(items_smem());
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {

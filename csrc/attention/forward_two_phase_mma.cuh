@@ -59,17 +59,28 @@ struct ForwardTwoPhaseMmaConfig : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles(params, kRows).count(), params.resident_blocks));
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     shape.counter = Scratch(params).taken();
     return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    RowTiles<kRows> row_tiles;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    arguments = {params, RowTiles<kRows>(params)};
+    return {};
   }
 };
 
 template <class Config>
 class ForwardTwoPhaseMma {
   using Element = typename Config::Dtype;
+  using Arguments = typename Config::Arguments;
   using ScoreCore = typename Config::ScoreCore;
   using ValueCore = typename Config::ValueCore;
   using NarrowCore = typename Config::NarrowCore;
@@ -91,11 +102,14 @@ class ForwardTwoPhaseMma {
   using OfRows = float[kM][2];
 
  public:
-  FFPA_DEVICE explicit ForwardTwoPhaseMma(const AttentionParams& params) : params_(params) { derive_from_thread(); }
+  FFPA_DEVICE explicit ForwardTwoPhaseMma(const Arguments& arguments)
+      : params_(arguments.params), row_tiles_(arguments.row_tiles) {
+    derive_from_thread();
+  }
 
   FFPA_DEVICE void run() {
     for_each_row_tile(
-        params_, kRows, kept(), lane_, [&] { return take_row_tile(); },
+        params_, row_tiles_, kept(), lane_, [&] { return take_row_tile(); },
         [&] {
           RowState state;
           Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
@@ -428,6 +442,7 @@ class ForwardTwoPhaseMma {
   }
 
   const AttentionParams& params_;
+  const RowTiles<kRows>& row_tiles_;
   int lane_, warp_;
   ScoreCore scores_;
   ValueCore values_;
@@ -439,8 +454,8 @@ class ForwardTwoPhaseMma {
 
 template <class Config>
 FFPA_KERNEL(Config::kThreads, 1)
-void forward_two_phase_mma(FFPA_GRID_CONSTANT const AttentionParams params) {
-  ForwardTwoPhaseMma<Config>(params).run();
+void forward_two_phase_mma(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardTwoPhaseMma<Config>(arguments).run();
 }
 
 }  // namespace ffpa

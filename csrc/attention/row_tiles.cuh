@@ -5,6 +5,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
+#include "attention/packed_tiles.cuh"
 #include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -13,24 +14,29 @@
 
 namespace ffpa {
 
-// Whoever is free takes the next: head by head, so that blocks share K and V in the
-// L2 cache; within heads whose K and V it holds together, the longest first under a causal mask.
+// Whoever is free takes the next: head by head, so that blocks share K and V in the L2 cache; within heads whose K and
+// V it holds together, the longest first under a causal mask. Packed sequences are one entry: a head has the tiles of
+// one sequence after the other (packed_tiles.cuh).
+//
+// Made on the host, a part of what a kernel is launched with: it takes no registers.
+template <int kRows>
 class RowTiles {
  public:
-  FFPA_HOST_DEVICE RowTiles(const AttentionParams& params, int rows)
+  RowTiles() = default;
+  explicit RowTiles(const AttentionParams& params)
       : heads_kv_(params.heads_q / params.group),
         group_(params.group),
-        rows_(rows),
-        tiles_(ceil_div(params.n_q, rows)),
-        entries_(params.batch * heads_kv_) {
-    const int64_t bytes = int64_t(params.n_k) * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
+        tiles_(params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div(params.n_q, kRows)),
+        entries_((params.is_packed() ? 1 : params.batch) * heads_kv_) {
+    const int64_t keys = params.is_packed() ? params.packed_k.total : params.n_k;
+    const int64_t bytes = keys * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
     together_ = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries_, 1)}));
   }
 
-  // Of packed sequences as if all were the longest. That 32 bits are enough, also for what blocks take beyond the last
-  // one, row_tiles.py makes sure.
+  // That 32 bits are enough, also for what blocks take beyond the last one, row_tiles.py makes sure.
   FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_; }
 
+  // By all lanes of a warp.
   FFPA_DEVICE HeadRows get(const AttentionParams& params, int item) const {
     const int items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
     const int heads = min_of(together_, entries_ - section * together_) * group_;
@@ -39,26 +45,34 @@ class RowTiles {
     HeadRows rows;
     rows.batch_index = head / (heads_kv_ * group_);
     rows.head_index = head % (heads_kv_ * group_);
+    int tile = tiles_ - 1 - in_section / heads;
+    if (params.is_packed()) {
+      const PackedTile of_sequence = packed_tile(params.packed_q, params.batch, tile, kRows);
+      rows.batch_index = of_sequence.sequence;
+      tile = of_sequence.tile;
+    }
     rows.entry = batch_entry(params, rows.batch_index);
-    rows.first = (tiles_ - 1 - in_section / heads) * rows_;
-    rows.last = min_of(rows.first + rows_, rows.n_q()) - 1;
+    rows.first = tile * kRows;
+    rows.last = min_of(rows.first + kRows, rows.n_q()) - 1;
     return rows;
   }
 
  private:
   static constexpr int64_t kCachedBytes = 32 << 20;
 
-  int heads_kv_, group_, rows_, tiles_, entries_, together_;
+  int heads_kv_, group_;
+  int tiles_;    // of a head, of a batch entry or of all packed sequences
+  int entries_;  // key/value heads of them
+  int together_;
 };
 
 using KeptRows = tile::KeptValue<HeadRows>;
 
 // function() for the row tiles that the block takes: `next` says which. The rows are kept, of which there are too many
 // registers full.
-template <class Next, class Function>
-FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, int rows_of_tile, const KeptRows& kept, int lane,
-                                   const Next& next, const Function& function) {
-  const RowTiles tiles(params, rows_of_tile);
+template <int kRows, class Next, class Function>
+FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles<kRows>& tiles, const KeptRows& kept,
+                                   int lane, const Next& next, const Function& function) {
   FFPA_NO_UNROLL
   for (int item = next(); item < tiles.count(); item = next()) {
     const HeadRows rows = tiles.get(params, item);

@@ -1,4 +1,4 @@
-// Exchange and synchronisation inside one warp. Every function must be reached by all 32 lanes together.
+// Exchange and synchronisation inside one warp. Every function but bfind must be reached by all 32 lanes together.
 #pragma once
 
 #include "base/compiler.h"

@@ -35,8 +35,13 @@ class Scratch(NamedTuple):
     scratch_bytes: int
 
 
+def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
+    """Of packed sequences as csrc/attention/packed_tiles.cuh: nobody here knows how long each of them is."""
+    return heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
+
+
 def count(p: Problem, rows: int = ROWS) -> int:
-    return -(-p.n_q // rows) * p.batch * p.heads_q
+    return _count(p.batch, p.heads_q, p.n_q, p.packed and p.packed[0], rows)
 
 
 def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
@@ -50,6 +55,8 @@ def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -
         return f"the {name} forward knows no {forced}"
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    if p.packed and max(p.packed) > MOST_POSITIONS:
+        return f"the {name} forward counts positions in 32 bits, and {max(p.packed)} of all sequences are too many"
     if (tiles := count(p, rows)) > _MOST_TILES:
         return f"the {name} forward counts row tiles in 32 bits, and {tiles} are too many"
     return None
@@ -80,11 +87,11 @@ def forward(
     """
     longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
     n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
-    tiles = (len(offsets[0]) - 1 if offsets else len(q)) * q.shape[-3] * -(-n_q // ROWS)
+    batch = len(offsets[0]) - 1 if offsets else len(q)
     if offsets or not n_k:  # rows of no sequence, rows without keys
         out.zero_()
         lse.fill_(-float("inf"))
-    if not (tiles and n_k and out.numel()):
+    if not (batch and n_q and n_k and out.numel()):
         return
     if q.is_cuda:
         from . import native
@@ -96,6 +103,7 @@ def forward(
 
         kernel, run, multiprocessors = spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
     see = rule.visibility
+    tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
     blocks, chunk_keys, nbytes = scratch_of(tiles, n_k, multiprocessors)
     scratch = torch.empty(nbytes // 4, dtype=torch.float32, device=q.device)
     run(

@@ -226,6 +226,11 @@ def vote_ballot(words):
     return np.tile(np.array([ballot, 1, 1, 0], np.uint32), 32)
 
 
+def bfind(words):
+    highest = [[int(x).bit_length() - 1 for x in (word, word >> lane, 0)] for lane, word in enumerate(words)]
+    return np.array(highest, np.int32).view(np.uint32).ravel()
+
+
 # --- conversions
 
 
@@ -476,6 +481,7 @@ EXACT = {
     "shfl_down": shuffle(lambda lane, d: np.where(lane + d < 32, lane + d, lane)),
     "shfl_up": shuffle(lambda lane, d: np.where(lane - d >= 0, lane - d, lane)),
     "vote_ballot": vote_ballot,
+    "bfind": bfind,
     "pack4/e4m3": pack4(E4M3),
     "pack4/e4m3_any_magnitude": pack4(E4M3),
     "pack4/e5m2": pack4(E5M2),

@@ -46,6 +46,8 @@ inline bool vote_all(bool predicate, emu::CallSite site = emu::CallSite()) {
   return emu::ballot(predicate, site) == ~0u;
 }
 
+inline int bfind(uint32_t bits) { return bits == 0 ? -1 : 31 - __builtin_clz(bits); }
+
 inline void sync_warp(emu::CallSite site = emu::CallSite()) { emu::sync_warp(site); }
 
 }  // namespace ffpa::ptx

@@ -44,6 +44,13 @@ FFPA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(kFullWar
 FFPA_DEVICE bool vote_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
 FFPA_DEVICE bool vote_all(bool predicate) { return __all_sync(kFullWarp, predicate); }
 
+// bfind.u32: the highest bit that is set, of a ballot the last lane that said yes; -1 where there is none.
+FFPA_DEVICE int bfind(uint32_t bits) {
+  int highest;
+  asm("bfind.u32 %0, %1;" : "=r"(highest) : "r"(bits));
+  return highest;
+}
+
 // bar.warp.sync: memory accesses of the warp's lanes before it are visible to all of them after it.
 FFPA_DEVICE void sync_warp() { __syncwarp(); }
 

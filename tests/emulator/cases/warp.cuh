@@ -33,6 +33,15 @@ FFPA_KERNEL(32, 1) void vote_kernel(const uint32_t* input, uint32_t* output) {
   ptx::st_global_4(output + lane * 4 + 3, ptx::vote_all(lane != 9) + 2 * ptx::vote_any(lane > 31));
 }
 
+// Of 32 bits, of fewer and fewer, and of none.
+FFPA_KERNEL(32, 1) void bfind_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t bits = ptx::ld_global_4(input + lane);
+  ptx::st_global_4(output + lane * 3, uint32_t(ptx::bfind(bits)));
+  ptx::st_global_4(output + lane * 3 + 1, uint32_t(ptx::bfind(bits >> lane)));
+  ptx::st_global_4(output + lane * 3 + 2, uint32_t(ptx::bfind(bits & 0)));
+}
+
 inline std::vector<Case> warp_cases() {
   return {
       warp_case<shuffle_kernel<0>>("shfl_xor", Input::kBits, 1, 5),
@@ -40,6 +49,7 @@ inline std::vector<Case> warp_cases() {
       warp_case<shuffle_kernel<2>>("shfl_down", Input::kBits, 1, 5),
       warp_case<shuffle_kernel<3>>("shfl_up", Input::kBits, 1, 5),
       warp_case<vote_kernel>("vote_ballot", Input::kBits, 1, 4),
+      warp_case<bfind_kernel>("bfind", Input::kBits, 1, 3),
   };
 }
 
