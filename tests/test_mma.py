@@ -130,16 +130,16 @@ TOP_LEFT_WINDOW = {"causal": True, "align": "top_left", "window": (40, -1)}
 
 
 def shipped_case(spec, seed: int) -> tuple[Case, MmaPlan, str]:
-    """Two row blocks of two heads, with tails; each seed other rules, level, ring and edge of the head dim."""
+    """Two row blocks, two heads, and both, with tails; each seed other rules, level, ring and edge of the head dim."""
     d = 2 * spec.columns if spec.streamed else spec.columns
-    d_qk, d_v, rule, mask, tiles, level, stages, q_resident, arch = [
-        (spec.columns, d, {}, None, 1, 1, 4, True, "sm_90a"),
-        (72, d + 40, {"causal": True, "softcap": 8.0}, "additive-2d", 2, 2, 2, False, "sm_80"),
-        (spec.columns - 8, d - 24, TOP_LEFT_WINDOW, "bool", 2, 1, 3, False, "sm_90a"),
+    heads, n_q, d_qk, d_v, rule, mask, tiles, level, stages, q_resident, arch = [
+        (1, spec.rows + 5, spec.columns, d, {}, None, 1, 1, 4, True, "sm_90a"),
+        (2, spec.rows - 3, 72, d + 40, {"causal": True, "softcap": 8.0}, "additive-2d", 2, 2, 2, False, "sm_80"),
+        (2, spec.rows + 5, spec.columns - 8, d - 24, TOP_LEFT_WINDOW, "bool", 2, 1, 3, False, "sm_90a"),
     ][seed]
     level = 3 if spec.streamed else level
-    n_q, n_k = spec.rows + 5, tiles * spec.keys + 9
-    case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=d_qk, d_v=d_v, dtype=DTYPES[spec.dtype], mask=mask, rule=rule)
+    shape = {"heads_q": heads, "heads_kv": 1, "n_q": n_q, "n_k": tiles * spec.keys + 9, "d": d_qk, "d_v": d_v}
+    case = Case(**shape, dtype=DTYPES[spec.dtype], mask=mask, rule=rule)
     return case, plan_of(spec, level, d_qk, stages, q_resident, arch), arch
 
 
@@ -182,12 +182,12 @@ def test_nothing_to_compute_emulated(case):
 def test_stages_and_resident_q_emulated(level, stages, q_resident, emulated_run):
     """On any schedule, and always with the same bits."""
     spec = shipped(level, torch.float16)
-    case = Case(n_q=40, n_k=300, d=200, d_v=spec.columns + 64, dtype=torch.float16, rule={"causal": True})
-    case = case.with_(d_v=spec.columns) if level == 1 else case
+    d_v = spec.columns if level == 1 else spec.columns + 64
+    case = Case(heads_q=1, heads_kv=1, n_q=40, n_k=300, d=200, d_v=d_v, dtype=torch.float16, rule={"causal": True})
     plan = plan_of(spec, level, case.d, stages, q_resident, "sm_90a")
     assert plan.stages == stages
     inputs = make_inputs(case, "cpu")
-    results = [emulated_run(plan, case, inputs, "sm_90a", seed)[:2] for seed in (0, 1, 5, 6)]
+    results = [emulated_run(plan, case, inputs, "sm_90a", seed)[:2] for seed in (0, 1, 5)]
     check(case, inputs, *results[0])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -220,7 +220,7 @@ def check_moving_maxima(case: Case, level: int, acc: str, steepness: float, fall
 @by_level((1, 3))
 def test_maxima_that_move_emulated(level, acc, steepness, falling):
     """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
-    case = Case(n_q=20, n_k=1100, d=512 if level == 1 else 64, d_v=512, dtype=torch.float16)
+    case = Case(heads_q=1, heads_kv=1, n_q=20, n_k=1100, d=512 if level == 1 else 64, d_v=512, dtype=torch.float16)
     check_moving_maxima(case, level, acc, steepness, falling, "forward_mma_f16")
 
 
@@ -228,9 +228,9 @@ def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run)
     """Of level 3: a cap on the workspace takes blocks away, and each of the others gets more items."""
     spec = shipped(3)
     half_mb = (1 << 19) // (spec.columns * spec.rows * 4)  # column groups whose scratch is so large
-    case = Case(heads_q=3, heads_kv=1, n_q=spec.rows + 3, n_k=spec.keys + 7, d=64, d_v=half_mb * spec.columns)
+    case = Case(heads_kv=1, n_q=spec.rows + 3, n_k=spec.keys + 7, d=64, d_v=half_mb * spec.columns)
     inputs, results = make_inputs(case, "cpu"), []
-    for resident, cap_mb, blocks in ((5, 1024, 5), (5, 1, 2), (1, 1024, 1)):
+    for resident, cap_mb, blocks in ((3, 1024, 3), (3, 1, 2), (1, 1024, 1)):
         monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", resident)
         monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
         out, lse, report = emulated_run(plan_of(spec, 3, case.d), case, inputs)
