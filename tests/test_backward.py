@@ -83,7 +83,7 @@ def test_packed(case, backend, device, forced, monkeypatch):
 
 
 @BACKENDS
-@pytest.mark.parametrize("cap_mb, kinds", [(8, {(True, True)}), (1, {(True, False), (False, True)})])
+@pytest.mark.parametrize("cap_mb, kinds", [(8, {(True, True)}), (2, {(True, False), (False, True)})])
 def test_packed_in_chunks(cap_mb, kinds, backend, device, forced, monkeypatch):
     """Chunks begin and end within sequences, and between them."""
     forced(backend, device)
@@ -122,7 +122,7 @@ LONGER = Case(heads_q=4, heads_kv=2, n_q=600, n_k=520, d=320, d_v=264, rule={"ca
 def test_schedules(seed, backend, device, forced):
     """More tiles than blocks, in other orders of the warps."""
     forced(backend, device, seed)
-    case = LONGER.with_(heads_q=2, heads_kv=1, rule={"window": (200, 100)}, mask="bool-some-rows-empty")
+    case = LONGER.with_(heads_q=2, heads_kv=1, n_q=300, rule={"window": (200, 100)}, mask="bool-some-rows-empty")
     test_numerics.test_gradients(case, device)
 
 
@@ -139,11 +139,17 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
 
 
 @BACKENDS
-@pytest.mark.parametrize("cap_mb, kinds", [(6, {(True, True)}), (2, {(True, False), (False, True)})])
-def test_workspace_caps(cap_mb, kinds, backend, device, forced):
+@pytest.mark.parametrize(
+    "case, cap_mb, kinds",
+    [
+        (LONGER.with_(heads_q=6, n_k=300, d=72), 4, {(True, True)}),
+        (LONGER.with_(heads_q=2, heads_kv=1, d=72), 2, {(True, False), (False, True)}),
+    ],
+    ids=["rows", "rows, then keys"],
+)
+def test_workspace_caps(case, cap_mb, kinds, backend, device, forced):
     """In chunks: whole gradients, or sums of dK and dV over some rows; at last dQ on its own, and dK and dV by keys."""
     forced(backend, device)
-    case = LONGER.with_(heads_q=8, d=72, d_v=264)
     whole = gradients_of(case, device)
     got = gradients_of(case, device, cap_mb)
     assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
@@ -157,11 +163,11 @@ def test_workspace_caps(cap_mb, kinds, backend, device, forced):
 def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
     """dQ by keys, too: of rows that see keys of every chunk, or of the first alone."""
     forced(backend, device)
-    case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=1300, d=72, rule={"causal": True, "align": align})
+    case = Case(heads_q=1, heads_kv=1, n_q=300, n_k=1300, d=72, rule={"causal": True, "align": align})
     whole = gradients_of(case, device)
     got = gradients_of(case, device, 1)
     of_q = [(chunk.first_tile, chunk.first_key, chunk.end_key) for chunk in last_chunks() if chunk.of_q]
-    assert of_q[0][:2] == (0, 0) and of_q[1][:2] == (0, of_q[0][2]) and len(of_q) % 4 == 0
+    assert of_q[0][:2] == (0, 0) and of_q[1][:2] == (0, of_q[0][2]) and len(of_q) % 2 == 0
     for name, x, want in zip(("dq", "dk", "dv"), got, whole, strict=True):
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
@@ -283,7 +289,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
     [
         (4, 100),
         (4, 2000),
-        (4, 131072),
+        (4, 32768),
         (64, 100),
         (64, 8192),
         (130, 131072),
@@ -381,10 +387,11 @@ def test_no_sequences(backend, device, forced):
 @BACKENDS
 def test_bits_repeat(backend, device, forced):
     forced(backend, device)
-    first = gradients_of(LONGER, device)
+    case = LONGER if device == "cuda" else LONGER.with_(heads_q=2, heads_kv=1, n_q=300)
+    first = gradients_of(case, device)
     forced(backend, device, seed=2)
     for _ in range(50 if device == "cuda" else 1):
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(LONGER, device), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(case, device), strict=True))
 
 
 @BACKENDS
@@ -463,7 +470,7 @@ def test_heads_that_share_memory(dim, backend, device, forced):
 def test_short_sequences_beside_long_ones(seed, backend, device, forced, monkeypatch):
     """Row tiles of the longest one that others have no rows for: their products are over nothing, and no copy waits."""
     forced(backend, device, seed)
-    case = PackedCase((20, 600, 5), (40, 600, 5), heads_q=2, heads_kv=1, d=264, rule={"causal": True})
+    case = PackedCase((20, 300, 5), (40, 300, 5), heads_q=2, heads_kv=1, d=264, rule={"causal": True})
     test_numerics.test_packed(case, device, "read", monkeypatch)
 
 
@@ -477,7 +484,7 @@ def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
     *kernels, _ = backward._FAMILIES[backend]
     monkeypatch.setitem(backward._FAMILIES, backend, (*kernels, (tile,)))
     reports = forced(backend, device, seed=1)
-    case = PackedCase((20, 300), (40, 270), heads_q=2, heads_kv=1, d=264, dtype=dtype, rule={"causal": True})
+    case = PackedCase((20, 300), (40, 270), heads_q=1, heads_kv=1, d=264, dtype=dtype, rule={"causal": True})
     test_numerics.test_packed(case, device, "read", monkeypatch)
     products = [report["kernel"] for report in reports if "products" in report["kernel"]]
     assert all(f"_columns{tile.columns}" in name for name in products) and bool(products) == (device == "cpu")

@@ -44,9 +44,9 @@ def test_products_are_computed_for_visible_pairs_alone(d):
 
 
 def test_bits_do_not_depend_on_the_schedule():
-    case = LONGER.with_(d=96, d_v=136, dtype=torch.float16, mask="bool-some-rows-empty")
+    case = LONGER.with_(n_k=300, d=96, d_v=136, dtype=torch.float16, mask="bool-some-rows-empty")
     first, _ = gradients(case)
-    for seed in (1, 2, 3, 4):
+    for seed in (1, 2, 3):
         assert all(map(torch.equal, first, gradients(case, seed=seed)[0])), seed
 
 
@@ -59,7 +59,8 @@ def test_sums_as_the_tensor_cores_form_them():
 
 
 def test_runs_on_a_hopper_gpu_too():
-    assert all(map(torch.equal, gradients(LONGER, "sm_80")[0], gradients(LONGER, "sm_90a")[0]))
+    case = LONGER.with_(n_k=300)
+    assert all(map(torch.equal, gradients(case, "sm_80")[0], gradients(case, "sm_90a")[0]))
 
 
 @pytest.mark.parametrize("d, columns", [(64, 128), (136, 192), (256, 256), (320, 192), (512, 256), (1024, 256)])
