@@ -89,7 +89,7 @@ struct ForwardFp8Config : Fields {
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles(params.attention, kRows).count(), params.attention.resident_blocks));
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params.attention).count(), params.attention.resident_blocks));
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     shape.counter = reinterpret_cast<uint32_t*>(params.attention.scratch);
@@ -98,11 +98,13 @@ struct ForwardFp8Config : Fields {
 
   struct Arguments {
     Params params;
+    RowTiles<kRows> row_tiles;
     ptx::TensorMap q, k, v;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params.attention);
     const AttentionParams& attention = params.attention;
     const int heads_kv = attention.heads_q / attention.group;
     const LaunchStatus statuses[] = {map_queries(arguments.q, attention, attention.q, attention.d_qk),
@@ -175,7 +177,7 @@ class ForwardFp8 {
     ItemQueue<> items(items_smem());
     uint32_t parity = 1;
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
         [&] {
           const HeadRows rows = kept.get();
           queries().bring(arguments_.q, {rows.first, rows.head(), rows.batch()}, parity);
@@ -236,7 +238,7 @@ class ForwardFp8 {
     ItemQueue<> items(items_smem());
     uint32_t parity = 0;
     for_each_row_tile(
-        params_, kRows, kept, lane_, [&] { return items.get(lane_); },
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           State state;
           Chunk out[Config::kChunks];
