@@ -532,8 +532,8 @@ MUTANTS = [
         "bench/emulation.py",
         "tests/test_bench.py tests/test_ffpa_attn.py -k 'emulator'",
         ("bench: bytes per FLOP of another workload", "/ nominal_flops(whole)", "/ nominal_flops(w)"),
-        ("bench: errors of the workload overlooked", "problem=of_workload.problem or of_tiles.problem", "problem=of_tiles.problem"),
-        ("bench: errors between tiles overlooked", "problem=of_workload.problem or of_tiles.problem", "problem=of_workload.problem"),
+        ("bench: errors of the workload overlooked", '"problem": of_workload.problem or of_tiles.problem', '"problem": of_tiles.problem'),
+        ("bench: errors between tiles overlooked", '"problem": of_workload.problem or of_tiles.problem', '"problem": of_workload.problem'),
     ),
     *_in(
         "bench/readme.py",
@@ -641,7 +641,7 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/packed_tiles.cuh",
-        ("packed tiles: sequences share tiles", "packed.total) / rows + sequence;", "packed.total) / rows;"),
+        ("packed tiles: sequences share tiles", "row / rows + sequence;", "row / rows;"),
         ("packed tiles: the first tile is the sequence before's", "first_of_mine <= tile", "first_of_mine < tile"),
         ("packed tiles: a sequence ends with the first one of all", "first_tile_of_sequence(packed, sequence + 1, rows)", "first + 1"),
         only=_PACKED_CHUNKS,
@@ -903,8 +903,8 @@ MUTANTS = [
     ),
     *_row_tiles(
         "row_tiles.py",
-        ("row tiles: planned as of the longest", " if packed_rows is None else packed_rows // ROWS + batch)", ")"),
-        ("row tiles: planned as rows need", "packed_rows // ROWS + batch)", "packed_rows // ROWS)"),
+        ("row tiles: planned as of the longest", " if packed_rows is None else packed_rows // rows + batch)", ")"),
+        ("row tiles: planned as rows need", "packed_rows // rows + batch)", "packed_rows // rows)"),
         ("row tiles: no sequences are computed", "if not (batch and n_q", "if not (n_q"),
     ),
     *_in(
