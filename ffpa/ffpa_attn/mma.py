@@ -151,7 +151,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
-    memory *= max(_LEAST_READERS * multiprocessors / items, 1)
+    memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 

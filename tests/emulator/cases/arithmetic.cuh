@@ -24,17 +24,6 @@ void pack_kernel(const uint32_t* input, uint32_t* output) {
 
 template <class Element>
 FFPA_KERNEL(32, 1)
-void pack4_kernel(const uint32_t* input, uint32_t* output) {
-  const int lane = ptx::lane_id();
-  for (int i = 0; i < kValues; ++i) {
-    float values[4];
-    for (int e = 0; e < 4; ++e) values[e] = float_from_bits(ptx::ld_global_4(input + (i * 32 + lane) * 4 + e));
-    ptx::st_global_4(output + i * 32 + lane, ptx::pack4<Element>(values[0], values[1], values[2], values[3]));
-  }
-}
-
-template <class Element>
-FFPA_KERNEL(32, 1)
 void multiply_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   for (int i = 0; i < kValues; ++i) {
@@ -91,10 +80,6 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 8),
       warp_case<math_kernel<2>>("rcp", Input::kPositiveFloats, kValues, kValues, 80, 2),
       warp_case<math_kernel<3>>("tanh_approx", Input::kFloats, kValues, kValues, 80, 8192),
-      warp_case<pack4_kernel<E4M3>>("pack4/e4m3", Input::kFloats, 4 * kValues, kValues, 90),
-      warp_case<pack4_kernel<E4M3>>("pack4/e4m3_any_magnitude", Input::kBits, 4 * kValues, kValues, 90),
-      warp_case<pack4_kernel<E5M2>>("pack4/e5m2", Input::kPositiveFloats, 4 * kValues, kValues, 90),
-      warp_case<pack4_kernel<E5M2>>("pack4/e5m2_any_magnitude", Input::kBits, 4 * kValues, kValues, 90),
       {"ex2/special", 80, Input::kBits, 1, 8, 0, run_kernel<ex2_special_kernel, 32, 0>},
   };
 }

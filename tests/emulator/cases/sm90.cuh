@@ -1,6 +1,7 @@
-// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, TMA loads, clusters, setmaxnreg.
+// Cases for instructions that sm_90a has and sm_80 does not: stmatrix, pack4, TMA loads, clusters, setmaxnreg.
 #pragma once
 
+#include "cases/arithmetic.cuh"
 #include "cases/case.h"
 #include "cases/copy_to_block.cuh"
 #include "cases/matrix.cuh"
@@ -8,6 +9,7 @@
 #include "cases/wgmma.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/register_budget.cuh"
@@ -30,6 +32,26 @@ inline std::vector<Case> stmatrix_cases() {
       store_case("stmatrix_x2_trans", 2, run_kernel<stmatrix_kernel<2, true>, 32, kSmem>),
       store_case("stmatrix_x4", 4, run_kernel<stmatrix_kernel<4, false>, 32, kSmem>),
       store_case("stmatrix_x4_trans", 4, run_kernel<stmatrix_kernel<4, true>, 32, kSmem>),
+  };
+}
+
+template <class Element>
+FFPA_KERNEL(32, 1)
+void pack4_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    float values[4];
+    for (int e = 0; e < 4; ++e) values[e] = float_from_bits(ptx::ld_global_4(input + (i * 32 + lane) * 4 + e));
+    ptx::st_global_4(output + i * 32 + lane, ptx::pack4<Element>(values[0], values[1], values[2], values[3]));
+  }
+}
+
+inline std::vector<Case> pack4_cases() {
+  return {
+      warp_case<pack4_kernel<E4M3>>("pack4/e4m3", Input::kFloats, 4 * kValues, kValues, kSm90),
+      warp_case<pack4_kernel<E4M3>>("pack4/e4m3_any_magnitude", Input::kBits, 4 * kValues, kValues, kSm90),
+      warp_case<pack4_kernel<E5M2>>("pack4/e5m2", Input::kPositiveFloats, 4 * kValues, kValues, kSm90),
+      warp_case<pack4_kernel<E5M2>>("pack4/e5m2_any_magnitude", Input::kBits, 4 * kValues, kValues, kSm90),
   };
 }
 
@@ -185,7 +207,7 @@ inline std::vector<Case> async_cases() {
 
 inline std::vector<Case> sm90_cases() {
   std::vector<Case> all;
-  for (auto group : {stmatrix_cases, async_cases, tma_store_cases, wgmma_cases}) {
+  for (auto group : {stmatrix_cases, pack4_cases, async_cases, tma_store_cases, wgmma_cases}) {
     const std::vector<Case> cases = group();
     all.insert(all.end(), cases.begin(), cases.end());
   }
