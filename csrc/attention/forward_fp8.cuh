@@ -1,13 +1,17 @@
 // Attention forward of 8-bit floats, on wgmma, for head dims whose O the registers of two warpgroups hold. A persistent
 // block takes row tiles of kRows rows of one query head. Both warpgroups have all of the rows, and half of the columns
-// of O each; of every tile of kKeys keys each computes S of half of the keys, and leaves P, rounded to 8 bits, in
-// shared memory for both:
+// of O each. Tiles of kKeys keys are made to P by one and the other in turn: while one has exponentials to compute, the
+// other has products to wait for.
 //
-//   S = Q Kᵀ of its keys; maxima, and those of the other; P; O += P V of all keys, some of its columns at a time
+//   every other tile: S = Q Kᵀ; P, rounded to 8 bits, to shared memory, with the references of its rows
+//   every tile, the last one but that: O += P V, some columns at a time
 //
 // What keeps it exact: P is scaled up to use the range of its type; a tile's product with V, and its sum of P, are sums
 // of their own, added in float (Hopper adds products of 8-bit floats in 14 bits); rows are divided by the sum of the
 // rounded P.
+//
+// References (row_state.cuh): each warpgroup has its own, those of the tiles that it makes to P, and O has the largest.
+// A product with a smaller one is scaled down, by a power of two, as it is added.
 //
 // A thread has two neighbouring keys of 8 as scores, and 4 bytes of P that are neighbours: of 16 keys 0, 1, 8 and 9,
 // the next one 2, 3, 10 and 11. V comes with its keys in that order.
@@ -45,45 +49,58 @@
 
 namespace ffpa {
 
+// The scale of the rows of Q, and where those of K and V begin, of one row tile; null: all are 1.
+struct RowScales {
+  const float *k, *v;
+  float q;
+};
+
 // Fields: Dtype of Q, K and V; kColumns of Q, K, V and O, at most.
 template <class Fields>
 struct ForwardFp8Config : Fields {
   using Params = Fp8Params;
   static constexpr int kRows = tile::kBox;
-  static constexpr int kGroupKeys = tile::kBox, kKeys = tile::kConsumerGroups * kGroupKeys;  // of a tile
+  static constexpr int kKeySteps = 2, kKeys = kKeySteps * tile::kBox;  // of a tile
   static_assert(kKeys == kScaledRows && kScaledRows % kRows == 0, "a tile has one scale of Q, one of K and one of V");
-  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;  // of O
-  static constexpr int kChunks = 2, kChunkColumns = kOwnColumns / kChunks;      // of a product with V
+  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;                       // of O
+  static constexpr int kChunks = ceil_div(kOwnColumns, 128), kChunkColumns = kOwnColumns / kChunks;  // of a product
   static constexpr int kBoxColumns = 2 * tile::kBox;
-  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);        // of a row of Q and K
-  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);  // of a slot with K; of its tile
-  static constexpr uint32_t kChunkBytes = kChunkColumns * tile::kBoxRowBytes;   // of V, all keys of a tile
-  static_assert(kChunkBytes % tile::kAtomBytes == 0, "the chunks of both warpgroups are atoms of the swizzle");
+  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);  // of a row of Q and K
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread
 
-  // Shared memory: slots of the ring, as many as fit; Q; P; what P is multiplied with for its sums; barriers of the
-  // ring and of Q; for each warpgroup maxima, and sums, of the rows; for each warp the rows in work; the row tiles.
+  // Shared memory: a ring for each warpgroup, of slots with a box of columns of K, or with a chunk of V, and as many as
+  // fit; Q; two tiles of P; what P is multiplied with for its sums; references of P; sums of the rows, of each
+  // warpgroup; barriers: of the rings, of Q, of P, of turns; for each warp the rows in work and their scales; the row
+  // tiles.
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  static constexpr int kProducers = tile::kConsumerGroups, kKeepers = kProducers + kConsumerWarps;
   using Queries = QueryBoxes<kBoxes, 1>;
+  using KeptScales = tile::KeptValue<RowScales>;
+  static constexpr int kTilesOfP = 2;
   static constexpr uint32_t kPBytes = tile::kBoxBytes, kOnesBytes = tile::kAtomBytes;
-  static constexpr uint32_t kMaximaBytes = tile::kConsumerGroups * kRows * 4, kSumsBytes = 2 * kMaximaBytes;
-  static constexpr uint32_t kKeptBytes = (1 + kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kOtherBytes = Queries::kBytes + kPBytes + kOnesBytes + Queries::kBarrierBytes +
-                                          kMaximaBytes + kSumsBytes + kKeptBytes + ItemQueue<>::kBytes;
-  static constexpr int kSlotBoxes = kKeyBoxes * tile::kConsumerGroups;
-  static constexpr uint32_t kMostBytes = 227 * 1024, kSlotBytes = kSlotBoxes * tile::kBoxBytes + 3 * 8;
+  static constexpr uint32_t kReferenceBytes = kRows * 4, kSumBytes = kRows * 8;
+  static constexpr uint32_t kTurnBarrierBytes = (2 * kTilesOfP + tile::kConsumerGroups) * 8;
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + kTilesOfP * (kPBytes + kReferenceBytes) + kOnesBytes +
+                                          tile::kConsumerGroups * kSumBytes + Queries::kBarrierBytes +
+                                          kTurnBarrierBytes + kKeepers * (KeptRows::kBytes + KeptScales::kBytes) +
+                                          ItemQueue<>::kBytes;
+  static constexpr uint32_t kMostBytes = 227 * 1024;
+  static constexpr uint32_t kSlotBytes = tile::kConsumerGroups * (kKeySteps * tile::kBoxBytes + 3 * 8);
   static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 8);
-  static_assert(tile::kConsumerGroups * kChunkBytes <= kSlotBoxes * tile::kBoxBytes, "a slot holds a chunk of V, too");
-  using Ring = tile::BoxRing<0, kSlotBoxes, kSlots>;
+  static_assert(kChunkColumns <= kKeys, "a slot holds a chunk of V, too");
+  using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;
 
-  static constexpr uint32_t kQueryAt = Ring::kBytes;
-  static constexpr uint32_t kPAt = kQueryAt + Queries::kBytes, kOnesAt = kPAt + kPBytes;
-  static constexpr uint32_t kMaximaAt = kOnesAt + kOnesBytes, kSumsAt = kMaximaAt + kMaximaBytes;
-  static constexpr uint32_t kBarriersAt = kSumsAt + kSumsBytes;
-  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + Queries::kBarrierBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + kKeptBytes;
+  static constexpr uint32_t kQueryAt = tile::kConsumerGroups * Ring::kBytes;
+  static constexpr uint32_t kPAt = kQueryAt + Queries::kBytes, kOnesAt = kPAt + kTilesOfP * kPBytes;
+  static constexpr uint32_t kReferencesAt = kOnesAt + kOnesBytes;
+  static constexpr uint32_t kSumsAt = kReferencesAt + kTilesOfP * kReferenceBytes;
+  static constexpr uint32_t kBarriersAt = kSumsAt + tile::kConsumerGroups * kSumBytes;
+  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + tile::kConsumerGroups * Ring::kBarrierBytes;
+  static constexpr uint32_t kTurnBarriersAt = kQueryBarriersAt + Queries::kBarrierBytes;
+  static constexpr uint32_t kKeptAt = round_up(kTurnBarriersAt + kTurnBarrierBytes, 16u);
+  static constexpr uint32_t kScalesAt = kKeptAt + kKeepers * KeptRows::kBytes;
+  static constexpr uint32_t kItemsAt = kScalesAt + kKeepers * KeptScales::kBytes;
   static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
   static_assert(kSmemBytes <= kMostBytes, "what a block has");
 
@@ -124,9 +141,8 @@ class ForwardFp8 {
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kDepth = 32;                               // of a product
   static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;  // of a box, in products; 32 bytes each
-  using Scores = ScoreSums<1>;
+  using Scores = ScoreSums<Config::kKeySteps>;
   using Chunk = float[Config::kChunkColumns / 2];
-  using Sums = float[4];
 
   // The exponent of what P is at a maximum that is its own reference. References are integers, none below its maximum:
   // this leaves the largest P a little below the largest number.
@@ -138,108 +154,132 @@ class ForwardFp8 {
         params_(arguments.params.attention),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+        smem_(ptx::dynamic_smem()) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      ItemQueue<>(items_smem()).init(Config::kConsumerWarps + Config::kProducers - 1);
       queries().init();
-      ring_.init();
+      for (int group = 0; group < tile::kConsumerGroups; ++group) {
+        ptx::mbarrier_init(p_full(group), tile::kGroupWarps);
+        ptx::mbarrier_init(p_empty(group), Config::kConsumerWarps);
+        ptx::mbarrier_init(turn(group), tile::kGroupWarps);
+        ring(group).init();
+      }
     }
     if (ptx::thread_x() < Config::kOnesBytes / 16) {
       const uint32_t ones = ptx::pack4<Element>(1, 1, 1, 1);
-      ptx::st_shared_16(ring_.slots_smem + Config::kOnesAt + ptx::thread_x() * 16, {ones, ones, ones, ones});
+      ptx::st_shared_16(smem_ + Config::kOnesAt + ptx::thread_x() * 16, {ones, ones, ones, ones});
       ptx::fence_proxy_async();
     }
     ptx::sync_block();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    tile::run_roles<Config, Config::kProducers>(
+        warp_, [&](int group) { produce(group); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
-  FFPA_DEVICE KeptRows kept_rows(int warp) const {
-    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
+  // Keepers: the producers, and the warps that multiply.
+  FFPA_DEVICE KeptRows kept_rows(int keeper) const {
+    return KeptRows(smem_ + Config::kKeptAt + keeper * KeptRows::kBytes);
   }
-  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+  FFPA_DEVICE typename Config::KeptScales kept_scales(int keeper) const {
+    using KeptScales = typename Config::KeptScales;
+    return KeptScales(smem_ + Config::kScalesAt + keeper * KeptScales::kBytes);
+  }
+  FFPA_DEVICE uint32_t items_smem() const { return smem_ + Config::kItemsAt; }
   FFPA_DEVICE typename Config::Queries queries() const {
-    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
+    return {smem_ + Config::kQueryAt, smem_ + Config::kQueryBarriersAt};
   }
-  FFPA_DEVICE uint32_t p_smem() const { return ring_.slots_smem + Config::kPAt; }
-
-  static FFPA_DEVICE constexpr int boxes_of_key_part(int part) {
-    return min_of(Config::kKeyBoxes, Config::kBoxes - part * Config::kKeyBoxes);
+  FFPA_DEVICE Ring ring(int group) const {
+    return {smem_ + group * Ring::kBytes, smem_ + Config::kBarriersAt + group * Ring::kBarrierBytes};
+  }
+  // Of the tiles of P that a warpgroup makes: one is there; all have read it. Its turn: the other has S of the tile
+  // before.
+  FFPA_DEVICE uint32_t p_full(int group) const { return smem_ + Config::kTurnBarriersAt + group * 8; }
+  FFPA_DEVICE uint32_t p_empty(int group) const { return p_full(Config::kTilesOfP + group); }
+  FFPA_DEVICE uint32_t turn(int group) const { return p_empty(Config::kTilesOfP + group); }
+  FFPA_DEVICE uint32_t p_smem(int group) const { return smem_ + Config::kPAt + group * Config::kPBytes; }
+  FFPA_DEVICE uint32_t reference_of(int group, int r) const {
+    return smem_ + Config::kReferencesAt + group * Config::kReferenceBytes + r * 4;
   }
 
-  // ---- the producer's warp ----
+  // Who makes a tile to P, and which of its own it is, of all tiles that the block has.
+  static FFPA_DEVICE int maker(uint32_t tile) { return tile % 2; }
+  static FFPA_DEVICE uint32_t parity_of(uint32_t tile) { return tile / 2 % 2; }
 
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
-    const KeptRows kept = kept_rows(0);
+  // ---- the producers: a warp for each warpgroup ----
+
+  FFPA_DEVICE void produce(int group) const {
+    tile::BoxProducer<Ring> producer(ring(group), lane_);
+    const KeptRows kept = kept_rows(group);
     ItemQueue<> items(items_smem());
-    uint32_t parity = 1;
+    uint32_t parity = 1, counted = 0;  // tiles of all row tiles
     for_each_row_tile(
-        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
+        params_, arguments_.row_tiles, kept, lane_,
+        [&] { return group == 0 ? items.take(params_.scratch, lane_) : items.get(lane_); },
         [&] {
           const HeadRows rows = kept.get();
-          queries().bring(arguments_.q, {rows.first, rows.head(), rows.batch()}, parity);
+          if (group == 0) queries().bring(arguments_.q, {rows.first, rows.head(), rows.batch()}, parity);
           parity ^= 1;
           const TileRange tiles = visible_tiles(rows, kKeys);
           const MapPlace place = {0, rows.head() / params_.group, rows.batch()};
           FFPA_NO_UNROLL
-          for (int tile = tiles.first; tile < tiles.end; ++tile) {
-            bring_keys(producer, place, tile * kKeys);
-            bring_values(producer, place, tile * kKeys);
+          for (int tile = tiles.first; tile <= tiles.end; ++tile, ++counted) {
+            if (tile < tiles.end && maker(counted) == group) bring_keys(producer, place, tile * kKeys);
+            if (tile > tiles.first) bring_values(producer, place, (tile - 1) * kKeys, group);
           }
+          --counted;  // the last turn has values alone
         });
   }
 
-  // Boxes of columns, each of the keys of one warpgroup and then of the other.
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key) const {
     FFPA_NO_UNROLL
-    for (int part = 0; part < Config::kKeyParts; ++part) {
-      const int boxes = boxes_of_key_part(part) * tile::kConsumerGroups;
-      producer.bring(
-          [&](uint32_t boxes_smem, uint32_t barrier) {
-            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-              const int column = part * Config::kKeyBoxes + box / tile::kConsumerGroups;
-              load_box(boxes_smem, arguments_.k, barrier, place, column * tile::kBox,
-                       key + box % tile::kConsumerGroups * Config::kGroupKeys);
-            }
-          },
-          boxes);
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
+        for (int step = 0; step < Config::kKeySteps; ++step, boxes_smem += tile::kBoxBytes) {
+          load_box(boxes_smem, arguments_.k, barrier, place, box * tile::kBox, key + step * tile::kBox);
+        }
+      });
     }
   }
 
-  // A chunk of the columns of one warpgroup and then of the other, rows of the arranged V.
-  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key) const {
+  // The columns of a warpgroup, rows of the arranged V.
+  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key, int group) const {
     FFPA_NO_UNROLL
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       producer.bring(
           [&](uint32_t boxes_smem, uint32_t barrier) {
-            for (int group = 0; group < tile::kConsumerGroups; ++group, boxes_smem += Config::kChunkBytes) {
-              load_box(boxes_smem, arguments_.v, barrier, place, key / 2,
-                       group * Config::kOwnColumns + chunk * Config::kChunkColumns);
-            }
+            load_box(boxes_smem, arguments_.v, barrier, place, key / 2,
+                     group * Config::kOwnColumns + chunk * Config::kChunkColumns);
           },
-          tile::kConsumerGroups, Config::kChunkColumns);
+          1, Config::kChunkColumns);
     }
   }
 
   // ---- the warpgroups that multiply ----
 
-  // Of two rows that a thread answers for: RowState, with the exact sums of P of its own keys, and the sums of the
-  // rounded P of those of its warpgroup.
+  // One of their warps.
+  struct WarpPlace {
+    int group, row;  // its first, in the tile
+  };
+
+  // Of two rows that a thread answers for: RowState, of the tiles that its warpgroup makes to P; the references of O,
+  // and the sums of the rounded P of all tiles, to those.
   struct State : RowState {
-    float rounded[2] = {0, 0};
+    float of_out[2] = {-kInfinity, -kInfinity}, rounded[2] = {0, 0};
   };
 
   FFPA_DEVICE void consume(int group, int group_warp) {
-    const int row = group_warp * 16;  // of the warp, in the tile
-    const KeptRows kept = kept_rows(1 + group * tile::kGroupWarps + group_warp);
+    const WarpPlace at = {group, group_warp * 16};
+    const int keeper = Config::kProducers + group * tile::kGroupWarps + group_warp;
+    const KeptRows kept = kept_rows(keeper);
+    const typename Config::KeptScales scales = kept_scales(keeper);
     ItemQueue<> items(items_smem());
-    uint32_t parity = 0;
+    uint32_t parity = 0, counted = 0;  // tiles of all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
+          scales.keep(row_scales(kept.get()), lane_);
           State state;
           Chunk out[Config::kChunks];
           FFPA_UNROLL
@@ -251,161 +291,141 @@ class ForwardFp8 {
           parity ^= 1;
           const TileRange tiles = visible_tiles(kept.get(), kKeys);
           FFPA_NO_UNROLL
-          for (int tile = tiles.first; tile < tiles.end; ++tile) {
-            Scores scores;
-            multiply_queries(scores, group);
-            const float before[2] = {state.reference[0], state.reference[1]};
-            const bool moved = to_probabilities(scores, kept.get(), group, tile, row, state);
-            keep_probabilities(scores, group, row);
-            if (moved) {
-              FFPA_UNROLL
-              for (Chunk& chunk : out) rescale(chunk, before, state.reference);
+          for (int tile = tiles.first; tile <= tiles.end; ++tile, ++counted) {
+            if (tile < tiles.end && maker(counted) == group) {
+              make_probabilities(at, state, kept.get(), scales.get(), tile, parity_of(counted));
             }
-            add_products(out, state, kept.get(), group, tile);
+            if (tile > tiles.first) add_products(at, out, state, scales.get(), tile - 1, counted - 1);
           }
+          --counted;  // the last turn had none to make to P
           queries().release(lane_);
           float factor[2];
-          finish(factor, state, kept.get(), group, row);
-          write_out(out, factor, kept.get(), group, row);
+          finish(factor, state, kept.get(), at);
+          write_out(out, factor, kept.get(), group, at.row);
         });
   }
 
-  // scores = Q Kᵀ of the warpgroup's keys of the next tile.
-  FFPA_DEVICE void multiply_queries(Scores& scores, int group) {
-    FFPA_UNROLL
-    for (int part = 0; part < Config::kKeyParts; ++part) {
-      const uint64_t k = next_slot(group * tile::kBoxBytes);
-      ptx::wgmma_fence();
-      FFPA_UNROLL
-      for (int box = 0; box < boxes_of_key_part(part); ++box) {
-        const int column_box = part * Config::kKeyBoxes + box;
-        const uint64_t q = descriptor(queries().box(column_box, 0));
-        FFPA_UNROLL
-        for (int step = 0; step < min_of(kBoxSteps, Config::kColumns / kDepth - column_box * kBoxSteps); ++step) {
-          using Products = float[tile::kBox / 2];
-          ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Products&>(scores), q + step * 2,
-                                             k + (box * tile::kConsumerGroups * tile::kBoxBytes + step * kDepth) / 16,
-                                             part + box + step > 0);
-        }
-      }
-    }
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    release(Config::kKeyParts);
-  }
-
-  // Makes P of raw scores; says whether what there is of O has another reference.
-  FFPA_DEVICE bool to_probabilities(Scores& scores, const HeadRows& rows, int group, int tile, int row, State& state) {
-    const int key = tile * kKeys + group * Config::kGroupKeys;
-    const float scale = scale_of(arguments_.params.q_scale, rows.batch(), rows.head(), rows.first / kScaledRows) *
-                        scale_of(arguments_.params.k_scale, rows.batch(), rows.head() / params_.group, tile);
-    const bool all_seen = all_rows_see(rows, key, Config::kGroupKeys);
-    float factor = params_.score_factor * scale;
-    if (!(all_seen && params_.softcap == 0 && factor > 0)) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= scale; });
-      scores_to_logits(scores[0], params_, rows, all_seen, rows.first + row, key, lane_);
-      factor = 1;
-    }
-    float maximum[2];
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      maximum[h] = -kInfinity;
-      for_each_of_row(scores, h, [&](float& score) { maximum[h] = larger_of(maximum[h], score); });
-      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
-      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2)) * factor;
-      if (lane_ % 4 == 0) ptx::st_shared_4(maxima(group, row_of(h, row)), float_bits(maximum[h]));
-    }
-    meet_other_group();  // also: it has done with P of the tile before
-    bool moved = false;
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const float theirs = float_from_bits(ptx::ld_shared_4(maxima(1 - group, row_of(h, row))));
-      const float before = state.reference[h];
-      moved |= state.follow(h, larger_of(maximum[h], theirs), 0);
-      state.rounded[h] *= growth(before, state.reference[h]);
-      const float offset = kPExponent - finite_reference(state.reference[h]);
-      float sum = 0;
-      for_each_of_row(scores, h, [&](float& score) {
-        score = ptx::ex2(score * factor + offset);
-        sum += score;
-      });
-      state.sum[h] += sum;
-    }
-    return moved;
-  }
-
-  // P of the warpgroup's keys, rounded, to shared memory; then that of all keys is there.
-  FFPA_DEVICE void keep_probabilities(const Scores& scores, int group, int row) const {
+  // P of a tile, rounded, in shared memory.
+  FFPA_DEVICE void make_probabilities(const WarpPlace& at, State& state, const HeadRows& rows, const RowScales& scales,
+                                      int tile, uint32_t parity) {
+    const float scale = scales.q * scale_of(scales.k, arguments_.params.k_scale, tile);
+    Scores scores;
+    // Turns keep one at products while the other has exponentials.
+    ptx::mbarrier_wait(turn(at.group), at.group == 0 ? parity ^ 1 : parity);
+    multiply_queries(scores, at.group);
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive(turn(1 - at.group));
+    constexpr bool kMasks = false;
+    to_probabilities<kMasks>(scores, params_, rows, tile * kKeys, at.row, state, lane_, scale, kPExponent, 0);
+    ptx::mbarrier_wait(p_empty(at.group), parity ^ 1);
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     const auto packed = [&](int i, int h) {  // of 16 keys
-      const float (&first)[4] = scores[0][0][2 * i], (&second)[4] = scores[0][0][2 * i + 1];
+      const float (&first)[4] = scores[i / 4][0][i % 4 * 2], (&second)[4] = scores[i / 4][0][i % 4 * 2 + 1];
       return ptx::pack4<Element>(first[2 * h], first[2 * h + 1], second[2 * h], second[2 * h + 1]);
     };
     FFPA_UNROLL
-    for (int i = 0; i < Config::kGroupKeys / 16; i += 2) {  // matrices: rows 0 … 7 and 8 … 15 of 16 keys, then the next
-      const int chunk = group * Config::kGroupKeys / 16 + i + lane_ / 16;
-      ptx::stmatrix_x4(p_smem() + row * tile::kBoxRowBytes + kLayout.offset(lane_ % 16, chunk),
+    for (int i = 0; i < kKeys / 16; i += 2) {  // matrices: rows 0 … 7 and 8 … 15 of 16 keys, then the next
+      ptx::stmatrix_x4(p_smem(at.group) + at.row * tile::kBoxRowBytes + kLayout.offset(lane_ % 16, i + lane_ / 16),
                        {packed(i, 0), packed(i, 1), packed(i + 1, 0), packed(i + 1, 1)});
     }
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      if (lane_ % 4 == 0) ptx::st_shared_4(reference_of(at.group, row_of(h, at)), float_bits(state.reference[h]));
+    }
     ptx::fence_proxy_async();
-    meet_other_group();
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive(p_full(at.group));
   }
 
-  // out += P V of all keys of a tile, chunk after chunk, and the sums of P of the warpgroup's keys.
-  FFPA_DEVICE void add_products(Chunk (&out)[Config::kChunks], State& state, const HeadRows& rows, int group,
-                                int tile) {
-    const float scale = scale_of(arguments_.params.v_scale, rows.batch(), rows.head() / params_.group, tile);
-    const uint64_t p = descriptor(p_smem());
+  // scores = Q Kᵀ of the keys of the next slots, part after part.
+  FFPA_DEVICE void multiply_queries(Scores& scores, int group) {
+    FFPA_UNROLL
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      const uint64_t k = next_slot(group), q = descriptor(queries().box(box, 0));
+      ptx::wgmma_fence();
+      FFPA_UNROLL
+      for (int step = 0; step < min_of(kBoxSteps, Config::kColumns / kDepth - box * kBoxSteps); ++step) {
+        using Products = float[kKeys / 2];
+        ptx::wgmma_ss<Element, kKeys>(reinterpret_cast<Products&>(scores), q + step * 2, k + step * 2, box + step > 0);
+      }
+      ptx::wgmma_commit_group();
+      if (box == 0) continue;
+      ptx::wgmma_wait_group<1>();
+      release(group);
+    }
+    ptx::wgmma_wait_group<0>();
+    release(group);
+  }
+
+  // out += P V of a tile, chunk after chunk; and the sums of P, in the same way, so that what these sums lose is the
+  // same part of both.
+  FFPA_DEVICE void add_products(const WarpPlace& at, Chunk (&out)[Config::kChunks], State& state,
+                                const RowScales& scales, int tile, uint32_t counted) {
+    const int maker = ForwardFp8::maker(counted);
+    const float scale = scale_of(scales.v, arguments_.params.v_scale, tile);
+    ptx::mbarrier_wait(p_full(maker), parity_of(counted));
+    float reference[2];
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) reference[h] = float_from_bits(ptx::ld_shared_4(reference_of(maker, row_of(h, at))));
+    follow(out, state, reference);
+    const float part[2] = {growth(reference[0], state.of_out[0]), growth(reference[1], state.of_out[1])};
+    const uint64_t p = descriptor(p_smem(maker)), ones = descriptor(smem_ + Config::kOnesAt);
     FFPA_UNROLL
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       Chunk products;
-      Sums sums;
-      const uint64_t v = next_slot(group * Config::kChunkBytes);
+      float sums[4];
+      const uint64_t v = next_slot(at.group);
       ptx::wgmma_fence();
       FFPA_UNROLL
       for (int step = 0; step < kKeys / kDepth; ++step) {
         ptx::wgmma_ss<Element, Config::kChunkColumns>(products, p + step * 2, v + step * 2, step > 0);
-      }
-      if (chunk == 0) {
-        const uint64_t own = descriptor(p_smem() + group * Config::kGroupKeys);
-        const uint64_t ones = descriptor(ring_.slots_smem + Config::kOnesAt);
-        FFPA_UNROLL
-        for (int step = 0; step < Config::kGroupKeys / kDepth; ++step) {
-          ptx::wgmma_ss<Element, 8>(sums, own + step * 2, ones, step > 0);
-        }
+        if (chunk == 0) ptx::wgmma_ss<Element, 8>(sums, p + step * 2, ones + step * 2, step > 0);
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<0>();
-      release(1);
+      release(at.group);
       FFPA_UNROLL
-      for (int i = 0; i < Config::kChunkColumns / 2; ++i) out[chunk][i] += products[i] * scale;
+      for (int i = 0; i < Config::kChunkColumns / 2; ++i) out[chunk][i] += products[i] * (part[i / 2 % 2] * scale);
       if (chunk > 0) continue;
-      state.rounded[0] += sums[0];
-      state.rounded[1] += sums[2];
+      state.rounded[0] += sums[0] * part[0];
+      state.rounded[1] += sums[2] * part[1];
+    }
+    if (lane_ == 0) ptx::mbarrier_arrive(p_empty(maker));  // release() has waited for the other lanes
+  }
+
+  // O to references that are no smaller.
+  static FFPA_DEVICE void follow(Chunk (&out)[Config::kChunks], State& state, const float (&references)[2]) {
+    const float larger[2] = {larger_of(state.of_out[0], references[0]), larger_of(state.of_out[1], references[1])};
+    if (!ptx::vote_any(larger[0] != state.of_out[0] || larger[1] != state.of_out[1])) return;
+    FFPA_UNROLL
+    for (Chunk& chunk : out) rescale(chunk, state.of_out, larger);
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      state.rounded[h] *= growth(state.of_out[h], larger[h]);
+      state.of_out[h] = larger[h];
     }
   }
 
   // What O is multiplied with, and the LSE: of the keys of both warpgroups.
-  FFPA_DEVICE void finish(float (&factor)[2], State& state, const HeadRows& rows, int group, int row) {
+  FFPA_DEVICE void finish(float (&factor)[2], State& state, const HeadRows& rows, const WarpPlace& at) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       state.sum[h] += ptx::shfl_xor(state.sum[h], 1);
       state.sum[h] += ptx::shfl_xor(state.sum[h], 2);
       if (lane_ % 4 == 0) {
-        ptx::st_shared_8(sums(group, row_of(h, row)), {float_bits(state.sum[h]), float_bits(state.rounded[h])});
+        ptx::st_shared_8(sum_of(at.group, row_of(h, at)), {float_bits(state.sum[h]), float_bits(state.reference[h])});
       }
     }
     meet_other_group();
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       uint32_t theirs[2];
-      ptx::ld_shared_8(theirs, sums(1 - group, row_of(h, row)));
-      const bool writes = group == 0 && lane_ % 4 == 0;
-      finish_row(params_, rows, rows.first + row_of(h, row), state.reference[h] - kPExponent,
-                 state.sum[h] + float_from_bits(theirs[0]), writes);
-      const float rounded = state.rounded[h] + float_from_bits(theirs[1]);
-      factor[h] = rounded > 0 ? 1 / rounded : 0.0f;
+      ptx::ld_shared_8(theirs, sum_of(1 - at.group, row_of(h, at)));
+      const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
+                        float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
+      finish_row(params_, rows, rows.first + row_of(h, at), state.of_out[h] - kPExponent, sum,
+                 at.group == 0 && lane_ % 4 == 0);
+      factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
     }
     meet_other_group();  // these sums have been read
   }
@@ -438,41 +458,43 @@ class ForwardFp8 {
     }
   }
 
-  // ---- of both warpgroups ----
-
-  FFPA_DEVICE int row_of(int h, int row) const { return row + tile::c_coordinate(lane_, 2 * h).row; }
-  FFPA_DEVICE uint32_t maxima(int group, int r) const {
-    return ring_.slots_smem + Config::kMaximaAt + (group * kRows + r) * 4;
-  }
-  FFPA_DEVICE uint32_t sums(int group, int r) const {
-    return ring_.slots_smem + Config::kSumsAt + (group * kRows + r) * 8;
+  FFPA_DEVICE int row_of(int h, const WarpPlace& at) const { return at.row + tile::c_coordinate(lane_, 2 * h).row; }
+  FFPA_DEVICE uint32_t sum_of(int group, int r) const {
+    return smem_ + Config::kSumsAt + group * Config::kSumBytes + r * 8;
   }
 
   static FFPA_DEVICE void meet_other_group() { ptx::bar_sync(1, tile::kConsumerGroups * tile::kGroupThreads); }
 
-  static FFPA_DEVICE float scale_of(const ScaleView& scales, int batch, int head, int block) {
-    if (scales.data == nullptr) return 1;
-    const float* scale =
-        scales.data + batch * scales.batch_stride + head * scales.head_stride + block * scales.block_stride;
-    return float_from_bits(ptx::ld_global_4(scale));
+  FFPA_DEVICE RowScales row_scales(const HeadRows& rows) const {
+    const int head_kv = rows.head() / params_.group;
+    const ScaleView &q = arguments_.params.q_scale, &k = arguments_.params.k_scale, &v = arguments_.params.v_scale;
+    const float* q_data = scales_of(q, rows.batch(), rows.head());
+    return {scales_of(k, rows.batch(), head_kv), scales_of(v, rows.batch(), head_kv),
+            scale_of(q_data, q, rows.first / kScaledRows)};
   }
 
-  // The descriptor of what lies at an offset of the next slot, once it has landed.
-  FFPA_DEVICE uint64_t next_slot(uint32_t offset) {
-    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
-    const uint64_t boxes = descriptor(ring_.slot(at_.slot) + offset);
+  static FFPA_DEVICE const float* scales_of(const ScaleView& scales, int batch, int head) {
+    if (scales.data == nullptr) return nullptr;
+    return scales.data + batch * scales.batch_stride + head * scales.head_stride;
+  }
+
+  static FFPA_DEVICE float scale_of(const float* data, const ScaleView& scales, int block) {
+    return data == nullptr ? 1.0f : float_from_bits(ptx::ld_global_4(data + block * scales.block_stride));
+  }
+
+  // The descriptor of the next slot, once it has landed.
+  FFPA_DEVICE uint64_t next_slot(int group) {
+    ptx::mbarrier_wait(ring(group).full(at_.slot), at_.parity);
+    const uint64_t boxes = descriptor(ring(group).slot(at_.slot));
     at_.advance();
     return boxes;
   }
 
-  // Gives back slots, in the order in which they were used.
-  FFPA_DEVICE void release(int slots) {
+  // Gives back the slot that was used first.
+  FFPA_DEVICE void release(int group) {
     ptx::sync_warp();
-    FFPA_UNROLL
-    for (int i = 0; i < slots; ++i) {
-      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));
-      released_.advance();
-    }
+    if (lane_ == 0) ptx::mbarrier_arrive(ring(group).empty(released_.slot));
+    released_.advance();
   }
 
   static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
@@ -482,7 +504,7 @@ class ForwardFp8 {
   const Arguments& arguments_;
   const AttentionParams& params_;
   int lane_, warp_;
-  Ring ring_;
+  uint32_t smem_;
   tile::RingPosition<Ring> at_, released_;
 };
 

@@ -79,19 +79,27 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
   }
 }
 
-// Makes P of raw scores of the rows from `row` of the tile on; says whether what there is of O has another reference.
-template <int kSteps>
+// Makes P of raw scores, which `scale` makes scores, of the rows from `row` of the tile on; says whether what there is
+// of O has another reference. P is 2^exponent where a row is at its reference.
+template <bool kMasks = true, int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
-                                  int key, int row, RowState& state, int lane) {
+                                  int key, int row, RowState& state, int lane, float scale = 1, float exponent = 0,
+                                  float lazy_growth = RowState::kLazyGrowth) {
   const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
-  const bool plain = all_seen && params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0;
+  const bool plain = all_seen && params.softcap == 0 && (!kMasks || params.mask.kind == MaskKind::kNone) &&
+                     params.score_factor * scale > 0;
   if (!plain) {
+    if (scale != 1) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= scale; });
+    }
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      scores_to_logits(scores[step], params, rows, all_seen, rows.first + row, key + step * tile::kBox, lane);
+      scores_to_logits<tile::AdjacentFragments, kMasks>(scores[step], params, rows, all_seen, rows.first + row,
+                                                        key + step * tile::kBox, lane);
     }
   }
-  const float factor = plain ? params.score_factor : 1.0f;
+  const float factor = plain ? params.score_factor * scale : 1.0f;
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
@@ -99,8 +107,8 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
     for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
     maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
     maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-    moved |= state.follow(h, maximum * factor);
-    const float reference = finite_reference(state.reference[h]);
+    moved |= state.follow(h, maximum * factor, lazy_growth);
+    const float reference = finite_reference(state.reference[h]) - exponent;
     float sum = 0;
     for_each_of_row(scores, h, [&](float& score) {
       score = ptx::ex2(score * factor - reference);

@@ -108,8 +108,8 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
   });
 }
 
-// `all_seen`: every row sees every key of the tile.
-template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
+// `all_seen`: every row sees every key of the tile. `kMasks`: there may be one; what reads it takes registers.
+template <class Fragments = tile::AdjacentFragments, bool kMasks = true, int kM, int kN, class Block>
 FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
                                   bool all_seen, int row, int key, int lane) {
   if (params.softcap > 0) {
@@ -119,7 +119,7 @@ FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionPar
   } else {
     for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
   }
-  if (params.mask.kind != MaskKind::kNone) mask_logits<Fragments>(scores, params, block, row, key, lane);
+  if (kMasks && params.mask.kind != MaskKind::kNone) mask_logits<Fragments>(scores, params, block, row, key, lane);
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 

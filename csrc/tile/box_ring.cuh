@@ -41,7 +41,7 @@ inline constexpr int kGroupThreads = 128;
 // Which way a box lies: along which of its dimensions it is contiguous.
 using Major = ptx::OperandMajor;
 
-template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1>
+template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1, int kReadingGroups = kConsumerGroups>
 struct BoxRing {
   static constexpr int kBoxesA = kBoxesOfA;
   static constexpr int kBoxesB = kBoxesOfB;
@@ -66,7 +66,7 @@ struct BoxRing {
     FFPA_NO_UNROLL
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full(i), 1);
-      ptx::mbarrier_init(empty(i), kClusterBlocks * kConsumerGroups * kGroupThreads / 32);
+      ptx::mbarrier_init(empty(i), kClusterBlocks * kReadingGroups * kGroupThreads / 32);
       ptx::mbarrier_init(landed(i), 1);
     }
     ptx::fence_mbarrier_init();
@@ -323,13 +323,18 @@ class RowStores {
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
 inline constexpr int kGroupWarps = kGroupThreads / 32;
 
-// Who does what, by the number of the warp in the block: one warp of the first warpgroup runs produce(), the warps of
-// the others consume(warpgroup, warp in it), with the registers that Config gives each.
-template <class Config, class Produce, class Consume>
+// Who does what, by the number of the warp in the block: one warp of the first warpgroup runs produce(), or more of
+// them produce(warp); the warps of the others consume(warpgroup, warp in it); with the registers that Config gives
+// each.
+template <class Config, int kProducers = 1, class Produce, class Consume>
 FFPA_DEVICE void run_roles(int warp, const Produce& produce, const Consume& consume) {
   if (warp < kGroupWarps) {
     ptx::decrease_registers<Config::kProducerRegisters>();
-    if (warp == 0) produce();
+    if constexpr (kProducers == 1) {
+      if (warp == 0) produce();
+    } else {
+      if (warp < kProducers) produce(warp);
+    }
   } else {
     ptx::increase_registers<Config::kConsumerRegisters>();
     consume(warp / kGroupWarps - 1, warp % kGroupWarps);
