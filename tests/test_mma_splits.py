@@ -17,12 +17,12 @@ CASES = [
     ONE_ROW.with_(rule={"window": (700, 0)}),
     ONE_ROW.with_(rule={"window": (3, 900), "align": "top_left"}),
     ONE_ROW.with_(batch=2, layout="BNHD", d_v=320),
-    *[ONE_ROW.with_(batch=2, mask=kind) for kind in ("bool", "bool-keys", "bias-by-head", "additive-2d", "additive-f32")],
+    *[ONE_ROW.with_(batch=2, heads_q=4, heads_kv=1, mask=kind) for kind in ("bool", "bool-keys", "bias-by-head", "additive-2d", "additive-f32")],
     Case(heads_q=1, heads_kv=1, n_q=40, n_k=1800, d=512, dtype=F16, rule={"causal": True}),
     Case(heads_q=2, heads_kv=1, n_q=70, n_k=1700, d=320, dtype=F16, rule={"window": (900, -1)}),
     # all but the first part of the keys, or all of them, are hidden from some rows
     Case(heads_q=1, heads_kv=1, n_q=3, n_k=1800, d=512, dtype=F16, rule={"causal": True, "align": "top_left"}),
-    Case(heads_q=1, heads_kv=1, n_q=1800, n_k=1024, d=320, dtype=F16, rule={"causal": True}),
+    Case(heads_q=1, heads_kv=1, n_q=840, n_k=768, d=320, dtype=F16, rule={"causal": True}),
 ]  # fmt: skip
 PROBLEM = Problem(
     "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None

@@ -76,9 +76,9 @@ def build_emulated_module(
     file name -> text.
     """
     csrc, compiler, generated = build.csrc(), _compiler(), generated or {}
-    shared = {source: _MACHINE_FLAGS for source in sorted(csrc.glob(_MACHINE))}
+    machine = [f'#include "{source}"' for source in sorted(csrc.glob(_MACHINE))]
     own_flags = " ".join([_MODULE_FLAGS, *(f"-I{build.quoted(Path(place).resolve())}" for place in include_dirs)])
-    shared |= {Path(source).resolve(): own_flags for source in sources}
+    shared = {Path(source).resolve(): own_flags for source in sources}
     places = [csrc, sysconfig.get_paths()["include"], _pybind11()]
     flags = [_COMPILE_FLAGS, *_machine_flags(), *(f"-I{build.quoted(place)}" for place in places)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -89,6 +89,8 @@ def build_emulated_module(
     with cache.writing(directory):
         own.mkdir(parents=True, exist_ok=True)
         with cache.locked(directory / "lock", f"the emulator ({name})"):
+            shared[directory / "machine.cpp"] = _MACHINE_FLAGS  # one file: most of the time of many is that of headers
+            build.write_if_changed(directory / "machine.cpp", "\n".join([*machine, ""]))
             for file, text in generated.items():
                 build.write_if_changed(own / file, text)
             lines = [f"cxx = {build.quoted(compiler)}", f"flags = {' '.join(flags)}", _RULES]
