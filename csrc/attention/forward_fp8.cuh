@@ -143,6 +143,7 @@ class ForwardFp8 {
   static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;  // of a box, in products; 32 bytes each
   using Scores = ScoreSums<Config::kKeySteps>;
   using Chunk = float[Config::kChunkColumns / 2];
+  using Slots = tile::SlotReader<Ring>;
 
   // The exponent of what P is at a maximum that is its own reference. References are integers, none below its maximum:
   // this leaves the largest P a little below the largest number.
@@ -274,6 +275,7 @@ class ForwardFp8 {
     const int keeper = Config::kProducers + group * tile::kGroupWarps + group_warp;
     const KeptRows kept = kept_rows(keeper);
     const typename Config::KeptScales scales = kept_scales(keeper);
+    Slots slots(ring(group), lane_);
     ItemQueue<> items(items_smem());
     uint32_t parity = 0, counted = 0;  // tiles of all row tiles
     for_each_row_tile(
@@ -293,9 +295,9 @@ class ForwardFp8 {
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile, ++counted) {
             if (tile < tiles.end && maker(counted) == group) {
-              make_probabilities(at, state, kept.get(), scales.get(), tile, parity_of(counted));
+              make_probabilities(at, slots, state, kept.get(), scales.get(), tile, parity_of(counted));
             }
-            if (tile > tiles.first) add_products(at, out, state, scales.get(), tile - 1, counted - 1);
+            if (tile > tiles.first) add_products(at, slots, out, state, scales.get(), tile - 1, counted - 1);
           }
           --counted;  // the last turn had none to make to P
           queries().release(lane_);
@@ -306,13 +308,13 @@ class ForwardFp8 {
   }
 
   // P of a tile, rounded, in shared memory.
-  FFPA_DEVICE void make_probabilities(const WarpPlace& at, State& state, const HeadRows& rows, const RowScales& scales,
-                                      int tile, uint32_t parity) {
+  FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const HeadRows& rows,
+                                      const RowScales& scales, int tile, uint32_t parity) {
     const float scale = scales.q * scale_of(scales.k, arguments_.params.k_scale, tile);
     Scores scores;
     // Turns keep one at products while the other has exponentials.
     ptx::mbarrier_wait(turn(at.group), at.group == 0 ? parity ^ 1 : parity);
-    multiply_queries(scores, at.group);
+    multiply_queries(scores, slots);
     ptx::sync_warp();
     if (lane_ == 0) ptx::mbarrier_arrive(turn(1 - at.group));
     constexpr bool kMasks = false;
@@ -338,10 +340,10 @@ class ForwardFp8 {
   }
 
   // scores = Q Kᵀ of the keys of the next slots, part after part.
-  FFPA_DEVICE void multiply_queries(Scores& scores, int group) {
+  FFPA_DEVICE void multiply_queries(Scores& scores, Slots& slots) const {
     FFPA_UNROLL
     for (int box = 0; box < Config::kBoxes; ++box) {
-      const uint64_t k = next_slot(group), q = descriptor(queries().box(box, 0));
+      const uint64_t k = slots.next(), q = tile::boxes_descriptor(queries().box(box, 0));
       ptx::wgmma_fence();
       FFPA_UNROLL
       for (int step = 0; step < min_of(kBoxSteps, Config::kColumns / kDepth - box * kBoxSteps); ++step) {
@@ -351,15 +353,15 @@ class ForwardFp8 {
       ptx::wgmma_commit_group();
       if (box == 0) continue;
       ptx::wgmma_wait_group<1>();
-      release(group);
+      slots.release();
     }
     ptx::wgmma_wait_group<0>();
-    release(group);
+    slots.release();
   }
 
   // out += P V of a tile, chunk after chunk; and the sums of P, in the same way, so that what these sums lose is the
   // same part of both.
-  FFPA_DEVICE void add_products(const WarpPlace& at, Chunk (&out)[Config::kChunks], State& state,
+  FFPA_DEVICE void add_products(const WarpPlace& at, Slots& slots, Chunk (&out)[Config::kChunks], State& state,
                                 const RowScales& scales, int tile, uint32_t counted) {
     const int maker = ForwardFp8::maker(counted);
     const float scale = scale_of(scales.v, arguments_.params.v_scale, tile);
@@ -369,12 +371,12 @@ class ForwardFp8 {
     for (int h = 0; h < 2; ++h) reference[h] = float_from_bits(ptx::ld_shared_4(reference_of(maker, row_of(h, at))));
     follow(out, state, reference);
     const float part[2] = {growth(reference[0], state.of_out[0]), growth(reference[1], state.of_out[1])};
-    const uint64_t p = descriptor(p_smem(maker)), ones = descriptor(smem_ + Config::kOnesAt);
+    const uint64_t p = tile::boxes_descriptor(p_smem(maker)), ones = tile::boxes_descriptor(smem_ + Config::kOnesAt);
     FFPA_UNROLL
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       Chunk products;
       float sums[4];
-      const uint64_t v = next_slot(at.group);
+      const uint64_t v = slots.next();
       ptx::wgmma_fence();
       FFPA_UNROLL
       for (int step = 0; step < kKeys / kDepth; ++step) {
@@ -383,14 +385,14 @@ class ForwardFp8 {
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<0>();
-      release(at.group);
+      slots.release();
       FFPA_UNROLL
       for (int i = 0; i < Config::kChunkColumns / 2; ++i) out[chunk][i] += products[i] * (part[i / 2 % 2] * scale);
       if (chunk > 0) continue;
       state.rounded[0] += sums[0] * part[0];
       state.rounded[1] += sums[2] * part[1];
     }
-    if (lane_ == 0) ptx::mbarrier_arrive(p_empty(maker));  // release() has waited for the other lanes
+    if (lane_ == 0) ptx::mbarrier_arrive(p_empty(maker));  // releasing a slot waited for the other lanes
   }
 
   // O to references that are no smaller.
@@ -482,30 +484,10 @@ class ForwardFp8 {
     return data == nullptr ? 1.0f : float_from_bits(ptx::ld_global_4(data + block * scales.block_stride));
   }
 
-  // The descriptor of the next slot, once it has landed.
-  FFPA_DEVICE uint64_t next_slot(int group) {
-    ptx::mbarrier_wait(ring(group).full(at_.slot), at_.parity);
-    const uint64_t boxes = descriptor(ring(group).slot(at_.slot));
-    at_.advance();
-    return boxes;
-  }
-
-  // Gives back the slot that was used first.
-  FFPA_DEVICE void release(int group) {
-    ptx::sync_warp();
-    if (lane_ == 0) ptx::mbarrier_arrive(ring(group).empty(released_.slot));
-    released_.advance();
-  }
-
-  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
-    return ptx::wgmma_descriptor(boxes_smem, tile::kBoxBytes, tile::kAtomBytes, Swizzle::k128Bytes);
-  }
-
   const Arguments& arguments_;
   const AttentionParams& params_;
   int lane_, warp_;
   uint32_t smem_;
-  tile::RingPosition<Ring> at_, released_;
 };
 
 template <class Config>

@@ -112,7 +112,8 @@ class ForwardFused {
         params_(arguments.params),
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        slots_(ring_, lane_) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
@@ -197,7 +198,7 @@ class ForwardFused {
             Probabilities p;
             queue_scores(scores, group);
             ptx::wgmma_wait_group<0>();
-            release();
+            slots_.release(kSlotsOfTile);
             to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
@@ -205,18 +206,18 @@ class ForwardFused {
               queue_scores(scores, group);
               queue_product(out, p, tile > tiles.first + 1);
               ptx::wgmma_wait_group<1>();
-              release();
+              slots_.release(kSlotsOfTile);
               const float before[2] = {state.reference[0], state.reference[1]};
               const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
-              release();
+              slots_.release(kSlotsOfTile);
               if (moved) rescale(out, before, state.reference);
               pack_probabilities<Element>(p, scores);
             }
             queries().release(lane_);
             queue_product(out, p, tiles.end > tiles.first + 1);
             ptx::wgmma_wait_group<0>();
-            release();
+            slots_.release(kSlotsOfTile);
           } else {
             queries().release(lane_);
             FFPA_UNROLL
@@ -234,11 +235,11 @@ class ForwardFused {
     for (int step = 0; step < kKeySteps; ++step) {
       FFPA_UNROLL
       for (int part = 0; part < Config::kParts; ++part) {
-        const uint64_t k = next_slot();
+        const uint64_t k = slots_.next();
         ptx::wgmma_fence();
         FFPA_UNROLL
         for (int box = 0; box < Config::kPartBoxes; ++box) {
-          const uint64_t q = descriptor(queries().box(part * Config::kPartBoxes + box, group));
+          const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kPartBoxes + box, group));
           FFPA_UNROLL
           for (int depth = 0; depth < tile::kBox / 16; ++depth) {
             using Sums = float[tile::kBox / 2];
@@ -259,7 +260,7 @@ class ForwardFused {
       for (int part = 0; part < Config::kParts; ++part) {
         constexpr int kPartColumns = Config::kPartBoxes * tile::kBox;
         using Sums = float[kPartColumns / 2];
-        const uint64_t v = next_slot();
+        const uint64_t v = slots_.next();
         ptx::wgmma_fence();
         FFPA_UNROLL
         for (int depth = 0; depth < tile::kBox / 16; ++depth) {
@@ -272,33 +273,11 @@ class ForwardFused {
     ptx::wgmma_commit_group();
   }
 
-  // The descriptor of the next slot, once it has landed.
-  FFPA_DEVICE uint64_t next_slot() {
-    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
-    const uint64_t boxes = descriptor(ring_.slot(at_.slot));
-    at_.advance();
-    return boxes;
-  }
-
-  // Gives back the slots of a tile of K or V, in the order in which they were used.
-  FFPA_DEVICE void release() {
-    ptx::sync_warp();
-    FFPA_UNROLL
-    for (int i = 0; i < kSlotsOfTile; ++i) {
-      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));
-      released_.advance();
-    }
-  }
-
-  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
-    return ptx::wgmma_descriptor(boxes_smem, tile::kBoxBytes, tile::kAtomBytes, Swizzle::k128Bytes);
-  }
-
   const Arguments& arguments_;
   const AttentionParams& params_;
   int lane_, warp_;
   Ring ring_;
-  tile::RingPosition<Ring> at_, released_;
+  tile::SlotReader<Ring> slots_;
 };
 
 template <class Config>

@@ -135,7 +135,8 @@ class ForwardPair {
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
         rank_(ptx::cluster_rank()),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        slots_(ring_, lane_) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
@@ -279,7 +280,7 @@ class ForwardPair {
             float late[2];
             queue_scores(scores, at.group());
             ptx::wgmma_wait_group<0>();
-            release(1);
+            slots_.release();
             to_probabilities(scores, params_, kept.get(), first_key(tiles.first, rank_), at.row(), state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
@@ -289,16 +290,16 @@ class ForwardPair {
               send_probabilities(at, p, state);
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
-              release(1);
+              slots_.release();
               to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
               ptx::wgmma_wait_group<0>();
-              release(Config::kValueParts);
+              slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);
               queue_their_product(out, at.group());
               lower(scores, late);
               pack_probabilities<Element>(p, scores);
               ptx::wgmma_wait_group<0>();
-              release(Config::kValueParts);
+              slots_.release(Config::kValueParts);
               acknowledge(at.group());
             }
             queries().release(lane_);
@@ -306,11 +307,11 @@ class ForwardPair {
             send_probabilities(at, p, state);
             queue_own_product(out, p);
             ptx::wgmma_wait_group<0>();
-            release(Config::kValueParts);
+            slots_.release(Config::kValueParts);
             meet_references(at, out, of_out, state, late);
             queue_their_product(out, at.group());
             ptx::wgmma_wait_group<0>();
-            release(Config::kValueParts);
+            slots_.release(Config::kValueParts);
             acknowledge(at.group());
           } else {
             queries().release(lane_);
@@ -328,11 +329,11 @@ class ForwardPair {
   FFPA_DEVICE void queue_scores(Scores& scores, int group) {
     FFPA_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
-      const uint64_t k = next_slot(tile::kBoxBytes);
+      const uint64_t k = slots_.next();
       ptx::wgmma_fence();
       FFPA_UNROLL
       for (int box = 0; box < boxes_of_key_part(part); ++box) {
-        const uint64_t q = descriptor(queries().box(part * Config::kKeyBoxes + box, group), tile::kBoxBytes);
+        const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kKeyBoxes + box, group));
         FFPA_UNROLL
         for (int depth = 0; depth < tile::kBox / 16; ++depth) {
           using Sums = float[tile::kBox / 2];
@@ -343,7 +344,7 @@ class ForwardPair {
       ptx::wgmma_commit_group();
       if (part == 0) continue;
       ptx::wgmma_wait_group<1>();
-      release(1);
+      slots_.release();
     }
   }
 
@@ -356,7 +357,7 @@ class ForwardPair {
   // out += P V of the other block's keys, a group of its own.
   FFPA_DEVICE void queue_their_product(Out& out, int group) {
     const uint64_t p =
-        descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes, tile::kBoxBytes);
+        tile::boxes_descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes);
     queue_product([&](int step, uint64_t v) {
       ptx::wgmma_ss<Element, kOwnColumns, tile::Major::kK, tile::Major::kMN>(out, p + step * 2, v, true);
     });
@@ -368,34 +369,12 @@ class ForwardPair {
     constexpr int kSteps = Config::kValueRows / 16;
     FFPA_UNROLL
     for (int part = 0; part < Config::kValueParts; ++part) {
-      const uint64_t v = next_slot(Config::kValueBoxBytes);
+      const uint64_t v = slots_.next(Config::kValueBoxBytes);
       ptx::wgmma_fence();
       FFPA_UNROLL
       for (int step = 0; step < kSteps; ++step) multiply(part * kSteps + step, v + step * 2 * tile::kAtomBytes / 16);
     }
     ptx::wgmma_commit_group();
-  }
-
-  // The descriptor of the next slot, once it has landed.
-  FFPA_DEVICE uint64_t next_slot(uint32_t box_bytes) {
-    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
-    const uint64_t boxes = descriptor(ring_.slot(at_.slot), box_bytes);
-    at_.advance();
-    return boxes;
-  }
-
-  // Gives back slots, in the order in which they were used.
-  FFPA_DEVICE void release(int slots) {
-    ptx::sync_warp();
-    FFPA_UNROLL
-    for (int i = 0; i < slots; ++i) {
-      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));
-      released_.advance();
-    }
-  }
-
-  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem, uint32_t box_bytes) {
-    return ptx::wgmma_descriptor(boxes_smem, box_bytes, tile::kAtomBytes, Swizzle::k128Bytes);
   }
 
   // ---- messages between the blocks: one sent, one received, each read before the next one comes ----
@@ -545,7 +524,7 @@ class ForwardPair {
   const AttentionParams& params_;
   int lane_, warp_, rank_;
   Ring ring_;
-  tile::RingPosition<Ring> at_, released_;
+  tile::SlotReader<Ring> slots_;
   uint32_t messages_ = 0;  // sent and received
 };
 

@@ -175,6 +175,44 @@ class BoxProducer {
   uint32_t landed_parities_ = 0;  // a bit for each slot
 };
 
+// For products: of boxes, each `box_bytes` after the one before.
+FFPA_DEVICE uint64_t boxes_descriptor(uint32_t boxes_smem, uint32_t box_bytes = kBoxBytes) {
+  return ptx::wgmma_descriptor(boxes_smem, box_bytes, kAtomBytes, Swizzle::k128Bytes);
+}
+
+// The way of a warp of a warpgroup that multiplies through a ring that no other block reads: slot after slot, where
+// products take any number of them.
+template <class Ring>
+class SlotReader {
+  static_assert(Ring::kClusterBlocks == 1, "arrivals are the block's own");
+
+ public:
+  FFPA_DEVICE SlotReader(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
+
+  // The boxes of the next slot, once they have landed.
+  FFPA_DEVICE uint64_t next(uint32_t box_bytes = kBoxBytes) {
+    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
+    const uint64_t boxes = boxes_descriptor(ring_.slot(at_.slot), box_bytes);
+    at_.advance();
+    return boxes;
+  }
+
+  // Gives slots back, in the order in which they were used. By all lanes.
+  FFPA_DEVICE void release(int slots = 1) {
+    ptx::sync_warp();
+    FFPA_UNROLL
+    for (int i = 0; i < slots; ++i) {
+      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));
+      released_.advance();
+    }
+  }
+
+ private:
+  const Ring ring_;
+  int lane_;
+  RingPosition<Ring> at_, released_;
+};
+
 // One of the warpgroups that multiply.
 template <class Ring>
 class BoxConsumer {
@@ -218,8 +256,8 @@ class BoxConsumer {
     // From one multiple of 16 of the common dimension to the next: along a row, or 16 rows.
     constexpr uint32_t kNextA = kA == Major::kK ? 32 : 2 * kAtomBytes, kNextB = kB == Major::kK ? 32 : 2 * kAtomBytes;
     // An address takes part in a descriptor as a number of 16 bytes: what follows is reached by additions.
-    const uint64_t a = descriptor(ring_.slot(at_.slot) + group_ * kBlocks * kBoxBytes);
-    const uint64_t b = descriptor(ring_.slot(at_.slot) + Ring::kBoxesA * kBoxBytes);
+    const uint64_t a = boxes_descriptor(ring_.slot(at_.slot) + group_ * kBlocks * kBoxBytes);
+    const uint64_t b = boxes_descriptor(ring_.slot(at_.slot) + Ring::kBoxesA * kBoxBytes);
     ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
     ptx::wgmma_fence();
     FFPA_UNROLL
@@ -247,10 +285,6 @@ class BoxConsumer {
       ptx::wgmma_ss<Element, kColumns - kFirst, kA, kB>(reinterpret_cast<Second&>(sums[kFirst / 2]), a,
                                                         b + kFirst / kBox * kBoxBytes / 16, accumulate);
     }
-  }
-
-  static FFPA_DEVICE uint64_t descriptor(uint32_t boxes_smem) {
-    return ptx::wgmma_descriptor(boxes_smem, kBoxBytes, kAtomBytes, Swizzle::k128Bytes);
   }
 
   // That of `steps` steps ago.

@@ -42,6 +42,7 @@ def library():
     return torch.ops.ffpa_attn_native
 
 
+@cache
 def gpu_of(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
