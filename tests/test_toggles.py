@@ -11,7 +11,7 @@ from ffpa_attn.testing import emulate
 from test_mma import call, check
 from test_plan import PROBLEM
 
-CASE = Case(batch=2, heads_q=2, heads_kv=1, n_q=70, n_k=300, d=512, rule={"causal": True})
+CASE = Case(batch=2, heads_q=2, heads_kv=1, n_q=70, n_k=300, d=320, rule={"causal": True})
 SMALL = CASE.with_(d=64, n_q=150)
 
 PADDED = {f"ENABLE_FFPA_SMEM_SWIZZLE_{x}": "0" for x in "QKV"}
