@@ -608,6 +608,7 @@ MUTANTS = [
         "csrc/attention/backward_pairs.cuh",
         ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
         ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) scores", "if (false) scores"),
+        ("backward pairs: slopes of pairs that do not count", "where_not_0(p[i], slopes[i])", "slopes[i]"),
         ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
         ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - delta[i % 2],", "of_pair[i % 2 * 2],"),
         ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),

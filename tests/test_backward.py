@@ -376,12 +376,18 @@ def test_packed_sequences_are_computed_once():
 
 @BACKENDS
 def test_bits_repeat(backend, device, forced):
+    """On a GPU with many tiles for each block; and in chunks, whose sums wait for the next."""
     forced(backend, device)
-    case = LONGER if device == "cuda" else LONGER.with_(heads_q=2, heads_kv=1, n_q=300)
-    first = gradients_of(case, device)
+    case, caps, times = LONGER.with_(heads_q=2, heads_kv=1, n_q=300), (None,), 1
+    if device == "cuda":
+        case, caps, times = LONGER.with_(heads_q=16, heads_kv=8, n_q=3000, n_k=3000), (None, 64), 50
+        test_numerics.test_gradients(case, device)
+    firsts = [gradients_of(case, device, cap_mb) for cap_mb in caps]
+    assert len(caps) == 1 or len(last_chunks()) > 1
     forced(backend, device, seed=2)
-    for _ in range(50 if device == "cuda" else 1):
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(case, device), strict=True))
+    for _ in range(times):
+        for cap_mb, first in zip(caps, firsts, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(case, device, cap_mb), strict=True))
 
 
 @BACKENDS
@@ -489,7 +495,8 @@ def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
 
 
 @BACKENDS
-def test_rows_without_keys_pass_on_nothing(backend, device, forced):
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_rows_without_keys_pass_on_nothing(softcap, backend, device, forced):
     """Whatever Q, dO and dLSE hold there: neither their own gradients nor those of keys see it."""
     forced(backend, device)
     case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=90, d=264, mask="bool-some-rows-empty")
@@ -500,9 +507,10 @@ def test_rows_without_keys_pass_on_nothing(backend, device, forced):
 
     def run(garbage: float):
         x = q.masked_fill(dead[..., None], garbage)
-        out, lse = ffpa_attn.ffpa(x, k, v, mask=mask, return_lse=True)
+        out, lse = ffpa_attn.ffpa(x, k, v, mask=mask, softcap=softcap, return_lse=True)
         g = test_numerics.random_like(out, 7).masked_fill(dead[..., None], garbage)
-        return torch.ops.ffpa_attn.backward(g, torch.full_like(lse, 0.5), x, k, v, out, lse, mask)[:3]
+        half = torch.full_like(lse, 0.5)
+        return torch.ops.ffpa_attn.backward(g, half, x, k, v, out, lse, mask, softcap=softcap)[:3]
 
     clean, dirty = run(0.0), run(float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
@@ -510,15 +518,16 @@ def test_rows_without_keys_pass_on_nothing(backend, device, forced):
 
 
 @BACKENDS
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("garbage", ["q", "grad"])
-def test_rows_that_an_lse_leaves_out(garbage, backend, device, forced):
+def test_rows_that_an_lse_leaves_out(garbage, softcap, backend, device, forced):
     """A caller's -inf says that a row counts for nothing, though it sees all keys of its tile."""
     forced(backend, device)
     case = Case(heads_q=2, heads_kv=1, n_q=256, n_k=256, d=72)
     q, k, v, _ = make_inputs(case, device)
     dead = torch.zeros(1, 2, 256, dtype=torch.bool, device=q.device)
     dead[:, :, 5], dead[:, 1, 100::30] = True, True
-    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    out, lse = ffpa_attn.ffpa(q, k, v, softcap=softcap, return_lse=True)
     lse = lse.masked_fill(dead, -float("inf"))
 
     def run(value: float):
@@ -527,7 +536,7 @@ def test_rows_that_an_lse_leaves_out(garbage, backend, device, forced):
             x = q.masked_fill(dead[..., None], value)
         else:
             g = g.masked_fill(dead[..., None], value)
-        return torch.ops.ffpa_attn.backward(g, None, x, k, v, out, lse)[:3]
+        return torch.ops.ffpa_attn.backward(g, None, x, k, v, out, lse, softcap=softcap)[:3]
 
     clean, dirty = run(0.0), run(float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
@@ -553,7 +562,8 @@ def test_fp16_products_beyond_its_range(backend, device, forced):
 
 
 @BACKENDS
-def test_sequences_do_not_see_each_other(backend, device, forced):
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_sequences_do_not_see_each_other(softcap, backend, device, forced):
     """NaN in one packed sequence stays there, though tiles reach beyond the ends of sequences."""
     forced(backend, device)
     lengths_q, lengths_k = (140, 0, 150), (270, 9, 160)
@@ -567,10 +577,10 @@ def test_sequences_do_not_see_each_other(backend, device, forced):
     second_q, second_k = slice(140, None), slice(279, None)
 
     def run():
-        out, lse = ffpa_attn.ffpa_varlen(q, k, v, *cu, causal=True, return_lse=True)
+        out, lse = ffpa_attn.ffpa_varlen(q, k, v, *cu, causal=True, softcap=softcap, return_lse=True)
         g = test_numerics.random_like(out, 7)
         g[second_q] *= q[second_q]
-        return torch.ops.ffpa_attn.varlen_backward(g, None, q, k, v, out, lse, *cu, causal=True)
+        return torch.ops.ffpa_attn.varlen_backward(g, None, q, k, v, out, lse, *cu, causal=True, softcap=softcap)
 
     clean = run()
     for x, rows in ((q, second_q), (k, second_k), (v, second_k)):

@@ -82,10 +82,15 @@ FFPA_DEVICE void finish_p(const float (&scores)[1][kN][4], float factor, const f
   }
 }
 
+// Of packed numbers those where P is not 0: elsewhere they may be NaN.
+FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
+  return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));
+}
+
 template <class Element, int kCount>
 FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
   FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) p[i] = ptx::multiply<Element>(p[i], slopes[i]);
+  for (int i = 0; i < kCount; ++i) p[i] = ptx::multiply<Element>(p[i], where_not_0(p[i], slopes[i]));
 }
 
 // dS = P ∘ (dP - δ), packed. Where not all pairs count, dP may be NaN where P is 0.
@@ -106,9 +111,7 @@ FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool 
   }
   if (all_count) return;
   FFPA_UNROLL
-  for (int i = 0; i < kN * 2; ++i) {
-    ds[i] &= (p[i] & 0x0000ffff ? 0x0000ffff : 0) | (p[i] & 0xffff0000 ? 0xffff0000 : 0);
-  }
+  for (int i = 0; i < kN * 2; ++i) ds[i] = where_not_0(p[i], ds[i]);
 }
 
 }  // namespace ffpa

@@ -1,4 +1,4 @@
-// Rows of a query head as the Hopper kernels take them, and the keys or rows that a product of theirs runs over.
+// Rows of a query head as persistent kernels take them, and the keys or rows that a product of theirs runs over.
 #pragma once
 
 #include <cstdint>
