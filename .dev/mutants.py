@@ -609,9 +609,18 @@ MUTANTS = [
         ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
         ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) scores", "if (false) scores"),
         ("backward pairs: slopes of pairs that do not count", "where_not_0(p[i], slopes[i])", "slopes[i]"),
-        ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
         ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - delta[i % 2],", "of_pair[i % 2 * 2],"),
         ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
+    ),
+    *_backward(
+        "csrc/attention/backward_pairs.cuh",
+        ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
+        only="hopper and not cuda and gradients and softcap",
+    ),
+    *_backward(
+        "csrc/attention/backward_scores_wgmma.cuh",
+        ("backward scores: the slopes of a cap come before P is stored", "        store(arguments_.p, box, p_of_box);\n        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);", "        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);\n        store(arguments_.p, box, p_of_box);"),
+        only="hopper and not cuda and gradients and softcap",
     ),
     *_backward(
         "csrc/attention/backward_pairs.cuh",
@@ -667,7 +676,6 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_scores_wgmma.cuh",
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
-        ("backward scores: the slopes of a cap come before P is stored", "        store(arguments_.p, box, p_of_box);\n        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);", "        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);\n        store(arguments_.p, box, p_of_box);"),
         ("backward scores: logits times the factor again", "plain ? attention_.score_factor : 1.0f", "attention_.score_factor"),
     ),
     *_backward(
