@@ -7,7 +7,7 @@ import types
 import oracle
 import pytest
 import torch
-from ffpa_attn import choice, env, ffpa_fp8, fused_fp8, native, ops, quantize_fp8, triton_fp8
+from ffpa_attn import choice, env, ffpa_fp8, fp8, fused_fp8, native, ops, quantize_fp8, triton_fp8
 from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -431,10 +431,37 @@ def test_a_transposed_v_is_used_as_it_is(n_k, k_of, arranged, monkeypatch, devic
 # ---- quantize_fp8 ----
 
 
+@pytest.fixture(params=["torch", "triton"])
+def quantizer(request, device, monkeypatch) -> str:
+    """Which operators make 8-bit floats."""
+    if request.param == "torch":
+        monkeypatch.setattr(triton_fp8, "quantizes", lambda x: False)
+        return "torch"
+    pytest.importorskip("triton", reason="Triton is an extra")
+    if device == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("FFPA_BACKEND", "triton")
+    assert triton_fp8.quantizes(torch.ones(1, 1, 1, 8, device=device))
+    return "triton"
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "block"])
+@pytest.mark.parametrize("layout", ["BHND", "BNHD", "every second column"])
+def test_both_quantizers_give_the_same_bits(layout, per, device, quantizer):
+    x = torch.randn(2, 3, 300, 80, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    x = x[..., ::2] if layout == "every second column" else x.transpose(1, 2) if layout == "BNHD" else x
+    got, scale = quantize_fp8(x, per=per)
+    want, meant = fp8._quantized(x, E4M3, per, fp8._block_maxima, fp8._divide)
+    assert torch.equal(scale, meant) and got.stride() == want.stride()
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("of", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_round_trip(of, dtype, per, device):
+def test_round_trip(of, dtype, per, device, quantizer):
     x = (torch.randn(2, 3, 300, 40, generator=torch.Generator().manual_seed(0)) * 7).to(device, of)
     x8, scale = quantize_fp8(x, dtype, per)
     assert x8.dtype == dtype and x8.shape == x.shape and scale.dtype == torch.float32
@@ -448,7 +475,7 @@ def test_round_trip(of, dtype, per, device):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_each_part_has_its_own_largest(dtype, device):
+def test_each_part_has_its_own_largest(dtype, device, quantizer):
     x = torch.ones(1, 2, 260, 8, device=device)
     largest = torch.tensor([[[3.0, 50.0, 7.0], [0.25, 2.0, 900.0]]], device=device)
     for (head, block), row in {(0, 0): 127, (0, 1): 128, (0, 2): 256, (1, 0): 0, (1, 1): 255, (1, 2): 259}.items():
@@ -464,7 +491,7 @@ def test_each_part_has_its_own_largest(dtype, device):
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
-def test_zeros_have_scale_one(per, device):
+def test_zeros_have_scale_one(per, device, quantizer):
     x = torch.zeros(1, 2, 200, 16, device=device)
     x8, scale = quantize_fp8(x, per=per)
     assert (scale == 1).all() and (x8.float() == 0).all()
@@ -476,7 +503,7 @@ def test_zeros_have_scale_one(per, device):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("size", [1e-45, 8.8e-43, 1.15e-40, 1e-30, 3e38])
-def test_numbers_of_any_size(size, dtype, device):
+def test_numbers_of_any_size(size, dtype, device, quantizer):
     """Where the scale would have few bits in float32, it is the smallest number that has all."""
     x8, scale = quantize_fp8(torch.full((1, 1, 4, 8), size, device=device), dtype)
     assert torch.isfinite(x8.float()).all() and torch.isfinite(scale) and scale > 0
@@ -484,7 +511,7 @@ def test_numbers_of_any_size(size, dtype, device):
 
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
 @pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 5, 8)], ids=str)
-def test_no_rows(shape, per, device):
+def test_no_rows(shape, per, device, quantizer):
     x8, scale = quantize_fp8(torch.zeros(shape, device=device), per=per)
     assert x8.shape == shape and (scale == 1).all()
     out, lse = ffpa_fp8(x8, x8, x8, q_scale=scale, v_scale=scale, return_lse=True) if device == "cpu" else (x8, None)

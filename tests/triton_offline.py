@@ -36,8 +36,9 @@ EVERY_RULE = {
 }
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
-    **dict.fromkeys(("v_column_stride", "heads", "n", "arranged_n"), "i32"),
-    **dict.fromkeys(("q_scales", "k_scales", "v_scales"), "*fp32"),
+    **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
+    **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
+    "x8": "*fp8e4nv",
     **dict.fromkeys(("grad_lse", "lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
 }
 _STRUCTURES = {
@@ -112,6 +113,8 @@ def main(arch: str) -> dict[str, list[int]]:
             (triton_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
             (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
             (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
+            (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
+            (triton_fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
             (triton_persistent.persistent_forward_kernel, persistent.over_rows),
         )
         for kernel, tiles in kernels if cuda else kernels[-1:]:

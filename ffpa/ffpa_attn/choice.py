@@ -215,11 +215,10 @@ def _by_speed(p: Problem, flags: Flags) -> list[str]:
 
 
 _FP8_DTYPES = ("e4m3", "e5m2")
-_FP8_ARCH = "sm_89"  # the first whose tensor cores take 8-bit floats
 
 
 def _triton_fp8(p: Problem, flags: Flags) -> TritonPlan | str:
-    too_old = archs.why_not_on(_FP8_ARCH, p.arch) if p.device == "cuda" else None
+    too_old = archs.why_not_on(triton_fp8.ARCH, p.arch) if p.device == "cuda" else None
     return too_old or triton_fp8.plan(p, flags)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 
-from . import checks, reference
+from . import checks, reference, triton_fp8, triton_launch
 from .spec import FP8_BLOCK
 
 _forward = torch.ops.ffpa_attn.fp8_forward.default
@@ -24,22 +26,33 @@ def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
     checks.only_tensors(x=x)
     checks.to_quantize(x, dtype)
     checks.one_of("per", per, ("tensor", "head", "block"))
-    batch, heads, rows, _ = x.shape
-    blocks = -(-rows // FP8_BLOCK)
-    largest_of_row = torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
+    if triton_fp8.quantizes(x):
+        with contextlib.suppress(triton_launch.Unable):
+            return _quantized(x, dtype, per, triton_fp8.block_maxima, triton_fp8.divide)
+    return _quantized(x, dtype, per, _block_maxima, _divide)
+
+
+def _quantized(x, dtype, per, block_maxima, divide):
     # Zeros change no maximum, and there is one of no rows too.
+    largest = block_maxima(x)
     if per == "tensor":
-        largest = F.pad(largest_of_row.flatten(), (0, 1)).amax()
+        largest = F.pad(largest.flatten(), (0, 1)).amax()
     elif per == "head":
-        largest = F.pad(largest_of_row, (0, 1)).amax(-1)
-    else:
-        padded = F.pad(largest_of_row, (0, blocks * FP8_BLOCK - rows))
-        largest = padded.view(batch, heads, blocks, FP8_BLOCK).amax(-1)
+        largest = F.pad(largest, (0, 1)).amax(-1)
     # No smaller than the least number with all its bits: what is divided by it never exceeds the limit by half a step.
     scale = (largest / torch.finfo(dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, 1.0, scale)
-    by_row = reference.row_scales(reference.scale_by_block(scale, x), (0, rows))
-    return (x / by_row).to(dtype), scale
+    return divide(x, reference.scale_by_block(scale, x), dtype), scale
+
+
+def _block_maxima(x):
+    rows = x.shape[2]
+    of_row = torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
+    return F.pad(of_row, (0, -rows % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK)).amax(-1)
+
+
+def _divide(x, scale, dtype):
+    return (x / reference.row_scales(scale, (0, x.shape[2]))).to(dtype)
 
 
 def ffpa_fp8(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from . import triton_attention
+from . import archs, env, native, triton_attention
 from .spec import FP8_BLOCK, LEAST_SCALE, Problem
 from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
 from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, launch, running, strides
@@ -15,6 +16,8 @@ from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, launc
 _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below the largest value
 _LEAST_DEPTH = 32  # of a product of fp8 values
 _ARRANGED = Tiles(FP8_BLOCK, FP8_BLOCK, 4, 1)
+QUANTIZED = Tiles(FP8_BLOCK, 64, 4, 1)  # rows and columns at a time
+ARCH = "sm_89"  # the first that has 8-bit floats
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
@@ -110,3 +113,54 @@ def forward(plan: TritonPlan, q, k, v, q_scale, k_scale, v_scale, out, lse, rule
                 memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
             sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
         launch(memo, fp8_forward_kernel, (*sources, out, lse_there, *scales), how)
+
+
+def quantizes(x: torch.Tensor) -> bool:
+    """Whether these kernels make 8-bit floats of x. A compiler makes kernels of its own, and autograd wants PyTorch's operators."""
+    forced = env.run_flags()["FFPA_BACKEND"] == "triton"
+    on_gpu = x.is_cuda and not archs.why_not_on(ARCH, native.gpu_of(x.device))
+    wanted = (on_gpu or (forced and not torch.cuda.is_available())) and x.numel() > 0
+    plain = type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    return wanted and plain and not recorded and not triton_attention.why_not()
+
+
+@lru_cache(1024)
+def _memo(*kind) -> Memo:
+    return {}
+
+
+def _kind(*tensors: torch.Tensor) -> tuple:
+    return tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
+
+
+def _over_blocks(x: torch.Tensor, *others: torch.Tensor) -> Launch:
+    batch, heads, rows, d = x.shape
+    tensors = x, *others
+    numbers = *strides(*tensors), *(tensor.stride(3) for tensor in tensors), heads, rows
+    return Launch(-(-rows // FP8_BLOCK) * heads * batch, numbers, {"D": d}, QUANTIZED)
+
+
+def block_maxima(x: torch.Tensor) -> torch.Tensor:
+    """The largest |x| of each block of 128 rows: float32 [B, H, blocks]."""
+    from .triton_fp8_kernels import block_maxima_kernel
+
+    maxima = x.new_empty((*x.shape[:2], -(-x.shape[2] // FP8_BLOCK)), dtype=torch.float32)
+    with running(x.device):
+        launch(_memo("maxima", *_kind(x)), block_maxima_kernel, (x, maxima), lambda: _over_blocks(x))
+    return maxima
+
+
+def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale [B, H, blocks] as 8-bit floats."""
+    from .triton_fp8_kernels import quantize_kernel
+
+    x8 = torch.empty_like(x, dtype=dtype)
+    with running(x.device):
+        launch(
+            _memo("divided", dtype, *_kind(x, x8)),
+            quantize_kernel,
+            (x, scale.contiguous(), x8),
+            lambda: _over_blocks(x, x8),
+        )
+    return x8

@@ -61,6 +61,55 @@ def arrange_values_kernel(
 
 
 @triton.jit
+def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(where they lie, which of them there are) of the rows of the program's block, from column `first` on."""
+    blocks = tl.cdiv(n, ROWS)
+    program = tl.program_id(0)
+    head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
+    rows, columns = program % blocks * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+    base = x + batch * strides.batch + head * strides.head
+    pointers = base + rows.to(tl.int64)[:, None] * strides.row + columns.to(tl.int64)[None, :] * column_stride
+    return pointers, (rows < n)[:, None] & (columns < D)[None, :]
+
+
+@triton.jit
+def block_maxima_kernel(
+    x, maxima, x_strides, x_column_stride, heads, n, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
+):
+    """The largest |x| of each block of ROWS rows; KEYS columns at a time."""
+    largest = tl.zeros([ROWS], tl.float32)
+    for first in range(0, D, KEYS):
+        pointers, there = _of_columns(x, x_strides, x_column_stride, heads, n, first, D, ROWS, KEYS)
+        numbers = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(numbers), 1))
+    tl.store(maxima + tl.program_id(0), tl.max(largest, 0))
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    scale,
+    x8,
+    x_strides,
+    x8_strides,
+    x_column_stride,
+    x8_column_stride,
+    heads,
+    n,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """x / scale of its block, as 8-bit floats."""
+    divisor = tl.load(scale + tl.program_id(0))
+    for first in range(0, D, KEYS):
+        pointers, there = _of_columns(x, x_strides, x_column_stride, heads, n, first, D, ROWS, KEYS)
+        numbers = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+        targets, _ = _of_columns(x8, x8_strides, x8_column_stride, heads, n, first, D, ROWS, KEYS)
+        tl.store(targets, tl.math.div_rn(numbers, divisor).to(x8.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _keys(first, KEYS: tl.constexpr, V_AS_IT_IS: tl.constexpr):
     """Which keys the columns of a tile of scores are."""
     columns = tl.arange(0, KEYS)
