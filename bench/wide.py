@@ -1,8 +1,8 @@
 """The Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
 
 `python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs; `fp8`, the
-forward of 8-bit floats, and what it takes to make them; `grouped` heads; `caps`, speed against the workspace's cap; `memory`, the peak against length. Speeds are those of a burst, and
-those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
+forward of 8-bit floats, and what it takes to make them; `grouped` heads; `caps`, speed against the workspace's cap; `memory`, the
+peak against length. Numbers among the names are the head dims of the first three. Speeds are those of a burst, and those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
 FFPA_BACKEND=mma the kernels that every GPU runs.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +25,7 @@ from workload import Workload, make_inputs
 
 FORWARD_DIMS = (128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 BACKWARD_DIMS = (256, 320, 384, 448, 512, 640, 768, 896, 1024)
-FP8_DIMS = (128, 256, 320, 384, 448, 512)
+FP8_DIMS = (128, 192, 256, 320, 384, 448, 512)
 LENGTHS = [(n, causal) for causal in (False, True) for n in (8192, 16384)]
 GEMM = 8192
 
@@ -50,18 +51,21 @@ def gemm() -> Callable[[], object]:
     return lambda: a @ b
 
 
-_REST = 1.0  # seconds
+_REST = 0.5  # seconds
 _RAMP = 10.0  # ms until clocks are up
 
 
-def burst(subject: Callable[[], float]) -> float:
-    """After a rest: what the chip does, before its power limit lowers the clocks."""
-    torch.cuda.synchronize()
-    time.sleep(_REST)
-    unsettled = _RAMP
-    while unsettled > 0:
-        unsettled -= subject()
-    return median(subject() for _ in range(3))
+def burst(subject: Callable[[], float], warm_up: Callable[[], float]) -> float:
+    """One call after a rest and a few others, the median of three: what the chip does, before its power limit lowers the clocks."""
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        time.sleep(_REST)
+        unsettled = _RAMP
+        while unsettled > 0:
+            unsettled -= warm_up()
+        times.append(subject())
+    return median(times)
 
 
 def in_8_bits(w: Workload) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -83,7 +87,7 @@ def cell(w: Workload, timer: Timer, iters: int = 6, call: Callable[[], object] |
     flops = {"ffpa": nominal_flops(w), "GEMM": 2 * GEMM**3}
     for subject in subjects.values():
         subject()  # compiles
-    bursts = {name: burst(subject) for name, subject in subjects.items()}
+    bursts = {name: burst(subject, subjects["GEMM"]) for name, subject in subjects.items()}
     times: dict[str, list[float]] = {}
     measure_in_turn(subjects, iters, times, lambda name: None, settle=True)
 
@@ -100,22 +104,23 @@ def table(title: str, columns: list[str], rows: dict[str, list[str]]) -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def speeds(timer: Timer, dims: tuple[int, ...], backward: bool) -> None:
+def speeds(timer: Timer, dims: Sequence[int], backward: bool) -> None:
     columns = [f"N={n}{' causal' * causal}" for n, causal in LENGTHS]
     rows = {f"D={d}": [cell(workload(n, d, causal, backward=backward), timer) for n, causal in LENGTHS] for d in dims}
     table(f"{'backward' if backward else 'forward'}, TFLOPS (GEMM)", columns, rows)
 
 
-def fp8(timer: Timer) -> None:
+def fp8(timer: Timer, dims: Sequence[int]) -> None:
     rows: dict[str, list[str]] = {}
-    for d in FP8_DIMS:
+    product = partial(timer.milliseconds, gemm())
+    for d in dims:
         cells = rows[f"D={d}"] = []
         for n, causal in LENGTHS:
             w = workload(n, d, causal)
             cells.append(cell(w, timer, call=in_8_bits(w)[0]))
         quantise = in_8_bits(workload(LENGTHS[0][0], d))[1]
         quantise()
-        cells.append(f"{burst(lambda quantise=quantise: timer.milliseconds(quantise)):.2f}")
+        cells.append(f"{burst(lambda quantise=quantise: timer.milliseconds(quantise), product):.2f}")
     columns = [f"N={n}{' causal' * causal}" for n, causal in LENGTHS]
     table("e4m3 forward, TFLOPS (bf16 GEMM)", [*columns, f"q, k, v to e4m3 at N={LENGTHS[0][0]}, ms"], rows)
 
@@ -164,17 +169,18 @@ def memory() -> None:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU to measure")
+    dims = [int(word) for word in sys.argv[1:] if word.isdigit()]
     timer, backend = Timer("cuda"), env.run_flags()["FFPA_BACKEND"]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, B=1, H=32, bf16; FFPA_BACKEND={backend}")
     tables = {
-        "backward": lambda: speeds(timer, BACKWARD_DIMS, backward=True),
-        "forward": lambda: speeds(timer, FORWARD_DIMS, backward=False),
-        "fp8": lambda: fp8(timer),
+        "backward": lambda: speeds(timer, dims or BACKWARD_DIMS, backward=True),
+        "forward": lambda: speeds(timer, dims or FORWARD_DIMS, backward=False),
+        "fp8": lambda: fp8(timer, dims or FP8_DIMS),
         "grouped": lambda: grouped(timer),
         "caps": lambda: caps(timer),
         "memory": memory,
     }
-    for name in sys.argv[1:] or tables:
+    for name in [word for word in sys.argv[1:] if not word.isdigit()] or tables:
         tables[name]()
 
 

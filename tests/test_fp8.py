@@ -216,6 +216,8 @@ WIDE = [
     {"d": 320, "n": (33, 257), "v_transposed": True},
     {"d": 264, "d_v": 512, "n": (70, 140)},
     {"d": 512, "d_v": 40, "n": (66, 90)},
+    {"d": 192, "d_v": 128, "n": (100, 300), "causal": True},
+    {"d": 256, "n": (130, 200), "window": (50, 3)},
     {"d": 392, "d_v": 328, "n": (100, 130), "per": ("block",) * 3, "softcap": 5.0},
 ]
 
@@ -331,8 +333,8 @@ def test_long_rows_are_divided_by_all_of_their_sum(device, path):
 def test_what_hoppers_sums_lose_is_the_same_part_of_values_and_of_p(monkeypatch):
     """14 bits lose 6e-4 of either: not of what one is of the other."""
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    q, k = (random8((1, 1, rows, 320), E4M3, None, "cpu", seed)[0] for seed, rows in enumerate((20, 300)))
-    ones = torch.ones(1, 1, 300, 320).to(E4M3)
+    q, k = (random8((1, 1, rows, 192), E4M3, None, "cpu", seed)[0] for seed, rows in enumerate((20, 300)))
+    ones = torch.ones(1, 1, 300, 192).to(E4M3)
     with emulate("sm_90a", exact=True):
         out = ffpa_fp8(q, k, ones, out_dtype=torch.float32)
     torch.testing.assert_close(out, torch.ones_like(out), atol=1e-6, rtol=0)
@@ -451,7 +453,13 @@ def quantizer(request, device, monkeypatch) -> str:
 @pytest.mark.parametrize("layout", ["BHND", "BNHD", "every second column"])
 def test_both_quantizers_give_the_same_bits(layout, per, device, quantizer):
     x = torch.randn(2, 3, 300, 80, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-    x = x[..., ::2] if layout == "every second column" else x.transpose(1, 2) if layout == "BNHD" else x
+    x = (
+        x[..., ::2]
+        if layout == "every second column"
+        else x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "BNHD"
+        else x
+    )
     got, scale = quantize_fp8(x, per=per)
     want, meant = fp8._quantized(x, E4M3, per, fp8._block_maxima, fp8._divide)
     assert torch.equal(scale, meant) and got.stride() == want.stride()
@@ -589,7 +597,8 @@ def chosen(monkeypatch, backend=None, triton=None, **change):
         (None, {"arch": "sm_89", "dtype": "e5m2"}, "triton"),
         (None, {"device": "cpu", "arch": None, "d_qk": 512}, "reference"),
         ("triton", {"d_qk": 256}, "triton"),
-        (None, {"d_v": 512}, "hopper"),
+        (None, {"d_v": 136}, "hopper"),
+        (None, {"d_qk": 256, "arch": "sm_89"}, "triton"),
         (None, {"triton": "Triton is not installed"}, "hopper"),
         ("hopper", {}, "hopper"),
         ("reference", {"arch": "sm_80"}, "reference"),
@@ -609,8 +618,8 @@ def test_what_runs(backend, change, runs, monkeypatch):
     [
         (None, {"arch": "sm_80"}, r"none can run forward e4m3 .*not triton: .*sm_89 or newer, and the GPU is sm_80; nor hopper: .*sm_80; or pass bfloat16 tensors to ffpa"),
         (None, {"arch": "sm_86", "dtype": "e5m2"}, "forward e5m2 .*the GPU is sm_86"),
-        (None, {"d_qk": 264, "arch": "sm_100"}, "up to 256 columns and not 264; nor hopper: .*pass bfloat16 tensors to ffpa"),
-        (None, {"d_qk": 520}, "up to 256 columns and not 520; nor hopper: registers hold 512 columns"),
+        (None, {"d_qk": 264, "arch": "sm_100"}, "not hopper: .*sm_100; nor triton: .*up to 256 columns and not 264; or pass bfloat16 tensors to ffpa"),
+        (None, {"d_qk": 520}, "not hopper: registers hold 512 columns.*; nor triton: .*up to 256 columns and not 520"),
         ("triton", {"d_v": 512}, "up to 256 columns and not 512"),
         ("mma", {}, "not mma: mma knows no 8-bit floats; drop FFPA_BACKEND=mma"),
         (None, {"triton": "Triton is not installed", "arch": "sm_89"}, "Triton is not installed"),

@@ -230,7 +230,8 @@ def _choose_fp8(p: Problem, flags: Flags) -> Choice:
     asked, on_kernels = flags["FFPA_BACKEND"], p.device == "cuda" or flags["FFPA_EMULATE"]
     names, why = [asked], f"FFPA_BACKEND={asked} asks for it"
     if asked == "auto":
-        names = ["hopper"] if flags["FFPA_EMULATE"] else ["triton", "hopper"] if on_kernels else ["reference"]
+        by_speed = ["triton", "hopper"] if max(p.d_qk, p.d_v) <= 128 else ["hopper", "triton"]
+        names = ["hopper"] if flags["FFPA_EMULATE"] else by_speed if on_kernels else ["reference"]
         why = "what runs fp8 there"
     rejected = []
     for name in names:

@@ -1,6 +1,4 @@
-"""The forward of 8-bit floats on wgmma, for head dims that Triton's does not reach (csrc/attention/forward_fp8.cuh). `plan` is
-pure.
-"""
+"""The forward of 8-bit floats on wgmma (csrc/attention/forward_fp8.cuh). `plan` is pure."""
 
 from __future__ import annotations
 
