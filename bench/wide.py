@@ -51,7 +51,7 @@ def gemm() -> Callable[[], object]:
     return lambda: a @ b
 
 
-_REST = 0.5  # seconds
+_REST = 0.3  # seconds
 _RAMP = 10.0  # ms until clocks are up
 
 
