@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,7 +20,7 @@ class Timer:
             # Writing twice the L2 cache evicts what the last call left there.
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.evictor = torch.empty(max(2 * cache, 64 << 20), dtype=torch.int8, device=device)
-            self.host_seconds = _LONGEST_WAIT
+            self.host_seconds = WeakKeyDictionary()  # of calls
 
     def milliseconds(self, call: Callable[[], object]) -> float:
         if not self.on_gpu:
@@ -28,12 +29,13 @@ class Timer:
             return (time.perf_counter() - start) * 1e3
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.evictor.zero_()
-        # The GPU waits while the host launches the call, about as long as it took the last time: its time holds no launch gap.
-        torch.cuda._sleep(int(min(self.host_seconds, _LONGEST_WAIT) * _CYCLES_PER_SECOND))
+        # The GPU waits while the host launches the call, twice as long as it took the last time: its time holds no launch gap.
+        wait = min(2 * self.host_seconds.get(call, _LONGEST_WAIT), _LONGEST_WAIT)
+        torch.cuda._sleep(int(wait * _CYCLES_PER_SECOND))
         start.record()
         began = time.perf_counter()
         call()
-        self.host_seconds = time.perf_counter() - began
+        self.host_seconds[call] = time.perf_counter() - began
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
