@@ -42,7 +42,7 @@ def problem_of(w: Workload, level: int | None, acc: str = "f32", arch: str = "sm
 def run(plan: mma.MmaPlan, p: Problem, x: Inputs, out: torch.Tensor) -> None:
     rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=p.softcap)
     q, k, v, o = (t.transpose(0, 1) if p.packed else t for t in (x.q, x.k, x.v, out))
-    mma.forward(plan, q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30)
+    mma.forward(plan, q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30, {})
 
 
 class ForcedCalls:

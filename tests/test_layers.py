@@ -25,6 +25,7 @@ PYTHON_LAYERS = (
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
     ("triton_fp8_kernels", "triton_launch"),
     ("triton_persistent",),
+    ("forward_call",),
     ("mma", "triton_attention", "row_tiles"),
     ("fused", "fused_fp8", "two_phase"),
     ("triton_fp8", "checks"),

@@ -320,6 +320,91 @@ class TestCheckpointing:
         assert all(torch.equal(x.grad, y) for x, y in zip((q, k, v), want, strict=True))
 
 
+class Wrapped(torch.Tensor):
+    pass
+
+
+class Modes:
+    """What may stand between a call and the operator's body."""
+
+    class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Function(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    autocast = staticmethod(lambda: torch.autocast("cpu", torch.bfloat16))
+    profiler = staticmethod(lambda: torch.autograd.profiler.profile())
+    dual = staticmethod(torch.autograd.forward_ad.dual_level)
+
+
+class TestAtOnce:
+    """A call goes past the dispatcher where the dispatcher has nothing to add, and nowhere else."""
+
+    @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+    def test_plain_tensors(self, grad, device):
+        q, k, v, _ = dense(device)
+        with torch.no_grad():
+            q, k, v = (x.clone() for x in (q, k, v))
+        with grad():
+            assert ops.at_once("forward", q, k, v, None) is ops._BODIES["forward"]
+
+    @pytest.mark.parametrize("mode", ["Dispatch", "Function", "autocast", "profiler", "dual"])
+    def test_modes(self, mode):
+        q = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+        with getattr(Modes, mode)():
+            assert ops.at_once("forward", q, q, q) is OPS.forward.default
+        assert ops.at_once("forward", q, q, q) is not OPS.forward.default
+
+    @pytest.mark.parametrize("which", range(3))
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            lambda x: x.as_subclass(Wrapped),
+            lambda x: x.clone().requires_grad_(),
+            torch._neg_view,
+            torch.nn.Parameter,
+            lambda x: x.to("meta"),
+        ],
+        ids=["subclass", "grad", "negative", "parameter", "meta"],
+    )
+    def test_tensors(self, kind, which):
+        tensors = [torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+        tensors[which] = kind(tensors[which])
+        if tensors[which].is_meta and which:
+            pytest.skip("the body refuses tensors of several devices, as the operator does")
+        assert ops.at_once("forward", *tensors) is OPS.forward.default
+
+    def test_transforms_and_traces(self):
+        seen, q = [], torch.randn(2, 1, 1, 4, 8)
+
+        def call(q):
+            seen.append(ops.at_once("forward", q, q, q))
+            return q.sum()
+
+        torch.vmap(call)(q)
+        torch.func.grad(call)(q)
+        torch.jit.trace(call, q, check_trace=False)
+        assert len(seen) >= 3 and all(op is OPS.forward.default for op in seen)
+
+    def test_a_negative_view_has_the_numbers_of_its_tensor(self, device):
+        with torch.no_grad():
+            q, k, v, _ = dense(device)
+            assert torch.equal(ffpa_attn.ffpa(torch._neg_view(q), k, v), ffpa_attn.ffpa(-q, k, v))
+
+    def test_options_of_another_call_stay_its_own(self, device):
+        with torch.no_grad():
+            q, k, v, _ = dense(device)
+            want = ffpa_attn.ffpa(q, k, v)
+            other = ffpa_attn.ffpa(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), layout="BNHD")
+            assert torch.equal(ffpa_attn.ffpa(q, k, v), want) and torch.equal(other.transpose(1, 2), want)
+            for wrong in ({"causal": 0}, {"window": (-1.0, -1)}, {"softcap": True}, {"window": (-1, True)}):
+                with pytest.raises(TypeError):
+                    ffpa_attn.ffpa(q, k, v, **wrong)
+
+
 def test_fake_tensors_need_no_memory():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

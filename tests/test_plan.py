@@ -210,9 +210,9 @@ def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
         for n, width in ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
     )
     rule = SimpleNamespace(visibility=Visibility(-1, -1, False), scale=1.0, softcap=0.0)
-    mma.forward(chosen, q, k, v, out, torch.empty(0), None, None, rule, cap)
-    *_, scratch, blocks, _, partial = calls[0]
-    return *(0 if x is None else x.nbytes for x in (scratch,)), blocks, 0 if partial is None else partial.nbytes
+    mma.forward(chosen, q, k, v, out, torch.empty(0), None, None, rule, cap, {})
+    numbers, *_, scratch, partial = calls[0]
+    return *(0 if x is None else x.nbytes for x in (scratch,)), numbers.blocks, 0 if partial is None else partial.nbytes
 
 
 @pytest.mark.parametrize("d_v", [512, 520, 1152, 2048])

@@ -79,7 +79,7 @@ def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor,
 
     def run(spec, *args):
         launch(spec, *args)
-        taken.append(int(args[-4].view(torch.int32)[0]))  # the counter at the head of the scratch
+        taken.append(int(args[-2].view(torch.int32)[0]))  # the counter at the head of the scratch
 
     with monkeypatch.context() as patch, emulate(forward.arch, seed=3) as reports:
         patch.setattr(emulated, "attention_forward", run)

@@ -10,14 +10,31 @@ from . import checks, env, ops
 from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
-_forward = torch.ops.ffpa_attn.forward.default
-_forward_out = torch.ops.ffpa_attn.forward_out.default
-_varlen_forward = torch.ops.ffpa_attn.varlen_forward.default
-_varlen_forward_out = torch.ops.ffpa_attn.varlen_forward_out.default
+
+def _options(*args) -> dict:
+    """The operators' keyword arguments, not to be changed: checking them takes 4 µs, so those of calls before are kept."""
+    if torch.compiler.is_compiling():
+        return _checked_options(*args)
+    try:
+        types = (*map(type, args), *map(type, args[_WINDOW]))  # 1 is True, and 1.0
+        options = _known_options.get((types, args))
+    except TypeError:  # no tuple, or nothing that can be a key
+        return _checked_options(*args)
+    if options is None:
+        options = _checked_options(*args)
+        if _PLAIN.issuperset(types) and len(_known_options) < _MOST_OPTIONS:
+            _known_options[types, args] = options
+    return options
 
 
-def _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
-    """The operators' keyword arguments; those at their default are left out, as each costs the dispatcher over 1 µs."""
+_WINDOW = 3  # of the arguments below
+_PLAIN = frozenset((bool, int, float, str, tuple, type(None)))
+_MOST_OPTIONS = 4096
+_known_options: dict[tuple, dict] = {}
+
+
+def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
+    """Those at their default are left out, as each costs the dispatcher over 1 µs."""
     causal, align = checks.causal_and_align(causal, align)
     left, right = checks.window(window)
     options = {
@@ -35,7 +52,9 @@ def _options(causal, align, scale, window, softcap, num_stages, level, acc, retu
     return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
 
 
-_DEFAULTS = {arg.name: arg.default_value for arg in _forward._schema.arguments if arg.kwarg_only}
+_DEFAULTS = {
+    arg.name: arg.default_value for arg in torch.ops.ffpa_attn.forward.default._schema.arguments if arg.kwarg_only
+}
 
 
 def ffpa(
@@ -81,13 +100,13 @@ def ffpa(
         checks.only_tensors(mask=mask)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     if checks.layout(layout) != "BHND":
-        options["layout"] = layout
+        options = {**options, "layout": layout}
     if o is None and out is None:
-        out, lse = _forward(q, k, v, mask, **options)
+        out, lse = ops.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
     else:
         out = checks.one_output(o, out)
         checks.no_grad_with_out(out, q, k, v, mask)
-        lse = _forward_out(q, k, v, out, mask, **options)
+        lse = ops.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
     return (out, lse) if return_lse else out
 
 
@@ -127,11 +146,11 @@ def ffpa_varlen(
     )
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     if o is None and out is None:
-        out, lse = _varlen_forward(q, k, v, *offsets, **options)
+        out, lse = ops.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
     else:
         out = checks.one_output(o, out)
         checks.no_grad_with_out(out, q, k, v)
-        lse = _varlen_forward_out(q, k, v, out, *offsets, **options)
+        lse = ops.at_once("varlen_forward_out", q, k, v, out, *offsets[:2])(q, k, v, out, *offsets, **options)
     return (out, lse) if return_lse else out
 
 
@@ -198,7 +217,7 @@ def explain(
     arch = checks.arch(arch, q)
     if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
-        options["return_lse"] = return_lse or needs_grad
+        options = {**options, "return_lse": return_lse or needs_grad}
     problem = ops.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
     return choose(problem, env.run_flags())
 

@@ -136,7 +136,10 @@ def max_seqlen(name: str, value) -> int:
         raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
     if value < 0:
         raise ValueError(f"`{name}` is {value}; it must be >= 0")
-    return int(value) if isinstance(value, Integral) else value
+    return min(int(value), _MOST_ROWS) if isinstance(value, Integral) else value
+
+
+_MOST_ROWS = 2**63 - 1  # what an operator's int holds
 
 
 def options(given: dict, layout_given: str = "BHND") -> None:

@@ -96,9 +96,11 @@ def _finish(spec: KernelSpec, module, message: str) -> None:
         raise RuntimeError(f"ffpa_attn: {spec.name}: {message}")
 
 
-def attention_forward(spec: KernelSpec, q, k, v, out, lse, mask, offsets_q, offsets_k, *options) -> None:
+def attention_forward(
+    spec: KernelSpec, numbers, q, k, v, out, lse, mask, offsets_q, offsets_k, scratch, partial
+) -> None:
     module = _configured(spec)
-    *options, scratch, blocks, splits, partial = options
+    *options, blocks, splits = numbers
     # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
     written = () if offsets_q is not None else (out, lse)
     for x in (*written, *(() if isinstance(spec, MergeSplits) else (scratch, partial))):

@@ -7,10 +7,8 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from . import checks, reference, triton_fp8, triton_launch
+from . import checks, ops, reference, triton_fp8, triton_launch
 from .spec import FP8_BLOCK
-
-_forward = torch.ops.ffpa_attn.fp8_forward.default
 
 
 def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
@@ -94,7 +92,7 @@ def ffpa_fp8(
     checks.fp8_output(out_dtype)
     causal, align = checks.causal_and_align(causal, align)
     left, right = checks.window(window)
-    out, lse = _forward(
+    out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
         q, k, v, *scales.values(), scale=checks.scale(scale), causal=causal, align=align, window_left=left,
         window_right=right, softcap=checks.softcap(softcap), out_dtype=out_dtype,
         v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),

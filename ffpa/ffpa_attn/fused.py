@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import row_tiles
+from .forward_call import Memo
 from .spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem
 
 MOST_COLUMNS = PAIR_COLUMNS[-1]
@@ -32,10 +33,10 @@ def why_slower(p: Problem, plan: FusedPlan) -> str | None:
     return row_tiles.why_slower(p, plan.spec.blocks)
 
 
-def forward(plan: FusedPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
+def forward(plan: FusedPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
     """As row_tiles.forward; scratch is a count of row tiles."""
 
     def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> row_tiles.Scratch:
         return row_tiles.Scratch(min(tiles * plan.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
-    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, scratch_of)
+    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, memo, scratch_of)

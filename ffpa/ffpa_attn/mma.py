@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from . import archs
+from .forward_call import Call, Memo, Numbers, launch, multiprocessors
 from .spec import (
     COLUMNS,
     LEAST_SCALE,
@@ -323,8 +322,9 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
     return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
 
 
-def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None.
+def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None. `memo` is the same for calls
+    that differ in addresses alone.
 
     Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
     """
@@ -333,44 +333,30 @@ def forward(plan: MmaPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap
         lse.fill_(-float("inf"))
         if len(offsets[0]) < 2 or not offsets[2]:
             return
-    if not out.numel():
-        return
     see = rule.visibility
     if plan.packs_heads:
         q, k, v, out, mask = _pack_heads(q, k, v, out, mask, see)
         see = Visibility(-1, -1, False)
-    if q.is_cuda:
-        from . import native
+    blocks = multiprocessors(q.device)
+    call = memo.get(blocks)
+    if call is None:
+        call = memo[blocks] = _call(plan, q, v, offsets, rule, see, workspace_cap, blocks)
+    call(q, k, v, out, lse, mask, offsets)
 
-        gpu, run = native.gpu_of(q.device), native.library().attention_forward
-        blocks = native.multiprocessors(q.device)
 
-        def kernel(spec):
-            return native.kernel(spec, gpu)
-    else:
-        from . import emulated
-
-        run, blocks = emulated.attention_forward, emulated.RESIDENT_BLOCKS
-
-        def kernel(spec):
-            return spec
-
-    def floats(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.float32, device=q.device)
-
+def _call(plan: MmaPlan, q, v, offsets, rule, see: Visibility, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
     if plan.splits > 1:
         rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
-        partial = floats(plan.splits * rows * q.shape[-3] * (out.shape[-1] + 1))
-        workspace_cap -= partial.nbytes
+        partial = plan.splits * rows * q.shape[-3] * (v.shape[-1] + 1)
+        workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
-        scratch = floats(blocks * of_a_block // 4)
-    call = (
-        q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
-        plan.q_resident, plan.grid_of_heads, 0, scratch, blocks, plan.splits, partial,
+        scratch = blocks * of_a_block // 4
+    numbers = Numbers(
+        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
+        plan.q_resident, plan.grid_of_heads, 0, blocks, plan.splits,
     )  # fmt: skip
-    run(kernel(plan.spec), *call)
-    if plan.splits > 1:
-        run(kernel(MergeSplits(plan.spec.dtype)), *call)
+    specs = (plan.spec, *((MergeSplits(plan.spec.dtype),) if plan.splits > 1 else ()))
+    return Call([launch(spec, numbers, q.device) for spec in specs], scratch, partial)

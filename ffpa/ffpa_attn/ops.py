@@ -319,7 +319,7 @@ _NATIVE_FORWARD = {mma.MmaPlan: mma.forward, fused.FusedPlan: fused.forward, two
 def _native_forward(form, q, k, v, out, lse, plan) -> None:
     tensors = (form.heads_first(x) for x in (q, k, v, out))
     run = _NATIVE_FORWARD[type(plan.choice.plan)]
-    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap)
+    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap, plan.memo)
 
 
 def _triton_forward(form, q, k, v, out, lse, plan) -> None:
@@ -514,6 +514,32 @@ _BODIES = {
 for _name, _body in _BODIES.items():
     _lib.impl(_name, _body, "CPU")
     _lib.impl(_name, _body, "CUDA")
+
+
+def at_once(name: str, q, *others):
+    """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator. (It has more
+    to do for subclasses of tensors, for what traces, records, replaces or casts, and for lazy negatives.)
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state()
+        or _C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or not (q.is_cuda or q.is_cpu)
+        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))
+    ):
+        return _OPERATORS[name]
+    for x in (q, *others):
+        if x is not None and (type(x) is not torch.Tensor or x.is_neg()):
+            return _OPERATORS[name]
+    return _BODIES[name]
+
+
+_OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
 
 
 # ---- fakes: shapes, types and the checks that need no memory ----

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from . import archs, env
+from .forward_call import Call, Memo, Numbers, launch, multiprocessors
 from .spec import MOST_POSITIONS, KernelSpec, Problem
 
 ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh have it
@@ -78,35 +77,29 @@ def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
 
 
 def forward(
-    spec: KernelSpec, q, k, v, out, lse, mask, offsets, rule, scratch_of: Callable[[int, int, int], Scratch]
+    spec: KernelSpec, q, k, v, out, lse, mask, offsets, rule, memo: Memo, scratch_of: Callable[[int, int, int], Scratch]
 ) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None. `scratch_of(row tiles, keys,
-    multiprocessors)`.
+    """As mma.forward. `scratch_of(row tiles, keys, multiprocessors)`."""
+    if offsets or not k.shape[-2]:  # rows of no sequence, rows without keys
+        out.zero_()
+        lse.fill_(-float("inf"))
+    blocks = multiprocessors(q.device)
+    call = memo.get(blocks)
+    if call is None:
+        call = memo[blocks] = _call(spec, q, k, offsets, rule, scratch_of, blocks)
+    call(q, k, v, out, lse, mask, offsets)
 
-    Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
-    """
+
+def _call(spec: KernelSpec, q, k, offsets, rule, scratch_of, multiprocessors: int) -> Call:
     longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
     n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
     batch = len(offsets[0]) - 1 if offsets else len(q)
-    if offsets or not n_k:  # rows of no sequence, rows without keys
-        out.zero_()
-        lse.fill_(-float("inf"))
-    if not (batch and n_q and n_k and out.numel()):
-        return
-    if q.is_cuda:
-        from . import native
-
-        kernel, run = native.kernel(spec, native.gpu_of(q.device)), native.library().attention_forward
-        multiprocessors = native.multiprocessors(q.device)
-    else:
-        from . import emulated
-
-        kernel, run, multiprocessors = spec, emulated.attention_forward, emulated.RESIDENT_BLOCKS
-    see = rule.visibility
+    if not (batch and n_q and n_k):
+        return Call()
     tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
     blocks, chunk_keys, nbytes = scratch_of(tiles, n_k, multiprocessors)
-    scratch = torch.empty(nbytes // 4, dtype=torch.float32, device=q.device)
-    run(
-        kernel, q, k, v, out, lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, 0, 0, False, False,
-        chunk_keys, scratch, blocks, 1, None,
+    see = rule.visibility
+    numbers = Numbers(
+        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, chunk_keys=chunk_keys, blocks=blocks,
     )  # fmt: skip
+    return Call([launch(spec, numbers, q.device)], nbytes // 4)

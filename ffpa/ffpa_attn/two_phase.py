@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import archs, row_tiles
+from .forward_call import Memo
 from .row_tiles import HEAD_BYTES, ROWS, Scratch
 from .spec import (
     TWO_PHASE_COLUMNS,
@@ -99,10 +100,10 @@ def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | s
     return TwoPhasePlan(_spec(p, backend))
 
 
-def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int) -> None:
+def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
     """As row_tiles.forward."""
 
     def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> Scratch:
         return cut(tiles, n_k, rule.visibility, v.shape[-1], plan.spec.columns, multiprocessors, workspace_cap)
 
-    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, scratch_of)
+    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, memo, scratch_of)
