@@ -17,7 +17,8 @@ from test_mma import check, far_apart
 from test_two_phase import check_bits_repeat, check_graph_replays, check_packed, steep_inputs
 
 F16, BF16 = torch.float16, torch.bfloat16
-SHIPPED = [kernel(dtype, c) for dtype in ("f16", "bf16") for kernel, widths in ((ForwardFused, FUSED_COLUMNS), (ForwardPair, PAIR_COLUMNS)) for c in widths]  # fmt: skip
+FUSED = [ForwardFused(dtype, *widths) for dtype in ("f16", "bf16") for widths in FUSED_COLUMNS]
+SHIPPED = FUSED + [ForwardPair(dtype, columns) for dtype in ("f16", "bf16") for columns in PAIR_COLUMNS]
 # The narrowest of each kernel.
 by_kernel = pytest.mark.parametrize("d", [64, 384], ids=["d64", "d384"])
 
@@ -110,13 +111,13 @@ def test_scales_of_tiles_that_every_row_sees(d, scale, device):
 def test_every_kernel_emulated(spec, seed, monkeypatch):
     """Right on any schedule, with as many products as arithmetic says."""
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
-    columns, dtype = spec.columns, F16 if spec.dtype == "f16" else BF16
+    pair, columns, dtype = isinstance(spec, ForwardPair), spec.columns, F16 if spec.dtype == "f16" else BF16
+    value_columns = columns if pair else spec.value_columns
     rule = [{}, {"causal": True}, {"window": (100, 30)}][seed % 3]
-    case = Case(heads_kv=1, n_q=135, n_k=280, d=columns, d_v=columns - 8, dtype=dtype, rule=rule)
+    case = Case(heads_kv=1, n_q=135, n_k=280, d=columns, d_v=value_columns - 8, dtype=dtype, rule=rule)
     inputs = make_inputs(case, "cpu", seed)
     (out, lse), report = attend("cpu", case, inputs, seed)
     check(case, inputs, out, lse)
-    pair = isinstance(spec, ForwardPair)
     keys, boxes = 128 if columns <= 192 or pair else 64, columns // 64
     ends = {0: (280, 280), 1: (273, 280), 2: (280, 280)}[seed % 3]  # of what each row tile sees
     begins = {2: (0, 173)}.get(seed % 3, (0, 0))
@@ -192,7 +193,7 @@ def test_packed_sequences(case, device):
     computes = min(inputs[5:]) > 0
     with emulate("sm_90a", seed=3) if device == "cpu" else nullcontext() as reports:
         out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
-    kernel = "forward_fused" if max(case.d, case.d_v or 0) <= FUSED_COLUMNS[-1] else "forward_pair"
+    kernel = "forward_fused" if max(case.d, case.d_v or 0) <= FUSED_COLUMNS[-1][0] else "forward_pair"
     assert reports is None or [r["kernel"].split("_f16")[0].split("_bf16")[0] for r in reports] == [kernel] * computes
     check_packed(case, inputs, out, lse)
 
@@ -246,7 +247,7 @@ def test_every_head_dim_on_a_gpu(d, dtype, rule, device):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("d", [*FUSED_COLUMNS, *PAIR_COLUMNS])
+@pytest.mark.parametrize("d", [*(widths[0] for widths in FUSED_COLUMNS if widths[0] == widths[1]), *PAIR_COLUMNS])
 def test_bits_repeat_on_a_gpu(d, device):
     check_bits_repeat(d, partial(attend, device))
 
@@ -272,17 +273,21 @@ def test_what_runs(monkeypatch):
         return CANDIDATES["hopper"](PROBLEM._replace(**changes), {**env.all_flags(), **flags})
 
     for d_qk, d_v, kernel, columns in (
-        (8, 8, ForwardFused, 64),
-        (64, 72, ForwardFused, 128),
-        (192, 128, ForwardFused, 192),
-        (40, 256, ForwardFused, 256),
-        (264, 8, ForwardFused, 320),
-        (320, 320, ForwardFused, 320),
-        (328, 8, ForwardPair, 384),
-        (40, 448, ForwardPair, 448),
-        (512, 512, ForwardPair, 512),
+        (8, 8, ForwardFused, (64, 64)),
+        (64, 72, ForwardFused, (128, 128)),
+        (192, 128, ForwardFused, (192, 128)),
+        (136, 8, ForwardFused, (192, 128)),
+        (192, 136, ForwardFused, (192, 192)),
+        (128, 192, ForwardFused, (192, 192)),
+        (200, 128, ForwardFused, (256, 256)),
+        (40, 256, ForwardFused, (256, 256)),
+        (264, 8, ForwardFused, (320, 320)),
+        (320, 320, ForwardFused, (320, 320)),
+        (328, 8, ForwardPair, (384,)),
+        (40, 448, ForwardPair, (448,)),
+        (512, 512, ForwardPair, (512,)),
     ):
-        assert planned(d_qk=d_qk, d_v=d_v, packed=(8192, 8192)) == FusedPlan(kernel("bf16", columns))
+        assert planned(d_qk=d_qk, d_v=d_v, packed=(8192, 8192)) == FusedPlan(kernel("bf16", *columns))
     for changes, why in (
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),

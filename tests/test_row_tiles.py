@@ -23,7 +23,7 @@ class Forward(NamedTuple):
 
 
 FORWARDS = [
-    Forward("forward_fused", "hopper", "sm_90a", FUSED_COLUMNS[0]),
+    Forward("forward_fused", "hopper", "sm_90a", FUSED_COLUMNS[0][0]),
     Forward("forward_pair", "hopper", "sm_90a", PAIR_COLUMNS[0], blocks=2),
     Forward("forward_two_phase", "hopper", "sm_90a", 64),
     Forward("forward_two_phase_mma", "mma", "sm_80", 64),

@@ -33,7 +33,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of Q, K, V and O, at most.
+// Fields: Dtype; kColumns of Q and K, kValueColumns of V and O, at most.
 template <class Fields>
 struct ForwardFusedConfig : Fields {
   using Params = AttentionParams;
@@ -42,6 +42,9 @@ struct ForwardFusedConfig : Fields {
   static constexpr int kBoxes = Fields::kColumns / tile::kBox;      // of a row
   static constexpr int kPartBoxes = kBoxes <= 4 ? kBoxes : 1;       // of a slot: an instruction's width, or many slots
   static constexpr int kParts = kBoxes / kPartBoxes;
+  static constexpr int kValueBoxes = Fields::kValueColumns / tile::kBox;
+  static constexpr int kValueParts = kParts == 1 ? 1 : kValueBoxes, kValuePartBoxes = kValueBoxes / kValueParts;
+  static_assert(kValuePartBoxes <= kPartBoxes, "a slot holds either");
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // of a thread
   static constexpr int kConsumerRegisters = Fields::kColumns > 256 ? 240 : 232;
@@ -99,12 +102,11 @@ class ForwardFused {
   using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
-  static constexpr int kColumns = Config::kColumns;
   static constexpr int kKeySteps = kKeys / tile::kBox;
-  static constexpr int kSlotsOfTile = kKeySteps * Config::kParts;  // of K, or of V
+  static constexpr int kSlotsOfKeys = kKeySteps * Config::kParts, kSlotsOfValues = kKeySteps * Config::kValueParts;
   using Scores = ScoreSums<kKeySteps>;
   using Probabilities = PackedProbabilities<kKeySteps>;
-  using Out = float[kColumns / 2];
+  using Out = float[Config::kValueColumns / 2];
 
  public:
   FFPA_DEVICE explicit ForwardFused(const Arguments& arguments)
@@ -153,26 +155,34 @@ class ForwardFused {
           const int n_k = rows.n_k();
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-            if (tile < tiles.end) bring_tile(producer, arguments_.k, place, tile * kKeys, kLargestInt);
-            if (tile > tiles.first) bring_tile(producer, arguments_.v, place, (tile - 1) * kKeys, n_k);
+            if (tile < tiles.end) {
+              bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys, kLargestInt);
+            }
+            if (tile > tiles.first) {
+              bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
+                                                                       (tile - 1) * kKeys, n_k);
+            }
           }
         });
   }
 
   // A tile of K or V; rows from `end` on become zeros.
+  template <int kParts, int kPartBoxes>
   FFPA_DEVICE void bring_tile(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& map, const MapPlace& place,
                               int first_key, int end) const {
     FFPA_NO_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
       const int key = first_key + step * tile::kBox;
       FFPA_NO_UNROLL
-      for (int part = 0; part < Config::kParts; ++part) {
+      for (int part = 0; part < kParts; ++part) {
         producer.bring_live_rows(
-            live_box_rows(end - key, params_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
-              for (int box = 0; box < Config::kPartBoxes; ++box, boxes_smem += tile::kBoxBytes) {
-                load_box(boxes_smem, map, barrier, place, (part * Config::kPartBoxes + box) * tile::kBox, key);
+            live_box_rows(end - key, params_.is_packed()),
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              for (int box = 0; box < kPartBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, map, barrier, place, (part * kPartBoxes + box) * tile::kBox, key);
               }
-            });
+            },
+            kPartBoxes);
       }
     }
   }
@@ -198,7 +208,7 @@ class ForwardFused {
             Probabilities p;
             queue_scores(scores, group);
             ptx::wgmma_wait_group<0>();
-            slots_.release(kSlotsOfTile);
+            slots_.release(kSlotsOfKeys);
             to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
@@ -206,22 +216,22 @@ class ForwardFused {
               queue_scores(scores, group);
               queue_product(out, p, tile > tiles.first + 1);
               ptx::wgmma_wait_group<1>();
-              slots_.release(kSlotsOfTile);
+              slots_.release(kSlotsOfKeys);
               const float before[2] = {state.reference[0], state.reference[1]};
               const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
-              slots_.release(kSlotsOfTile);
+              slots_.release(kSlotsOfValues);
               if (moved) rescale(out, before, state.reference);
               pack_probabilities<Element>(p, scores);
             }
             queries().release(lane_);
             queue_product(out, p, tiles.end > tiles.first + 1);
             ptx::wgmma_wait_group<0>();
-            slots_.release(kSlotsOfTile);
+            slots_.release(kSlotsOfValues);
           } else {
             queries().release(lane_);
             FFPA_UNROLL
-            for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
+            for (float& sum : out) sum = 0;
           }
           finish_rows(params_, kept.get(), row, state, lane_);
           write_out<Element>(out, stores, arguments_.out, params_, kept.get(), row, 0, state.sum, lane_);
@@ -257,8 +267,8 @@ class ForwardFused {
     FFPA_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
       FFPA_UNROLL
-      for (int part = 0; part < Config::kParts; ++part) {
-        constexpr int kPartColumns = Config::kPartBoxes * tile::kBox;
+      for (int part = 0; part < Config::kValueParts; ++part) {
+        constexpr int kPartColumns = Config::kValuePartBoxes * tile::kBox;
         using Sums = float[kPartColumns / 2];
         const uint64_t v = slots_.next();
         ptx::wgmma_fence();

@@ -4,6 +4,7 @@ global memory before they are done. `plan` is pure.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,9 +24,9 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
     widest = max(p.d_qk, p.d_v)
     if widest > MOST_COLUMNS:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
-    columns = next(columns for columns in (*FUSED_COLUMNS, *PAIR_COLUMNS) if columns >= widest)
-    kernel = ForwardFused if columns in FUSED_COLUMNS else ForwardPair
-    return row_tiles.why_not(p, "fused", flags) or FusedPlan(kernel(p.dtype, columns))
+    fused = (ForwardFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1])
+    pairs = (ForwardPair(p.dtype, columns) for columns in PAIR_COLUMNS if widest <= columns)
+    return row_tiles.why_not(p, "fused", flags) or FusedPlan(next(itertools.chain(fused, pairs)))
 
 
 def why_slower(p: Problem, plan: FusedPlan) -> str | None:

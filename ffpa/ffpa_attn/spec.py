@@ -267,7 +267,7 @@ class BackwardProductsMma(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardFused(KernelSpec):
-    """Forward whose O registers hold; a spec serves every D_qk and D_v up to `columns`."""
+    """Forward whose O registers hold; a spec serves every D_qk up to `columns`, and every D_v up to `value_columns`."""
 
     family = "forward_fused"
     arch = "sm_90a"
@@ -276,6 +276,7 @@ class ForwardFused(KernelSpec):
 
     dtype: str
     columns: int
+    value_columns: int
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ class ForwardFp8(KernelSpec):
     columns: int
 
 
-FUSED_COLUMNS = (64, 128, 192, 256, 320)
+FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # of Q and K, of V and O
 PAIR_COLUMNS = (384, 448, 512)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
 TWO_PHASE_COLUMNS = (256, 320, 384)
@@ -425,7 +426,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
             kernels += [
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
-        kernels += [ForwardFused(dtype, width) for width in FUSED_COLUMNS[: 1 if few else None]]
+        kernels += [ForwardFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
         kernels += [ForwardPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
         kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
         kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
