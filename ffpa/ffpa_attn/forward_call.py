@@ -1,5 +1,5 @@
 """Launches of the forward kernels, on a GPU (csrc/torch_ops/attention_forward.cpp) or in the emulator. What all calls of a kind
-have in common is worked out for the first and kept: PyTorch takes 7 µs to hand 16 numbers to an operator.
+have in common is worked out for the first and kept: PyTorch takes 5 µs to hand 14 numbers to an operator.
 """
 
 from __future__ import annotations
