@@ -69,7 +69,7 @@ def _kernels() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         why = "" if torch.version.cuda else ", and this PyTorch would not use one"
-        yield Finding("GPU", f"none in sight{why}; CPU tensors run on the reference path")
+        yield Finding("GPU", f"none in sight{why}; CPU tensors run in plain PyTorch")
         return
     for index in range(torch.cuda.device_count()):
         yield from _gpu(torch.device("cuda", index))
