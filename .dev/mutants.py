@@ -134,10 +134,11 @@ MUTANTS = [
         ("past function modes", "        or _C._len_torch_function_stack()\n", ""),
         ("past transforms", "        or _C._functorch.peek_interpreter_stack() is not None\n", ""),
         ("past traces", "        or _C._get_tracing_state()\n", ""),
-        ("past profilers", "        or _C._autograd._profiler_enabled()\n", ""),
+        ("past profilers", "        or autograd.profiler._is_profiler_enabled\n", ""),
         ("past forward-mode AD", "        or forward_ad._current_level >= 0\n", ""),
         ("past meta tensors", "        or not (q.is_cuda or q.is_cpu)\n", ""),
-        ("past subclasses and negatives", "(type(x) is not torch.Tensor or x.is_neg())", "False"),
+        ("past subclasses", "(type(x) is not torch.Tensor or _C._dispatch_keys", "(_C._dispatch_keys"),
+        ("past tensors of other keys", " or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN", ""),
     ),
     *_in(
         "choice.py",

@@ -365,10 +365,12 @@ class TestAtOnce:
             lambda x: x.as_subclass(Wrapped),
             lambda x: x.clone().requires_grad_(),
             torch._neg_view,
+            lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+            lambda x: x.to_sparse(),
             torch.nn.Parameter,
             lambda x: x.to("meta"),
         ],
-        ids=["subclass", "grad", "negative", "parameter", "meta"],
+        ids=["subclass", "grad", "negative", "zero", "sparse", "parameter", "meta"],
     )
     def test_tensors(self, kind, which):
         tensors = [torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
@@ -388,6 +390,26 @@ class TestAtOnce:
         torch.func.grad(call)(q)
         torch.jit.trace(call, q, check_trace=False)
         assert len(seen) >= 3 and all(op is OPS.forward.default for op in seen)
+
+    def test_batched_gradients(self, device):
+        """The vmap of autograd has tensors of the plain type that only their dispatch keys tell from plain ones."""
+
+        class Backward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return ffpa_attn.ffpa(grad.contiguous(), k, k)
+
+        with torch.no_grad():
+            q, k, _, _ = dense(device)
+        q = q.detach().requires_grad_()
+        grads = torch.stack([torch.ones_like(q), -torch.ones_like(q)])
+        found = torch.autograd.grad(Backward.apply(q), q, grads, is_grads_batched=True)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(found, torch.stack([ffpa_attn.ffpa(grad, k, k) for grad in grads]))
 
     def test_a_negative_view_has_the_numbers_of_its_tensor(self, device):
         with torch.no_grad():

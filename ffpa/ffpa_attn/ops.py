@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import _C
+from torch import _C, autograd
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
@@ -518,7 +518,8 @@ for _name, _body in _BODIES.items():
 
 def at_once(name: str, q, *others):
     """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator. (It has more
-    to do for subclasses of tensors, for what traces, records, replaces or casts, and for lazy negatives.)
+    to do for subclasses of tensors, for what traces, records, replaces or casts, and for tensors that are lazy negatives or zeros,
+    batched, sparse or nested.)
     """
     if (
         torch.compiler.is_compiling()
@@ -526,7 +527,7 @@ def at_once(name: str, q, *others):
         or _C._len_torch_function_stack()
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state()
-        or _C._autograd._profiler_enabled()
+        or autograd.profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
         or not (q.is_cuda or q.is_cpu)
         or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
@@ -534,12 +535,22 @@ def at_once(name: str, q, *others):
     ):
         return _OPERATORS[name]
     for x in (q, *others):
-        if x is not None and (type(x) is not torch.Tensor or x.is_neg()):
+        if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
             return _OPERATORS[name]
     return _BODIES[name]
 
 
 _OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
+
+
+def _plain_keys() -> int:
+    plain = _C._dispatch_keys(torch.empty(0)).raw_repr()
+    for key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "AutocastCPU"):
+        plain |= _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
+    return plain
+
+
+_BEYOND_PLAIN = ~_plain_keys()
 
 
 # ---- fakes: shapes, types and the checks that need no memory ----
