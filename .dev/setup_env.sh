@@ -2,7 +2,7 @@
 #
 # Which environment: $FFPA_VENV, else the active one or the python3 on PATH where it already has PyTorch >= 2.10, else
 # .venv of this repository, made on the first run. Installs only what is missing, so a second run needs no network.
-# What compiles kernels calls setup_nvcc as well.
+# What compiles kernels calls setup_nvcc as well, the tests setup_hf.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -99,6 +99,14 @@ setup_nvcc() {
   PYTHONPATH=$root/ffpa${PYTHONPATH:+:$PYTHONPATH} "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())' && return
   # One release throughout: nvcc does not pin the parts it calls, and those of two releases do not fit.
   _install "nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-cuda-runtime==13.0.*"
+}
+
+# The libraries whose calls we take; where they cannot be had, their tests are skipped.
+setup_hf() {
+  local missing
+  missing=$(_missing "transformers>=5.4" diffusers) || return 1
+  # shellcheck disable=SC2086  # one word for each package
+  [ -z "$missing" ] || _install $missing
 }
 
 if ! command -v g++ >/dev/null; then

@@ -4,6 +4,7 @@
 set -eu -o pipefail
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || true
+setup_hf || true
 cd "$root"
 export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 [ $# -eq 0 ] || exec "$PY" -m pytest "$@"

@@ -30,9 +30,14 @@ PYTHON_LAYERS = (
     ("fused", "fused_fp8", "two_phase"),
     ("triton_fp8", "checks"),
     ("backward",),
-    ("choice", "reference"),
+    ("choice", "reference", "sharding"),
     ("ops",),
-    ("attention", "fp8"),
+    ("attention", "fp8", "sequence_shards"),
+    ("sdpa_override",),
+    ("flash_api",),
+    ("ring", "ulysses"),
+    ("distributed",),
+    ("integrations",),
     ("__init__", "doctor", "testing"),
 )
 FIBERS = "ptx/emulated/machine/context_switch.cpp"  # the emulator's one file in assembly

@@ -14,6 +14,8 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     "example", EXAMPLES, ids=[f"line{README[: README.index(e)].count(chr(10)) + 1}" for e in EXAMPLES]
 )
 def test_example(example):
+    for library in re.findall(r"from (transformers|diffusers) import", example):
+        pytest.importorskip(library)
     scope = {}
     exec(compile(example, "README.md", "exec"), scope)
     assert "out" in scope and scope["out"].isfinite().all()

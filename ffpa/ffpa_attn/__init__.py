@@ -1,5 +1,7 @@
 """Exact attention for large head dims, forward and backward."""
 
+import importlib
+
 from .attention import (
     FP16,
     FP32,
@@ -17,7 +19,19 @@ from .attention import (
     ffpa_varlen,
     merge,
 )
+from .flash_api import (
+    Backend,
+    CUDABackend,
+    CuTeDSLBackend,
+    SDPABackend,
+    TritonBackend,
+    ffpa_attn_func,
+    ffpa_attn_varlen_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
 from .fp8 import ffpa_fp8, quantize_fp8
+from .sdpa_override import disable_sdpa, enable_sdpa, sdpa
 from .spec import LevelType, MMAAccType
 from .version import __version__
 
@@ -28,18 +42,36 @@ __all__ = [
     "L2",
     "L3",
     "MIXED",
+    "Backend",
+    "CUDABackend",
+    "CuTeDSLBackend",
     "LevelType",
     "MMAAccType",
+    "SDPABackend",
+    "TritonBackend",
     "__version__",
+    "disable_sdpa",
+    "enable_sdpa",
     "explain",
     "faster_prefill_attn_func",
     "ffpa",
     "ffpa_acc_f16_L1",
     "ffpa_acc_f32_L1",
+    "ffpa_attn_func",
+    "ffpa_attn_varlen_func",
     "ffpa_fp8",
     "ffpa_mma_acc_f16_L1",
     "ffpa_mma_acc_f32_L1",
     "ffpa_varlen",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "merge",
     "quantize_fp8",
+    "sdpa",
 ]
+
+
+def __getattr__(name: str):
+    if name in ("distributed", "integrations"):  # each imports much that a call of ffpa does not need
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ import warnings
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import _C, autograd
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
@@ -60,6 +59,7 @@ for _schema in SCHEMAS:
     # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
     _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 _ops = torch.ops.ffpa_attn
+torch_sdpa = _C._nn.scaled_dot_product_attention  # that of torch.nn.functional may be ours (sdpa_override.py)
 
 
 # ---- from a call to a choice ----
@@ -310,7 +310,7 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
     if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
         return _reference_forward(form, q, k, v, out, lse, plan)
     with _PlainTorch(q.device):
-        form.heads_first(out).copy_(F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale))
+        form.heads_first(out).copy_(torch_sdpa(*heads_first, is_causal=causal, scale=scale))
 
 
 _NATIVE_FORWARD = {mma.MmaPlan: mma.forward, fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward}
@@ -536,6 +536,7 @@ def at_once(name: str, q, *others):
         return _OPERATORS[name]
     for x in (q, *others):
         if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
+            _place_dtensors((q, *others))
             return _OPERATORS[name]
     return _BODIES[name]
 
@@ -659,8 +660,18 @@ def _autograd(op, body):
 def _below_autograd(op, body, keyset, args, options):
     if keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
         return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
+    _place_dtensors(args)
     with _C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+
+
+def _place_dtensors(args) -> None:
+    """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
+        from . import sharding
+
+        sharding.register()
 
 
 _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()

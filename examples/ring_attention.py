@@ -1,0 +1,142 @@
+"""Attention over a sequence that lies on several ranks, checked against one process and timed.
+
+torchrun --nproc-per-node 8 examples/ring_attention.py --rows 131072 --d 512 --scaling   # GPUs, over NCCL
+python examples/ring_attention.py   # a rank for each GPU, or two on the CPU, over gloo, at toy size
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
+
+import torch
+import torch.distributed as dist
+from ffpa_attn import distributed, ffpa
+
+GPUS = torch.cuda.device_count()
+NAMES = ("out", "lse", "dq", "dk", "dv")
+WORST = 0.03  # of the largest element: a few roundings to 16 bits
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--attention", choices=("ring", "ulysses"), default="ring")
+    add("--layout", choices=("zigzag", "contiguous"), default="zigzag")
+    add("--all-keys", action="store_true", help="not causal")
+    add("--rows", type=int, default=32768 if GPUS else 512, help="of the whole sequence")
+    add("--heads", type=int, default=8 if GPUS else 4)
+    add("--heads-kv", type=int, help="as many as --heads unless set")
+    add("--d", type=int, default=512 if GPUS else 64)
+    add("--calls", type=int, default=5)
+    add("--no-check", action="store_true", help="not against one process, which needs memory for the whole sequence")
+    add("--scaling", action="store_true", help="print the speed beside W times that of one rank")
+    add("--ranks", type=int, default=GPUS or 2, help="to start without torchrun")
+    return parser.parse_args()
+
+
+def inputs(args, device) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out: the whole sequence, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads_kv = args.heads_kv or args.heads
+    shapes = [(1, heads, args.rows, args.d) for heads in (args.heads, heads_kv, heads_kv, args.heads)]
+    return [torch.randn(s, generator=generator, device=device, dtype=torch.bfloat16) for s in shapes]
+
+
+def forward_and_backward(attention, q, k, v, grad):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def seconds(call, device, calls: int) -> float:
+    """The median over calls, each as long as the slowest rank takes."""
+    taken = []
+    for _ in range(calls + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(torch.tensor(time.perf_counter() - started, device=device))
+        dist.all_reduce(taken[-1], dist.ReduceOp.MAX)
+    return median(x.item() for x in taken[1:])
+
+
+def largest(x: torch.Tensor) -> float:
+    """On any rank."""
+    x = x.abs().amax().float()
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def run(args, device, say) -> bool:
+    world = dist.get_world_size()
+    chosen = {"ring": distributed.ring_attention, "ulysses": distributed.ulysses_attention}[args.attention]
+    causal = not args.all_keys
+
+    def on_ranks(q, k, v):
+        return chosen(q, k, v, causal=causal, layout=args.layout, return_lse=True)
+
+    def on_one(q, k, v):
+        return ffpa(q, k, v, causal=causal, return_lse=True)
+
+    say(
+        f"{chosen.__name__} on {world} ranks, {args.layout}, {dist.get_backend()}: H={args.heads}/{args.heads_kv or args.heads}, "
+    )
+    say(f"N={args.rows}, D={args.d}, bf16, {'causal' if causal else 'all keys'}\n")
+    whole = inputs(args, device)
+    mine = [distributed.shard_sequence(x, layout=args.layout).clone() for x in whole]
+    right = True
+    if not args.no_check:
+        say("max error against one process:")
+        results = zip(NAMES, forward_and_backward(on_ranks, *mine), forward_and_backward(on_one, *whole), strict=True)
+        for name, got, want in results:
+            error = largest(got.float() - distributed.shard_sequence(want, layout=args.layout).float())
+            right &= error <= WORST * largest(want)
+            say(f" {name} {error:.2g}")
+        say("\n" if right else " WRONG\n")
+    if not args.scaling:
+        del whole
+    taken = seconds(lambda: forward_and_backward(on_ranks, *mine), device, args.calls)
+    pairs = args.rows * (args.rows + 1) / 2 if causal else args.rows**2
+    tflops = 3.5 * 4 * args.d * args.heads * pairs * 1e-12  # two products forward, five backward
+    say(f"forward and backward: {taken * 1e3:.3g} ms, {tflops / world / taken:.3g} TFLOPS a rank\n")
+    if args.scaling:
+        alone = seconds(lambda: forward_and_backward(on_one, *whole), device, args.calls)
+        say(f"one rank alone: {alone * 1e3:.3g} ms; {world} ranks are {alone / taken:.3g} times as fast, ")
+        say(f"{alone / taken / world:.0%} of what they could be\n")
+    return right
+
+
+def main(rank: int | None, args, meeting: str | None = None) -> None:
+    """rank and meeting: of a process started here; torchrun tells its own."""
+    place = {"init_method": f"file://{meeting}", "rank": rank, "world_size": args.ranks} if meeting else {}
+    if GPUS:
+        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=rank))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **place)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", **place)
+    first = dist.get_rank() == 0
+    right = run(args, device, lambda text: print(text, end="", flush=True) if first else None)
+    dist.destroy_process_group()
+    if not right:
+        sys.exit(f"an error is above {WORST} of the largest element")
+
+
+if __name__ == "__main__":
+    if dist.is_torchelastic_launched():
+        main(None, arguments())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            given = arguments()
+            torch.multiprocessing.spawn(main, (given, f"{folder}/meeting"), nprocs=given.ranks)

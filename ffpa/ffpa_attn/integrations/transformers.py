@@ -1,0 +1,229 @@
+"""`register()` makes `attn_implementation="ffpa"` known to transformers.
+
+The attention function reads a layer's tensors as they are: heads of K and V are not repeated, nothing is copied. What it cannot do
+goes to transformers' own functions, with one warning; under FFPA_STRICT=1 it raises.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import warnings
+import weakref
+
+import torch
+
+from .. import checks, env
+from ..attention import ffpa, ffpa_varlen
+from ..integrations.masks import RuleMask, make_mask, padding_keys, sees
+
+OLDEST = (5, 4)  # of transformers: from there on masks are made of lengths and offsets
+
+
+def register(name: str = "ffpa") -> None:
+    """From now on `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` runs on ffpa."""
+    if "flash" in name or "sdpa" in name:
+        raise ValueError(
+            f"`name` is {name!r}: transformers takes names with `flash` or `sdpa` in them for its own; use 'ffpa'"
+        )
+    _check_version()
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)  # without one, padding would be dropped
+
+
+def _check_version() -> None:
+    needed = ".".join(map(str, OLDEST))
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is None or tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+        way_out = f"pip install 'transformers>={needed}', or 'ffpa-attn[hf]'"
+        raise ImportError(f"transformers is {found or 'not installed'}; ffpa_attn needs {needed} or newer: {way_out}")
+
+
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux=None,
+    position_bias=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    max_length_q=None,
+    max_length_k=None,
+    **others,
+):
+    """transformers' attention function: query [B, Hq, N, D], key and value [B, Hkv, Nk, D]; ([B, N, Hq, Dv], None).
+
+    attention_mask is None (the layer's own rule: causal or not, and its window), a mask of tokens [B, Nk] beside that rule, or one
+    that says it all: [B, 1 or Hq, N, Nk], bool or additive, or a RuleMask. Packed sequences follow the layer's rule.
+    """
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
+    mask = _read(attention_mask, query, key, is_causal, sliding_window)
+    query, key, value = _one_dtype(query, key, value)
+
+    why, way_out = _unsupported(query, value, dropout, s_aux, others)
+    if why:
+        _say_once(module, why, way_out)
+        mask = _written(mask, query, key, is_causal, sliding_window, offsets)
+        rule = {
+            "dropout": dropout,
+            "scaling": scaling,
+            "softcap": softcap,
+            "s_aux": s_aux,
+            "position_bias": position_bias,
+        }
+        return _by_transformers(module, query, key, value, mask, rule, others)
+
+    if isinstance(mask, RuleMask):
+        is_causal, sliding_window = mask.is_causal, mask.window
+        if mask.offsets is not None and offsets is None:
+            offsets = (mask.offsets, mask.offsets)
+    if position_bias is not None:
+        mask = _with_bias(_written(mask, query, key, is_causal, sliding_window, offsets), position_bias)
+        offsets = None
+
+    rule = {"scale": None if scaling is None else float(scaling), "softcap": softcap or 0.0}
+    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    if offsets:
+        return _packed_attention(q, k, v, offsets, (max_length_q, max_length_k), is_causal, sliding_window, rule), None
+    if isinstance(mask, RuleMask):
+        mask = mask.keys[:, None, None]
+    elif mask is not None:  # it says it all
+        is_causal, sliding_window = False, None
+    rule |= {"causal": is_causal, "window": _window(sliding_window)}
+    return ffpa(q, k, v, mask=mask, layout="BNHD", **rule), None
+
+
+def _window(width: int | None) -> tuple[int, int]:
+    """transformers counts the row's own key, too."""
+    return (-1, -1) if width is None else (width - 1, width - 1)
+
+
+def _packed_attention(q, k, v, offsets, longest, is_causal, width, rule):
+    """[B, N, H, D] whose rows, those of one entry after those of another, are sequences."""
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    offsets = [x.to(device=q.device, dtype=torch.int32) for x in offsets]
+    # A length that is on the GPU is not worth waiting for: it only bounds what the offsets say.
+    longest = [n if isinstance(n, int) else x.shape[0] for n, x in zip(longest, rows, strict=False)]
+    out = ffpa_varlen(*rows, *offsets, *longest, causal=is_causal, window=_window(width), **rule)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its rows could not be read as they lie. (Traced tensors have no address to look at.)"""
+    if torch.compiler.is_compiling():
+        return x if x.stride(-1) == 1 else x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if checks.rows_problem(x) else x
+
+
+def _one_dtype(*tensors):
+    """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others."""
+    half = [x.dtype for x in tensors if x.dtype in checks.DTYPES]
+    return [x.to(half[0]) for x in tensors] if half else tensors
+
+
+# ---- masks ----
+
+
+def _read(mask, query, key, is_causal: bool, width: int | None):
+    if mask is None or mask.dim() == 4:
+        return mask
+    if mask.dim() != 2:
+        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}; it must be [B, Nk] or [B, 1 or Hq, N, Nk]")
+    shape, keys = (query.shape[0], 1, query.shape[2], key.shape[2]), padding_keys(mask, key.shape[2])
+    if torch.compiler.is_compiling():  # no graph can make one
+        return sees(*shape[2:], is_causal, width, query.device) & keys[:, None, None]
+    return RuleMask(shape, is_causal, width, keys=keys)
+
+
+def _written(mask, query, key, is_causal: bool, width: int | None, offsets) -> torch.Tensor | None:
+    """A mask that says it all, or None if every row sees every key."""
+    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+    if mask is None and offsets:
+        if shape[2] != shape[3]:
+            raise NotImplementedError(
+                "packed sequences with keys of their own, beside what ffpa does not support: pad them instead"
+            )
+        mask = RuleMask(shape, is_causal, width, offsets=offsets[0].to(query.device))
+    if isinstance(mask, RuleMask):
+        return mask.dense()
+    if mask is None and (is_causal or width is not None):
+        return sees(*shape[2:], is_causal, width, query.device).expand(shape)
+    return mask
+
+
+def _with_bias(mask, bias):
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
+# ---- what is left to transformers ----
+
+
+def _unsupported(query, value, dropout, s_aux, others) -> tuple[str | None, str]:
+    """Why ffpa cannot compute this, and what would change that."""
+    if dropout > 0:
+        return f"dropout of {dropout} in attention", "set attention_dropout=0.0 in the model's config"
+    if s_aux is not None:
+        return "attention sinks (s_aux)", "choose another attn_implementation for this model"
+    if others.get("cache") is not None:
+        return "a paged cache (continuous batching)", "generate with a dynamic or static cache"
+    if others.get("output_attentions"):
+        return "attention weights as a result (output_attentions)", "set output_attentions=False"
+    if query.device.type not in ("cuda", "cpu"):
+        return f"tensors on {query.device.type}", "move the model to a CUDA GPU"
+    casts = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
+    if query.dtype not in checks.DTYPES and not casts:
+        return f"tensors of {query.dtype}", "load the model with dtype=torch.bfloat16, or run it under autocast"
+    if query.shape[-1] % 8 or value.shape[-1] % 8:
+        return f"head dims {query.shape[-1]} and {value.shape[-1]}", "use head dims that are multiples of 8"
+    return None, ""
+
+
+_said: dict[tuple[int, str], weakref.ref] = {}  # by model and feature
+
+
+def _say_once(module, why: str, way_out: str) -> None:
+    layer = getattr(module, "layer_idx", None)
+    layer = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
+    message = f"ffpa_attn: {layer} has {why}, which ffpa does not support: {way_out}"
+    if env.run_flags()["FFPA_STRICT"]:
+        raise NotImplementedError(f"FFPA_STRICT=1: {message}")
+    model = getattr(module, "config", module)
+    said = _said.get((id(model), why))
+    if said is None or said() is not model:
+        _said[id(model), why] = weakref.ref(model)
+        warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
+
+
+def _by_transformers(module, query, key, value, mask, rule, others):
+    """By the model's own eager function where SDPA does not mean the same, else by SDPA."""
+    rule = {name: what for name, what in rule.items() if what is not None}
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    if not others.get("output_attentions") and rule.keys() <= {"dropout", "scaling", "position_bias"}:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward as function
+    elif eager is not None:
+        function = eager
+        rule.setdefault("scaling", query.shape[-1] ** -0.5)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    else:
+        raise NotImplementedError(
+            f"{type(module).__name__}: {', '.join(rule)} together are beyond ffpa and SDPA, and there is no eager function"
+        )
+    return function(module, query, key, value, mask, is_causal=False, **rule, **others)

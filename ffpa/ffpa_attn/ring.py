@@ -1,0 +1,156 @@
+"""Ring attention: each rank keeps its rows of q; K and V go from rank to rank, while those at hand are computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from . import sequence_shards
+
+
+def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
+    """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
+
+    q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
+    hold as many rows (no rank can check that of another). Returns this rank's part of the result, [B, Hq, N/W, Dv], and
+    with return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
+    deterministic.
+
+    layout      "zigzag": of 2W equal chunks rank r holds r and 2W - 1 - r, which makes causal work equal; "contiguous":
+                of W chunks rank r holds r, and the last one has the most to do.
+    causal, scale, softcap as in ffpa.
+
+    K and V are sent on before a step computes and awaited after it. The backward sends them round again, and behind them
+    their gradients, summed in float32, which end at home.
+    """
+    rank, world = sequence_shards.rank_and_world(group)
+    q, k, v = sequence_shards.inputs(q, k, v, layout)
+    rule = sequence_shards.options(causal, scale, softcap, return_lse)
+    out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
+    return (out, lse) if return_lse else out
+
+
+class _Part(NamedTuple):
+    """What of the rows at home sees what of the K and V at hand."""
+
+    first: int  # row
+    end: int  # of the keys
+    causal: bool
+
+    def rows(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[:, :, self.first :]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, : self.end]
+
+
+class _Ring(NamedTuple):
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+    layout: str
+    causal: bool
+    rule: dict  # the operators' other keyword arguments
+
+    def turns(self, k, v) -> Iterator[tuple[_Part | None, list[torch.Tensor]]]:
+        """First this rank's own K and V, then those of each other; while the caller computes, the next ones travel."""
+        at_hand = [k, v]
+        for step in range(self.world - 1):
+            arriving = self.pass_on(at_hand)
+            yield self._visible((self.rank - step) % self.world, k.shape[2]), at_hand
+            at_hand[:] = arriving.wait()
+        yield self._visible((self.rank + 1) % self.world, k.shape[2]), at_hand
+
+    def _visible(self, source: int, rows: int) -> _Part | None:
+        if source == self.rank or not self.causal:
+            return _Part(0, rows, self.causal)
+        earlier = source < self.rank
+        if self.layout == "contiguous":
+            return _Part(0, rows, False) if earlier else None
+        # Of an earlier rank's chunks the first lies before both of ours and the second after both; a later rank's lie
+        # between ours.
+        return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
+
+    def pass_on(self, tensors: Sequence[torch.Tensor]) -> _Arriving:
+        """Sends them to the next rank, and asks the one before for its own."""
+        sent = [x.contiguous() for x in tensors]
+        received = [torch.empty_like(x) for x in sent]
+        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in sent]
+        messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
+        return _Arriving(dist.batch_isend_irecv(messages), sent, received)
+
+
+class _Arriving(NamedTuple):
+    works: list[dist.Work]
+    sent: list[torch.Tensor]
+    received: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        self.sent.clear()  # they have left, and need no memory here
+        return self.received
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, ring: _Ring):
+        out = lse = None
+        for part, at_hand in ring.turns(k, v):
+            if part is None:
+                continue
+            piece = torch.ops.ffpa_attn.forward(part.rows(q), *map(part.keys, at_hand), causal=part.causal, **ring.rule)
+            if out is None:
+                out, lse = piece  # of all rows: each sees itself
+            else:
+                out = out.float()
+                _merge(part.rows(out), part.rows(lse), *piece)
+            del piece  # or it would take memory while the next one is computed
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        dq = grads = None  # the latter of the K and V at hand, summed by the ranks that had them
+        for part, at_hand in ring.turns(k, v):
+            arriving = ring.pass_on(grads) if grads else None  # one step behind K and V
+            pieces = []
+            if part:
+                *pieces, _ = torch.ops.ffpa_attn.backward(
+                    *map(part.rows, (grad_out, grad_lse, q)), *map(part.keys, at_hand), *map(part.rows, (out, lse)),
+                    causal=part.causal, **ring.rule, fp32_grads=ring.world > 1,
+                )  # fmt: skip
+            if arriving:
+                grads = arriving.wait()
+                if part:
+                    _add((part.rows(dq), *map(part.keys, grads)), pieces)
+            else:
+                dq, *grads = pieces
+            del pieces  # or they would take memory while the next ones are computed
+        if ring.world > 1:
+            grads = ring.pass_on(grads).wait()  # home
+        return dq.to(q.dtype), *(grad.to(q.dtype) for grad in grads), None
+
+
+def _merge(out, lse, more_out, more_lse) -> None:
+    """Adds attention over further keys to float32 `out` and `lse`, in place. Each row sees a key in both."""
+    share = torch.sigmoid(more_lse - lse)[..., None]
+    out.mul_(1 - share).addcmul_(more_out, share)
+    torch.logaddexp(lse, more_lse, out=lse)
+
+
+def _add(totals: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    for total, piece in zip(totals, pieces, strict=True):
+        total.add_(piece)

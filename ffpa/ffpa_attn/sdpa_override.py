@@ -1,0 +1,142 @@
+"""ffpa in the place of PyTorch's scaled_dot_product_attention: within a `with` (`sdpa`), or everywhere (`enable_sdpa`).
+
+A call is taken where ffpa means exactly what PyTorch means. Every other call, a bad one too, reaches PyTorch as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import _C, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from . import checks, ops
+from .attention import ffpa
+from .ops import torch_sdpa  # what torch.nn.functional holds, or held
+from .spec import ROW_ALIGNMENT
+
+
+class sdpa(TorchFunctionMode):
+    """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name.
+
+    Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken; PyTorch does
+    the others. It works eagerly and under torch.compile, around a compiled function and in one. Every function of
+    PyTorch takes a microsecond more in it, and those that are handed to it whole hide what they call:
+    nn.MultiheadAttention, and `backward` with what torch.utils.checkpoint recomputes. `enable_sdpa` has neither cost
+    nor gap.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return (scaled_dot_product_attention if function is torch_sdpa else function)(*args, **(kwargs or {}))
+
+
+def enable_sdpa() -> None:
+    """What `sdpa` does, in all threads until `disable_sdpa`: replaces the function in every module that holds it."""
+    _replace(torch_sdpa, scaled_dot_product_attention)
+
+
+def disable_sdpa() -> None:
+    """Undoes `enable_sdpa`, in modules that were imported since, too."""
+    _replace(scaled_dot_product_attention, torch_sdpa)
+
+
+def _replace(old, new) -> None:
+    for name, module in list(sys.modules.items()):
+        if name not in (__name__, ops.__name__, _C._nn.__name__):
+            variables = getattr(module, "__dict__", {})
+            for variable in [variable for variable, value in list(variables.items()) if value is old]:
+                variables[variable] = new
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    """PyTorch's function of this name, by ffpa where that is the same."""
+    if isinstance(attn_mask, _loaded("torch.nn.attention.bias", "CausalBias")):
+        # Its class asks whether it was called by what torch.nn.functional holds, which may be this function.
+        return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, align="top_left")
+    if out is None:
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out
+
+
+def attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, align):
+    """What ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if dropout_p != 0 or (is_causal and attn_mask is not None) or _transformed() or not all(map(_plain, given)):
+        return None
+    q, k, v, mask = _with_heads(*_cast(query, key, value), attn_mask)
+    if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa):
+        return None
+    rule = {"mask": mask, "causal": is_causal, "align": align, "scale": scale}
+    if q.stride(1) < q.stride(2):  # out lies in memory as q does: models make [B, N, H * D] of it without a copy
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = ffpa(q, k, v, layout="BNHD", **rule).transpose(1, 2)
+    else:
+        out = ffpa(q, k, v, **rule)
+    return out if query.dim() == 4 else out.squeeze(1)
+
+
+def _transformed() -> bool:
+    """Whether vmap, torch.func.grad or the like are at work: tensors then stand for something else."""
+    interpreter = _C._functorch.peek_interpreter_stack()
+    return isinstance(interpreter, _C._functorch.CInterpreter) or forward_ad._current_level >= 0
+
+
+def _plain(x) -> bool:
+    """Whether x is a dense tensor of numbers, whole or as DTensor's parts, and no other library's."""
+    known = (
+        type(x) in (torch.Tensor, nn.Parameter)
+        or isinstance(x, _loaded("torch.distributed.tensor", "DTensor"))
+        or (type(x) is FakeTensor and torch.compiler.is_compiling())
+    )
+    return known and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
+
+
+def _loaded(module: str, name: str):
+    """A class of PyTorch's, or () where nobody has taken the half second to import it: then nothing is of it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _cast(*tensors):
+    """Under autocast PyTorch's function has all but float64 cast."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _with_heads(q, k, v, mask):
+    """[B, N, D] becomes [B, 1, N, D]; what has other dims is left to the checks."""
+    if q.dim() != 3:
+        return q, k, v, mask
+    if mask is not None and mask.dim() > 2:
+        mask = mask.unsqueeze(1)
+    return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), mask
+
+
+def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa) -> bool:
+    """Whether ffpa takes the call, by its own checks, and nothing in it is what PyTorch's function refuses."""
+    try:
+        checks.flag("is_causal", is_causal)
+        checks.flag("enable_gqa", enable_gqa)
+        checks.scale(scale)
+        checks.dense(q, k, v, mask, "BHND")
+    except (TypeError, ValueError):
+        return False
+    if mask is not None and (mask.dim() < 2 or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
+        return False
+    return (enable_gqa or q.shape[1] == k.shape[1]) and _readable(q) and _readable(k) and _readable(v)
+
+
+def _readable(x) -> bool:
+    """Whether ffpa reads the rows of x as they lie."""
+    if not torch.compiler.is_compiling():
+        return checks.rows_problem(x) is None
+    step = ROW_ALIGNMENT // x.element_size()  # an address is not known yet: should it be odd, the call will say so
+    return x.stride(3) == 1 and not any(stride % step for stride in x.stride()[:3])

@@ -1,0 +1,434 @@
+"""Attention on several ranks is attention on one: ring and Ulysses, DTensors, FSDP2.
+
+Each test starts processes of this very file, which meet over gloo and run all cases of a family (starting takes longer).
+"""
+
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired, run
+from unittest import mock
+
+import compare
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from ffpa_attn import distributed, env, ffpa, ffpa_varlen, ring
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 100  # for the processes of one test
+
+
+def quiet_environment() -> dict:
+    """Without our flags; with what this process imports from."""
+    flags = {flag.name for flag in env.FLAGS if flag.scope == "run" and flag.name != "FFPA_CACHE_DIR"}
+    environment = env.child_environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
+    return {name: value for name, value in environment.items() if name not in flags}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("family", ["sequences", "dtensors"])
+def test_family(family, world, tmp_path):
+    command = [sys.executable, __file__, family, str(tmp_path / "meeting"), str(world)]
+    ranks = [
+        Popen([*command, str(rank)], env=quiet_environment(), stdout=PIPE, stderr=STDOUT, text=True)
+        for rank in range(world)
+    ]
+    said = []
+    for rank in ranks:
+        try:
+            said.append(rank.communicate(timeout=SECONDS)[0])
+        except TimeoutExpired:
+            rank.kill()
+            said.append(rank.communicate()[0] + "\n(too slow)")
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(f"-- rank {i}\n{text}" for i, text in enumerate(said))
+
+
+def test_example():
+    example = ROOT / "examples" / "ring_attention.py"
+    done = run([sys.executable, example], env=quiet_environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stdout and "TFLOPS" in done.stdout
+
+
+# ---- what the processes run: all functions whose names begin with their family's ----
+
+
+def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16):
+    """q, k, v, and gradients of out and LSE, of the whole sequence: the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads[0], d[0]), (heads[1], d[0]), (heads[1], d[1]), (heads[0], d[1])]
+    tensors = [torch.randn(batch, h, rows, columns, generator=generator).to(dtype) for h, columns in shapes]
+    return *tensors, torch.randn(batch, heads[0], rows, generator=generator)
+
+
+def with_gradients(attention, q, k, v, grad_out, grad_lse, **rule):
+    """out, LSE, dq, dk, dv."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, **rule)
+    return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [grad_out, grad_lse])
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def as_on_one(attention, layout, per_rank, rule, group=None, **shapes):
+    """The ranks' own parts, of all results, err no more than ffpa on the whole sequence does."""
+    whole = inputs(per_rank * dist.get_world_size(group), **shapes)
+    want = with_gradients(oracle.attention, *whole[:3], *(x.double() for x in whole[3:]), **rule)
+    base = with_gradients(lambda *x, **rule: ffpa(*x, **rule, return_lse=True), *whole, **rule)
+    mine = [distributed.shard_sequence(x, group, layout=layout) for x in whole]
+    mine[:4] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine[:4])  # as a projection leaves them
+    keywords = {"group": group, "layout": layout, "return_lse": True}
+    got = with_gradients(lambda *x, **rule: attention(*x, **rule, **keywords), *mine, **rule)
+    for name, x, exact, one in zip(NAMES, got, want, base, strict=True):
+        exact, one = (distributed.shard_sequence(y, group, layout=layout) for y in (exact, one))
+        assert x.dtype == one.dtype
+        if name == "lse":
+            torch.testing.assert_close(x, one, atol=1e-5, rtol=1e-5)
+        else:
+            compare.assert_close(name, x, exact, one)
+    again = with_gradients(lambda *x, **rule: attention(*x, **rule, **keywords), *mine, **rule)
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True)), "other bits"
+
+
+RULES = [
+    ("zigzag", 6, {"causal": True}, {}),
+    ("zigzag", 10, {"causal": False}, {"heads": (4, 1), "d": (72, 64), "dtype": torch.float16}),
+    ("zigzag", 2, {"causal": True, "scale": 0.3, "softcap": 2.0}, {"heads": (4, 4), "dtype": torch.float16}),
+    ("contiguous", 5, {"causal": True, "softcap": 3.0}, {"batch": 1}),
+    ("contiguous", 7, {"causal": False, "scale": 0.2}, {"heads": (12, 3)}),
+    ("contiguous", 1, {"causal": True}, {"d": (512, 512)}),
+]
+
+
+def sequences_need_no_dtensors():
+    """Which take seconds to import."""
+    with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *inputs(4))
+    assert "torch.distributed.tensor" not in sys.modules and "ffpa_attn.sharding" not in sys.modules
+
+
+def sequences_on_several_ranks():
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        for layout, per_rank, rule, shapes in RULES:
+            print(attention.__name__, layout, per_rank, rule, shapes)
+            as_on_one(attention, layout, per_rank, rule, **shapes)
+
+
+def sequences_in_groups():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size in (1, 2):
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        for attention in (distributed.ring_attention, distributed.ulysses_attention):
+            as_on_one(attention, "zigzag", 4, {"causal": True}, group=groups[rank // size])
+
+
+def sequences_are_cut_and_joined():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.arange(3 * 4 * world).view(3, 4 * world)
+    early, late = slice(2 * rank, 2 * rank + 2), slice(4 * world - 2 * rank - 2, 4 * world - 2 * rank)
+    zigzag = distributed.shard_sequence(x, dim=-1)
+    assert torch.equal(zigzag, torch.cat([x[:, early], x[:, late]], 1))
+    assert torch.equal(distributed.gather_sequence(zigzag, dim=-1), x)
+    contiguous = distributed.shard_sequence(x, dim=1, layout="contiguous")
+    assert torch.equal(contiguous, x[:, 4 * rank : 4 * rank + 4])
+    assert torch.equal(distributed.gather_sequence(contiguous, dim=1, layout="contiguous"), x)
+
+
+@contextmanager
+def seen_calls():
+    """What happens, in turn: messages posted, computed on, awaited."""
+    seen = []
+
+    def spy(what, call):
+        return lambda *args, **kwargs: (seen.append((what, args, kwargs)), call(*args, **kwargs))[1]
+
+    operators = torch.ops.ffpa_attn
+    with (
+        mock.patch.object(operators, "forward", spy("forward", operators.forward)),
+        mock.patch.object(operators, "backward", spy("backward", operators.backward)),
+        mock.patch.object(dist, "batch_isend_irecv", spy("post", dist.batch_isend_irecv)),
+        mock.patch.object(ring._Arriving, "wait", spy("wait", ring._Arriving.wait)),
+    ):
+        yield seen
+
+
+def sequences_travel_while_ranks_compute():
+    steps = dist.get_world_size() - 1
+    whole = inputs(4 * dist.get_world_size())
+    mine = [distributed.shard_sequence(x) for x in whole]
+    with seen_calls() as seen:
+        with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
+    happened = [what for what, _, _ in seen]
+    first = happened.index("backward") - 1  # its first message
+    assert happened[:first] == ["post", "forward", "wait"] * steps + ["forward"]
+    own = ["post", "backward", "wait"]
+    others = ["post", "post", "backward", "wait", "wait"] * (steps - 1) + ["post", "backward", "wait"]
+    assert happened[first:] == own + others + ["post", "wait"]  # the gradients' last step, home
+
+
+def sequences_are_the_same_work_for_all():
+    """No rank computes a pair that causal attention does not have, and all compute as many."""
+    world = dist.get_world_size()
+    mine = [distributed.shard_sequence(x) for x in inputs(6 * world)]
+    with seen_calls() as seen:
+        with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
+    pairs = {"forward": 0, "backward": 0}
+    for what, args, kwargs in seen:
+        if what in pairs:
+            q, k = args[:2] if what == "forward" else args[2:4]
+            pairs[what] += oracle.visible_pairs(q.shape[2], k.shape[2], causal=kwargs["causal"])
+    of_all = [None] * world
+    dist.all_gather_object(of_all, pairs)
+    assert all(x == of_all[0] for x in of_all), of_all
+    rows = 6 * world
+    assert all(x * world == rows * (rows + 1) // 2 for x in pairs.values()), pairs
+
+
+def sequences_of_no_rows():
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        q, k, v, *grads = inputs(0)
+        results = with_gradients(lambda *x, a=attention: a(*x, return_lse=True), q, k, v, *grads)
+        assert all(x.shape[2] == 0 for x in results)
+
+
+def sequences_under_autocast():
+    q, k, v, *_ = (x.float() for x in inputs(4))
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        q.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attention(q.requires_grad_(), k, v)
+        out.float().square().sum().backward()
+        assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.any()
+
+
+def sequences_with_gradients_of_one_result():
+    """Whatever a rank's loss uses, it takes part in what is sent."""
+    mine = [
+        distributed.shard_sequence(x).requires_grad_(i < 3) for i, x in enumerate(inputs(4 * dist.get_world_size()))
+    ]
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        out, lse = attention(*mine[:3], layout="zigzag", return_lse=True)
+        used = out.float() if dist.get_rank() else lse
+        grads = torch.autograd.grad(used.sum(), mine[:3])
+        assert all(x.isfinite().all() and x.any() for x in grads[:2])
+
+
+def sequences_that_do_not_fit():
+    world = dist.get_world_size()
+    q, k, v, *_ = inputs(5)
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        for error, message, args, keywords in (
+            (ValueError, "`q` has 5 rows.*two chunks", (q, k, v), {"layout": "zigzag"}),
+            (ValueError, "`layout` is 'striped'; allowed", (q, k, v), {"layout": "striped"}),
+            (ValueError, "`k` has 4 rows but `q` has 5", (q, k[:, :, 1:], v[:, :, 1:]), {}),
+            (TypeError, "`q` has dtype torch.float32; allowed", (q.float(), k, v), {}),
+            (TypeError, "`causal` is 'top_left'", (q, k, v), {"causal": "top_left"}),
+            (TypeError, "`group` is a list; pass", (q, k, v), {"group": [0, 1]}),
+        ):
+            with pytest.raises(error, match=message):
+                attention(*args, **{"layout": "contiguous", **keywords})
+    with pytest.raises(ValueError, match=f"`q` has 3 heads.*a multiple of {world}"):
+        distributed.ulysses_attention(q[:, :3], k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match="`x` has 5 rows in dim 2.*pad the sequence to 8"):
+        distributed.shard_sequence(q)
+    with pytest.raises(ValueError, match="`dim` is 4; `x` has 4 dims"):
+        distributed.gather_sequence(q, dim=4)
+    outside = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(ValueError, match="`group` does not hold this rank"):
+            distributed.ring_attention(q, k, v, outside)
+
+
+def test_without_a_process_group():
+    q, k, v, *_ = inputs(4)
+    with pytest.raises(ValueError, match="`group` needs torch.distributed.*init_process_group"):
+        distributed.ring_attention(q, k, v)
+
+
+# ---- DTensors ----
+
+
+def silently(call):
+    """Runs it, and sees that nothing is sent."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as sent:
+        result = call()
+    assert not sent.get_total_counts(), sent.get_comm_counts()
+    return result
+
+
+def placed(tensors, mesh, placements):
+    from torch.distributed.tensor import distribute_tensor
+
+    return [distribute_tensor(x, mesh, placements) for x in tensors]
+
+
+def full(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def meshes():
+    """A mesh of this world, and the placements that cut batch and heads alone; `heads` is the dim of the heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    if dist.get_world_size() == 2:
+        mesh = init_device_mesh("cpu", (2,))
+        return mesh, lambda heads: [[Shard(0)], [Shard(heads)], [Replicate()]]
+    mesh = init_device_mesh("cpu", (2, 2))
+    return mesh, lambda heads: [[Shard(0), Shard(heads)], [Shard(heads), Replicate()], [Replicate(), Shard(0)]]
+
+
+def dtensors_by_batch_and_heads():
+    mesh, ways = meshes()
+    whole = inputs(6)
+    for layout, heads in (("BHND", 1), ("BNHD", 2), ("BHND", 1)):
+        turned = [x if layout == "BHND" else x.transpose(1, 2).contiguous() for x in whole[:4]]
+        want = with_gradients(ffpa, *turned, whole[4], causal=True, layout=layout, return_lse=True)
+        for way in ways(heads):
+            *qkv, grad_out = placed(turned, mesh, way)
+            (grad_lse,) = placed(whole[4:], mesh, [type(p)(1) if p.is_shard(heads) else p for p in way])
+            rule = {"causal": True, "layout": layout, "return_lse": True}
+            got = silently(lambda args=(*qkv, grad_out, grad_lse), rule=rule: with_gradients(ffpa, *args, **rule))
+            for name, x, y in zip(NAMES, got, want, strict=True):
+                assert x.placements == (grad_lse if name == "lse" else grad_out).placements, (layout, way, name)
+                torch.testing.assert_close(full(x), y, msg=f"{layout} {way} {name}")
+            with torch.no_grad():
+                assert torch.equal(full(ffpa(*qkv, causal=True, layout=layout)), full(got[0]))
+
+
+def dtensors_with_masks():
+    from torch.distributed.tensor import Replicate
+
+    mesh, ways = meshes()
+    q, k, v, grad, _ = inputs(6)
+    for shape in ((6, 6), (4, 1, 6), (2, 1, 6, 6), (1, 4, 6, 1), (2, 4, 6, 6)):
+        mask = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        whole = [x.clone().requires_grad_() for x in (q, k, v, mask)]
+        want = ffpa(*whole[:3], mask=whole[3])
+        want_grads = torch.autograd.grad(want, whole, grad)
+        for way in ways(1):
+            parts = [x.requires_grad_() for x in placed((q, k, v), mesh, way)]
+            dims = [len(shape) - 4 + (0 if p.is_shard(0) else 1) for p in way]
+            cut = [p.is_shard() and dim >= 0 and shape[dim] > 1 for p, dim in zip(way, dims, strict=True)]
+            places = [type(p)(d) if c else Replicate() for p, d, c in zip(way, dims, cut, strict=True)]
+            (part,) = placed([mask], mesh, places)
+            (g,) = placed([grad], mesh, way)
+            part.requires_grad_()
+            out, grads = silently(
+                lambda p=parts, m=part, g=g: (o := ffpa(*p, mask=m), torch.autograd.grad(o, [*p, m], g))
+            )
+            torch.testing.assert_close(full(out), want)
+            sums = [p.is_shard() and not c for p, c in zip(way, cut, strict=True)]
+            assert [p.is_partial() for p in grads[3].placements] == sums, (shape, way)
+            for x, y in zip(grads, want_grads, strict=True):
+                torch.testing.assert_close(full(x), y, atol=4e-2, rtol=2e-2)
+
+
+def dtensors_of_packed_sequences():
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, _ = meshes()
+    q, k, v, grad, _ = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in inputs(6)[:4] + inputs(6)[3:4])
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = ffpa_varlen(*whole, offsets, offsets, 7, 7, causal=True)
+    by_heads = [Shard(1), Replicate()][: mesh.ndim]
+    parts = [x.requires_grad_() for x in placed((q, k, v), mesh, by_heads)]
+    (everywhere,) = placed([offsets], mesh, [Replicate()] * mesh.ndim)
+    (g,) = placed([grad], mesh, by_heads)
+
+    def call():
+        out = ffpa_varlen(*parts, everywhere, everywhere, 7, 7, causal=True)
+        return out, *torch.autograd.grad(out, parts, g)
+
+    for x, y in zip(silently(call), (want, *torch.autograd.grad(want, whole, grad)), strict=True):
+        assert x.placements == tuple(by_heads)
+        torch.testing.assert_close(full(x), y)
+
+
+def dtensors_to_an_output():
+    from torch.distributed.tensor import Shard
+
+    mesh, ways = meshes()
+    q, k, v, out, _ = inputs(6)
+    want = ffpa(q, k, v)
+    for way in ways(1):
+        *parts, result = placed((q, k, v, out), mesh, way)
+        silently(lambda parts=parts, result=result: ffpa(*parts, out=result))
+        assert torch.equal(full(result), want)
+    (by_rows,) = placed([out], mesh, [Shard(2)] * mesh.ndim)
+    with pytest.raises(RuntimeError, match="`out` is a DTensor placed.*leave `out` away"):
+        ffpa(*parts, out=by_rows)
+
+
+def dtensors_that_must_move():
+    """Heads that do not divide, and rows that are sharded: right all the same."""
+    from torch.distributed.tensor import Shard
+
+    mesh, _ = meshes()
+    for heads, dim in (((6, 3), 1), ((4, 2), 2), ((4, 2), 3)):
+        q, k, v, *_ = inputs(8, heads=heads)
+        parts = placed((q, k, v), mesh, [Shard(dim)] * mesh.ndim)
+        assert torch.equal(full(ffpa(*parts, causal=True)), ffpa(q, k, v, causal=True)), (heads, dim)
+        with pytest.raises(AssertionError):
+            silently(lambda parts=parts: ffpa(*parts, causal=True))
+
+
+# ---- FSDP2 ----
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 3 * 64)
+        self.last = torch.nn.Linear(64, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).bfloat16().unflatten(-1, (3, 2, 32)).unbind(2)
+        return self.last(ffpa(q, k, v, causal=True, layout="BNHD").flatten(2).float())
+
+
+def one_step(model, x) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def dtensors_of_fsdp_train_as_one_process_does():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole, sharded = Block(), Block()
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    x = torch.randn(dist.get_world_size(), 10, 32)
+    before = [p.detach().clone() for p in whole.parameters()]
+    one_step(whole, x)
+    one_step(sharded, x[dist.get_rank() :][:1])
+    for old, p, part in zip(before, whole.parameters(), sharded.parameters(), strict=True):
+        assert type(part.data).__name__ == "DTensor"
+        torch.testing.assert_close(part.full_tensor() - old, p - old, atol=1e-5, rtol=1e-2)
+
+
+def main(family: str, meeting: str, world: str, rank: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="ffpa_attn: ")
+    place = {"init_method": f"file://{meeting}", "world_size": int(world), "rank": int(rank)}
+    dist.init_process_group("gloo", **place, timeout=timedelta(seconds=SECONDS / 3))
+    for name, case in list(globals().items()):
+        if name.startswith(f"{family}_"):
+            print(name)
+            case()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,456 @@
+"""`attn_implementation="ffpa"` on tiny models with random weights, beside transformers' own attention in float32."""
+
+import copy
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from ffpa_attn.integrations import masks  # noqa: E402
+from ffpa_attn.integrations import transformers as ours  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+
+ours.register()
+N, PAD, VOCAB = 20, 5, 97
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+LOCAL = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, head_dim=64),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **LOCAL, head_dim=64, attn_logit_softcapping=5.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **LOCAL, head_dim=320),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **SIZES, **LOCAL, head_dim=64, global_head_dim=512, num_kv_shared_layers=2, hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB,
+    ),
+}  # fmt: skip
+MODELS = sorted(CONFIGS)
+PADDINGS = {
+    "none": None,
+    "ones": [[1] * N, [1] * N],
+    "left": [[0] * PAD + [1] * (N - PAD), [1] * N],
+    "right": [[1] * (N - PAD) + [0] * PAD, [1] * N],
+    "both": [[0] * 3 + [1] * (N - PAD) + [0] * (PAD - 3), [0] * N],
+    "holes": [[1] * PAD + [0] * 2 + [1] * (N - PAD - 2), [1] * N],
+}
+
+
+def build(config, device, attention="ffpa", dtype=torch.bfloat16, like=None):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=attention, dtype=dtype
+    )
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+    for name, weight in model.named_parameters():
+        if "q_norm" in name:  # Gemma 4 scales scores by 1: with random weights all attention would be to one key
+            weight.data.fill_(0.1)
+    return model.to(device).eval()
+
+
+def trio(name, device):
+    """On ffpa, by transformers in the same type, and by transformers in float32: the same weights."""
+    found = build(CONFIGS[name](), device)
+    return (
+        found,
+        build(CONFIGS[name](), device, "eager", like=found),
+        build(CONFIGS[name](), device, "eager", torch.float32, found),
+    )
+
+
+@pytest.fixture
+def ids(device):
+    return torch.randint(3, VOCAB, (2, N), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def padding(kind, device):
+    return None if PADDINGS[kind] is None else torch.tensor(PADDINGS[kind], device=device)
+
+
+def assert_as_close(found, same, exact):
+    """No further from the exact numbers than transformers' eager attention in the same type, give or take."""
+    error, allowed = (x.float() - exact for x in (found, same))
+    assert error.norm() <= 1.5 * allowed.norm() + 1e-3 * exact.norm(), (error.norm(), allowed.norm(), exact.norm())
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    """Where a test does not expect a warning of ours, there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ffpa_attn")
+        yield
+
+
+@contextmanager
+def unwritten():
+    """No mask of N² numbers is made."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("a mask was written down")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks.RuleMask, "dense", never)
+        patch.setattr(masking_utils, "sdpa_mask", never)
+        yield
+
+
+@pytest.mark.parametrize("kind", PADDINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name, kind, ids, device):
+    mask = padding(kind, device)
+    rows = slice(None) if mask is None else mask.bool()
+    model, same, exact = trio(name, device)
+    with torch.no_grad():
+        with unwritten():
+            found = model(ids, attention_mask=mask, use_cache=False).logits[rows]
+        assert_as_close(
+            found, same(ids, attention_mask=mask).logits[rows], exact(ids, attention_mask=mask).logits[rows]
+        )
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients(name, kind, ids, device):
+    mask = padding(kind, device)
+    labels = ids if mask is None else torch.where(mask.cumsum(1) > 1, ids, -100)
+
+    def gradients(model):
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        return torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+
+    models = trio(name, device)
+    found = gradients(models[0])
+    assert_as_close(found, *map(gradients, models[1:]))
+    models[0].train().gradient_checkpointing_enable()
+    assert torch.equal(gradients(models[0]), found)
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences_are_computed_apart(name, how, ids, device):
+    model, lengths = build(CONFIGS[name](), device), (7, 1, 12)
+    packed = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device)}
+    rows = ids[:1]
+    if how == "cu_seq_lens":
+        offsets = torch.tensor([0, 7, 8, 20], dtype=torch.int32, device=device)
+        packed |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
+    else:  # two entries, each of several sequences
+        rows = ids
+        packed["position_ids"] = packed["position_ids"].expand(2, -1)
+    with torch.no_grad():
+        with unwritten():
+            found = model(rows, use_cache=False, **packed).logits
+        apart = [model(part, use_cache=False).logits for part in rows.split(lengths, dim=1)]
+    torch.testing.assert_close(found, torch.cat(apart, dim=1), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name, kind, cache, ids, device):
+    """With a cache each step's logits are those of the whole text without one."""
+    model, mask = build(CONFIGS[name](), device), padding(kind, device)
+    if mask is None:
+        mask = torch.ones_like(ids)
+    how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    done = model.generate(ids, attention_mask=mask, cache_implementation=cache, disable_compile=True, **how)
+    text, steps = done.sequences, torch.stack(done.logits, dim=1)
+    mask = torch.cat([mask, torch.ones_like(text[:, N:])], dim=1)
+    with torch.no_grad():
+        whole = model(text, attention_mask=mask, use_cache=False).logits[:, N - 1 : -1]
+    torch.testing.assert_close(steps.float(), whole.float(), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_compile(name, kind, ids, device):
+    torch.compiler.reset()
+    model, mask = build(CONFIGS[name](), device).model, padding(kind, device)
+    rows = slice(None) if mask is None else mask.bool()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        found, want = (f(ids, attention_mask=mask, use_cache=False).last_hidden_state[rows] for f in (compiled, model))
+    torch.testing.assert_close(found, want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["padding", "packed"])
+def test_a_compiled_layer_takes_masks_as_they_are(kind, device):
+    torch.compiler.reset()
+    shape, tokens = (2, 1, 12, 12), torch.tensor(PADDINGS["left"], device=device)[:, :12].bool()
+    offsets = torch.tensor([0, 5, 12, 20, 24], dtype=torch.int32, device=device)
+    mask = masks.RuleMask(shape, True, 4, **({"keys": tokens} if kind == "padding" else {"offsets": offsets}))
+    layer = Layer()
+    compiled = torch.compile(lambda *args: ours.attention(layer, *args)[0], backend="aot_eager", fullgraph=True)
+    with unwritten():
+        found = compiled(*inputs(device), mask)
+    torch.testing.assert_close(found, ours.attention(layer, *inputs(device), mask)[0])
+
+
+def test_autocast(ids, device):
+    model = build(CONFIGS["llama"](), device, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        found = model(ids).logits
+    exact = build(CONFIGS["llama"](), device, "eager", torch.float32, model)
+    torch.testing.assert_close(found.float(), exact(ids).logits, atol=0.03, rtol=0.03)
+
+
+# ---- the attention function, beside SDPA with a written mask ----
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, is_causal=True):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal, self.num_key_value_groups = (
+            transformers.LlamaConfig(),
+            3,
+            is_causal,
+            2,
+        )
+
+
+def inputs(device, n_q=12, n_k=12, d=64, d_v=64, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(2)
+    shapes = (2, 4, n_q, d), (2, 2, n_k, d), (2, 2, n_k, d_v)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def expected(q, k, v, mask, **rule):
+    q, k, v = (x.float() for x in (q, k, v))
+    return sdpa_attention_forward(Layer(), q, k, v, mask, is_causal=False, **rule)[0]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("n_q", [12, 5, 1])
+def test_the_layers_rule(n_q, is_causal, window, device):
+    q, k, v = inputs(device, n_q)
+    found, weights = ours.attention(Layer(is_causal), q, k, v, scaling=0.3, sliding_window=window)
+    mask = masks.sees(n_q, 12, is_causal, window, device).expand(2, 4, n_q, 12)
+    torch.testing.assert_close(found.float(), expected(q, k, v, mask, scaling=0.3), atol=0.02, rtol=0.02)
+    assert weights is None and found.is_contiguous() and found.shape == (2, n_q, 4, 64)
+
+
+@pytest.mark.parametrize("d, d_v", [(64, 64), (192, 128)])
+@pytest.mark.parametrize(
+    "kind", ["bool", "additive", "heads", "tokens", "tokens, no causality", "bias", "bias and tokens", "bias and mask"]
+)
+def test_masks(kind, d, d_v, device):
+    q, k, v = inputs(device, d=d, d_v=d_v)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.rand(2, 1, 12, 12, generator=generator).to(device) < 0.4
+    hidden[..., 0] = False
+    tokens = torch.ones(2, 12, dtype=torch.long, device=device)
+    tokens[1, 7:] = 0
+    bias = torch.randn(1, 4, 12, 12, generator=generator).to(device)
+    causal = masks.sees(12, 12, True, None, device)
+    of_tokens = causal & tokens.bool()[:, None, None]
+    lowest = torch.finfo(torch.bfloat16).min
+    given, bias_given, is_causal, want = {
+        "bool": (~hidden, None, None, ~hidden),
+        "additive": (torch.where(hidden, lowest, 0.0).bfloat16(), None, None, ~hidden),
+        "heads": (bias, None, None, bias),
+        "tokens": (tokens, None, None, of_tokens),
+        "tokens, no causality": (tokens, None, False, tokens.bool()[:, None, None]),
+        "bias": (None, bias, None, torch.where(causal, bias, -torch.inf)),
+        "bias and tokens": (tokens, bias, None, torch.where(of_tokens, bias, -torch.inf)),
+        "bias and mask": (~hidden, bias, None, torch.where(hidden, -torch.inf, bias)),
+    }[kind]
+    found, _ = ours.attention(Layer(), q, k, v, given, position_bias=bias_given, is_causal=is_causal)
+    torch.testing.assert_close(found.float(), expected(q, k, v, want), atol=0.02, rtol=0.02)
+
+
+def test_softcap(device):
+    q, k, v = inputs(device)
+    hidden = torch.where(masks.sees(12, 12, True, None, device), 0.0, -torch.inf)
+    found, _ = ours.attention(Layer(), q, k, v, scaling=2.0, softcap=3.0)
+    eager = transformers.models.gemma2.modeling_gemma2.eager_attention_forward
+    want, _ = eager(Layer().eval(), *(x.float() for x in (q, k, v)), hidden, scaling=2.0, softcap=3.0)
+    torch.testing.assert_close(found.float(), want, atol=0.02, rtol=0.02)
+
+
+def of_sequences(mask_function, position, sequence):
+    """As transformers composes it, and did before 5.18."""
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(mask_function, position, sequence)
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(sequence))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["keys", "offsets"])
+def test_a_rule_mask_is_the_mask_that_it_stands_for(kind, window, device):
+    mask_function = masking_utils.causal_mask_function
+    if window:
+        mask_function = masking_utils.sliding_window_causal_mask_function(window)
+    config = transformers.Gemma3TextConfig(sliding_window=window or 512)
+    asked = {"batch_size": 2, "q_length": 12, "kv_length": 12, "config": config, "device": device, "local_size": window}
+    if kind == "keys":
+        tokens = torch.ones(2, 12, dtype=torch.bool, device=device)
+        tokens[1, :5] = False
+        asked |= {"attention_mask": tokens, "mask_function": mask_function}
+    else:
+        position = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12).to(device)
+        sequence = masking_utils.find_packed_sequence_indices(position)
+        asked |= {"mask_function": of_sequences(mask_function, position, sequence), "allow_is_causal_skip": False}
+    found = masks.make_mask(**asked)
+    asked.pop("config")
+    want = masking_utils.sdpa_mask(**{**asked, "allow_is_causal_skip": False})
+    assert type(found) is masks.RuleMask and torch.equal(found.dense(), want) and found.offsets is not None
+    assert type(found[:, :, -4:, :]) is (masks.RuleMask if kind == "keys" else torch.Tensor)
+    for part in (slice(None), slice(-4, None), slice(2, 9), slice(0, 12, 2), slice(12, None)):
+        assert torch.equal(found[:, :, part] | False, want[:, :, part])
+    assert torch.equal(found[1:, ..., 3:] | False, want[1:, ..., 3:])
+    assert torch.equal(~found, ~want) and found.shape == want.shape and found.dtype == want.dtype
+
+
+def test_what_no_rule_says_is_written_as_for_sdpa(device):
+    causal = masking_utils.causal_mask_function
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int, device=device))
+    ahead = masking_utils.or_masks(causal, lambda b, h, q, k: k < 3)
+    apart = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, device=device))
+    own = {"allow_is_causal_skip": False}
+    asked = {"batch_size": 2, "q_length": 6, "kv_length": 6, "device": device}
+    for changes in (
+        {"mask_function": chunks, "local_size": 4, "config": transformers.Gemma3TextConfig(sliding_window=6)},
+        {"mask_function": ahead} | own,
+        {"mask_function": masking_utils.and_masks(apart)} | own,
+        {"mask_function": masking_utils.and_masks(apart, causal, lambda b, h, q, k: k != 1)} | own,
+        {"kv_length": 9},  # a static cache of 6 tokens: the last key is not the last row's
+        {"mask_function": masking_utils.bidirectional_mask_function} | own,
+    ):
+        given = {**asked, **changes}
+        found = masks.make_mask(**given)
+        given.pop("config", None)
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False}))
+
+
+@pytest.mark.parametrize("kind", ["strided", "types"])
+def test_tensors_as_layers_leave_them(kind, device):
+    q, k, v = inputs(device)
+    if kind == "types":  # norms kept in float32
+        q, k = q.float(), k.float()
+    else:  # rows that begin anywhere
+        q, k, v = (torch.nn.functional.pad(x, (3, 2))[..., 3:-2] for x in (q, k, v))
+    found, _ = ours.attention(Layer(False), q, k, v)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected(q, k, v, None), atol=0.02, rtol=0.02)
+
+
+# ---- what ffpa cannot do ----
+
+
+def has_20(config):
+    config.head_dim = 20
+
+
+def drops(config):
+    config.attention_dropout = 0.5
+
+
+UNSUPPORTED = {
+    "dropout": (drops, "bfloat16", r"dropout of 0\.5.*attention_dropout=0\.0"),
+    "type": (lambda config: None, "float32", r"float32.*dtype=torch\.bfloat16"),
+    "head dim": (has_20, "bfloat16", r"head dims 20 and 20.*multiples of 8"),
+}
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_a_feature_that_is_missing_is_named_once_and_computed(feature, kind, ids, device, monkeypatch):
+    change, dtype, message = UNSUPPORTED[feature]
+    config, mask = CONFIGS["llama"](), padding(kind, device)
+    change(config)
+    rows = slice(None) if mask is None else mask.bool()
+    model = build(config, device, dtype=getattr(torch, dtype)).train()
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        torch.manual_seed(5)
+        found = [model(ids, attention_mask=mask).logits[rows] for _ in range(2)][1]
+    said = [str(x.message) for x in said if "ffpa_attn" in str(x.message)]
+    assert len(said) == 1 and "LlamaAttention of layer 0" in said[0]
+    assert re.search(message, said[0])
+    if feature != "dropout":
+        want = build(config, device, "sdpa", getattr(torch, dtype), model)(ids, attention_mask=mask).logits[rows]
+        torch.testing.assert_close(found, want, atol=0.01, rtol=0.01)
+    monkeypatch.setenv("FFPA_STRICT", "1")
+    with pytest.raises(NotImplementedError, match="FFPA_STRICT=1.*layer 0.*" + message):
+        model(ids, attention_mask=mask)
+
+
+@pytest.mark.filterwarnings("default:ffpa_attn")
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_sinks_are_computed_by_the_models_own_eager_function(kind, ids, device):
+    config, mask = (
+        transformers.GptOssConfig(**SIZES, **LOCAL, head_dim=64, num_local_experts=2, num_experts_per_tok=1),
+        padding(kind, device),
+    )
+    rows = slice(None) if mask is None else mask.bool()
+    model = build(config, device)
+    with pytest.warns(UserWarning, match="GptOssAttention of layer 0 has attention sinks"), torch.no_grad():
+        found = model(ids, attention_mask=mask).logits[rows]
+        want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits[rows]
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("default:ffpa_attn")
+def test_packed_sequences_with_a_missing_feature(device):
+    q, k, v = (x[:1] for x in inputs(device, dtype=torch.float32))
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    with pytest.warns(UserWarning, match="float32"):
+        found, _ = ours.attention(Layer(), q, k, v, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+    parts = [slice(0, 5), slice(5, 12)]
+    want = [
+        expected(q[:, :, p], k[:, :, p], v[:, :, p], masks.sees(*[p.stop - p.start] * 2, True, None, device))
+        for p in parts
+    ]
+    torch.testing.assert_close(found, torch.cat(want, dim=1))
+
+
+def test_attention_weights_come_from_the_eager_function(ids, device):
+    model = build(CONFIGS["llama"](), device)
+    with pytest.warns(UserWarning, match="output_attentions"), torch.no_grad():
+        _, weights = ours.attention(model.model.layers[0].self_attn, *inputs(device), output_attentions=True)
+    assert weights.shape == (2, 4, 12, 12) and not weights.triu(1).any()
+
+
+@pytest.mark.parametrize("found, says", [("4.40.1", "is 4.40.1"), ("5.3.9", "is 5.3.9"), (None, "not installed")])
+def test_too_old_a_transformers_is_told_what_is_needed(found, says, monkeypatch):
+    def version(name):
+        if found is None:
+            raise ours.importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(ours.importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=rf"{says}.*5\.4 or newer.*pip install"):
+        ours.register()
+
+
+def test_names_that_transformers_takes_for_its_own():
+    with pytest.raises(ValueError, match="flash"):
+        ours.register("my_flash")
+
+
+def test_importing_ffpa_attn_imports_none_of_them():
+    code = "import sys, ffpa_attn; print([x for x in ('transformers', 'diffusers', 'accelerate') if x in sys.modules])"
+    path = str(Path(__file__).parents[1] / "ffpa")
+    done = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_recipe_of_a_training_step_runs():
+    script = Path(__file__).parents[1] / "examples" / "gemma_step.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    losses = [line.split("losses ")[1].split() for line in done.stdout.splitlines() if "losses" in line]
+    assert len(losses) == 2 and len(losses[0]) == 4, done.stdout + done.stderr
+    torch.testing.assert_close(*(torch.tensor([float(x) for x in of]) for of in losses), atol=0.05, rtol=0)
