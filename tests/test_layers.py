@@ -32,7 +32,7 @@ PYTHON_LAYERS = (
     ("backward",),
     ("choice", "reference", "sharding"),
     ("ops",),
-    ("attention", "fp8", "sequence_shards"),
+    ("attention", "fp8", "sequence_shards", "tf32"),
     ("sdpa_override",),
     ("flash_api",),
     ("ring", "ulysses"),

@@ -57,13 +57,30 @@ class _Ring(NamedTuple):
     rule: dict  # the operators' other keyword arguments
 
     def turns(self, k, v) -> Iterator[tuple[_Part | None, list[torch.Tensor]]]:
-        """First this rank's own K and V, then those of each other; while the caller computes, the next ones travel."""
-        at_hand = [k, v]
-        for step in range(self.world - 1):
-            arriving = self.pass_on(at_hand)
+        """First this rank's own K and V, then those of each other; while the caller computes, the next ones travel.
+
+        Kernels fill a GPU: a message that waits for one would start as late as the next one ends. So messages do not wait for what
+        is computed meanwhile, but for what was computed before that, in whose place the next K and V arrive.
+        """
+        beside = torch.cuda.Stream(k.device) if k.is_cuda else None
+        at_hand = [x.contiguous() for x in (k, v)] if self.world > 1 else [k, v]
+        places = [[torch.empty_like(x) for x in at_hand] for _ in range(min(self.world - 1, 3))]
+        if beside:
+            beside.wait_stream(torch.cuda.current_stream(k.device))
+        arriving, computed = None, []
+        for step in range(self.world):
+            if arriving:
+                at_hand = arriving.wait()
+            if step < self.world - 1:
+                with torch.cuda.stream(beside):
+                    if beside and arriving:
+                        arriving.wait()
+                    if beside and step > 1:
+                        beside.wait_event(computed[step - 2])
+                    arriving = self.pass_on(at_hand, places[step % 3])
             yield self._visible((self.rank - step) % self.world, k.shape[2]), at_hand
-            at_hand[:] = arriving.wait()
-        yield self._visible((self.rank + 1) % self.world, k.shape[2]), at_hand
+            if beside:
+                computed.append(torch.cuda.current_stream(k.device).record_event())
 
     def _visible(self, source: int, rows: int) -> _Part | None:
         if source == self.rank or not self.causal:
@@ -75,14 +92,13 @@ class _Ring(NamedTuple):
         # between ours.
         return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
 
-    def pass_on(self, tensors: Sequence[torch.Tensor]) -> _Arriving:
+    def pass_on(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None = None) -> _Arriving:
         """Sends them to the next rank, and asks the one before for its own."""
-        sent = [x.contiguous() for x in tensors]
-        received = [torch.empty_like(x) for x in sent]
+        received = places or [torch.empty_like(x) for x in tensors]
         after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in sent]
+        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in tensors]
         messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
-        return _Arriving(dist.batch_isend_irecv(messages), sent, received)
+        return _Arriving(dist.batch_isend_irecv(messages), list(tensors), list(received))
 
 
 class _Arriving(NamedTuple):
@@ -91,6 +107,7 @@ class _Arriving(NamedTuple):
     received: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
+        """What this stream does from now on finds them there."""
         for work in self.works:
             work.wait()
         self.sent.clear()  # they have left, and need no memory here

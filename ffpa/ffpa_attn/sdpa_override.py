@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from . import checks, ops
+from . import checks, ops, tf32
 from .attention import ffpa
 from .ops import torch_sdpa  # what torch.nn.functional holds, or held
 from .spec import ROW_ALIGNMENT
@@ -22,8 +22,8 @@ from .spec import ROW_ALIGNMENT
 class sdpa(TorchFunctionMode):
     """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name.
 
-    Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken; PyTorch does
-    the others. It works eagerly and under torch.compile, around a compiled function and in one. Every function of
+    Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken, and large ones
+    in float32 where torch.backends.cuda.matmul.allow_tf32 is set; PyTorch does the others. It works eagerly and under torch.compile, around a compiled function and in one. Every function of
     PyTorch takes a microsecond more in it, and those that are handed to it whole hide what they call:
     nn.MultiheadAttention, and `backward` with what torch.utils.checkpoint recomputes. `enable_sdpa` has neither cost
     nor gap.
@@ -70,14 +70,21 @@ def attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if dropout_p != 0 or (is_causal and attn_mask is not None) or _transformed() or not all(map(_plain, given)):
         return None
     q, k, v, mask = _with_heads(*_cast(query, key, value), attn_mask)
-    if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa):
+    in_tf32 = tf32.serves(q, k, v)
+    if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, [torch.float32] if in_tf32 else checks.DTYPES):
         return None
-    rule = {"mask": mask, "causal": is_causal, "align": align, "scale": scale}
-    if q.stride(1) < q.stride(2):  # out lies in memory as q does: models make [B, N, H * D] of it without a copy
+    if not in_tf32 and not all(map(_readable, (q, k, v))):
+        return None
+    rule = {"causal": is_causal, "align": align, "scale": scale}
+    rows_first = q.stride(1) < q.stride(
+        2
+    )  # out lies in memory as q does: models make [B, N, H * D] of it without a copy
+    layout = "BNHD" if rows_first else "BHND"
+    if rows_first:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = ffpa(q, k, v, layout="BNHD", **rule).transpose(1, 2)
-    else:
-        out = ffpa(q, k, v, **rule)
+    out = tf32.attention(q, k, v, mask, layout, rule) if in_tf32 else ffpa(q, k, v, mask=mask, layout=layout, **rule)
+    if rows_first:
+        out = out.transpose(1, 2)
     return out if query.dim() == 4 else out.squeeze(1)
 
 
@@ -120,18 +127,18 @@ def _with_heads(q, k, v, mask):
     return q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), mask
 
 
-def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa) -> bool:
+def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, dtypes) -> bool:
     """Whether ffpa takes the call, by its own checks, and nothing in it is what PyTorch's function refuses."""
     try:
         checks.flag("is_causal", is_causal)
         checks.flag("enable_gqa", enable_gqa)
         checks.scale(scale)
-        checks.dense(q, k, v, mask, "BHND")
+        checks.dense(q, k, v, mask, "BHND", dtypes)
     except (TypeError, ValueError):
         return False
     if mask is not None and (mask.dim() < 2 or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
         return False
-    return (enable_gqa or q.shape[1] == k.shape[1]) and _readable(q) and _readable(k) and _readable(v)
+    return enable_gqa or q.shape[1] == k.shape[1]
 
 
 def _readable(x) -> bool:

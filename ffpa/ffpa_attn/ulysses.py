@@ -39,11 +39,15 @@ class _Ranks(NamedTuple):
 
     def to_heads(self, *tensors) -> list[torch.Tensor]:
         """[B, H, N/W, D], a part of the sequence, to [B, H/W, N, D], a part of the heads."""
+        if self.world == 1:
+            return list(tensors)
         for_ranks = [x.unflatten(1, (self.world, x.shape[1] // self.world)).movedim(1, 0) for x in tensors]
         return [sequence_shards.together(x, 2, self.layout) for x in self._all_to_all(for_ranks)]
 
     def to_rows(self, *tensors) -> list[torch.Tensor]:
         """And back."""
+        if self.world == 1:
+            return list(tensors)
         for_ranks = [torch.stack(sequence_shards.apart(x, 2, self.layout, self.world)) for x in tensors]
         return [x.movedim(0, 1).flatten(1, 2) for x in self._all_to_all(for_ranks)]
 
