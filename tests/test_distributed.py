@@ -1,6 +1,7 @@
 """Attention on several ranks is attention on one: ring and Ulysses, DTensors, FSDP2.
 
 Each test starts processes of this very file, which meet over gloo and run all cases of a family (starting takes longer).
+On GPUs they meet over NCCL, where there are enough; ranks that share one GPU exchange by way of the CPU.
 """
 
 import os
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from ffpa_attn import distributed, env, ffpa, ffpa_varlen, ring
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 100  # for the processes of one test
+SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
+DEVICE = "cpu"  # of a process
 
 
 def quiet_environment() -> dict:
@@ -30,10 +32,13 @@ def quiet_environment() -> dict:
     return {name: value for name, value in environment.items() if name not in flags}
 
 
+FAMILIES = [("sequences", "cpu"), ("dtensors", "cpu")] + [("sequences", "cuda")] * torch.cuda.is_available()
+
+
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("family", ["sequences", "dtensors"])
-def test_family(family, world, tmp_path):
-    command = [sys.executable, __file__, family, str(tmp_path / "meeting"), str(world)]
+@pytest.mark.parametrize("family, device", FAMILIES)
+def test_family(family, device, world, tmp_path):
+    command = [sys.executable, __file__, family, device, str(tmp_path / "meeting"), str(world)]
     ranks = [
         Popen([*command, str(rank)], env=quiet_environment(), stdout=PIPE, stderr=STDOUT, text=True)
         for rank in range(world)
@@ -63,7 +68,7 @@ def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     shapes = [(heads[0], d[0]), (heads[1], d[0]), (heads[1], d[1]), (heads[0], d[1])]
     tensors = [torch.randn(batch, h, rows, columns, generator=generator).to(dtype) for h, columns in shapes]
-    return *tensors, torch.randn(batch, heads[0], rows, generator=generator)
+    return tuple(x.to(DEVICE) for x in (*tensors, torch.randn(batch, heads[0], rows, generator=generator)))
 
 
 def with_gradients(attention, q, k, v, grad_out, grad_lse, **rule):
@@ -129,7 +134,7 @@ def sequences_in_groups():
 
 def sequences_are_cut_and_joined():
     world, rank = dist.get_world_size(), dist.get_rank()
-    x = torch.arange(3 * 4 * world).view(3, 4 * world)
+    x = torch.arange(3 * 4 * world, device=DEVICE).view(3, 4 * world)
     early, late = slice(2 * rank, 2 * rank + 2), slice(4 * world - 2 * rank - 2, 4 * world - 2 * rank)
     zigzag = distributed.shard_sequence(x, dim=-1)
     assert torch.equal(zigzag, torch.cat([x[:, early], x[:, late]], 1))
@@ -163,6 +168,8 @@ def sequences_travel_while_ranks_compute():
     mine = [distributed.shard_sequence(x) for x in whole]
     with seen_calls() as seen:
         with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
+    if DEVICE == "cuda":
+        return  # where two streams wait for each message
     happened = [what for what, _, _ in seen]
     first = happened.index("backward") - 1  # its first message
     assert happened[:first] == ["post", "forward", "wait"] * steps + ["forward"]
@@ -189,6 +196,18 @@ def sequences_are_the_same_work_for_all():
     assert all(x * world == rows * (rows + 1) // 2 for x in pairs.values()), pairs
 
 
+def sequences_of_many_rows():
+    """Kernels that take long enough for K and V to arrive too early, in the place of those that are computed on."""
+    if DEVICE == "cuda":
+        whole = inputs(2048 * dist.get_world_size(), d=(512, 512), batch=1)
+        want = with_gradients(lambda *x: ffpa(*x, causal=True, return_lse=True), *whole)
+        for _ in range(3):
+            mine = map(distributed.shard_sequence, whole)
+            got = with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
+            for name, x, y in zip(NAMES, got, want, strict=True):
+                torch.testing.assert_close(x, distributed.shard_sequence(y), atol=2e-2, rtol=2e-2, msg=name)
+
+
 def sequences_of_no_rows():
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         q, k, v, *grads = inputs(0)
@@ -200,7 +219,7 @@ def sequences_under_autocast():
     q, k, v, *_ = (x.float() for x in inputs(4))
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         q.grad = None
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             out = attention(q.requires_grad_(), k, v)
         out.float().square().sum().backward()
         assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.any()
@@ -418,11 +437,44 @@ def dtensors_of_fsdp_train_as_one_process_does():
         torch.testing.assert_close(part.full_tensor() - old, p - old, atol=1e-5, rtol=1e-2)
 
 
-def main(family: str, meeting: str, world: str, rank: str) -> None:
+class Landed:
+    def __init__(self):
+        self.event = torch.cuda.current_stream().record_event()
+
+    def wait(self):
+        self.event.wait()
+
+
+def by_way_of_the_cpu(messages, batch=dist.batch_isend_irecv):
+    """NCCL's place where ranks share a GPU: what it sends is read, and what comes is written, as this stream gets there."""
+    copies = [x.tensor.cpu() if x.op is dist.isend else torch.empty_like(x.tensor, device="cpu") for x in messages]
+    pairs = list(zip(messages, copies, strict=True))
+    for work in batch([dist.P2POp(x.op, copy, group=x.group, group_peer=x.group_peer) for x, copy in pairs]):
+        work.wait()
+    for message, copy in pairs:
+        if message.op is dist.irecv:
+            message.tensor.copy_(copy)
+    return [Landed()]
+
+
+def meet(device: str, meeting: str, world: int, rank: int) -> None:
+    global DEVICE
+    DEVICE = device
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() >= world:
+            backend = "nccl"
+        else:
+            dist.batch_isend_irecv = by_way_of_the_cpu
+    place = {"init_method": f"file://{meeting}", "world_size": world, "rank": rank}
+    dist.init_process_group(backend, **place, timeout=timedelta(seconds=SECONDS / 3))
+
+
+def main(family: str, device: str, meeting: str, world: str, rank: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="ffpa_attn: ")
-    place = {"init_method": f"file://{meeting}", "world_size": int(world), "rank": int(rank)}
-    dist.init_process_group("gloo", **place, timeout=timedelta(seconds=SECONDS / 3))
+    meet(device, meeting, int(world), int(rank))
     for name, case in list(globals().items()):
         if name.startswith(f"{family}_"):
             print(name)

@@ -37,6 +37,10 @@ def precision(name):
         setting.fp32_precision = before
 
 
+def attend(q, k, v, mask, **options):
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
 def rounded(x):
     """To TF32's 11 bits."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -69,19 +73,23 @@ def in_tf32(q, k, v, mask, is_causal=False, scale=None, enable_gqa=False):
     return Product.apply(torch.softmax(scores + bias, -1), v)
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_as_exact_as_tf32(device, served, name):
+def assert_as_exact_as_tf32(name, function, device):
     tensors, mask = make(CALLS[name], torch.float32, device)
     exact_mask = mask.double() if mask is not None and mask.is_floating_point() else mask
     want = results(PYTORCH, [x.double() for x in tensors], exact_mask, CALLS[name].options)
     base = results(in_tf32, tensors, mask, CALLS[name].options)
-    with sdpa():
-        got = results(F.scaled_dot_product_attention, tensors, mask, CALLS[name].options)
-    assert len(served) == 1
+    got = results(function, tensors, mask, CALLS[name].options)
     for part, ours, exact, theirs in zip(NAMES, got, want, base, strict=False):
         assert ours.dtype == torch.float32
         # A result is rounded to 11 bits, where TF32's products have the 24 of float32.
         compare.assert_close(part, ours, exact, theirs + exact.float() * 2.0**-11 * torch.sign(theirs - exact.float()))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_as_exact_as_tf32(device, served, name):
+    with sdpa():
+        assert_as_exact_as_tf32(name, F.scaled_dot_product_attention, device)
+    assert len(served) == 1
 
 
 FACTORS = [  # of q, k, v and the gradient
@@ -113,6 +121,36 @@ def test_beyond_the_range_of_float16(device, served, factors):
         torch.testing.assert_close(x, y.float(), rtol=0, atol=4e-3 * y.abs().max().item(), msg=name)
 
 
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_what_others_hold_costs_nothing(device, served, rows_first):
+    """Batch entries, heads, and columns of v and of the gradient, ten million times as large as others, or zero."""
+    q, k, v, grad = (
+        t(2, 4 if i in (0, 3) else 2, 20, 64, dtype=torch.float32, device=device, seed=i) for i in range(4)
+    )
+    v[1] *= 1e7
+    v[:, 0] *= 1e-7
+    v[..., 5] *= 1e7
+    grad[0] *= 1e-7
+    grad[..., 7] *= 1e7
+    grad[..., 8] = 0
+    v[..., 9] = 0
+    q[1] *= 1e7
+    k[1] *= 1e-7
+    if rows_first:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with sdpa():
+        out = F.scaled_dot_product_attention(*leaves, enable_gqa=True)
+        got = out, *torch.autograd.grad(out, leaves, grad)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = PYTORCH(*exact, enable_gqa=True)
+    want = want, *torch.autograd.grad(want, exact, grad.double())
+    assert served and out.stride() == q.stride()
+    for name, dims, x, y in zip(NAMES, (2, (2, 3), (2, 3), 2), got, want, strict=False):
+        error, size = (x - y).abs().amax(dims), y.abs().amax(dims)
+        assert (error <= 4e-3 * size).all(), (name, error / size)
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("which", range(3))
 def test_what_is_no_number_stays_in_its_rows(device, served, which, value):
@@ -134,12 +172,8 @@ def test_compiled(device, served, way):
 
 
 def test_compiled_backward(device, served):
-    q = t(1, 2, 20, 64, dtype=torch.float32, device=device).requires_grad_()
     with sdpa():
-        compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="aot_eager", fullgraph=True)
-        (got,) = torch.autograd.grad(compiled(q).square().sum(), q)
-        (want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).square().sum(), q)
-    torch.testing.assert_close(got, want)
+        assert_as_exact_as_tf32("grouped", torch.compile(attend, backend="aot_eager", fullgraph=True), device)
 
 
 def test_only_where_it_is_allowed_and_pays(monkeypatch):
@@ -153,7 +187,7 @@ def test_only_where_it_is_allowed_and_pays(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         assert not tf32._allowed(device)
     monkeypatch.setattr(tf32, "_allowed", lambda _: True)
-    few, many = (torch.empty(1, 16, n, 512, device="meta") for n in (256, 1024))
+    few, many = (torch.empty(1, 16, n, 512, device="meta") for n in (512, 1024))
     assert tf32.serves(many, many, many) and not tf32.serves(few, few, few)
     assert not tf32.serves(many, many.half(), many) and not tf32.serves(*[many[0]] * 3)
     assert not tf32.serves(*[many.double()] * 3)
@@ -176,11 +210,11 @@ def test_compiled_anew_where_it_is_allowed(served, monkeypatch):
 
 
 def test_the_cpu_is_left_to_pytorch(served, monkeypatch):
-    monkeypatch.undo()
-    q = t(1, 1, 2200, 1024, dtype=torch.float32)
-    assert 4 * q.shape[2] ** 2 * q.shape[3] > tf32._LEAST_WORK
-    with sdpa():
+    monkeypatch.setattr(tf32, "_allowed", ALLOWED)
+    q = t(1, 2, 20, 64, dtype=torch.float32)
+    with sdpa(), precision("tf32"):
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), PYTORCH(q, q, q))
+    assert not served
 
 
 @GPU

@@ -76,15 +76,13 @@ def attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not in_tf32 and not all(map(_readable, (q, k, v))):
         return None
     rule = {"causal": is_causal, "align": align, "scale": scale}
-    rows_first = q.stride(1) < q.stride(
-        2
-    )  # out lies in memory as q does: models make [B, N, H * D] of it without a copy
-    layout = "BNHD" if rows_first else "BHND"
-    if rows_first:
+    if in_tf32:
+        out = tf32.attention(q, k, v, mask, rule)
+    elif q.stride(1) < q.stride(2):  # out lies in memory as q does: models make [B, N, H * D] of it without a copy
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = tf32.attention(q, k, v, mask, layout, rule) if in_tf32 else ffpa(q, k, v, mask=mask, layout=layout, **rule)
-    if rows_first:
-        out = out.transpose(1, 2)
+        out = ffpa(q, k, v, mask=mask, layout="BNHD", **rule).transpose(1, 2)
+    else:
+        out = ffpa(q, k, v, mask=mask, **rule)
     return out if query.dim() == 4 else out.squeeze(1)
 
 

@@ -1,6 +1,8 @@
 """Attention of float32 tensors where PyTorch may round products to TF32: in float16, which keeps 11 bits of a number, as TF32 does.
 
-What TF32 has beyond that is range. Tensors are scaled into that of float16 by factors found on the device: no call waits for it.
+What TF32 has beyond that is range. So q and k of a head, and each column of its v and dO, are scaled into that of float16, by powers of
+two that are found on the device: no call waits for it. Numbers lose bits where the largest that they share a factor with is a
+hundred thousand times as large.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_LEAST_WORK = 1 << 33  # operations of a forward: with less, the host takes as long as PyTorch's kernel does
+_LEAST_WORK = 1 << 35  # operations of a forward: with less, the host takes as long as PyTorch's kernel does
+_LARGEST_OF_V, _LARGEST_OF_GRAD = 2.0**12, 2.0**4
+_LARGEST_OF_SCORES = 2.0**15  # |dO · (V - O)|: no gradient of a score overflows
 
 
 def serves(q, k, v) -> bool:
@@ -32,51 +36,69 @@ def _allowed(device: torch.device) -> bool:
 _allowed._dynamo_marked_constant = True
 
 
-def attention(q, k, v, mask, layout: str, rule: dict) -> torch.Tensor:
-    """ffpa's operator on float32; `rule` are its keyword arguments."""
+def attention(q, k, v, mask, rule: dict) -> torch.Tensor:
+    """ffpa's operator on float32; `rule` are its keyword arguments. The result lies in memory as q does."""
     # The compiler takes no tensor for two arguments; views of one it does.
-    return _Attention.apply(q, k.view_as(k), v.view_as(v), mask, layout, rule)
+    return _Attention.apply(q, k.view_as(k), v.view_as(v), mask, rule)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, layout, rule):
+    def forward(ctx, q, k, v, mask, rule):
+        group = q.shape[1] // k.shape[1]
         # q and k shrink and grow by as much, so that their products stay.
-        balance = _power_of_two((_largest(q) / _largest(k)).sqrt())
-        of_v = _power_of_two(_LARGEST_OF_V / _largest(v))
-        q, k, v = _times(q, 1 / balance), _times(k, balance), _times(v, of_v)
-        out, lse = torch.ops.ffpa_attn.forward(q, k, v, mask, layout=layout, **rule)
+        balance = _power_of_two((_of_group(_largest(q, (2, 3)), group) / _largest(k, (2, 3))).sqrt())
+        of_v = _power_of_two(_LARGEST_OF_V / _largest(v, 2))
+        rows_first = q.stride(1) < q.stride(2)
+        q, k, v = _times(q, _of_queries(1 / balance, group)), _times(k, balance), _times(v, of_v)
+        out, lse = torch.ops.ffpa_attn.forward(q, k, v, mask, **rule)
         ctx.save_for_backward(q, k, v, mask, out, lse, balance, of_v)
-        ctx.layout, ctx.rule = layout, rule
-        return _times(out, 1 / of_v, torch.float32)
+        ctx.rule = rule
+        result = out.new_empty(out.transpose(1, 2).shape if rows_first else out.shape, dtype=torch.float32)
+        result = result.transpose(1, 2) if rows_first else result
+        return torch.mul(out, _of_queries(1 / of_v, group), out=result)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out):
         q, k, v, mask, out, lse, balance, of_v = ctx.saved_tensors
-        of_grad = _power_of_two(_LARGEST_OF_SCORES / (2 * _LARGEST_OF_V * v.shape[-1]) / _largest(grad_out))
+        group = q.shape[1] // k.shape[1]
+        largest, largest_of_v = _of_group(_largest(grad_out, 2), group), _largest(v, 2) / of_v
+        of_grad = _power_of_two(_LARGEST_OF_GRAD / largest)
+        of_scores = _LARGEST_OF_SCORES / (2 * v.shape[3]) / (largest * largest_of_v).amax(3, keepdim=True)
+        of_scores = _power_of_two(of_scores)
+        if ctx.needs_input_grad[3]:
+            of_scores = of_scores.amin().expand_as(of_scores)  # heads may share an element of the mask
+        # As dO grows, V and O shrink: column by column, so that each has its part in dO · (V - O).
+        again = torch.where(largest > 0, of_scores / of_grad / of_v, 0.0)
         dq, dk, dv, dmask = torch.ops.ffpa_attn.backward(
-            _times(grad_out, of_grad), None, q, k, v, out, lse, mask,
-            layout=ctx.layout, **ctx.rule, fp32_grads=True, mask_grad=ctx.needs_input_grad[3],
+            _times(grad_out, _of_queries(of_grad, group)), None, q, k, _times(v, again),
+            _times(out, _of_queries(again, group)), lse, mask,
+            **ctx.rule, fp32_grads=True, mask_grad=ctx.needs_input_grad[3],
         )  # fmt: skip
-        of_scores = 1 / of_grad / of_v
-        dmask = dmask * of_scores if ctx.needs_input_grad[3] else None
-        return dq * (of_scores / balance), dk * (of_scores * balance), dv / of_grad, dmask, None, None
+        dq.mul_(_of_queries(1 / of_scores / balance, group))
+        dmask = dmask.div_(of_scores.amin()) if ctx.needs_input_grad[3] else None
+        return dq, dk.mul_(balance / of_scores), dv.div_(of_grad), dmask, None
 
 
-_LARGEST_OF_V = 8.0
-_LARGEST_OF_SCORES = 2.0**15  # no gradient of a score, |dO · (V - O)|, can overflow
+def _largest(x: torch.Tensor, dims) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, inf, dim=dims, keepdim=True)
 
 
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, inf).view(1)  # of one dim: numbers without dims would become float16's
+def _of_group(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The largest of the query heads that share a head of k and v."""
+    return x.unflatten(1, (-1, group)).amax(2)
+
+
+def _of_queries(x: torch.Tensor, group: int) -> torch.Tensor:
+    return x.repeat_interleave(group, 1)
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The next below; 1 where that says nothing, since a tensor is zero or has elements that are no numbers."""
+    """The next below; 1 where that says nothing, since all is zero or something is no number."""
     power = torch.exp2(torch.log2(x).floor().clamp(-120, 120))
     return torch.where((x > 0) & (x < inf), power, 1.0)
 
 
-def _times(x: torch.Tensor, factor: torch.Tensor, dtype=torch.float16) -> torch.Tensor:
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+def _times(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=torch.float16))
