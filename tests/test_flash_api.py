@@ -5,11 +5,13 @@ import re
 
 import compare
 import ffpa_attn
+import numpy as np
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from ffpa_attn import (
+    Backend,
     CUDABackend,
     CuTeDSLBackend,
     SDPABackend,
@@ -18,6 +20,7 @@ from ffpa_attn import (
     ffpa_attn_varlen_func,
     flash_attn_func,
     flash_attn_varlen_func,
+    is_nhd_zero_copy_input,
 )
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -217,6 +220,26 @@ def test_pypi_backends_change_nothing(choice):
     assert torch.equal(ffpa_attn_func(q, q, q, **choice), ffpa_attn_func(q, q, q))
     (q, k, v), offsets = packed("cpu", heads_kv=4)
     assert torch.equal(ffpa_attn_varlen_func(q, k, v, *offsets, **choice), ffpa_attn_varlen_func(q, k, v, *offsets))
+
+
+def test_pypi_backends_hold_their_settings():
+    backend = CUDABackend(acc="f32", stages=3)
+    assert (backend.name, backend.acc, backend.stages, backend.tensor_layout) == ("cuda", "f32", 3, "HND")
+    assert backend.is_nhd_supported(512) and isinstance(backend, Backend) and not isinstance(backend, TritonBackend)
+
+
+def test_pypi_tensors_read_as_they_lie():
+    packed = t(2, 9, 3 * 4 * 64)
+    rows_first, odd = packed[..., :256].view(2, 9, 4, 64), t(2, 9, 4, 68)[..., :64]
+    assert is_nhd_zero_copy_input(rows_first)
+    assert not any(map(is_nhd_zero_copy_input, (odd, rows_first[0], rows_first.mT)))
+
+
+def test_flags_and_windows_of_other_integers():
+    """As the bindings of flash-attn take them."""
+    q = t(1, 12, 2, 64)
+    want = flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
+    assert torch.equal(flash_attn_func(q, q, q, causal=1, window_size=(np.int64(3), np.int32(0))), want)
 
 
 def test_pypi_layout():

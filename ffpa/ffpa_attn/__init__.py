@@ -29,6 +29,7 @@ from .flash_api import (
     ffpa_attn_varlen_func,
     flash_attn_func,
     flash_attn_varlen_func,
+    is_nhd_zero_copy_input,
 )
 from .fp8 import ffpa_fp8, quantize_fp8
 from .sdpa_override import disable_sdpa, enable_sdpa, sdpa
@@ -65,6 +66,7 @@ __all__ = [
     "ffpa_varlen",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "is_nhd_zero_copy_input",
     "merge",
     "quantize_fp8",
     "sdpa",

@@ -6,6 +6,8 @@ PyPI leaves to PyTorch: these are left there.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 import torch.nn.functional as F
 
@@ -99,11 +101,35 @@ def _alibi(q, k, slopes):
 class Backend:
     """That package's choice of a kernel and its settings: accepted, and but for tensor_layout="NHD" without effect."""
 
+    name = "ffpa"
+
     def __init__(self, *args, tensor_layout="HND", **settings):
         self.tensor_layout = checks.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
+        vars(self).update(settings)
+
+    def is_nhd_supported(self, headdim: int) -> bool:
+        return True
 
 
-CUDABackend = TritonBackend = CuTeDSLBackend = SDPABackend = Backend
+class CUDABackend(Backend):
+    name = "cuda"
+
+
+class TritonBackend(Backend):
+    name = "triton"
+
+
+class CuTeDSLBackend(Backend):
+    name = "cutedsl"
+
+
+class SDPABackend(Backend):
+    name = "sdpa"
+
+
+def is_nhd_zero_copy_input(t: torch.Tensor) -> bool:
+    """Whether a [B, N, H, D] tensor is read as it lies."""
+    return t.dim() == 4 and checks.rows_problem(t) is None
 
 
 def ffpa_attn_func(
@@ -128,10 +154,10 @@ def ffpa_attn_func(
             f"`key` has {_rows(key)} rows but `query` has {_rows(query)}; with is_causal each row must have a key: "
             "call ffpa with causal='top_left' or 'bottom_right'"
         )
-    rest = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    out = sdpa_override.attend(query, key, value, *rest, align="bottom_right")
+    call, options = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+    out = sdpa_override.attend(*call, **options, align="bottom_right")
     if out is None:
-        out = _by_pytorch(query, key, value, *rest)
+        out = _by_pytorch(*call, **options)
     return out.transpose(1, 2) if rows_first else out
 
 
@@ -139,14 +165,12 @@ def _rows(x) -> int:
     return x.shape[-2] if x.dim() > 1 else 0
 
 
-def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
     n_q, n_k = _rows(query), _rows(key)
     if is_causal and attn_mask is None and n_q != n_k:  # PyTorch's diagonal begins at the first key
         attn_mask = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
         is_causal = False
-    return sdpa_override.torch_sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 def ffpa_attn_varlen_func(
@@ -217,7 +241,10 @@ def _rule(q, scale, causal, window, softcap) -> dict:
     """Which keys a row sees, and what their scores are, as keywords of ffpa."""
     if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
         scale = q.shape[-1] ** -0.5  # not that of padded columns
-    return {"causal": checks.flag("causal", causal), "window": window, "softcap": softcap, "scale": scale}
+    causal = bool(causal) if isinstance(causal, Integral) else checks.flag("causal", causal)
+    if isinstance(window, (tuple, list)):
+        window = tuple(int(side) if isinstance(side, Integral) else side for side in window)
+    return {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
 
 
 def _padded(x):

@@ -23,10 +23,11 @@ class sdpa(TorchFunctionMode):
     """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name.
 
     Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken, and large ones
-    in float32 where torch.backends.cuda.matmul.allow_tf32 is set; PyTorch does the others. It works eagerly and under torch.compile, around a compiled function and in one. Every function of
-    PyTorch takes a microsecond more in it, and those that are handed to it whole hide what they call:
-    nn.MultiheadAttention, and `backward` with what torch.utils.checkpoint recomputes. `enable_sdpa` has neither cost
-    nor gap.
+    in float32 where torch.backends.cuda.matmul.allow_tf32 is set; PyTorch does the others. It works eagerly and under
+    torch.compile, around a compiled function and in one. Every function of PyTorch takes a microsecond more in it, and
+    those that are handed to it whole hide what they call: nn.MultiheadAttention, and `backward`. So what
+    torch.utils.checkpoint computes again is PyTorch's, and it raises, as the two differ. `enable_sdpa` has neither cost
+    nor gap: train with that.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -51,23 +52,26 @@ def _replace(old, new) -> None:
                 variables[variable] = new
 
 
-def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-):
+def scaled_dot_product_attention(*args, **kwargs):
     """PyTorch's function of this name, by ffpa where that is the same."""
-    if isinstance(attn_mask, _loaded("torch.nn.attention.bias", "CausalBias")):
-        # Its class asks whether it was called by what torch.nn.functional holds, which may be this function.
-        return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, align="top_left")
-    if out is None:
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return out
+    out = attend(*args, **kwargs)
+    return torch_sdpa(*args, **kwargs) if out is None else out
 
 
-def attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, align):
+def attend(
+    query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, *more,
+    scale=None, enable_gqa=False, align="top_left", **unknown,
+):  # fmt: skip
     """What ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
+    if more or unknown:
+        return None
+    if isinstance(attn_mask, _loaded("torch.nn.attention.bias", "CausalBias")):
+        # Its class asks whether it was called by what torch.nn.functional holds, which may be our function.
+        return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if dropout_p != 0 or (is_causal and attn_mask is not None) or _transformed() or not all(map(_plain, given)):
+    if dropout_p != 0 or (is_causal and attn_mask is not None) or not all(map(_plain, given)):
+        return None
+    if _transformed() or _only_math():
         return None
     q, k, v, mask = _with_heads(*_cast(query, key, value), attn_mask)
     in_tf32 = tf32.serves(q, k, v)
@@ -87,9 +91,19 @@ def attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _transformed() -> bool:
-    """Whether vmap, torch.func.grad or the like are at work: tensors then stand for something else."""
+    """Whether vmap, torch.func.grad, torch.jit.trace or the like are at work: tensors then stand for something else."""
+    if not torch.compiler.is_compiling() and _C._get_tracing_state():
+        return True
     interpreter = _C._functorch.peek_interpreter_stack()
     return isinstance(interpreter, _C._functorch.CInterpreter) or forward_ad._current_level >= 0
+
+
+def _only_math() -> bool:
+    """Whether torch.nn.attention.sdpa_kernel asks for that: it can be differentiated twice."""
+    return not (_C._get_flash_sdp_enabled() or _C._get_mem_efficient_sdp_enabled() or _C._get_cudnn_sdp_enabled())
+
+
+_only_math._dynamo_marked_constant = True  # compiled code keeps what was chosen, as it does with PyTorch's own
 
 
 def _plain(x) -> bool:
