@@ -3,7 +3,8 @@
 import oracle
 import pytest
 import torch
-from ffpa_attn import ffpa, merge
+from ffpa_attn import ffpa, merge, triton_attention
+from ffpa_attn.triton_merge import merge_into
 
 
 def parts(device, dtype=torch.float32, layout="BHND", n_q=20):
@@ -77,3 +78,36 @@ def test_gradients(device):
     )
     for got, expected in zip(grads, want, strict=True):
         torch.testing.assert_close(got[:, :, 2:].double(), expected[:, :, 2:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    "rows, d, dtype",
+    [(33, 72, torch.bfloat16), (5, 512, torch.float16), (16, 64, torch.float32), (0, 64, torch.float16)],
+)
+def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype):
+    """As a ring adds what it computes on further keys: to the last rows of a float32 result, in place."""
+    monkeypatch.setenv("FFPA_BACKEND", backend)
+    if backend == "reference":
+        monkeypatch.setattr(triton_attention, "why_not", lambda: "not wanted")
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    out, lse, more, more_lse = (
+        random(2, 3, rows + 7, d),
+        random(2, 3, rows + 7),
+        random(2, rows, 3, d, dtype=dtype),
+        random(2, 3, rows),
+    )
+    more, more_lse = more.transpose(1, 2), 20 * more_lse
+    first = [out[:, :, :7].clone(), lse[:, :, :7].clone()]
+    a, b = lse[:, :, 7:].double(), more_lse.double()
+    want_lse = torch.logaddexp(a, b)
+    shares = ((x - want_lse).exp()[..., None] for x in (a, b))
+    want = sum(share * x.double() for share, x in zip(shares, (out[:, :, 7:], more), strict=True))
+    merge_into(out[:, :, 7:], lse[:, :, 7:], more, more_lse)
+    assert torch.equal(out[:, :, :7], first[0]) and torch.equal(lse[:, :, :7], first[1])
+    torch.testing.assert_close(out[:, :, 7:], want.float(), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse[:, :, 7:], want_lse.float(), atol=2e-6, rtol=2e-6)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from . import sequence_shards
+from .triton_merge import merge_into
 
 
 def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
@@ -126,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
                 out, lse = piece  # of all rows: each sees itself
             else:
                 out = out.float()
-                _merge(part.rows(out), part.rows(lse), *piece)
+                merge_into(part.rows(out), part.rows(lse), *piece)
             del piece  # or it would take memory while the next one is computed
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -159,13 +160,6 @@ class _RingAttention(torch.autograd.Function):
         if ring.world > 1:
             grads = ring.pass_on(grads).wait()  # home
         return dq.to(q.dtype), *(grad.to(q.dtype) for grad in grads), None
-
-
-def _merge(out, lse, more_out, more_lse) -> None:
-    """Adds attention over further keys to float32 `out` and `lse`, in place. Each row sees a key in both."""
-    share = torch.sigmoid(more_lse - lse)[..., None]
-    out.mul_(1 - share).addcmul_(more_out, share)
-    torch.logaddexp(lse, more_lse, out=lse)
 
 
 def _add(totals: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
