@@ -49,14 +49,14 @@ class _Attention(torch.autograd.Function):
         # q and k shrink and grow by as much, so that their products stay.
         balance = _power_of_two((_of_group(_largest(q, (2, 3)), group) / _largest(k, (2, 3))).sqrt())
         of_v = _power_of_two(_LARGEST_OF_V / _largest(v, 2))
-        rows_first = q.stride(1) < q.stride(2)
+        layout = "BNHD" if q.stride(1) < q.stride(2) else "BHND"
         q, k, v = _times(q, _of_queries(1 / balance, group)), _times(k, balance), _times(v, of_v)
-        out, lse = torch.ops.ffpa_attn.forward(q, k, v, mask, **rule)
+        rows = (x.transpose(1, 2) if layout == "BNHD" else x for x in (q, k, v))
+        out, lse = torch.ops.ffpa_attn.forward(*rows, mask, layout=layout, **rule)
+        out = out.transpose(1, 2) if layout == "BNHD" else out
         ctx.save_for_backward(q, k, v, mask, out, lse, balance, of_v)
         ctx.rule = rule
-        result = out.new_empty(out.transpose(1, 2).shape if rows_first else out.shape, dtype=torch.float32)
-        result = result.transpose(1, 2) if rows_first else result
-        return torch.mul(out, _of_queries(1 / of_v, group), out=result)
+        return out * _of_queries(1 / of_v, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
