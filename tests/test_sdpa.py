@@ -291,7 +291,7 @@ def test_passed_on(device, taken, name, way):
 
 
 def of_dual_numbers(attend, x):
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with forward_ad.dual_level(), sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
         x = forward_ad.make_dual(x, x)
         return forward_ad.unpack_dual(attend(x, x, x)).tangent
 

@@ -123,19 +123,21 @@ def test_beyond_the_range_of_float16(device, served, factors):
 
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_what_others_hold_costs_nothing(device, served, rows_first):
-    """Batch entries, heads, and columns of v and of the gradient, ten million times as large as others, or zero."""
+    """Batch entries, heads, and columns of v and of the gradient, millions of times as large as others, or zero."""
     q, k, v, grad = (
         t(2, 4 if i in (0, 3) else 2, 20, 64, dtype=torch.float32, device=device, seed=i) for i in range(4)
     )
+    q[1] *= 1e10
+    k[1] *= 1e-10
+    q[0, 1] *= 1e10  # of the group of heads 0 and 1
+    k[0, 0] *= 1e-10
     v[1] *= 1e7
     v[:, 0] *= 1e-7
-    v[..., 5] *= 1e7
+    v[1, ..., 5] *= 1e10
+    v[..., 9] = 0
     grad[0] *= 1e-7
     grad[..., 7] *= 1e7
-    grad[..., 8] = 0
-    v[..., 9] = 0
-    q[1] *= 1e7
-    k[1] *= 1e-7
+    grad[:, 2:, :, 8] = 0
     if rows_first:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -149,6 +151,22 @@ def test_what_others_hold_costs_nothing(device, served, rows_first):
     for name, dims, x, y in zip(NAMES, (2, (2, 3), (2, 3), 2), got, want, strict=False):
         error, size = (x - y).abs().amax(dims), y.abs().amax(dims)
         assert (error <= 4e-3 * size).all(), (name, error / size)
+
+
+def test_a_mask_shared_by_heads_of_other_sizes(device, served):
+    q, k, v, grad = (t(2, 2, 20, 64, dtype=torch.float32, device=device, seed=i) for i in range(4))
+    grad *= torch.tensor([1e-4, 1.0], device=device)[:, None, None]
+    mask = t(20, 20, dtype=torch.float32, device=device)
+    got, want = [], []
+    for dmasks, dtype, attention in (
+        (got, torch.float32, F.scaled_dot_product_attention),
+        (want, torch.float64, PYTORCH),
+    ):
+        leaf = mask.to(dtype).requires_grad_()
+        with sdpa():
+            out = attention(*(x.to(dtype) for x in (q, k, v)), leaf)
+        dmasks += torch.autograd.grad(out, leaf, grad.to(dtype))
+    assert served and (got[0] - want[0]).abs().max() < 2e-3 * want[0].abs().max()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -173,7 +191,10 @@ def test_compiled(device, served, way):
 
 def test_compiled_backward(device, served):
     with sdpa():
-        assert_as_exact_as_tf32("grouped", torch.compile(attend, backend="aot_eager", fullgraph=True), device)
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        assert_as_exact_as_tf32("grouped", compiled, device)
+        q = t(1, 2, 20, 64, dtype=torch.float32, device=device).requires_grad_()
+        assert torch.autograd.grad(compiled(q, q, q, None).square().sum(), q)[0].any()
 
 
 def test_only_where_it_is_allowed_and_pays(monkeypatch):
