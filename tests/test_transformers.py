@@ -155,6 +155,51 @@ def test_packed_sequences_are_computed_apart(name, how, ids, device):
     torch.testing.assert_close(found, torch.cat(apart, dim=1), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("how", ["", "compiled"])
+def test_a_window_that_layers_do_not_hand_over(how, ids, device):
+    """Qwen2-MoE's know of theirs by the mask alone."""
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    config = transformers.Qwen2MoeConfig(
+        **SIZES,
+        **experts,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=0,
+        layer_types=["sliding_attention"] * 4,
+    )
+    model = build(config, device)
+    exact = build(config, device, "eager", torch.float32, model)
+    same = build(config, device, "eager", like=model)
+    run = torch.compile(model, backend="eager") if how else model
+    with torch.no_grad():
+        assert_as_close(*(f(ids, use_cache=False).logits for f in (run, same, exact)))
+
+
+@pytest.mark.filterwarnings("default:ffpa_attn")
+@pytest.mark.parametrize("how", ["", "compiled"])
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_models_with_attention_of_their_own_are_left_to_it(kind, how, ids, device, monkeypatch):
+    """transformers asks whether they take functions only where SDPA is asked for."""
+    torch.compiler.reset()
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
+    model, mask = build(config, device), padding(kind, device)
+    want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits
+    if how:
+        found = torch.compile(model, backend="eager")(ids, attention_mask=mask).logits
+    else:
+        with pytest.warns(UserWarning, match="Bloom has attention of its own"):
+            found = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found, want)
+    monkeypatch.setenv("FFPA_STRICT", "1")
+    with pytest.raises(NotImplementedError, match="Bloom has attention of its own.*choose another"):
+        build(config, device)(ids, attention_mask=mask)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", MODELS)
@@ -184,12 +229,13 @@ def test_compile(name, kind, ids, device):
     torch.testing.assert_close(found, want, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("kind", ["padding", "packed"])
+@pytest.mark.parametrize("kind", ["padding", "packed", "window"])
 def test_a_compiled_layer_takes_masks_as_they_are(kind, device):
     torch.compiler.reset()
     shape, tokens = (2, 1, 12, 12), torch.tensor(PADDINGS["left"], device=device)[:, :12].bool()
     offsets = torch.tensor([0, 5, 12, 20, 24], dtype=torch.int32, device=device)
-    mask = masks.RuleMask(shape, True, 4, **({"keys": tokens} if kind == "padding" else {"offsets": offsets}))
+    what = {"padding": {"keys": tokens}, "packed": {"offsets": offsets}, "window": {"device": device}}[kind]
+    mask = masks.RuleMask(shape, True, 4, **what)
     layer = Layer()
     compiled = torch.compile(lambda *args: ours.attention(layer, *args)[0], backend="aot_eager", fullgraph=True)
     with unwritten():
@@ -268,6 +314,63 @@ def test_masks(kind, d, d_v, device):
     }[kind]
     found, _ = ours.attention(Layer(), q, k, v, given, position_bias=bias_given, is_causal=is_causal)
     torch.testing.assert_close(found.float(), expected(q, k, v, want), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["nothing", "tokens", "bool", "additive", "window", "padding", "bias", "heads"])
+def test_packed_sequences_beside_masks(kind, compiled, device):
+    """Flattening collators say where texts end, models what else rows may see: chunks, images, padding."""
+    q, k, v = (
+        x.transpose(0, 1).flatten(1, 2)[None] for x in inputs(device, 6, 6)
+    )  # two texts of 6 tokens, one after the other
+    offsets = torch.tensor([0, 6, 12], dtype=torch.int32, device=device)
+    apart = torch.block_diag(*[torch.ones(6, 6)] * 2).bool().to(device)
+    hidden = torch.rand(1, 1, 12, 12, generator=torch.Generator().manual_seed(3)).to(device) < 0.3
+    hidden &= ~torch.eye(12, dtype=torch.bool, device=device)
+    tokens = torch.ones(1, 12, dtype=torch.long, device=device)
+    tokens[0, 1] = 0
+    bias = torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(4)).to(device)
+    causal, no_token = masks.sees(12, 12, True, None, device), tokens.bool()[:, None, None]
+    shape = (1, 1, 12, 12)
+    given, want = {
+        "nothing": (None, causal),
+        "tokens": (tokens, causal & no_token),
+        "bool": (~hidden, ~hidden),
+        "additive": (torch.where(hidden, -torch.inf, 0.5).bfloat16(), ~hidden),
+        "window": (masks.RuleMask(shape, True, 3, device=device), masks.sees(12, 12, True, 3, device)),
+        "padding": (masks.RuleMask(shape, True, None, tokens.bool(), offsets), causal & no_token),
+        "bias": (None, causal),
+        "heads": (~hidden[0], ~hidden),
+    }[kind]
+    want = (want & apart).expand(1, 4, 12, 12)
+    if kind == "bias":
+        want = torch.where(want, bias, -torch.inf)
+
+    layer, biases = Layer(), {"position_bias": bias} if kind == "bias" else {}
+
+    def run(q, k, v, given):
+        return ours.attention(layer, q, k, v, given, cu_seq_lens_q=offsets, **biases)[0]
+
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(run, backend="eager", fullgraph=True)
+    found, exact = run(q, k, v, given), expected(q, k, v, want)
+    torch.testing.assert_close(found.float(), exact, atol=0.02, rtol=0.02)
+
+
+def test_queries_that_a_batch_shares(device):
+    q, k, v = inputs(device)
+    found, _ = ours.attention(Layer(False), q[:1], k, v)
+    torch.testing.assert_close(found, ours.attention(Layer(False), q[:1].expand(2, -1, -1, -1), k, v)[0])
+
+
+def test_offsets_of_padding():
+    keys = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]]).bool()
+    want = [0, 2, 4, 4, 4, 8, 8, 8, 9, 12, 12, 12, 16, 17, 19, 20]
+    assert masks._offsets_of_tokens(keys).tolist() == want
+    assert [masks._tokens_lie(x) for x in (keys, keys[1:2], torch.tensor([[True, False, True]]))] == [
+        [False, True], [True, True], [False, False],
+    ]  # fmt: skip
 
 
 def test_softcap(device):
@@ -388,6 +491,31 @@ def test_a_feature_that_is_missing_is_named_once_and_computed(feature, kind, ids
         model(ids, attention_mask=mask)
 
 
+def test_a_causal_layer_that_is_left_to_sdpa_needs_no_mask(device, monkeypatch):
+    warnings.filterwarnings("ignore", message="ffpa_attn")
+    seen = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **options: (seen.append((options["attn_mask"], options["is_causal"])), sdpa(*args, **options))[1],
+    )
+    for n_q, is_causal, none in ((12, True, True), (1, True, True), (5, True, False), (5, False, True)):
+        q, k, v = inputs(device, n_q, dtype=torch.float32)
+        found, _ = ours.attention(Layer(is_causal), q, k, v)
+        assert (seen[-1][0] is None) == none and bool(seen[-1][1]) == (n_q == 12), seen
+        want = expected(q, k, v, masks.sees(n_q, 12, is_causal, None, device).expand(2, 4, n_q, 12))
+        torch.testing.assert_close(found, want)
+
+
+def test_what_ffpa_cannot_do_compiles(ids, device):
+    torch.compiler.reset()
+    model = build(CONFIGS["llama"](), device, dtype=torch.float32)
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, build(CONFIGS["llama"](), device, "sdpa", torch.float32, model)(ids).logits)
+
+
 @pytest.mark.filterwarnings("default:ffpa_attn")
 @pytest.mark.parametrize("kind", ["none", "left"])
 def test_sinks_are_computed_by_the_models_own_eager_function(kind, ids, device):
@@ -436,9 +564,10 @@ def test_too_old_a_transformers_is_told_what_is_needed(found, says, monkeypatch)
         ours.register()
 
 
-def test_names_that_transformers_takes_for_its_own():
-    with pytest.raises(ValueError, match="flash"):
-        ours.register("my_flash")
+@pytest.mark.parametrize("name", ["my_flash", "Flash", "SDPA", "eager", "paged|ffpa", "kernels/ffpa"])
+def test_names_that_transformers_takes_for_its_own(name):
+    with pytest.raises(ValueError, match="for its own; use 'ffpa'"):
+        ours.register(name)
 
 
 def test_importing_ffpa_attn_imports_none_of_them():
@@ -453,4 +582,4 @@ def test_the_recipe_of_a_training_step_runs():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     losses = [line.split("losses ")[1].split() for line in done.stdout.splitlines() if "losses" in line]
     assert len(losses) == 2 and len(losses[0]) == 4, done.stdout + done.stderr
-    torch.testing.assert_close(*(torch.tensor([float(x) for x in of]) for of in losses), atol=0.05, rtol=0)
+    torch.testing.assert_close(*(torch.tensor([float(x) for x in of]) for of in losses), atol=0.004, rtol=0)  # texts seen as one: 0.008

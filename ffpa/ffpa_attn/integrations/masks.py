@@ -1,17 +1,22 @@
 """The masks of transformers, without their N² numbers where a rule says the same.
 
 transformers makes one mask for all layers of a kind, before the first of them, and hands it to the attention function. Ours is
-None where the layer's own rule says it all, a `RuleMask` where keys are padding or sequences are packed, else what SDPA gets.
+None where every key up to the row's own is seen, a `RuleMask` where there is a window, padding or packed sequences, else what
+SDPA gets.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
+
+from ..integrations.fallback import say_once
 
 
 class RuleMask(torch.Tensor):
@@ -23,29 +28,34 @@ class RuleMask(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, shape, is_causal, window, keys=None, offsets=None):
-        device = (offsets if keys is None else keys).device
+    def __new__(cls, shape, is_causal, window, keys=None, offsets=None, device=None):
+        device = next((x.device for x in (keys, offsets) if x is not None), device)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
 
-    def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None):
+    def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, device=None):
         self.is_causal, self.window, self.keys, self.offsets = is_causal, window, keys, offsets
+        if keys is None and offsets is None:
+            self.nothing = torch.empty(0, device=device)  # the compiler takes no tensor that holds none
 
     def dense(self) -> torch.Tensor:
-        batch, _, n_q, n_k = self.shape
-        visible = sees(n_q, n_k, self.is_causal, self.window, self.device).expand(self.shape)
-        if self.keys is not None:
-            return visible & self.keys[:, None, None]
-        row = torch.arange(batch * n_q, device=self.device)
-        sequence = torch.searchsorted(self.offsets[1:], row, right=True).view(batch, 1, n_q)
-        return visible & (sequence[..., None] == sequence[..., None, :])
+        offsets = None if self.keys is not None or self.offsets is None else (self.offsets, self.offsets)
+        return Seen(self.is_causal, self.window, self.keys, offsets).written(self.shape, self.device)
+
+    def with_shape(self, shape, offsets=None) -> RuleMask:
+        return RuleMask(shape, self.is_causal, self.window, self.keys, offsets, self.device)
 
     def __tensor_flatten__(self):
         """So that a compiled layer takes one as it is."""
-        return [name for name in ("keys", "offsets") if getattr(self, name) is not None], (self.is_causal, self.window)
+        held = [name for name in ("keys", "offsets") if getattr(self, name) is not None] or ["nothing"]
+        return held, (self.is_causal, self.window)
 
     @staticmethod
     def __tensor_unflatten__(inner, rule, shape, stride):
-        return RuleMask(shape, *rule, **inner)
+        if "nothing" not in inner:
+            return RuleMask(shape, *rule, **inner)
+        mask = RuleMask(shape, *rule, device=inner["nothing"].device)
+        mask.nothing = inner["nothing"]
+        return mask
 
     def __repr__(self):
         return (
@@ -57,10 +67,9 @@ class RuleMask(torch.Tensor):
         size = self.shape[dim]
         start, end, step = slice(start, end, step).indices(size)
         if (start, end, step) == (0, size, 1):
-            return RuleMask(self.shape, self.is_causal, self.window, self.keys, self.offsets)
-        if (dim, end, step) == (2, size, 1) and self.keys is not None:
-            shape = (*self.shape[:2], size - start, self.shape[3])
-            return RuleMask(shape, self.is_causal, self.window, self.keys)
+            return self.with_shape(self.shape, self.offsets)
+        if (dim, end, step) == (2, size, 1) and (self.keys is not None or self.offsets is None):
+            return self.with_shape((*self.shape[:2], size - start, self.shape[3]))
         return torch.ops.aten.slice.Tensor(self.dense(), dim, start, end, step)
 
     @classmethod
@@ -70,6 +79,76 @@ class RuleMask(torch.Tensor):
             return cls.sliced(*args, **(kwargs or {}))
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, RuleMask) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+class Seen(NamedTuple):
+    """What the rows of a layer see: by a rule (of `keys`, those that it allows; or each its own sequence by `offsets`, of queries and
+    of keys), or, where `mask` is given, by that alone.
+    """
+
+    is_causal: bool = False
+    window: int | None = None
+    keys: torch.Tensor | None = None
+    offsets: tuple[torch.Tensor, torch.Tensor] | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def is_only_causality(self) -> bool:
+        return self.window is None and self.keys is None and self.offsets is None and self.mask is None
+
+    def written(self, shape, device) -> torch.Tensor | None:
+        """[B, 1, Nq, Nk], or None where every row sees every key."""
+        batch, _, n_q, n_k = shape
+        if self.mask is not None or (self.is_only_causality and not self.is_causal):
+            return self.mask
+        visible = sees(n_q, n_k, self.is_causal, self.window, device).expand(shape)
+        if self.keys is not None:
+            visible = visible & self.keys[:, None, None]
+        if self.offsets:
+            if n_q != n_k:
+                raise NotImplementedError(
+                    "packed sequences with keys of their own, beside a mask or what ffpa does not support: pad them instead"
+                )
+            row = torch.arange(batch * n_q, device=device)
+            sequence = torch.searchsorted(self.offsets[0][1:].to(device), row, right=True).view(batch, 1, n_q)
+            visible = visible & (sequence[..., None] == sequence[..., None, :])
+        return visible
+
+
+def seen_by(shape, device, is_causal, window, mask=None, offsets=None, bias=None) -> Seen:
+    """What a layer's rule, a mask and packed sequences say together. mask: a RuleMask in the rule's place, tokens [B, Nk] beside the
+    rule, or one that says it all: [B, 1 or Hq, Nq, Nk], bool or additive.
+    """
+    keys = None
+    if isinstance(mask, RuleMask):
+        is_causal, window, keys = mask.is_causal, mask.window, mask.keys
+        if mask.offsets is not None and offsets is None:
+            keys, offsets = None, (mask.offsets, mask.offsets)
+        mask = None
+    elif mask is not None and mask.dim() == 2:
+        keys, mask = padding_keys(mask, shape[3]), None
+    elif mask is not None:
+        is_causal, window = False, None
+        if mask.dim() < 3:
+            raise ValueError(
+                f"`attention_mask` has shape {tuple(mask.shape)}; it must be [B, Nk] or [B, 1 or Hq, N, Nk]"
+            )
+    rule = Seen(is_causal, window, keys, offsets)
+    if mask is None and bias is None and not (offsets and keys is not None):
+        return rule
+    for more in (rule.written(shape, device), bias):  # they do not go together otherwise
+        mask = more if mask is None else mask if more is None else _both(mask, more)
+    return Seen(mask=mask)
+
+
+def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Two masks, bool or additive, as one."""
+    if a.dtype == b.dtype == torch.bool:
+        return a & b
+    if torch.bool not in (a.dtype, b.dtype):
+        return a + b
+    visible, scores = (a, b) if a.dtype == torch.bool else (b, a)
+    return torch.where(visible, scores, -torch.inf)
 
 
 def sees(n_q: int, n_k: int, is_causal: bool, window: int | None, device) -> torch.Tensor:
@@ -85,60 +164,46 @@ def padding_keys(padding: torch.Tensor, n_k: int, first: int = 0) -> torch.Tenso
     return F.pad(padding, (0, n_k - padding.shape[1]))
 
 
-def make_mask(
-    batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
-    q_offset=0,
-    kv_offset: int = 0,
-    mask_function: Callable | None = None,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config=None,
-    **others,
-):
+def make_mask(config=None, **asked):
     """What transformers calls for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-    if mask_function is None:
-        mask_function = causal_mask_function
-    window = None
-    in_numbers = (
-        isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    )  # the last key is the last row's
-    if (
-        in_numbers
-        and allow_is_causal_skip
-        and (mask_function is causal_mask_function or _is_window(local_size, config))
-    ):
-        window = local_size
-        if attention_mask is None:
-            return None
-        if not torch.compiler.is_compiling():
-            keys = padding_keys(attention_mask, kv_length, kv_offset)
-            if keys.all():
-                return None
-            apart = q_length == kv_length and _in_one_piece(keys)  # rows of padding can then be sequences of their own
-            return RuleMask((batch_size, 1, q_length, kv_length), True, window, keys, _offsets(keys) if apart else None)
-    if in_numbers and attention_mask is None and q_length == kv_length and not torch.compiler.is_compiling():
-        packed = _packed(mask_function, causal_mask_function)
-        if packed is not None:
-            sequence, window = packed
-            return RuleMask((batch_size, 1, q_length, kv_length), True, window, offsets=_offsets(sequence))
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        # None says here that the last key is the last row's own; SDPA's would say that the first is the first's.
-        allow_is_causal_skip=False,
-        **others,
-    )
+    asked["mask_function"] = asked.get("mask_function") or causal_mask_function
+    if not _calls_attention_functions(type(config)):
+        way_out = "choose another attn_implementation for this model"
+        say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
+        return eager_mask(config=config, **asked)
+    mask = _by_rule(config, **asked)
+    # None says here that the last key is the last row's own; SDPA's would say that the first is the first's.
+    return sdpa_mask(**{**asked, "allow_is_causal_skip": False}) if mask is NotImplemented else mask
+
+
+def _by_rule(
+    config, mask_function, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None,
+    allow_is_causal_skip=True, device="cpu", **_,
+):  # fmt: skip
+    """A RuleMask, None, or NotImplemented where no rule says what is asked for."""
+    from transformers.masking_utils import causal_mask_function
+
+    last_key_is_the_last_rows = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    compiling = torch.compiler.is_compiling()  # no graph can make a RuleMask
+    if not last_key_is_the_last_rows:
+        return NotImplemented
+    shape = batch_size, 1, q_length, kv_length
+    if allow_is_causal_skip and (mask_function is causal_mask_function or _is_window(local_size, config)):
+        window = local_size if local_size is not None and local_size < kv_length else None
+        if compiling:
+            return None if attention_mask is None and window is None else NotImplemented
+        keys = None if attention_mask is None else padding_keys(attention_mask, kv_length, kv_offset)
+        whole, side_by_side = (True, True) if keys is None else _tokens_lie(keys)
+        if whole:  # not all models hand their layers' window over
+            return None if window is None else RuleMask(shape, True, window, device=device)
+        apart = side_by_side and q_length == kv_length  # rows of padding can then be sequences of their own
+        return RuleMask(shape, True, window, keys, _offsets_of_tokens(keys) if apart else None)
+    if compiling or attention_mask is not None or q_length != kv_length:
+        return NotImplemented
+    packed = _packed(mask_function)
+    return RuleMask(shape, True, packed[1], offsets=_offsets(packed[0])) if packed else NotImplemented
 
 
 def _is_window(local_size: int | None, config) -> bool:
@@ -151,10 +216,12 @@ def _is_window(local_size: int | None, config) -> bool:
     )
 
 
-def _packed(mask_function, causal_mask_function) -> tuple[torch.Tensor, int | None] | None:
+def _packed(mask_function: Callable) -> tuple[torch.Tensor, int | None] | None:
     """(the sequence of each row [B, N], the window) where transformers composed a mask function for packed sequences out of nothing
     else: the function is all that it hands over.
     """
+    from transformers.masking_utils import causal_mask_function
+
     found: dict = {}
     for part in _conditions(mask_function):
         made = _made_by("packed_sequence_mask_function", part) or _made_by("sliding_window_overlay", part)
@@ -182,10 +249,19 @@ def _made_by(factory: str, function) -> dict:
     return inspect.getclosurevars(function).nonlocals if ours else {}
 
 
-def _in_one_piece(keys: torch.Tensor) -> bool:
-    """Whether the tokens of each entry lie side by side, all padding before or behind."""
+def _tokens_lie(keys: torch.Tensor) -> list[bool]:
+    """[everywhere, or side by side in each entry], asked in one go: the host waits for the answer."""
     begins = keys[:, :1].sum(1) + (keys[:, 1:] & ~keys[:, :-1]).sum(1)
-    return bool((begins <= 1).all())
+    return torch.stack([keys.all(), (begins <= 1).all()]).tolist()
+
+
+def _offsets_of_tokens(keys: torch.Tensor) -> torch.Tensor:
+    """[3 B + 1] int32: padding, tokens and padding of each entry, any of them empty."""
+    batch, n = keys.shape
+    first = keys.int().argmax(1)
+    bounds = torch.stack([torch.zeros_like(first), first, first + keys.sum(1)], dim=1)
+    bounds = bounds + n * torch.arange(batch, device=keys.device)[:, None]
+    return F.pad(bounds.flatten(), (0, 1), value=batch * n).int()
 
 
 def _offsets(sequence: torch.Tensor) -> torch.Tensor:
@@ -193,3 +269,14 @@ def _offsets(sequence: torch.Tensor) -> torch.Tensor:
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).int()
+
+
+def _calls_attention_functions(config_class: type) -> bool:
+    """Whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
+    code = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    if code is None or code.__name__ == config_class.__module__ or hasattr(code, "ALL_ATTENTION_FUNCTIONS"):
+        return True
+    return any(getattr(x, "_supports_attention_backend", False) for x in vars(code).values() if isinstance(x, type))
+
+
+_calls_attention_functions._dynamo_marked_constant = True  # the compiler need not look into it

@@ -9,23 +9,22 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-import warnings
-import weakref
 
 import torch
 
-from .. import checks, env
+from .. import checks
 from ..attention import ffpa, ffpa_varlen
-from ..integrations.masks import RuleMask, make_mask, padding_keys, sees
+from ..integrations.fallback import say_once
+from ..integrations.masks import Seen, make_mask, seen_by
 
 OLDEST = (5, 4)  # of transformers: from there on masks are made of lengths and offsets
 
 
 def register(name: str = "ffpa") -> None:
     """From now on `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` runs on ffpa."""
-    if "flash" in name or "sdpa" in name:
+    if name in ("eager", "flex_attention") or any(part in name.lower() for part in ("flash", "sdpa", "|", "/")):
         raise ValueError(
-            f"`name` is {name!r}: transformers takes names with `flash` or `sdpa` in them for its own; use 'ffpa'"
+            f"`name` is {name!r}: transformers takes this, and names with `flash`, `sdpa`, `|` or `/`, for its own; use 'ffpa'"
         )
     _check_version()
     from transformers import AttentionInterface
@@ -71,14 +70,18 @@ def attention(
     that says it all: [B, 1 or Hq, N, Nk], bool or additive, or a RuleMask. Packed sequences follow the layer's rule.
     """
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
-    mask = _read(attention_mask, query, key, is_causal, sliding_window)
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = _one_batch(*_one_dtype(query, key, value))
+    offsets = (
+        None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+    )
+    shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
     why, way_out = _unsupported(query, value, dropout, s_aux, others)
     if why:
-        _say_once(module, why, way_out)
-        mask = _written(mask, query, key, is_causal, sliding_window, offsets)
+        index = getattr(module, "layer_idx", None)
+        who = type(module).__name__ + ("" if index is None else f" of layer {index}")
+        say_once(getattr(module, "config", module), who, why, way_out)
+        seen = seen_by(shape, query.device, is_causal, sliding_window, attention_mask, offsets)
         rule = {
             "dropout": dropout,
             "scaling": scaling,
@@ -86,25 +89,19 @@ def attention(
             "s_aux": s_aux,
             "position_bias": position_bias,
         }
-        return _by_transformers(module, query, key, value, mask, rule, others)
+        return _by_transformers(module, query, key, value, seen, rule, others)
 
-    if isinstance(mask, RuleMask):
-        is_causal, sliding_window = mask.is_causal, mask.window
-        if mask.offsets is not None and offsets is None:
-            offsets = (mask.offsets, mask.offsets)
-    if position_bias is not None:
-        mask = _with_bias(_written(mask, query, key, is_causal, sliding_window, offsets), position_bias)
-        offsets = None
-
-    rule = {"scale": None if scaling is None else float(scaling), "softcap": softcap or 0.0}
+    seen = seen_by(shape, query.device, is_causal, sliding_window, attention_mask, offsets, position_bias)
+    rule = {
+        "scale": None if scaling is None else float(scaling),
+        "softcap": softcap or 0.0,
+        "causal": seen.is_causal,
+        "window": _window(seen.window),
+    }
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    if offsets:
-        return _packed_attention(q, k, v, offsets, (max_length_q, max_length_k), is_causal, sliding_window, rule), None
-    if isinstance(mask, RuleMask):
-        mask = mask.keys[:, None, None]
-    elif mask is not None:  # it says it all
-        is_causal, sliding_window = False, None
-    rule |= {"causal": is_causal, "window": _window(sliding_window)}
+    if seen.offsets:
+        return _packed_attention(q, k, v, seen.offsets, (max_length_q, max_length_k), rule), None
+    mask = seen.mask if seen.keys is None else seen.keys[:, None, None]
     return ffpa(q, k, v, mask=mask, layout="BNHD", **rule), None
 
 
@@ -113,13 +110,13 @@ def _window(width: int | None) -> tuple[int, int]:
     return (-1, -1) if width is None else (width - 1, width - 1)
 
 
-def _packed_attention(q, k, v, offsets, longest, is_causal, width, rule):
+def _packed_attention(q, k, v, offsets, longest, rule):
     """[B, N, H, D] whose rows, those of one entry after those of another, are sequences."""
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     offsets = [x.to(device=q.device, dtype=torch.int32) for x in offsets]
     # A length that is on the GPU is not worth waiting for: it only bounds what the offsets say.
     longest = [n if isinstance(n, int) else x.shape[0] for n, x in zip(longest, rows, strict=False)]
-    out = ffpa_varlen(*rows, *offsets, *longest, causal=is_causal, window=_window(width), **rule)
+    out = ffpa_varlen(*rows, *offsets, *longest, **rule)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -136,40 +133,10 @@ def _one_dtype(*tensors):
     return [x.to(half[0]) for x in tensors] if half else tensors
 
 
-# ---- masks ----
-
-
-def _read(mask, query, key, is_causal: bool, width: int | None):
-    if mask is None or mask.dim() == 4:
-        return mask
-    if mask.dim() != 2:
-        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}; it must be [B, Nk] or [B, 1 or Hq, N, Nk]")
-    shape, keys = (query.shape[0], 1, query.shape[2], key.shape[2]), padding_keys(mask, key.shape[2])
-    if torch.compiler.is_compiling():  # no graph can make one
-        return sees(*shape[2:], is_causal, width, query.device) & keys[:, None, None]
-    return RuleMask(shape, is_causal, width, keys=keys)
-
-
-def _written(mask, query, key, is_causal: bool, width: int | None, offsets) -> torch.Tensor | None:
-    """A mask that says it all, or None if every row sees every key."""
-    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
-    if mask is None and offsets:
-        if shape[2] != shape[3]:
-            raise NotImplementedError(
-                "packed sequences with keys of their own, beside what ffpa does not support: pad them instead"
-            )
-        mask = RuleMask(shape, is_causal, width, offsets=offsets[0].to(query.device))
-    if isinstance(mask, RuleMask):
-        return mask.dense()
-    if mask is None and (is_causal or width is not None):
-        return sees(*shape[2:], is_causal, width, query.device).expand(shape)
-    return mask
-
-
-def _with_bias(mask, bias):
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+def _one_batch(*tensors):
+    """Learned queries come once for all entries of a batch."""
+    batch = max(x.shape[0] for x in tensors)
+    return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors]
 
 
 # ---- what is left to transformers ----
@@ -195,35 +162,25 @@ def _unsupported(query, value, dropout, s_aux, others) -> tuple[str | None, str]
     return None, ""
 
 
-_said: dict[tuple[int, str], weakref.ref] = {}  # by model and feature
-
-
-def _say_once(module, why: str, way_out: str) -> None:
-    layer = getattr(module, "layer_idx", None)
-    layer = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
-    message = f"ffpa_attn: {layer} has {why}, which ffpa does not support: {way_out}"
-    if env.run_flags()["FFPA_STRICT"]:
-        raise NotImplementedError(f"FFPA_STRICT=1: {message}")
-    model = getattr(module, "config", module)
-    said = _said.get((id(model), why))
-    if said is None or said() is not model:
-        _said[id(model), why] = weakref.ref(model)
-        warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
-
-
-def _by_transformers(module, query, key, value, mask, rule, others):
+def _by_transformers(module, query, key, value, seen: Seen, rule, others):
     """By the model's own eager function where SDPA does not mean the same, else by SDPA."""
     rule = {name: what for name, what in rule.items() if what is not None}
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    n_q, n_k, is_causal = query.shape[2], key.shape[2], False
+    on_the_diagonal = not seen.is_causal or n_q in (1, n_k)  # SDPA's begins at the first key
+    mask_needed = not (seen.is_only_causality and on_the_diagonal) or "position_bias" in rule
     if not others.get("output_attentions") and rule.keys() <= {"dropout", "scaling", "position_bias"}:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward as function
+
+        is_causal = seen.is_causal and n_q > 1 and not mask_needed
     elif eager is not None:
-        function = eager
+        function, mask_needed = eager, True
         rule.setdefault("scaling", query.shape[-1] ** -0.5)
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
     else:
         raise NotImplementedError(
             f"{type(module).__name__}: {', '.join(rule)} together are beyond ffpa and SDPA, and there is no eager function"
         )
-    return function(module, query, key, value, mask, is_causal=False, **rule, **others)
+    mask = seen.written((query.shape[0], 1, n_q, n_k), query.device) if mask_needed else None
+    if mask is not None and mask.dtype == torch.bool and function is eager:
+        mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    return function(module, query, key, value, mask, is_causal=is_causal, **rule, **others)

@@ -1,0 +1,25 @@
+"""What is said where ffpa leaves something to transformers: once a model and feature, or an error under FFPA_STRICT=1."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+
+from .. import env
+
+_said: dict[tuple[int, str], weakref.ref] = {}  # by model and feature
+
+
+def say_once(model, who: str, why: str, way_out: str) -> None:
+    """`model`: what all layers of one share, its config."""
+    message = f"ffpa_attn: {who} has {why}, which ffpa does not support: {way_out}"
+    if env.run_flags()["FFPA_STRICT"]:
+        raise NotImplementedError(f"FFPA_STRICT=1: {message}")
+    if torch.compiler.is_compiling():
+        return  # no graph can say it
+    said = _said.get((id(model), why))
+    if said is None or said() is not model:
+        _said[id(model), why] = weakref.ref(model)
+        warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
