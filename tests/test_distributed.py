@@ -216,25 +216,91 @@ def sequences_of_no_rows():
 
 
 def sequences_under_autocast():
+    """Of float32 alone."""
     q, k, v, *_ = (x.float() for x in inputs(4))
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         q.grad = None
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             out = attention(q.requires_grad_(), k, v)
+            with pytest.raises(TypeError, match="`v` has dtype torch.float16 but `q` has torch.bfloat16"):
+                attention(q, k, v.half())
         out.float().square().sum().backward()
-        assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.any()
+        want = with_gradients(
+            attention_with_lse(attention),
+            *(x.bfloat16() for x in (q, k, v)),
+            2 * out,
+            torch.zeros(2, 4, 4, device=DEVICE),
+        )
+        assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32
+        torch.testing.assert_close((out, q.grad), (want[0], want[2].float()), atol=1e-2, rtol=1e-2)
+
+
+def attention_with_lse(attention):
+    return lambda *x, **rule: attention(*x, **rule, return_lse=True)
+
+
+def sequences_by_default():
+    """What is cut, computed and gathered by defaults goes together."""
+    q, k, v, *_ = inputs(8 * dist.get_world_size())
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        out = distributed.gather_sequence(attention(*map(distributed.shard_sequence, (q, k, v))))
+        torch.testing.assert_close(out, ffpa(q, k, v, causal=True), atol=2e-2, rtol=2e-2)
 
 
 def sequences_with_gradients_of_one_result():
-    """Whatever a rank's loss uses, it takes part in what is sent."""
+    """Whatever a rank's loss uses, it takes part in what is sent: that of rank 0 uses the LSE, those of the others out."""
+    whole = inputs(4 * dist.get_world_size())[:3]
+    leaves = [x.double().requires_grad_() for x in whole]
+    out, lse = oracle.attention(*leaves, causal=True)
+    first = (
+        distributed.shard_sequence(torch.arange(out.shape[2], device=DEVICE), dim=0) if dist.get_rank() == 0 else None
+    )
+    rows = [first]
+    dist.broadcast_object_list(rows, 0)
+    of_first = torch.zeros(out.shape[2], dtype=torch.bool, device=DEVICE)
+    of_first[rows[0].to(DEVICE)] = True
+    want = torch.autograd.grad(lse[..., of_first].sum() + out[:, :, ~of_first].sum(), leaves)
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        mine = [distributed.shard_sequence(x).requires_grad_() for x in whole]
+        out, lse = attention(*mine, return_lse=True)
+        grads = torch.autograd.grad((out.float() if dist.get_rank() else lse).sum(), mine)
+        for x, y in zip(grads, want, strict=True):
+            torch.testing.assert_close(x.double(), distributed.shard_sequence(y), atol=3e-2, rtol=3e-2)
+
+
+def sequences_compiled():
+    """Messages are no part of a graph: there is one before and one behind them."""
     mine = [
         distributed.shard_sequence(x).requires_grad_(i < 3) for i, x in enumerate(inputs(4 * dist.get_world_size()))
     ]
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
-        out, lse = attention(*mine[:3], layout="zigzag", return_lse=True)
-        used = out.float() if dist.get_rank() else lse
-        grads = torch.autograd.grad(used.sum(), mine[:3])
-        assert all(x.isfinite().all() and x.any() for x in grads[:2])
+
+        def loss(q, k, v, attention=attention):
+            return attention(2 * q, k, v).float().square().sum()
+
+        want = torch.autograd.grad(loss(*mine[:3]), mine[:3])
+        found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*mine[:3]), mine[:3])
+        assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+def sequences_of_ranks_that_disagree():
+    """All of them say so, before anything is computed."""
+    first = dist.get_rank() == 0
+    q, k, v, *_ = inputs(4)
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        for message, args, keywords in (
+            (
+                "`q` is .*bfloat16.* on rank 1 of the group, but .*float16",
+                [x.half() if first else x for x in (q, k, v)],
+                {},
+            ),
+            ("`q` is .*on rank 1", [x[:, :, :2] if first else x for x in (q, k, v)], {}),
+            ("`causal` is False on rank 1 of the group, but True on rank 0", (q, k, v), {"causal": first}),
+            ("`layout` is", (q, k, v), {"layout": "zigzag" if first else "contiguous"}),
+            ("`scale` is", (q, k, v), {"scale": 0.5 if first else None}),
+        ):
+            with pytest.raises(ValueError, match=message), mock.patch.dict(os.environ, FFPA_CHECK="1"):
+                attention(*args, **keywords)
 
 
 def sequences_that_do_not_fit():
@@ -252,11 +318,13 @@ def sequences_that_do_not_fit():
             with pytest.raises(error, match=message):
                 attention(*args, **{"layout": "contiguous", **keywords})
     with pytest.raises(ValueError, match=f"`q` has 3 heads.*a multiple of {world}"):
-        distributed.ulysses_attention(q[:, :3], k[:, :1], v[:, :1])
+        distributed.ulysses_attention(q[:, :3], k[:, :1], v[:, :1], layout="contiguous")
     with pytest.raises(ValueError, match="`x` has 5 rows in dim 2.*pad the sequence to 8"):
         distributed.shard_sequence(q)
     with pytest.raises(ValueError, match="`dim` is 4; `x` has 4 dims"):
         distributed.gather_sequence(q, dim=4)
+    with pytest.raises(ValueError, match="`x` requires grad.*x.detach"):
+        distributed.gather_sequence(q.clone().requires_grad_()[:, :, 1:])
     outside = dist.new_group([0])
     if dist.get_rank():
         with pytest.raises(ValueError, match="`group` does not hold this rank"):
@@ -370,6 +438,32 @@ def dtensors_of_packed_sequences():
     for x, y in zip(silently(call), (want, *torch.autograd.grad(want, whole, grad)), strict=True):
         assert x.placements == tuple(by_heads)
         torch.testing.assert_close(full(x), y)
+
+
+def dtensors_with_one_head_of_keys():
+    """All ranks use it, where it is whole; its gradient is the sum of theirs."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, _ = meshes()
+    whole = inputs(6, heads=(4, 1))
+    want = with_gradients(ffpa, *whole, causal=True, return_lse=True)
+    by_heads, everywhere = [Shard(1)] * mesh.ndim, [Replicate()] * mesh.ndim
+    (q, grad_out, grad_lse), (k, v) = (
+        placed(whole[::3] + whole[4:], mesh, by_heads),
+        placed(whole[1:3], mesh, everywhere),
+    )
+    got = silently(lambda: with_gradients(ffpa, q, k, v, grad_out, grad_lse, causal=True, return_lse=True))
+    for name, x, y in zip(NAMES, got, want, strict=True):
+        assert all(p.is_partial() if name in ("dk", "dv") else p.is_shard(1) for p in x.placements), name
+        torch.testing.assert_close(full(x), y, atol=2e-2, rtol=2e-2, msg=name)
+
+
+def dtensors_are_no_parts_of_a_ring():
+    mesh, _ = meshes()
+    parts = placed(inputs(8)[:3], mesh, meshes()[1](1)[0])
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        with pytest.raises(TypeError, match=r"`q` is a DTensor; pass .* q.to_local\(\), and mesh.get_group\(\)"):
+            attention(*parts)
 
 
 def dtensors_to_an_output():

@@ -136,7 +136,7 @@ def test_what_others_hold_costs_nothing(device, served, rows_first):
     v[1, ..., 5] *= 1e10
     v[..., 9] = 0
     grad[0] *= 1e-7
-    grad[..., 7] *= 1e7
+    grad[1, ..., 7] *= 1e7
     grad[:, 2:, :, 8] = 0
     if rows_first:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))

@@ -582,4 +582,6 @@ def test_the_recipe_of_a_training_step_runs():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     losses = [line.split("losses ")[1].split() for line in done.stdout.splitlines() if "losses" in line]
     assert len(losses) == 2 and len(losses[0]) == 4, done.stdout + done.stderr
-    torch.testing.assert_close(*(torch.tensor([float(x) for x in of]) for of in losses), atol=0.004, rtol=0)  # texts seen as one: 0.008
+    torch.testing.assert_close(
+        *(torch.tensor([float(x) for x in of]) for of in losses), atol=0.004, rtol=0
+    )  # texts seen as one: 0.008

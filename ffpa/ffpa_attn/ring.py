@@ -13,11 +13,13 @@ from . import sequence_shards
 from .triton_merge import merge_into
 
 
+@sequence_shards.untraced
 def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
     """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
-    hold as many rows (no rank can check that of another). Returns this rank's part of the result, [B, Hq, N/W, Dv], and
+    ranks call it alike, and all run the backward. (That they agree is checked on the CPU, on GPUs under FFPA_CHECK=1: it
+    would wait for them.) Returns this rank's part of the result, [B, Hq, N/W, Dv], and
     with return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
     deterministic.
 
@@ -31,6 +33,7 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)
+    sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **rule})
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
     return (out, lse) if return_lse else out
 
@@ -63,7 +66,7 @@ class _Ring(NamedTuple):
         Kernels fill a GPU: a message that waits for one would start as late as the next one ends. So messages do not wait for what
         is computed meanwhile, but for what was computed before that, in whose place the next K and V arrive.
         """
-        beside = torch.cuda.Stream(k.device) if k.is_cuda else None
+        beside = torch.cuda.Stream(k.device) if k.is_cuda and self.world > 1 else None
         at_hand = [x.contiguous() for x in (k, v)] if self.world > 1 else [k, v]
         places = [[torch.empty_like(x) for x in at_hand] for _ in range(min(self.world - 1, 3))]
         if beside:
@@ -141,9 +144,9 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dq = grads = None  # the latter of the K and V at hand, summed by the ranks that had them
+        dq = grads = spare = None  # `grads` of the K and V at hand, summed by the ranks that had them
         for part, at_hand in ring.turns(k, v):
-            arriving = ring.pass_on(grads) if grads else None  # one step behind K and V
+            arriving = ring.pass_on(grads, spare) if grads else None  # one step behind K and V
             pieces = []
             if part:
                 *pieces, _ = torch.ops.ffpa_attn.backward(
@@ -151,15 +154,15 @@ class _RingAttention(torch.autograd.Function):
                     causal=part.causal, **ring.rule, fp32_grads=ring.world > 1,
                 )  # fmt: skip
             if arriving:
-                grads = arriving.wait()
+                grads, spare = arriving.wait(), grads
                 if part:
                     _add((part.rows(dq), *map(part.keys, grads)), pieces)
             else:
                 dq, *grads = pieces
             del pieces  # or they would take memory while the next ones are computed
-        if ring.world > 1:
-            grads = ring.pass_on(grads).wait()  # home
-        return dq.to(q.dtype), *(grad.to(q.dtype) for grad in grads), None
+        grads = [grad.to(q.dtype) for grad in grads]
+        arriving = ring.pass_on(grads) if ring.world > 1 else None  # home, where nothing more is added
+        return dq.to(q.dtype), *(arriving.wait() if arriving else grads), None
 
 
 def _add(totals: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from . import checks
+from . import checks, env
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -56,9 +58,13 @@ def gather_sequence(x, group=None, dim=2, layout="zigzag"):
     """The whole sequence, on every rank, from the part that each holds: what `shard_sequence` took apart. No gradients."""
     _, world = rank_and_world(group)
     checks.only_tensors(x=x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "`x` requires grad, which gather_sequence does not pass on; compute on the parts, or pass x.detach()"
+        )
     dim = _dim(x, dim)
     _even_rows("x", x.shape[dim], _layout(layout))
-    x = x.detach().contiguous()
+    x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
     dist.all_gather(parts, x, group=group)
     return together(parts, dim, layout)
@@ -89,6 +95,12 @@ def rank_and_world(group) -> tuple[int, int]:
 def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v as autocast has them, checked. (Whether all ranks hold as many rows, no rank can see.)"""
     checks.only_tensors(q=q, k=k, v=v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(
+                f"`{name}` is a {type(x).__name__}; pass what this rank holds, {name}.to_local(), and mesh.get_group(): ffpa itself takes "
+                "DTensors sharded by batch or heads"
+            )
     device = q.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -102,6 +114,34 @@ def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         )
     _even_rows("q", q.shape[2], _layout(layout))
     return q, k, v
+
+
+def check_that_ranks_agree(group, q, k, v, options: dict) -> None:
+    """Ranks that differ would add up what does not belong together."""
+    if q.is_cuda and not env.run_flags()["FFPA_CHECK"]:
+        return
+    mine = {name: (tuple(x.shape), x.dtype) for name, x in (("q", q), ("k", k), ("v", v))} | options
+    of_all = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, mine, group=group)
+    for name, value in mine.items():
+        for rank, theirs in enumerate(of_all):
+            if theirs[name] != of_all[0][name]:
+                raise ValueError(
+                    f"`{name}` is {theirs[name]} on rank {rank} of the group, but {of_all[0][name]} on rank 0 (here {value}); pass the same "
+                    "everywhere, of parts as shard_sequence cuts them"
+                )
+
+
+def untraced(function):
+    """A function that torch.compile leaves as it is, with a graph before and one behind it: messages are no part of a graph."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        dynamo = sys.modules.get("torch._dynamo")  # which takes seconds to import
+        return (dynamo.disable(function) if dynamo else function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True
+    return call
 
 
 def options(causal, scale, softcap, return_lse) -> dict:

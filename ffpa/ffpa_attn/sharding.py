@@ -54,6 +54,10 @@ def _strategy(call: OpSchema) -> OpStrategy:
     for cut in cuts:
         of_results = [Replicate() if name in empty else _placement(name, cut, arguments) for name in results]
         rules.append(of_results + [_placement(name, cut, arguments) for name in arguments])
+    if arguments["k"].shape[cuts[-1].rows] == 1:  # all ranks use the one head; its gradient is the sum of theirs
+        rule = dict(zip([*results, *arguments], rules[-1], strict=True))
+        rule |= {"k": Replicate(), "v": Replicate()} | {name: Partial() for name in ("dk", "dv") if name in rule}
+        rules.append([rule[name] for name in (*results, *arguments)])
     found = expand_to_full_mesh_op_strategy(call.get_mesh_from_args(), call, rules, input_index=len(results))
     found.strategies = [way for way in found.strategies if _heads_stay_together(way, cuts[-1].rows, arguments)]
     for argument in schema.arguments:
@@ -78,9 +82,13 @@ def _placement(name: str, cut: _Cut, arguments: dict[str, OpStrategy]) -> Placem
 
 def _heads_stay_together(way: OpSpec, heads: int, arguments: dict[str, OpStrategy]) -> bool:
     """Where each rank has as many heads as any other, it has those of K and V that its own of q attend to."""
-    q = way.input_specs[list(arguments).index("q")]
-    ranks = prod(q.mesh.size(i) for i, placement in enumerate(q.placements) if placement == Shard(heads))
-    return all(arguments[name].shape[heads] % ranks == 0 for name in ("q", "k"))
+
+    def even(name: str) -> bool:
+        x = way.input_specs[list(arguments).index(name)]
+        ranks = prod(x.mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(heads))
+        return arguments[name].shape[heads] % ranks == 0
+
+    return even("q") and even("k")
 
 
 def _in_place(ways: list[OpSpec], name: str, arguments: dict[str, OpStrategy]) -> list[OpSpec]:
