@@ -18,7 +18,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, env, ffpa, ffpa_varlen, ring
+from ffpa_attn import distributed, env, ffpa, ffpa_varlen, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
@@ -38,6 +38,15 @@ FAMILIES = [("sequences", "cpu"), ("dtensors", "cpu")] + [("sequences", "cuda")]
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("family, device", FAMILIES)
 def test_family(family, device, world, tmp_path):
+    start(family, device, world, tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_on_one_gpu(tmp_path):
+    start("messages", "cuda", 1, tmp_path)
+
+
+def start(family, device, world, tmp_path):
     command = [sys.executable, __file__, family, device, str(tmp_path / "meeting"), str(world)]
     ranks = [
         Popen([*command, str(rank)], env=quiet_environment(), stdout=PIPE, stderr=STDOUT, text=True)
@@ -335,6 +344,32 @@ def test_without_a_process_group():
     q, k, v, *_ = inputs(4)
     with pytest.raises(ValueError, match="`group` needs torch.distributed.*init_process_group"):
         distributed.ring_attention(q, k, v)
+
+
+# ---- NCCL, with one GPU: it sends to itself ----
+
+
+def messages_over_nccl():
+    """Of a ring of four, in which all ranks have the same keys: the bits of one whose messages are copies."""
+    of_nccl, mine = dist.P2POp, inputs(2048, d=(512, 512), batch=1)
+
+    def to_itself(op, x, group, group_peer):
+        return of_nccl(op, x, group=group, group_peer=0)
+
+    def copied(self, tensors, places=None):
+        received = [x.clone() for x in tensors]
+        return ring._Arriving([], list(tensors), received)
+
+    def run():
+        return with_gradients(attention_with_lse(distributed.ring_attention), *mine, causal=True)
+
+    for rank in range(4):
+        with mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, 4)):
+            with mock.patch.object(ring._Ring, "pass_on", copied):
+                want = run()
+            with mock.patch.object(dist, "P2POp", to_itself):
+                for _ in range(3):
+                    assert all(torch.equal(x, y) for x, y in zip(run(), want, strict=True)), rank
 
 
 # ---- DTensors ----
