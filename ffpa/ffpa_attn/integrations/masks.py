@@ -168,7 +168,8 @@ def make_mask(config=None, **asked):
     """What transformers calls for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-    asked["mask_function"] = asked.get("mask_function") or causal_mask_function
+    if asked.get("mask_function") is None:
+        asked["mask_function"] = causal_mask_function
     if not _calls_attention_functions(type(config)):
         way_out = "choose another attn_implementation for this model"
         say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
