@@ -368,10 +368,12 @@ def messages_over_nccl():
     for rank in range(4):
         with mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, 4)):
             with mock.patch.object(ring._Ring, "pass_on", copied):
-                want = run()
+                want, again = run(), run()
+                assert all(torch.equal(x, y) for x, y in zip(again, want, strict=True)), f"{rank}: copies alone"
             with mock.patch.object(dist, "P2POp", to_itself):
-                for _ in range(3):
-                    assert all(torch.equal(x, y) for x, y in zip(run(), want, strict=True)), rank
+                for turn in range(3):
+                    errors = {name: (x - y).abs().max().item() for name, x, y in zip(NAMES, run(), want, strict=True)}
+                    assert not any(errors.values()), (rank, turn, errors)
 
 
 # ---- DTensors ----

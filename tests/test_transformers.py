@@ -438,6 +438,24 @@ def test_what_no_rule_says_is_written_as_for_sdpa(device):
         assert torch.equal(found, masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False}))
 
 
+def test_a_compiled_window_is_written(device):
+    """Not all models' layers know of theirs."""
+    window = masking_utils.sliding_window_causal_mask_function(3)
+    asked = {
+        "batch_size": 2,
+        "q_length": 12,
+        "kv_length": 12,
+        "mask_function": window,
+        "local_size": 3,
+        "device": device,
+    }
+    config = transformers.Gemma3TextConfig(sliding_window=3)
+    torch.compiler.reset()
+    found = torch.compile(lambda: masks.make_mask(config, **asked), backend="eager", fullgraph=True)()
+    want = masks.make_mask(config, **asked)
+    assert type(want) is masks.RuleMask and torch.equal(found, want.dense())
+
+
 @pytest.mark.parametrize("kind", ["strided", "types"])
 def test_tensors_as_layers_leave_them(kind, device):
     q, k, v = inputs(device)
