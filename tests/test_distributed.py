@@ -413,8 +413,10 @@ def meshes():
 
 def dtensors_by_batch_and_heads():
     mesh, ways = meshes()
-    whole = inputs(6)
-    for layout, heads in (("BHND", 1), ("BNHD", 2), ("BHND", 1)):
+    of_shapes = inputs(6), inputs(4, heads=(4, 4))  # the latter's shapes are the same in both layouts
+    for layout, heads, whole in (
+        (*how, whole) for whole in of_shapes for how in (("BHND", 1), ("BNHD", 2), ("BHND", 1))
+    ):
         turned = [x if layout == "BHND" else x.transpose(1, 2).contiguous() for x in whole[:4]]
         want = with_gradients(ffpa, *turned, whole[4], causal=True, layout=layout, return_lse=True)
         for way in ways(heads):
