@@ -523,16 +523,19 @@ def dtensors_to_an_output():
 
 
 def dtensors_that_must_move():
-    """Heads that do not divide, and rows that are sharded: right all the same."""
+    """Heads that do not divide, and rows that are sharded, where heads were a call before: right all the same."""
     from torch.distributed.tensor import Shard
 
     mesh, _ = meshes()
-    for heads, dim in (((6, 3), 1), ((4, 2), 2), ((4, 2), 3)):
+    for heads, dim, layout in (((6, 3), 1, "BHND"), ((4, 2), 2, "BHND"), ((4, 2), 3, "BHND"), ((8, 8), 1, "BNHD")):
         q, k, v, *_ = inputs(8, heads=heads)
         parts = placed((q, k, v), mesh, [Shard(dim)] * mesh.ndim)
-        assert torch.equal(full(ffpa(*parts, causal=True)), ffpa(q, k, v, causal=True)), (heads, dim)
+        if layout == "BNHD":  # of the same shapes
+            assert torch.equal(full(silently(lambda parts=parts: ffpa(*parts))), ffpa(q, k, v))
+        want = ffpa(q, k, v, causal=True, layout=layout)
+        assert torch.equal(full(ffpa(*parts, causal=True, layout=layout)), want), (heads, dim)
         with pytest.raises(AssertionError):
-            silently(lambda parts=parts: ffpa(*parts, causal=True))
+            silently(lambda parts=parts, layout=layout: ffpa(*parts, causal=True, layout=layout))
 
 
 # ---- FSDP2 ----
