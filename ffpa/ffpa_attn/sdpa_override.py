@@ -11,6 +11,7 @@ import torch
 from torch import _C, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.jit import _builtins
 from torch.overrides import TorchFunctionMode
 
 from . import checks, ops, tf32
@@ -37,6 +38,7 @@ class sdpa(TorchFunctionMode):
 def enable_sdpa() -> None:
     """What `sdpa` does, in all threads until `disable_sdpa`: replaces the function in every module that holds it."""
     _replace(torch_sdpa, scaled_dot_product_attention)
+    _builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")  # to TorchScript
 
 
 def disable_sdpa() -> None:
