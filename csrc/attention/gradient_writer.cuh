@@ -19,8 +19,8 @@ class GradientWriter {
  public:
   FFPA_DEVICE GradientWriter(const BackwardParams& params, const ProductTile& tile, int lane)
       : params_(params),
-        continues_(tile.in_chunk(params).first > tile.summed(params).first),
-        is_last_(tile.in_chunk(params).end >= tile.summed(params).end),
+        continues_(tile.in_chunk(params).first > summed<Tiles>(params, tile).first),
+        is_last_(tile.in_chunk(params).end >= summed<Tiles>(params, tile).end),
         scale_(tile.product == Product::kDv ? 1.0f : params.scale),
         columns_(tile.columns_of_all - tile.column),
         lane_(lane) {
