@@ -307,7 +307,8 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
 }
 
 // All that a tile is summed over: from the first to the last row tile of the entry, or of dQ key tile, that has visible
-// pairs for it. Chunks without any are launched for nobody; the first and the last one with some begin and end the sum.
+// pairs for it. The chunk with the first one begins the sum, that with the last one ends it. Those between may have
+// none (between what two heads see of keys), and then need not be launched, unless sums take turns.
 template <class Tiles>
 FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& tile) {
   if constexpr (Tiles::kOfQ) {

@@ -49,7 +49,7 @@ class GradientWriter {
   // kFragments of 16 rows, from row `row` and fragment `first` of the tile on: fragment(n, values) gives them.
   template <int kFragments, class Fragment>
   FFPA_DEVICE void write(int row, int first, const Fragment& fragment) const {
-    if (row >= rows_) return;  // nor is there a place for their sums
+    if (row >= rows_) return;
     const int64_t offset = row * int64_t{Tiles::kColumns} + first * 128;
     tile::RowWriter<Element, kFragments> writer(gmem_ + (row * row_stride_ + first * 8) * element_bytes(), row_stride_,
                                                 rows_ - row, columns_ - first * 8, params_.float_gradients, lane_);
