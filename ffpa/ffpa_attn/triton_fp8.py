@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +10,18 @@ import torch
 from . import archs, env, native, triton_attention
 from .spec import FP8_BLOCK, LEAST_SCALE, Problem
 from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
-from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, launch, running, strides
+from .triton_launch import (
+    Launch,
+    Memo,
+    Tiles,
+    describer,
+    has_descriptor,
+    kind_of,
+    launch,
+    memo_of,
+    running,
+    strides,
+)
 
 _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below the largest value
 _LEAST_DEPTH = 32  # of a product of fp8 values
@@ -125,15 +135,6 @@ def quantizes(x: torch.Tensor) -> bool:
     return wanted and plain and not recorded and not triton_attention.why_not()
 
 
-@lru_cache(1024)
-def _memo(*kind) -> Memo:
-    return {}
-
-
-def _kind(*tensors: torch.Tensor) -> tuple:
-    return tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
-
-
 def _over_blocks(x: torch.Tensor, *others: torch.Tensor) -> Launch:
     batch, heads, rows, d = x.shape
     tensors = x, *others
@@ -147,7 +148,7 @@ def block_maxima(x: torch.Tensor) -> torch.Tensor:
 
     maxima = x.new_empty((*x.shape[:2], -(-x.shape[2] // FP8_BLOCK)), dtype=torch.float32)
     with running(x.device):
-        launch(_memo("maxima", *_kind(x)), block_maxima_kernel, (x, maxima), lambda: _over_blocks(x))
+        launch(memo_of("maxima", *kind_of(x)), block_maxima_kernel, (x, maxima), lambda: _over_blocks(x))
     return maxima
 
 
@@ -158,7 +159,7 @@ def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     x8 = torch.empty_like(x, dtype=dtype)
     with running(x.device):
         launch(
-            _memo("divided", dtype, *_kind(x, x8)),
+            memo_of("divided", dtype, *kind_of(x, x8)),
             quantize_kernel,
             (x, scale.contiguous(), x8),
             lambda: _over_blocks(x, x8),

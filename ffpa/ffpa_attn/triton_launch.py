@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,16 @@ def strides(*tensors: torch.Tensor) -> list:
 
 
 Memo = dict[str, Any]  # what calls of one kind (shapes, strides, types, alignments) have in common, once it is known
+
+
+@lru_cache(1024)
+def memo_of(*kind) -> Memo:
+    """Of calls that no plan keeps one for."""
+    return {}
+
+
+def kind_of(*tensors: torch.Tensor) -> tuple:
+    return tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
 
 
 class Unable(RuntimeError):

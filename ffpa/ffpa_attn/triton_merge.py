@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from . import env, triton_attention, triton_launch
-from .triton_launch import Launch, Memo, Tiles, launch, running, strides
+from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
 
 _TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 
@@ -25,11 +23,6 @@ def merge_into(out, lse, more_out, more_lse) -> None:
     torch.logaddexp(lse, more_lse, out=lse)
 
 
-@lru_cache(1024)
-def _memo(*kind) -> Memo:
-    return {}
-
-
 def _by_triton(*tensors) -> None:
     from .triton_merge_kernels import merge_kernel
 
@@ -39,6 +32,5 @@ def _by_triton(*tensors) -> None:
     def how() -> Launch:
         return Launch(-(-n // _TILES.rows) * heads * batch, (*strides(*tensors), heads, n), {"D": d}, _TILES)
 
-    kind = ((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
     with running(out.device):
-        launch(_memo(*kind), merge_kernel, tensors, how)
+        launch(memo_of("merged", *kind_of(*tensors)), merge_kernel, tensors, how)
