@@ -61,7 +61,9 @@ _SOME_BACKWARDS = "hopper and not cuda and (d320 or n130x50 or caps or schedules
 
 _PACKED_CHUNKS = "not cuda and hopper and packed_in_chunks"
 
-_RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32)"
+_BOXES = "not cuda and hopper and boxes"
+
+_RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32 or boxes)"
 
 
 def _row_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
@@ -661,9 +663,9 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/gradient_writer.cuh",
-        ("gradient writer: sums of the last chunk alone", "continues_(tile.in_chunk(params).first > tile.summed(params).first)", "continues_(false)"),
-        ("gradient writer: results after every chunk", "is_last_(tile.in_chunk(params).end >= tile.summed(params).end)", "is_last_(true)"),
-        ("gradient writer: sums begin with the first chunk", "tile.in_chunk(params).first > tile.summed(params).first", "tile.in_chunk(params).first > 0"),
+        ("gradient writer: sums of the last chunk alone", "continues_(tile.in_chunk(params).first > summed<Tiles>(params, tile).first)", "continues_(false)"),
+        ("gradient writer: results after every chunk", "is_last_(tile.in_chunk(params).end >= summed<Tiles>(params, tile).end)", "is_last_(true)"),
+        ("gradient writer: sums begin with the first chunk", "tile.in_chunk(params).first > summed<Tiles>(params, tile).first", "tile.in_chunk(params).first > 0"),
         only=_PACKED_CHUNKS,
     ),
     *_backward(
@@ -682,7 +684,7 @@ MUTANTS = [
         ("packed backward: the first sequence of a chunk is left out", "key_tiles_of(params_, first_batch).first", "key_tiles_of(params_, first_batch).end"),
         ("packed backward: keys of the chunk as if of one sequence", "max_of(params.first_key - before, 0)", "params.first_key"),
         ("packed backward: rows of the first sequence in the workspace", "row_tiles_of(params, tile.batch).first_of(head) - params.first_tile", "head * row_tiles_of(params, tile.batch).of_head - params.first_tile"),
-        ("packed backward: sums end with the first head", "return {all.first, all.end()};", "return {all.first, all.first_of(1)};"),
+        ("packed backward: sums end with the first head", "all.first_of(all.group - 1) + ceil_div", "all.first + ceil_div"),
         only=_PACKED_CHUNKS,
     ),
     *_backward(
@@ -709,7 +711,6 @@ MUTANTS = [
         "csrc/attention/backward_products_wgmma.cuh",
         ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
         ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
-        ("backward products: nothing for a tile without keys", "    if (run.begin == run.end) producer.bring_zeros();\n", ""),
     ),
     *_backward(
         "csrc/attention/backward_products_wgmma.cuh",
@@ -764,6 +765,49 @@ MUTANTS = [
         ("chunks: sums beside a full workspace", "left = cap - partial(key_parts[0][1])", "left = cap"),
         ("chunks: heads are cut anywhere", "    if most >= of_head:\n", "    if most >= of_head and False:\n"),
         ("chunks: twice as many entries as fit", "most = min(cap // of_entry, work.entries)", "most = min(2 * cap // of_entry, work.entries)"),
+    ),
+    *_in(
+        "backward_chunks.py",
+        "tests/test_backward.py -k 'cover_everything or cost_little'",
+        ("boxes: keys that the last row sees are left out", "min(last_row + work.farthest + 1, work.n_k)", "min(first_row + work.farthest + 1, work.n_k)"),
+        ("boxes: rows that see the last key are left out", "min(last_key - work.nearest + 1, work.n_q)", "min(first * KEY_TILE - work.nearest + 1, work.n_q)"),
+        ("boxes: keys that nobody sees", "_parts(*seen_by_rows(work, *rows), self.key_tiles)", "_parts(0, work.tiles_of_keys, self.key_tiles)"),
+        ("boxes: sums of all rows in the place of some", "before = (0, keys[0]) if self.by_rows else (rows[0], 0)", "before = (0, keys[0]) if self.by_rows else (0, 0)"),
+        ("boxes: sums of all keys in the place of some", "before = (0, keys[0]) if self.by_rows else (rows[0], 0)", "before = (0, 0) if self.by_rows else (rows[0], 0)"),
+        ("boxes: room for sums of a box's rows alone", "return self.row_tiles if self.by_rows else work.tiles", "return self.row_tiles"),
+        ("boxes: room for sums of a box's keys alone", "return work.keys if self.by_rows else self.key_tiles * KEY_TILE", "return self.key_tiles * KEY_TILE"),
+        ("boxes: sums beside a full workspace", "return pairs + sums <= cap", "return max(pairs, sums) <= cap"),
+        ("boxes: both passes beside a full workspace", "sums <= cap - for_pairs", "sums <= cap"),
+        ("boxes: sums cost nothing", "2 * _STEPS_OF_SUMS * max(", "0 * max("),
+        ("boxes: always computed twice", "ways = [fastest(*(_passes(work, tile, by_rows, True, True, fits) for by_rows in (True, False)))]", "ways = [(inf, [])]"),
+    ),
+    *_backward(
+        "backward.py",
+        ("boxes: sums of all chunks' dQ in one place", "return chunk.tiles_before * self.sums_of_tile", "return 0"),
+        ("boxes: sums of all chunks' dK in one place", "self.sums_of_k_at + chunk.keys_before * self.sums_of_key", "self.sums_of_k_at"),
+        ("boxes: sums of dK where those of dQ are", "sums_of_k_at = sums_q if any", "sums_of_k_at = 0 if any"),
+        ("boxes: rows that see no key stay as they are", "                x[..., :first, :].zero_()\n", "                pass\n"),
+        ("boxes: keys that no row sees stay as they are", "                x[..., end:, :].zero_()\n", "                pass\n"),
+        only=_BOXES,
+    ),
+    *_backward(
+        "backward_mask.py",
+        ("boxes: a mask's pairs of no chunk stay as they are", "if self.is_shared or not has_all_pairs:", "if self.is_shared:"),
+        only=_BOXES,
+    ),
+    *_backward(
+        "csrc/attention/backward_tiles.cuh",
+        ("boxes: sums of keys begin with the first row", "return {all.first + rows.begin / kRowTile,", "return {all.first,"),
+        ("boxes: sums of keys end with the first head", "all.first_of(all.group - 1) + ceil_div", "all.first + ceil_div"),
+        ("boxes: sums of rows begin with the first key", "return {before + seen.first,", "return {before,"),
+        ("boxes: sums of rows end with the last key", "before + seen.end};", "key_tiles_of(params, tile.batch).end};"),
+        ("boxes: tiles of other chunks", "return max_of(part.first, all.first) < min_of(part.end, all.end);", "return all.first < all.end;"),
+        only=_BOXES,
+    ),
+    *_backward(
+        "csrc/attention/backward_products_wgmma.cuh",
+        ("boxes: nothing for keys that others' rows see", "      if (!any) producer.bring_zeros();\n", ""),
+        only=_BOXES,
     ),
     *_two_phase(
         "csrc/attention/forward_two_phase.cuh",
@@ -1013,16 +1057,15 @@ MUTANTS = [
         ("packed sums: always from the same place", "of_tile + params_.turn * half", "of_tile"),
         ("packed sums: to where they come from", "of_tile + (1 - params_.turn) * half", "of_tile + params_.turn * half"),
         ("packed sums: one place for both", "params_.workspace_columns() / Tiles::kRows", "0"),
-        ("packed sums: of keys that are not there", "    if (row >= rows_) return;  // nor is there a place for their sums\n", ""),
         ENABLE_FFPA_DEBUG="1",
     ),
     *_in(
         "backward_chunks.py",
         "tests/test_backward.py -k 'not cuda and (enough or computed_once or many_sequences)'",
-        ("packed sums: the same turn always", "enumerate(_row_parts(work, (cap - partial(all_keys[1])) // of_tile))", "((0, rows) for rows in _row_parts(work, (cap - partial(all_keys[1])) // of_tile))"),
+        ("packed sums: the same turn always", "enumerate(_packed_row_parts(work, (cap - partial(all_keys[1])) // of_tile))", "((0, rows) for rows in _packed_row_parts(work, (cap - partial(all_keys[1])) // of_tile))"),
         ("packed sums: room for one of two", "return min(keys, 2 * self.columns)", "return min(keys, self.columns)"),
         ("packed sums: room for all keys", "return min(keys, 2 * self.columns)", "return keys"),
-        ("chunks: no row tile at a time", "of_head, most = work.tiles_of_head, max(most, 1)", "of_head = work.tiles_of_head"),
+        ("chunks: no row tile at a time", "step = max(most, 1) // of_sequence * of_sequence or max(most, 1)", "step = most // of_sequence * of_sequence or most"),
         ENABLE_FFPA_DEBUG="1",
     ),
     *_in(

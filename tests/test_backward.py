@@ -15,9 +15,9 @@ import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import backward, backward_chunks, env, ops, reference
-from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed
+from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
 from ffpa_attn.backward_mask import MaskGradient
-from ffpa_attn.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility
+from ffpa_attn.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
 from ffpa_attn.testing import emulate
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
@@ -143,12 +143,14 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
     "case, cap_mb, kinds",
     [
         (LONGER.with_(heads_q=6, n_k=300, d=72), 4, {(True, True)}),
+        (LONGER.with_(heads_q=2, heads_kv=1, d=72), 3, {(True, True)}),
         (LONGER.with_(heads_q=2, heads_kv=1, d=72), 2, {(True, False), (False, True)}),
+        (LONGER.with_(heads_q=2, heads_kv=1, d=72), 1, {(True, False), (False, True)}),
     ],
-    ids=["rows", "rows, then keys"],
+    ids=["rows", "keys", "dQ, then dK and dV", "less of both"],
 )
 def test_workspace_caps(case, cap_mb, kinds, backend, device, forced):
-    """In chunks: whole gradients, or sums of dK and dV over some rows; at last dQ on its own, and dK and dV by keys."""
+    """In chunks: sums of dK and dV over rows, or of dQ over keys; at last dQ on its own, and then dK and dV."""
     forced(backend, device)
     whole = gradients_of(case, device)
     got = gradients_of(case, device, cap_mb)
@@ -172,6 +174,46 @@ def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
 
+GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causal": True})
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "case, cap_mb, boxes",
+    [
+        (GROUP, 4, (2, 2, True)),
+        (GROUP, 4, (3, 1, False)),
+        (GROUP.with_(n_k=700, rule={"window": (60, 30)}), 4, (1, 2, True)),
+        (GROUP.with_(n_k=700, rule={"window": (60, 30)}, mask="additive-2d"), 4, (1, 2, False)),
+        (GROUP.with_(n_q=300, rule={"causal": True, "align": "top_left"}, mask="additive"), 2, (1, 1, True)),
+        (GROUP.with_(heads_q=1, n_q=1100, n_k=300), 2, (2, 1, False)),
+        (Case(heads_q=1, heads_kv=1, n_q=530, n_k=1040, d=24, mask="additive-some-rows-empty"), 3, (2, 2, True)),
+        (Case(heads_q=1, heads_kv=1, n_q=600, n_k=600, d=256, rule={"causal": True}), 2, (1, 1, False)),
+    ],
+    ids=[
+        "by rows",
+        "by keys",
+        "window by rows",
+        "window by keys",
+        "keys unseen",
+        "rows without keys",
+        "no rule",
+        "wide tiles",
+    ],
+)
+def test_boxes_of_rows_and_keys(case, cap_mb, boxes, backend, device, forced, monkeypatch):
+    """Sums of dQ and of dK and dV at once, from the first chunk that sees some to the last; nothing for what no chunk sees."""
+    forced(backend, device)
+    of_pass = Pass(*boxes, of_q=True, of_k=True)
+    monkeypatch.setattr(reference, "mask_gradient", None)
+    monkeypatch.setattr(backward_chunks, "_fastest_passes", lambda *args: [of_pass])
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
+    test_numerics.test_gradients(case, device)
+    chunks = last_chunks()
+    assert len({c.first_tile for c in chunks}) > 1 and len({c.first_key for c in chunks}) > 1
+    assert max(c.row_tiles for c in chunks) == of_pass.row_tiles
+
+
 def last_chunks() -> list[Chunk]:
     return list(
         [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1].all_chunks
@@ -187,8 +229,8 @@ LONG_AND_NARROW = LONGER.with_(d=64, d_v=None, heads_kv=1)
     [
         (Case(3, 4, 2, 400, 200, 24, mask="additive-some-rows-empty", layout="BNHD", rule={"window": (90, 60)}), 4, {(3, 4, True, True)}),
         (LONG_AND_NARROW.with_(heads_q=3, mask="additive"), 6, {(1, 6, True, True), (1, 3, True, True)}),
-        (LONG_AND_NARROW.with_(heads_q=2, mask="additive-2d"), 2, {(1, 1, True, False)}),
-        (Case(heads_q=2, heads_kv=1, n_q=40, n_k=1300, d=24, mask="additive-2d"), 1, {(1, 1, True, False)}),
+        (LONG_AND_NARROW.with_(heads_q=2, mask="additive-2d"), 2, {(1, 3, True, False)}),
+        (Case(heads_q=2, heads_kv=1, n_q=40, n_k=1300, d=24, mask="additive-2d"), 1, {(1, 2, True, True)}),
     ],
     ids=["entries", "heads", "rows, then keys", "keys"],
 )  # fmt: skip
@@ -284,12 +326,108 @@ def test_pairs_of_chunks_count_once(name, dtype):
         assert torch.equal(d_mask, of_pairs.float().sum_to_size(d_mask.shape).to(dtype)), own
 
 
+def work_of(n_q, n_k, group=1, d=512, left=-1, right=-1, top_left=False, **more) -> backward_chunks.Work:
+    """What backward.plan makes of it."""
+    see, diagonal = Visibility(left, right, top_left), 0 if top_left else n_k - n_q
+    problem = PROBLEM._replace(n_q=n_q, n_k=n_k, visibility=see)
+    return backward_chunks.Work(
+        entries=3,
+        group=group,
+        n_q=n_q,
+        n_k=n_k,
+        d_qk=d,
+        d_v=d,
+        seen=visible_keys(problem) / n_k,
+        nearest=None if left < 0 else diagonal - left,
+        farthest=None if right < 0 else diagonal + right,
+        **more,
+    )
+
+
+def visible_tiles(work) -> torch.Tensor:
+    """[row tiles of a head, key tiles]: whether some row sees some key, row by row."""
+    rows = torch.arange(work.n_q)
+    low = rows * 0 if work.nearest is None else (rows + work.nearest).clamp_min(0)
+    end = rows * 0 + work.n_k if work.farthest is None else (rows + work.farthest + 1).clamp(0, work.n_k)
+    tiles = torch.zeros(work.tiles_of_head, work.tiles_of_keys + 1, dtype=torch.int32)
+    some = low < end
+    tiles.index_put_(
+        (rows[some] // ROW_TILE, low[some] // KEY_TILE), torch.tensor(1, dtype=torch.int32), accumulate=True
+    )
+    last = (end[some] - 1) // KEY_TILE + 1
+    tiles.index_put_((rows[some] // ROW_TILE, last), torch.tensor(-1, dtype=torch.int32), accumulate=True)
+    return tiles.cumsum(1)[:, :-1] > 0
+
+
+class Sums:
+    """What becomes of the sums of all row tiles, or of all key tiles, of an entry from chunk to chunk, as backward_tiles.cuh and
+    gradient_writer.cuh have it.
+    """
+
+    def __init__(self, visible: torch.Tensor, places: int):
+        """visible: [those that have sums, what these are over]."""
+        count, over = visible.shape
+        self.seen = visible.any(1)
+        self.first = torch.where(self.seen, visible.int().argmax(1), 0)
+        self.end = torch.where(self.seen, over - visible.flip(1).int().argmax(1), 0)
+        self.at, self.is_done = self.first.clone(), torch.zeros(count, dtype=torch.bool)
+        self.owner = torch.full((max(places, 1),), -1)
+        self.moved = 0  # sums written or read
+
+    def add(self, mine: slice, over: tuple[int, int], place: int) -> None:
+        here = torch.arange(mine.start, mine.stop)
+        part = here[torch.maximum(self.first[mine], torch.tensor(over[0])) < self.end[mine].clamp_max(over[1])]
+        places = part - mine.start + place
+        continues, is_last = self.first[part] < over[0], self.end[part] <= over[1]
+        assert not self.is_done[part].any() and (self.at[part] <= torch.clamp_min(self.first[part], over[0])).all()
+        assert torch.equal(self.owner[places[continues]], part[continues]), "sums of another tile"
+        self.owner[places[~is_last]] = part[~is_last]  # an IndexError where there is no place
+        self.is_done[part[is_last]] = True
+        self.at[part] = self.end[part].clamp_max(over[1])
+        self.moved += int(continues.sum() + (~is_last).sum())
+
+
+def follow(work, cut) -> tuple[Sums, Sums]:
+    """All chunks of an entry, in their order: every visible pair counts once for dQ and once for dK and dV."""
+    of_head = visible_tiles(work)
+    visible = of_head.repeat(work.group, 1)
+    sums = Sums(visible, cut.row_tiles_kept), Sums(visible.T, cut.keys_kept // KEY_TILE)
+    counted = torch.zeros(2, *visible.shape, dtype=torch.int8)
+    for c in cut.chunks:
+        rows, keys = slice(c.first_tile, c.end_tile), slice(c.first_key // KEY_TILE, c.end_key // KEY_TILE)
+        assert visible[rows, keys].any(), "nobody sees it"
+        if c.of_q:
+            counted[0, rows, keys] += 1
+            sums[0].add(rows, (keys.start, keys.stop), c.tiles_before)
+        if c.of_k:
+            counted[1, rows, keys] += 1
+            sums[1].add(keys, (rows.start, rows.stop), c.keys_before // KEY_TILE)
+    assert (counted <= 1).all() and (counted[:, visible] == 1).all()
+    assert all(torch.equal(x.is_done, x.seen) for x in sums)
+    return sums
+
+
+def bytes_of_sums(work, cut) -> int:
+    of_q = cut.row_tiles_kept * ROW_TILE * backward_chunks.sums_of_row(work, cut.of_q.columns)
+    of_k = cut.keys_kept * backward_chunks.sums_of_key(work, cut.of_k.columns)
+    return 4 * (of_q + of_k if any(c.of_q and c.of_k for c in cut.chunks) else max(of_q, of_k))
+
+
+SEEN = {
+    "all": {},
+    "causal": {"right": 0},
+    "top_left": {"right": 0, "top_left": True},
+    "window": {"left": 700, "right": 300},
+    "after": {"left": 0, "top_left": True},
+}
+
+
 @pytest.mark.parametrize(
     "mb, n",
     [
         (4, 100),
         (4, 2000),
-        (4, 32768),
+        (4, 16384),
         (64, 100),
         (64, 8192),
         (130, 131072),
@@ -299,39 +437,51 @@ def test_pairs_of_chunks_count_once(name, dtype):
     ],
 )
 @pytest.mark.parametrize("group", [1, 8])
-@pytest.mark.parametrize("packed", [False, True])
-def test_chunks_cover_everything_once_within_the_cap(mb, n, group, packed):
-    work = backward_chunks.Work(entries=3, group=group, n_q=n, n_k=n + 300, d_qk=512, d_v=512)
-    if packed:
-        work = work._replace(n_q=n // 2, n_k=n, packed=Packed(7, n, n + 300))
-    cap, of_key = mb << 20, 4 * 1280  # in tiles of 160 columns
-    chunks, entries = backward_chunks.cut(work, PRODUCT_TILES, cap)
-    all_chunks = [c._replace(first_entry=c.first_entry + entry) for entry in range(entries) for c in chunks]
-    keys_in_parts = max(
-        (work.keys_summed(c.keys) for c in all_chunks if c.of_k and c.row_tiles < work.tiles), default=0
-    )
-    rows_in_parts = max((c.row_tiles * ROW_TILE for c in all_chunks if c.of_q and c.keys < work.keys), default=0)
-    assert (
-        max(c.rows * work.columns_of(c.keys) for c in all_chunks) * 4
-        + max(keys_in_parts * of_key, rows_in_parts * 4 * 640)
-        <= cap
-    )
-    for c in () if packed else all_chunks:
-        assert (
-            c.row_tiles % work.tiles_of_head == 0
-            or c.first_tile // work.tiles_of_head == (c.end_tile - 1) // work.tiles_of_head
-        )
+@pytest.mark.parametrize("seen", [*SEEN, "packed"])
+def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
+    cap = mb << 20
+    if seen == "packed":
+        work = work_of(n // 2, n, group, packed=Packed(7, n, n + 300))
+    else:
+        work = work_of(n, n + 300 if seen != "after" else max(n - 300, 50), group, **SEEN[seen])
+    cut = backward_chunks.cut(work, PRODUCT_TILES, cap)
+    largest = max(c.rows * work.columns_of(c.keys) for c in cut.chunks)
+    assert 4 * largest + bytes_of_sums(work, cut) <= cap
+    if seen != "packed":
+        for c in cut.chunks:
+            whole_heads = c.first_tile % work.tiles_of_head == 0 == c.row_tiles % work.tiles_of_head
+            assert whole_heads or c.first_tile // work.tiles_of_head == (c.end_tile - 1) // work.tiles_of_head
+        if cut.entries > 1:
+            follow(work, cut)
+            return
+    # Whole entries, or of packed sequences what nobody knows to be seen.
+    all_chunks = [c._replace(first_entry=c.first_entry + entry) for entry in range(cut.entries) for c in cut.chunks]
     for of in ("of_q", "of_k"):
-        pairs = {
-            entry: [c for c in all_chunks if getattr(c, of) and c.first_entry <= entry < c.first_entry + c.entries]
-            for entry in range(3)
-        }
-        for chunks in pairs.values():
+        for entry in range(3):
+            chunks = [c for c in all_chunks if getattr(c, of) and c.first_entry <= entry < c.first_entry + c.entries]
             assert sum(c.row_tiles * c.keys for c in chunks) == work.tiles * work.keys
             corners = [(c.first_tile, c.first_key) for c in chunks]
             # Sums go on where the last chunk of the same keys, or rows, left them.
             assert sorted(corners, key=(lambda at: at) if of == "of_q" else (lambda at: at[::-1])) == corners
             assert len(set(corners)) == len(corners)
+
+
+@pytest.mark.parametrize("n", [20_000, 32_768, 65_536, 131_072, 262_144])
+@pytest.mark.parametrize("d", [512, 1024])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 8])
+def test_sums_of_long_sequences_cost_little(n, d, causal, group):
+    """Under 1 GiB, moved at 3.5 TB/s beside products of 650 TFLOPS; and P is computed once where that is possible."""
+    work = work_of(n, n, group, d, right=0 if causal else -1)
+    cut = backward_chunks.cut(work, PRODUCT_TILES, 1 << 30)
+    of_q, of_k = follow(work, cut)
+    width_q, width_k = (f(work, cut.of_q.columns) for f in (backward_chunks.sums_of_row, backward_chunks.sums_of_key))
+    seconds = 4 * (of_q.moved * ROW_TILE * width_q + of_k.moved * KEY_TILE * width_k) / 3.5e12
+    assert seconds < 0.06 * 10 * d * work.seen * n * n * group / 650e12
+    least_sums = 4 * n * min(group * d, 2 * d)  # of all rows, or of all keys
+    assert all(c.of_q and c.of_k for c in cut.chunks) == (least_sums <= 1 << 29)
+    # And multiprocessors have enough tiles: as many pairs as half of the cap holds, whatever a mask hides.
+    assert max(c.pairs for c in cut.chunks) * 4 >= 1 << 28
 
 
 @pytest.mark.parametrize("d", [64, 224, 256, 320, 448, 512, 640, 768, 1024, 2048])
@@ -620,9 +770,9 @@ def test_more_than_31_bits_of_offsets(backend, device, forced):
 
 
 def test_a_workspace_that_is_too_small():
-    plan = backward.plan(PROBLEM._replace(n_q=300, n_k=600), "hopper", 1 << 20)
+    plan = backward.plan(PROBLEM._replace(n_q=1300, n_k=1300), "hopper", 1 << 20)
     assert plan == "the backward needs 2 MiB of workspace, and FFPA_WORKSPACE_MB is 1"
-    assert backward.plan(PROBLEM._replace(n_q=300, n_k=600), "hopper", 2 << 20).chunks
+    assert backward.plan(PROBLEM._replace(n_q=1300, n_k=1300), "hopper", 2 << 20).chunks
 
 
 def test_short_sequences_cost_what_they_have():

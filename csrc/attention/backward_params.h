@@ -6,8 +6,10 @@
 //
 // An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
 // through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or
-// some row tiles of a head: dK and dV are then sums over several chunks, which `partial` keeps in fp32. It has all
-// keys, or some key tiles: then it gives dK and dV, or dQ as a sum over several chunks.
+// some row tiles of a head, and all keys, or some key tiles. Then gradients are sums over several chunks, which
+// `partial` keeps in fp32. Those that hold the same rows come in the order of keys, those of the same keys in that of
+// rows; where no row sees a key, there need not be any. Gradients of rows without keys, and of keys that nobody sees,
+// are zero before the first product.
 //
 // Of packed sequences an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
 // other (packed_tiles.cuh); so are its row tiles, those of all heads for each. A row of the workspace has keys of its
@@ -52,9 +54,9 @@ struct BackwardParams {
   int first_key, end_key;    // multiples of kKeyTile
   uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
-  float* partial;  // of dK and dV where a chunk holds some row tiles of an entry, of dQ where it holds some keys; in
-                   // the order of fragments. For all keys of the chunk; or, of packed sequences, for those of the
-                   // longest twice: the first one in a chunk may go on from an earlier one, the last in a later one
+  float* partial;  // sums of dQ of the chunk's rows; or those of dK and dV, in the order of fragments, of its keys; or,
+                   // of packed sequences, of the keys of the longest twice: the first one in a chunk may go on from an
+                   // earlier one, the last in a later one
   int turn;        // which of those two the chunk goes on from
 
   FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }

@@ -152,7 +152,6 @@ class BackwardProductsWgmma {
     const Run run = run_over_chunk(params_, rows, tile::kBox);
     const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
     const int before = keys_in_chunk(params_, rows.batch()).begin;
-    if (run.begin == run.end) producer.bring_zeros();
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
       producer.bring_live_rows(

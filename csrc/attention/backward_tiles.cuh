@@ -199,20 +199,10 @@ struct ProductTile {
   int column;          // the first one
   int columns_of_all;  // of the gradient
 
-  // What the chunk has of what it is summed over: row tiles of the entry, or of dQ key tiles. And all.
+  // What the chunk has of what it is summed over: row tiles of the entry, or of dQ key tiles.
   FFPA_DEVICE TileRange in_chunk(const BackwardParams& params) const {
     if (product == Product::kDq) return {params.first_key / kKeyTile, params.end_key / kKeyTile};
     return {params.first_tile, params.end_tile};
-  }
-  FFPA_DEVICE TileRange summed(const BackwardParams& params) const {
-    if (product == Product::kDq) return key_tiles_of(params, batch);
-    const RowTilesOfHeads all = row_tiles_of(params, batch);
-    return {all.first, all.end()};
-  }
-
-  FFPA_DEVICE bool has_pairs(const BackwardParams& params) const {
-    const TileRange part = in_chunk(params), all = summed(params);
-    return part.first < all.end && all.first < part.end;
   }
 };
 
@@ -286,35 +276,6 @@ class ProductTiles {
   bool all_as_long_;
 };
 
-// The tiles of this block, or of its cluster. Round after round over them, every other one backwards: tiles get
-// shorter, and nobody shall always have the longer one.
-template <class Tiles, int kClusterBlocks = 1>
-class ProductTileSequence {
- public:
-  FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : params_(params), tiles_(params) {
-    tiles_.narrow();
-  }
-
-  // Whether there is one more.
-  FFPA_DEVICE bool next(ProductTile& tile) {
-    const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
-    for (;;) {
-      const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
-      round_ += clusters;
-      backwards_ = !backwards_;
-      if (item >= tiles_.count()) return false;  // nor in any round after this one
-      tile = tiles_.get(item);
-      if (tile.has_pairs(params_)) return true;
-    }
-  }
-
- private:
-  const BackwardParams& params_;
-  Tiles tiles_;
-  int round_ = 0;
-  bool backwards_ = false;
-};
-
 // The first key of a tile of dK or dV, of those of its batch entry.
 template <class Tiles>
 FFPA_DEVICE int first_key_of_product(const BackwardParams& params, const ProductTile& tile) {
@@ -344,6 +305,59 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
   const int end = min_of(min_of(last_key - entry.nearest + 1, entry.n_q()), end_tile * kRowTile);
   return last_key < first_key || end <= begin ? Run{0, 0} : whole_steps(begin, end, step);
 }
+
+// All that a tile is summed over: from the first to the last row tile of the entry, or of dQ key tile, that has visible
+// pairs for it. The chunk with the first one begins the sum, that with the last one ends it. Those between may have
+// none (between what two heads see of keys), and then need not be launched, unless sums take turns.
+template <class Tiles>
+FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& tile) {
+  if constexpr (Tiles::kOfQ) {
+    const TileRange seen = visible_tiles(rows_of_product<Tiles>(params, tile), kKeyTile);
+    const int before = key_tiles_of(params, tile.batch).first;
+    return {before + seen.first, before + seen.end};
+  }
+  const RowTilesOfHeads all = row_tiles_of(params, tile.batch);
+  const Run rows = run_over_rows(batch_entry(params.attention, tile.batch), first_key_of_product<Tiles>(params, tile),
+                                 Tiles::kRows, 0, all.of_head, 1);
+  if (rows.begin == rows.end) return {0, 0};
+  return {all.first + rows.begin / kRowTile, all.first_of(all.group - 1) + ceil_div(rows.end, kRowTile)};
+}
+
+// Whether the chunk adds to a tile, or passes on what others have added. What no chunk adds to is zero already.
+template <class Tiles>
+FFPA_DEVICE bool has_part_of(const BackwardParams& params, const ProductTile& tile) {
+  const TileRange part = tile.in_chunk(params), all = summed<Tiles>(params, tile);
+  return max_of(part.first, all.first) < min_of(part.end, all.end);
+}
+
+// The tiles of this block, or of its cluster. Round after round over them, every other one backwards: tiles get
+// shorter, and nobody shall always have the longer one.
+template <class Tiles, int kClusterBlocks = 1>
+class ProductTileSequence {
+ public:
+  FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : params_(params), tiles_(params) {
+    tiles_.narrow();
+  }
+
+  // Whether there is one more.
+  FFPA_DEVICE bool next(ProductTile& tile) {
+    const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
+    for (;;) {
+      const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
+      round_ += clusters;
+      backwards_ = !backwards_;
+      if (item >= tiles_.count()) return false;  // nor in any round after this one
+      tile = tiles_.get(item);
+      if (has_part_of<Tiles>(params_, tile)) return true;
+    }
+  }
+
+ private:
+  const BackwardParams& params_;
+  Tiles tiles_;
+  int round_ = 0;
+  bool backwards_ = false;
+};
 
 // Query heads (of the group) of a batch entry that the chunk holds rows of: [first, end).
 struct HeadRange {

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import archs, backward_chunks, checks
-from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Packed, Work
+from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
 from .backward_mask import MaskGradient
 from .spec import (
     MMA_PRODUCT_TILES,
@@ -24,6 +24,7 @@ from .spec import (
     BackwardScoresMma,
     BackwardScoresWgmma,
     Problem,
+    Visibility,
     visible_keys,
 )
 
@@ -36,7 +37,10 @@ class BackwardPlan(NamedTuple):
     chunks: tuple[Chunk, ...]
     entries: int  # that have these chunks one after the other; 1 where they hold all entries
     pairs: int  # of the largest chunk: elements of P, and of dS
-    partial_floats: int  # sums of dK and dV between chunks
+    partial_floats: int  # sums between chunks: of dQ, and from `sums_of_k_at` on of dK and dV
+    sums_of_k_at: int
+    sums_of_tile: int  # floats of dQ of a row tile
+    sums_of_key: int  # of dK and dV of a key
 
     @property
     def kernel(self) -> str:
@@ -47,6 +51,12 @@ class BackwardPlan(NamedTuple):
         for entry in range(self.entries):
             for chunk in self.chunks:
                 yield chunk._replace(first_entry=chunk.first_entry + entry)
+
+    def sums_at(self, chunk: Chunk, of_q: bool) -> int:
+        """Where a chunk's begin, among those that wait."""
+        if of_q:
+            return chunk.tiles_before * self.sums_of_tile
+        return self.sums_of_k_at + chunk.keys_before * self.sums_of_key
 
     @property
     def specs(self) -> tuple:
@@ -70,6 +80,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     seen = visible_keys(p) / p.n_k if p.n_k else 1.0
     if packed and p.batch * p.n_k:
         seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # where lengths are the same
+    see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
     work = Work(
         entries=p.heads_kv * (1 if packed else p.batch),
         group=p.group,
@@ -80,28 +91,35 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         seen=seen,
         multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
         packed=packed,
+        nearest=None if see.left < 0 else diagonal - see.left,
+        farthest=None if see.right < 0 else diagonal + see.right,
     )
-    chunks, entries = backward_chunks.cut(work, tiles, cap) if p.batch * p.heads_kv * p.n_q * p.n_k else ([], 1)
-    largest = chunks[0] if chunks else Chunk(0, 1, 0, 1, 0, KEY_TILE, 0, True, True)
-    of_q, of_k = (
-        products(
-            p.dtype,
-            backward_chunks.fastest_tile(work, tiles, largest.entries, largest.row_tiles, of_q)[1].columns,
-            of_q,
-        )
-        for of_q in (True, False)
-    )
-    pairs = max((c.rows * work.columns_of(c.keys) for c in chunks), default=0)
-    keys_in_parts = (work.keys_summed(c.keys) for c in chunks if c.of_k and c.row_tiles < work.tiles)
-    rows_in_parts = (c.row_tiles * ROW_TILE for c in chunks if c.of_q and c.keys < work.keys)
-    partial = max(
-        max(keys_in_parts, default=0) * backward_chunks.sums_of_key(work, of_k.columns),
-        max(rows_in_parts, default=0) * backward_chunks.sums_of_row(work, of_q.columns),
-    )
+    if p.batch * p.heads_kv * p.n_q * p.n_k:
+        cut = backward_chunks.cut(work, tiles, cap)
+    else:
+        cut = Cut([], 1, tiles[0], tiles[0])
+    pairs = max((c.rows * work.columns_of(c.keys) for c in cut.chunks), default=0)
+    of_tile = ROW_TILE * backward_chunks.sums_of_row(work, cut.of_q.columns)
+    of_key = backward_chunks.sums_of_key(work, cut.of_k.columns)
+    sums_q, sums_k = cut.row_tiles_kept * of_tile, cut.keys_kept * of_key
+    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0  # else these are done with
+    partial = max(sums_q, sums_of_k_at + sums_k)
     needed = 4 * (pairs + partial)
     if needed > cap:
         return f"the backward needs {-(-needed >> 20)} MiB of workspace, and FFPA_WORKSPACE_MB is {cap >> 20}"
-    return BackwardPlan(BackwardRows(p.dtype), scores(p.dtype), of_q, of_k, tuple(chunks), entries, pairs, partial)
+    return BackwardPlan(
+        BackwardRows(p.dtype),
+        scores(p.dtype),
+        products(p.dtype, cut.of_q.columns, True),
+        products(p.dtype, cut.of_k.columns, False),
+        tuple(cut.chunks),
+        cut.entries,
+        pairs,
+        partial,
+        sums_of_k_at,
+        of_tile,
+        of_key,
+    )
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
@@ -112,6 +130,24 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
         return x
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
     return once.contiguous().expand(x.shape)
+
+
+def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
+    """Gradients of rows without keys and of keys without rows, of which no kernel may hear."""
+    n_q, n_k = dq.shape[-2], dk.shape[-2]
+    diagonal = 0 if see.top_left else n_k - n_q
+    first_row, end_row = 0, n_q  # of those that see a key
+    first_key, end_key = 0, n_k
+    if see.left >= 0:
+        end_row, first_key = n_k - diagonal + see.left, diagonal - see.left
+    if see.right >= 0:
+        first_row, end_key = -diagonal - see.right, n_q + diagonal + see.right
+    for n, first, end, gradients in ((n_q, first_row, end_row, (dq,)), (n_k, first_key, end_key, (dk, dv))):
+        for x in gradients:
+            if first > 0:
+                x[..., :first, :].zero_()
+            if end < n:
+                x[..., end:, :].zero_()
 
 
 def backward(
@@ -159,20 +195,27 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     call = (
         q, k, v, out, _as_read(grad_out), lse.contiguous(), grad_lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right,
-        see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial,
+        see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds,
     )  # fmt: skip
     rows, scores, of_q, of_k = map(kernel, plan.specs)
-    of_mask = None if d_mask is None else MaskGradient(d_mask, q, k)
-    run(rows, *call, *plan.chunks[0].place)
+    of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
+    run(rows, *call, partial, *plan.chunks[0].place)
+    if see.bounded and not offsets:
+        _clear_what_is_not_seen(see, dq, dk, dv)
+
+    def sums(chunk: Chunk, of_q: bool) -> torch.Tensor | None:
+        at = plan.sums_at(chunk, of_q)
+        return partial[at:] if at else partial
+
     for chunk in plan.all_chunks:
         gives_mask = of_mask is not None and chunk.of_q  # which every pair does once
         if gives_mask and see.bounded:
             ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
-        run(scores, *call, *chunk.place)
+        run(scores, *call, None, *chunk.place)
         if chunk.of_q:
-            run(of_q, *call, *chunk.place)
+            run(of_q, *call, sums(chunk, True), *chunk.place)
         if chunk.of_k:
-            run(of_k, *call, *chunk.place)
+            run(of_k, *call, sums(chunk, False), *chunk.place)
         if gives_mask:
             of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
     if of_mask is not None:

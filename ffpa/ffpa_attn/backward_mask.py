@@ -37,15 +37,15 @@ def blocks(
 
 
 class MaskGradient:
-    """Writes d_mask [B|1, H|1, n_q|1, n_k|1]."""
+    """Writes d_mask [B|1, H|1, n_q|1, n_k|1]. Pairs that no chunk has get zeros."""
 
-    def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor):
+    def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, has_all_pairs: bool = True):
         (batch, heads_q, n_q, _), (_, heads_kv, n_k, _) = q.shape, k.shape
         self.sizes = heads_kv, heads_q // heads_kv, n_q, n_k
         self.is_shared = d_mask.shape != (batch, heads_q, n_q, n_k)  # else an element is written once
         in_place = not self.is_shared or d_mask.dtype == torch.float32
         self.d_mask, self.total = d_mask, d_mask if in_place else torch.empty_like(d_mask, dtype=torch.float32)
-        if self.is_shared:
+        if self.is_shared or not has_all_pairs:
             self.total.zero_()
 
     def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
