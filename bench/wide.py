@@ -1,8 +1,8 @@
 """The Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
 
 `python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs; `fp8`, the
-forward of 8-bit floats, and what it takes to make them; `grouped` heads; `caps`, speed against the workspace's cap; `memory`, the
-peak against length. Numbers among the names are the head dims of the first three. Speeds are those of a burst, and those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
+forward of 8-bit floats, and what it takes to make them; `grouped` heads; `long` sequences; `caps`, speed against the workspace's cap;
+`memory`, the peak against length. Numbers among the names are the head dims of the first three. Speeds are those of a burst, and those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
 FFPA_BACKEND=mma the kernels that every GPU runs.
 """
 
@@ -136,6 +136,15 @@ def grouped(timer: Timer) -> None:
     table("D=512, N=8192", ["all keys", "causal"], rows)
 
 
+def long(timer: Timer) -> None:
+    rows = {
+        f"{kind} N={n}": [cell(workload(n, 512, c, 8, 8, kind == "backward"), timer, iters=3) for c in (False, True)]
+        for kind in ("forward", "backward")
+        for n in (16384, 32768, 65536, 131072)
+    }
+    table("D=512, H=8", ["all keys", "causal"], rows)
+
+
 def caps(timer: Timer) -> None:
     sizes, rows = (64, 128, 256, 512, 1024, 2048), {}
     for name, w in (
@@ -177,6 +186,7 @@ def main() -> None:
         "forward": lambda: speeds(timer, dims or FORWARD_DIMS, backward=False),
         "fp8": lambda: fp8(timer, dims or FP8_DIMS),
         "grouped": lambda: grouped(timer),
+        "long": lambda: long(timer),
         "caps": lambda: caps(timer),
         "memory": memory,
     }

@@ -10,7 +10,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import triton
-from ffpa_attn import env, triton_attention, triton_fp8, triton_fp8_kernels, triton_kernels, triton_persistent
+from ffpa_attn import (
+    env,
+    triton_attention,
+    triton_fp8,
+    triton_fp8_kernels,
+    triton_kernels,
+    triton_merge,
+    triton_merge_kernels,
+    triton_persistent,
+)
 from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.triton_launch import Tiles
 from triton.backends.compiler import GPUTarget
@@ -39,7 +48,7 @@ _POINTERS = {
     **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
-    **dict.fromkeys(("grad_lse", "lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
+    **dict.fromkeys(("grad_lse", "lse", "more_lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
 }
 _STRUCTURES = {
     "mask_strides": triton_kernels.MaskStrides(*["i32"] * 4),
@@ -115,6 +124,7 @@ def main(arch: str) -> dict[str, list[int]]:
             (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
             (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
             (triton_fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
+            (triton_merge_kernels.merge_kernel, triton_merge.TILES),
             (triton_persistent.persistent_forward_kernel, persistent.over_rows),
         )
         for kernel, tiles in kernels if cuda else kernels[-1:]:

@@ -7,7 +7,7 @@ import torch
 from . import env, triton_attention, triton_launch
 from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
 
-_TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
+TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 
 
 def merge_into(out, lse, more_out, more_lse) -> None:
@@ -30,7 +30,7 @@ def _by_triton(*tensors) -> None:
     batch, heads, n, d = out.shape
 
     def how() -> Launch:
-        return Launch(-(-n // _TILES.rows) * heads * batch, (*strides(*tensors), heads, n), {"D": d}, _TILES)
+        return Launch(-(-n // TILES.rows) * heads * batch, (*strides(*tensors), heads, n), {"D": d}, TILES)
 
     with running(out.device):
         launch(memo_of("merged", *kind_of(*tensors)), merge_kernel, tensors, how)

@@ -13,7 +13,10 @@ def merge_kernel(
     out, lse, more_out, more_lse, out_strides, lse_strides, more_out_strides, more_lse_strides, heads, n,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse in place. A program has some rows of a head, and passes over their D columns, KEYS at a time."""
+    """out and lse in place. A program has some rows of a head, and passes over their D columns, KEYS at a time.
+
+    Several warps read the same LSE, and nothing makes a tile's reader its writer: barriers part reads and writes.
+    """
     blocks = tl.cdiv(n, ROWS)
     program = tl.program_id(0)
     head, batch = program // blocks % heads, program // blocks // heads
@@ -27,6 +30,7 @@ def merge_kernel(
     top = tl.maximum(a, b)
     a, b = tl.exp(a - top), tl.exp(b - top)
     total = a + b
+    tl.debug_barrier()  # all have read the LSE: it may be overwritten
     tl.store(lse + rows * lse_strides.row, top + tl.log(total), mask=there)
     out += _offset(out_strides, batch, head, first)
     more_out += _offset(more_out_strides, batch, head, first)
@@ -36,4 +40,5 @@ def merge_kernel(
         at = out + rows[:, None] * out_strides.row + columns[None, :]
         more = tl.load(more_out + rows[:, None] * more_out_strides.row + columns[None, :], mask=inside, other=0.0)
         value = tl.load(at, mask=inside, other=0.0) * (a / total)[:, None] + more * (b / total)[:, None]
+        tl.debug_barrier()
         tl.store(at, value, mask=inside)
