@@ -1210,6 +1210,12 @@ MUTANTS = [
         ("merge in place: a head's stride", "_offset(more_out_strides, batch, head, first)", "_offset(out_strides, batch, head, first)"),
     ),
     *_in(
+        "triton_merge_kernels.py",
+        "tests/test_triton.py -k 'compile and sm_90'",
+        ("merge in place: an LSE overwritten while warps read it", "    tl.debug_barrier()  # all have read the LSE: it may be overwritten\n", ""),
+        ("merge in place: a tile overwritten while warps read it", "        tl.debug_barrier()\n        tl.store(at, value", "        tl.store(at, value"),
+    ),
+    *_in(
         "integrations/fallback.py",
         "tests/test_transformers.py -k 'missing or own or compiles'",
         ("fallback: strict ignored", 'if env.run_flags()["FFPA_STRICT"]:', "if False:"),

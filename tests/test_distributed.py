@@ -606,7 +606,7 @@ def meet(device: str, meeting: str, world: int, rank: int) -> None:
         else:
             dist.batch_isend_irecv = by_way_of_the_cpu
     place = {"init_method": f"file://{meeting}", "world_size": world, "rank": rank}
-    dist.init_process_group(backend, **place, timeout=timedelta(seconds=SECONDS / 3))
+    dist.init_process_group(backend, **place, timeout=timedelta(seconds=SECONDS))  # one may compile for long
 
 
 def main(family: str, device: str, meeting: str, world: str, rank: str) -> None:

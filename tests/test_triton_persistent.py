@@ -192,5 +192,5 @@ def test_compiles_for_a_gpu_that_is_not_cudas():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 3
-    for name, (shared_bytes, products) in found.items():
+    for name, (shared_bytes, products, _) in found.items():
         assert 0 < shared_bytes <= 64 << 10 and products > 0, name

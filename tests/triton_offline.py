@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90` prints one JSON object,
-kernel -> [bytes of shared memory, how many wgmma or mma.sync], for the tiles that a plan would take. With gfx942, a GPU that
-is not CUDA's, the persistent kernel alone, and its mfma.
+kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many barriers], for the tiles that a plan would take. With
+gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
 """
 
 import json
@@ -131,7 +131,8 @@ def main(arch: str) -> dict[str, list[int]]:
             result = compiled(kernel, tiles, arch, options)
             assembly = result.asm["ptx" if cuda else "amdgcn"]
             products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
-            found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products]
+            barriers = assembly.count("bar.sync" if cuda else "s_barrier")
+            found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, barriers]
     return found
 
 
