@@ -799,10 +799,15 @@ MUTANTS = [
         "csrc/attention/backward_tiles.cuh",
         ("boxes: sums of keys begin with the first row", "return {all.first + rows.begin / kRowTile,", "return {all.first,"),
         ("boxes: sums of keys end with the first head", "all.first_of(all.group - 1) + ceil_div", "all.first + ceil_div"),
-        ("boxes: sums of rows begin with the first key", "return {before + seen.first,", "return {before,"),
-        ("boxes: sums of rows end with the last key", "before + seen.end};", "key_tiles_of(params, tile.batch).end};"),
+        ("boxes: sums of rows begin with the first key", "return {before + keys.begin / kKeyTile,", "return {before,"),
+        ("boxes: sums of rows end with the last key", "before + ceil_div(keys.end, kKeyTile)};", "key_tiles_of(params, tile.batch).end};"),
         ("boxes: tiles of other chunks", "return max_of(part.first, all.first) < min_of(part.end, all.end);", "return all.first < all.end;"),
         only=_BOXES,
+    ),
+    *_backward(
+        "csrc/attention/backward_tiles.cuh",
+        ("boxes: rows past all keys wait for some", "if (keys.begin == keys.end) return {0, 0};", ""),
+        only="not cuda and hopper and n300x50",
     ),
     *_backward(
         "csrc/attention/backward_products_wgmma.cuh",

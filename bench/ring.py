@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -45,34 +46,39 @@ def main() -> None:
     add("--heads-kv", type=int, help="as many as --heads unless set")
     add("--d", type=int, default=512)
     add("--all-keys", action="store_true", help="not causal")
-    add("--calls", type=int, default=3)
+    add("--calls", type=int, default=9)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU to measure")
     causal, timer, of_nccl = not args.all_keys, Timer("cuda"), dist.P2POp
 
-    def measured(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        times: dict[str, list[float]] = {}
-        subjects = {name: lambda call=call: timer.milliseconds(call) for name, call in calls.items()}
-        measure_in_turn(subjects, args.calls, times, lambda name: None, settle=True)
-        return {name: median(of) for name, of in times.items()}
-
     def to_itself(op, x, group=None, group_peer=None):
         return of_nccl(op, x, group=group, group_peer=0)
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, N={args.rows}, D={args.d}, H={args.heads}, bf16")
-    alone = measured(steps(lambda q, k, v: ffpa(q, k, v, causal=causal), args, args.rows))
-    print(f"\n| of {args.ranks} | {' | '.join(f'{name}, ms (of a share)' for name in alone)} |\n|---|---|---|")
-    print(f"| a share | {' | '.join(f'{ms / args.ranks:.1f}' for ms in alone.values())} |")
+    def as_rank(rank: int, call: Callable[[], object]) -> object:
+        of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group: (rank, args.ranks))
+        with of_many, mock.patch.object(dist, "P2POp", to_itself):
+            return call()
+
+    alone = steps(lambda q, k, v: ffpa(q, k, v, causal=causal), args, args.rows)
+    of_rank = steps(lambda q, k, v: distributed.ring_attention(q, k, v, causal=causal), args, args.rows // args.ranks)
+    ranks = sorted({0, args.ranks // 2, args.ranks - 1})
+    calls = {("alone", name): call for name, call in alone.items()}
+    calls |= {(rank, name): partial(as_rank, rank, call) for rank in ranks for name, call in of_rank.items()}
+    times: dict[tuple, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-        calls = steps(lambda q, k, v: distributed.ring_attention(q, k, v, causal=causal), args, args.rows // args.ranks)
-        for rank in sorted({0, args.ranks // 2, args.ranks - 1}):
-            of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, args.ranks))
-            with of_many, mock.patch.object(dist, "P2POp", to_itself):
-                cells = (f"{ms:.1f} ({alone[name] / args.ranks / ms:.0%})" for name, ms in measured(calls).items())
-                print(f"| rank {rank} | {' | '.join(cells)} |")
+        subjects = {subject: partial(timer.milliseconds, call) for subject, call in calls.items()}
+        measure_in_turn(subjects, args.calls, times, lambda name: None, settle=True)
         dist.destroy_process_group()
+
+    share = {name: median(times["alone", name]) / args.ranks for name in alone}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, N={args.rows}, D={args.d}, H={args.heads}, bf16")
+    print(f"\n| of {args.ranks} | {' | '.join(f'{name}, ms' for name in share)} |\n|---|---|---|")
+    print(f"| a share | {' | '.join(f'{ms:.1f}' for ms in share.values())} |")
+    for rank in ranks:
+        of = {name: median(times[rank, name]) for name in share}
+        print(f"| rank {rank} | {' | '.join(f'{ms:.1f} ({share[name] / ms:.0%})' for name, ms in of.items())} |")
 
 
 if __name__ == "__main__":

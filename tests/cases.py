@@ -127,6 +127,7 @@ CASES: list[Case] = [
         for n_q, n_k in ((70, 70), (40, 110), (110, 40))
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
+    _base.with_(n_q=300, n_k=50, d=24, rule={"window": (100, 20), "align": "top_left"}),  # its last rows lie past all keys
     _base.with_(n_q=90, n_k=60, d=512, rule={"causal": True, "window": (10, 30)}),
     _base.with_(n_q=60, n_k=90, d=256, heads_q=4, heads_kv=2, rule={"causal": True, "window": (0, 0)}),
     # visible keys that begin or end one key from the edge of a tile, whatever its size: the first and the last tile hold
@@ -187,6 +188,7 @@ PACKED_CASES = [
     PackedCase((50, 20), (30, 60), d=192, d_v=128, spare=9, rule={"window": (8, 3)}),
     PackedCase((20, 50), (60, 30), d=64, spare=9, rule={"causal": True}),
     PackedCase((31,), (70,), d=256, rule={"softcap": 6.0, "scale": 1.0, "causal": True, "window": (20, -1)}),
+    PackedCase((300, 40), (50, 40), d=64, rule={"window": (100, -1), "align": "top_left"}),
     PackedCase((0, 0), (0, 0), spare=4),
     PackedCase((), ()),
 ]

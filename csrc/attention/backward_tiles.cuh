@@ -312,9 +312,10 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
 template <class Tiles>
 FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& tile) {
   if constexpr (Tiles::kOfQ) {
-    const TileRange seen = visible_tiles(rows_of_product<Tiles>(params, tile), kKeyTile);
+    const Run keys = run_over_keys(rows_of_product<Tiles>(params, tile), 1);
+    if (keys.begin == keys.end) return {0, 0};
     const int before = key_tiles_of(params, tile.batch).first;
-    return {before + seen.first, before + seen.end};
+    return {before + keys.begin / kKeyTile, before + ceil_div(keys.end, kKeyTile)};
   }
   const RowTilesOfHeads all = row_tiles_of(params, tile.batch);
   const Run rows = run_over_rows(batch_entry(params.attention, tile.batch), first_key_of_product<Tiles>(params, tile),

@@ -208,7 +208,7 @@ def backward(
         return partial[at:] if at else partial
 
     for chunk in plan.all_chunks:
-        gives_mask = of_mask is not None and chunk.of_q  # which every pair does once
+        gives_mask = of_mask is not None and chunk.of_q  # which every visible pair does once
         if gives_mask and see.bounded:
             ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
         run(scores, *call, None, *chunk.place)
