@@ -203,6 +203,12 @@ def test_pypi_masks(device, shape, dtype):
     out = ffpa_attn_func(q, k, k, mask)
     torch.testing.assert_close(out, ffpa_attn.ffpa(q, k, k, mask=full))
 
+    seen = torch.ones(20, 33, dtype=torch.bool, device=device).tril(13)  # the last row sees the last key
+    full = full & seen if dtype == torch.bool else full.masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(
+        ffpa_attn_func(q, k, k, mask, is_causal=True), ffpa_attn.ffpa(q, k, k, mask=full), atol=2e-2, rtol=2e-2
+    )
+
 
 BACKENDS = [
     {"backend": "triton"},

@@ -200,6 +200,37 @@ def test_models_with_attention_of_their_own_are_left_to_it(kind, how, ids, devic
         build(config, device)(ids, attention_mask=mask)
 
 
+ENCODER = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+}  # fmt: skip
+BOTH = {
+    "vocab_size": VOCAB, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "right"])
+@pytest.mark.parametrize("name", ["Splinter", "BigBirdPegasus"])
+def test_models_that_sdpa_does_not_know_get_numbers_for_masks(name, kind, ids, device):
+    """Nothing says to one's layers that they see both ways, nor to the other's that they do not."""
+    model_class = {"Splinter": "SplinterModel", "BigBirdPegasus": "BigBirdPegasusForCausalLM"}[name]
+    config = getattr(transformers, f"{name}Config")(**(ENCODER if name == "Splinter" else BOTH))
+    model_class, mask = getattr(transformers, model_class), padding(kind, device)
+    found, same, exact = (
+        model_class._from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).to(device).eval()
+        for attention, dtype in (("ffpa", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float32))
+    )
+    for weight in found.parameters():
+        if weight.dim() == 2:
+            weight.data.normal_(0, 0.25, generator=torch.Generator(device).manual_seed(weight.shape[0]))
+    rows = slice(None) if mask is None else mask.bool()
+    for model in (same, exact):
+        model.load_state_dict(found.state_dict())
+    with torch.no_grad():
+        results = [model(ids, attention_mask=mask)[0][rows] for model in (found, same, exact)]
+    assert_as_close(*results)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", MODELS)
@@ -547,6 +578,23 @@ def test_sinks_are_computed_by_the_models_own_eager_function(kind, ids, device):
         found = model(ids, attention_mask=mask).logits[rows]
         want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits[rows]
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("default:ffpa_attn")
+def test_sinks_of_another_name(device, monkeypatch):
+    q, k, v = inputs(device)
+    monkeypatch.setattr(sys.modules[__name__], "eager_attention_forward", lambda *_, sinks, **__: (sinks, None), False)
+    with pytest.warns(UserWarning, match="Layer of layer 3 has attention sinks"):
+        assert ours.attention(Layer(), q, k, v, sinks="sinks")[0] == "sinks"
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_chosen_keys_are_refused(name, device):
+    """Only for transformers' own functions do layers that choose keys write them into the mask."""
+    chosen = torch.zeros(2, 12, 3, dtype=torch.int32, device=device)
+    with pytest.raises(NotImplementedError, match=f"Layer chooses the keys.*`{name}`.*attn_implementation='sdpa'"):
+        ours.attention(Layer(), *inputs(device), **{name: chosen})
+    assert ours.attention(Layer(), *inputs(device), **{name: None})[0].shape == (2, 12, 4, 64)
 
 
 @pytest.mark.filterwarnings("default:ffpa_attn")

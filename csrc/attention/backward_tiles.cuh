@@ -312,10 +312,9 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
 template <class Tiles>
 FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& tile) {
   if constexpr (Tiles::kOfQ) {
-    const Run keys = run_over_keys(rows_of_product<Tiles>(params, tile), 1);
-    if (keys.begin == keys.end) return {0, 0};
+    const TileRange seen = visible_tiles(rows_of_product<Tiles>(params, tile), kKeyTile);
     const int before = key_tiles_of(params, tile.batch).first;
-    return {before + keys.begin / kKeyTile, before + ceil_div(keys.end, kKeyTile)};
+    return {before + seen.first, before + seen.end};
   }
   const RowTilesOfHeads all = row_tiles_of(params, tile.batch);
   const Run rows = run_over_rows(batch_entry(params.attention, tile.batch), first_key_of_product<Tiles>(params, tile),
@@ -324,9 +323,14 @@ FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& ti
   return {all.first + rows.begin / kRowTile, all.first_of(all.group - 1) + ceil_div(rows.end, kRowTile)};
 }
 
-// Whether the chunk adds to a tile, or passes on what others have added. What no chunk adds to is zero already.
+// Whether the chunk adds to a tile, or passes on what others have added. What no chunk adds to is zero already. (Rows
+// that begin to see keys inside of a tile, past the last key, see none.)
 template <class Tiles>
 FFPA_DEVICE bool has_part_of(const BackwardParams& params, const ProductTile& tile) {
+  if constexpr (Tiles::kOfQ) {
+    const HeadRows rows = rows_of_product<Tiles>(params, tile);
+    if (visible_keys_begin(rows) >= visible_keys_end(rows)) return false;
+  }
   const TileRange part = tile.in_chunk(params), all = summed<Tiles>(params, tile);
   return max_of(part.first, all.first) < min_of(part.end, all.end);
 }

@@ -167,8 +167,14 @@ def _rows(x) -> int:
 
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
     n_q, n_k = _rows(query), _rows(key)
-    if is_causal and attn_mask is None and n_q != n_k:  # PyTorch's diagonal begins at the first key
-        attn_mask = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
+    if is_causal and n_q != n_k:  # PyTorch's diagonal begins at the first key
+        visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
+        if attn_mask is None:
+            attn_mask = visible
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & visible
+        else:
+            attn_mask = attn_mask.masked_fill(~visible, -torch.inf)
         is_causal = False
     return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
 

@@ -2,7 +2,8 @@
 
 What TF32 has beyond that is range. So q and k of a head, and each column of its v and dO, are scaled into that of float16, by powers of
 two that are found on the device: no call waits for it. Numbers lose bits where the largest that they share a factor with is a
-hundred thousand times as large.
+hundred thousand times as large; and as only the balance of q and k is free, where the product of their largest ones is below 1e-8
+(gradients; scores are nothing then), or above 1e9.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, rule):
         group = q.shape[1] // k.shape[1]
         # q and k shrink and grow by as much, so that their products stay.
-        balance = _power_of_two((_of_group(_largest(q, (2, 3)), group) / _largest(k, (2, 3))).sqrt())
+        of_q, of_k = _of_group(_largest(q, (2, 3)), group), _largest(k, (2, 3))
+        of_q, of_k = (
+            torch.where(of_q > 0, of_q, 1 / of_k),
+            torch.where(of_k > 0, of_k, 1 / of_q),
+        )  # or nothing limits one
+        balance = _power_of_two((of_q / of_k).sqrt())
         of_v = _power_of_two(_LARGEST_OF_V / _largest(v, 2))
         layout = "BNHD" if q.stride(1) < q.stride(2) else "BHND"
         q, k, v = _times(q, _of_queries(1 / balance, group)), _times(k, balance), _times(v, of_v)

@@ -170,10 +170,12 @@ def make_mask(config=None, **asked):
 
     if asked.get("mask_function") is None:
         asked["mask_function"] = causal_mask_function
-    if not _calls_attention_functions(type(config)):
+    own = not _calls_attention_functions(type(config))
+    if own:
         way_out = "choose another attn_implementation for this model"
         say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
-        return eager_mask(config=config, **asked)
+    if own or not _knows_sdpa(type(config)):  # such layers count on numbers, and None may mean another rule to them
+        return eager_mask(config=config, **{**asked, "allow_is_bidirectional_skip": False})
     mask = _by_rule(config, **asked)
     # None says here that the last key is the last row's own; SDPA's would say that the first is the first's.
     return sdpa_mask(**{**asked, "allow_is_causal_skip": False}) if mask is NotImplemented else mask
@@ -274,10 +276,25 @@ def _offsets(sequence: torch.Tensor) -> torch.Tensor:
 
 def _calls_attention_functions(config_class: type) -> bool:
     """Whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
-    code = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
-    if code is None or code.__name__ == config_class.__module__ or hasattr(code, "ALL_ATTENTION_FUNCTIONS"):
-        return True
-    return any(getattr(x, "_supports_attention_backend", False) for x in vars(code).values() if isinstance(x, type))
+    code = _model_code(config_class)
+    return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declares(code, "_supports_attention_backend")
 
 
-_calls_attention_functions._dynamo_marked_constant = True  # the compiler need not look into it
+def _knows_sdpa(config_class: type) -> bool:
+    """Whether a model is ready for what SDPA gets: no mask where its layers' `is_causal` says it all, else a bool one."""
+    code = _model_code(config_class)
+    return code is None or _declares(code, "_supports_sdpa")
+
+
+def _model_code(config_class: type):
+    """The module of the models that have this configuration, or None where it is not known."""
+    name = config_class.__module__
+    return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+
+
+def _declares(code, name: str) -> bool:
+    return any(getattr(x, name, False) for x in vars(code).values() if isinstance(x, type))
+
+
+# The compiler need not look into them.
+_calls_attention_functions._dynamo_marked_constant = _knows_sdpa._dynamo_marked_constant = True

@@ -57,6 +57,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux=None,
+    sinks=None,
     position_bias=None,
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
@@ -69,6 +70,7 @@ def attention(
     attention_mask is None (the layer's own rule: causal or not, and its window), a mask of tokens [B, Nk] beside that rule, or one
     that says it all: [B, 1 or Hq, N, Nk], bool or additive, or a RuleMask. Packed sequences follow the layer's rule.
     """
+    _check_that_all_keys_count(module, others)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     query, key, value = _one_batch(*_one_dtype(query, key, value))
     offsets = (
@@ -76,7 +78,7 @@ def attention(
     )
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
-    why, way_out = _unsupported(query, value, dropout, s_aux, others)
+    why, way_out = _unsupported(query, value, dropout, s_aux if sinks is None else sinks, others)
     if why:
         index = getattr(module, "layer_idx", None)
         who = type(module).__name__ + ("" if index is None else f" of layer {index}")
@@ -87,6 +89,7 @@ def attention(
             "scaling": scaling,
             "softcap": softcap,
             "s_aux": s_aux,
+            "sinks": sinks,
             "position_bias": position_bias,
         }
         return _by_transformers(module, query, key, value, seen, rule, others)
@@ -142,11 +145,21 @@ def _one_batch(*tensors):
 # ---- what is left to transformers ----
 
 
-def _unsupported(query, value, dropout, s_aux, others) -> tuple[str | None, str]:
+def _check_that_all_keys_count(module, others) -> None:
+    """A layer that chooses its keys writes that into the mask for transformers' own functions alone."""
+    for name in ("indices", "block_indices"):
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} chooses the keys of each row (`{name}`), which ffpa does not support: "
+                "load the model with attn_implementation='sdpa'"
+            )
+
+
+def _unsupported(query, value, dropout, sinks, others) -> tuple[str | None, str]:
     """Why ffpa cannot compute this, and what would change that."""
     if dropout > 0:
         return f"dropout of {dropout} in attention", "set attention_dropout=0.0 in the model's config"
-    if s_aux is not None:
+    if sinks is not None:
         return "attention sinks (s_aux)", "choose another attn_implementation for this model"
     if others.get("cache") is not None:
         return "a paged cache (continuous batching)", "generate with a dynamic or static cache"
