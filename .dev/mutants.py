@@ -745,7 +745,7 @@ MUTANTS = [
     *_mask_gradient(
         "backward.py",
         ("dS of a mask: tiles without visible pairs as they are", "            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written\n", "            pass\n"),
-        ("dS of a mask: pairs of every chunk", " and chunk.of_q  # which every pair does once", ""),
+        ("dS of a mask: pairs of every chunk", " and chunk.of_q  # which every visible pair does once", ""),
         ("dS of a mask: nothing where there are no pairs", "for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):", "for grad in (dq, dk, dv):"),
     ),
     *_mask_gradient(
@@ -1081,7 +1081,7 @@ MUTANTS = [
         ("tf32: on GPUs that have none", "get_device_capability(device) >= (8, 0)", "get_device_capability(device) >= (7, 0)"),
         ("tf32: however little work", ">= _LEAST_WORK", ">= 1"),
         ("tf32: k not balanced", "_times(k, balance)", "_times(k, 1 / balance)"),
-        ("tf32: one balance for all heads", "_largest(k, (2, 3))).sqrt()", "_largest(k, (2, 3)).amax()).sqrt()"),
+        ("tf32: one balance for all heads", "(of_q / of_k).sqrt()", "(of_q / of_k.amax()).sqrt()"),
         ("tf32: the first query head's range for a group", "x.unflatten(1, (-1, group)).amax(2)", "x.unflatten(1, (-1, group))[:, :, 0]"),
         ("tf32: groups in turn", "x.repeat_interleave(group, 1)", "x.repeat(1, group, *[1] * (x.dim() - 2))"),
         ("tf32: one factor for all columns of v", "_largest(v, 2))\n        layout", "_largest(v, (2, 3)))\n        layout"),
@@ -1242,8 +1242,8 @@ MUTANTS = [
     *_in(
         "flash_api.py",
         "tests/test_flash_api.py -k pypi_masks",
-        ("pypi: causality beside a bool mask", "attn_mask = attn_mask & visible", "pass"),
-        ("pypi: causality beside an additive mask", "attn_mask = attn_mask.masked_fill(~visible, -torch.inf)", "pass"),
+        ("pypi: causality beside a bool mask", "return mask & visible if", "return mask if"),
+        ("pypi: causality beside an additive mask", "else mask.masked_fill(~visible, -torch.inf)", "else mask"),
     ),
     *_in(
         "integrations/fallback.py",
@@ -1265,7 +1265,7 @@ MUTANTS = [
         ("transformers: softcap dropped", '"softcap": softcap or 0.0', '"softcap": 0.0'),
         ("transformers: is_causal of the call ignored", "if is_causal is None else is_causal)", ")"),
         ("transformers: dropout ignored", "if dropout > 0:", "if False:"),
-        ("transformers: sinks ignored", "if s_aux is not None:", "if False:"),
+        ("transformers: sinks ignored", "if sinks is not None:", "if False:"),
         ("transformers: any version", "[:2])) < OLDEST:", "[:2])) < (0, 0):"),
         ("transformers: autocast not seen", "and not casts:", "and True:"),
         ("transformers: types left mixed", "return [x.to(half[0]) for x in tensors] if half else tensors", "return tensors"),
@@ -1287,7 +1287,7 @@ MUTANTS = [
         ("masks: hidden keys added up", "return a & b", "return a | b"),
         ("masks: a window left to the layers", "return None if window is None else RuleMask(shape, True, window, device=device)", "return None"),
         ("masks: a window left to compiled layers", "attention_mask is None and window is None else NotImplemented", "attention_mask is None else NotImplemented"),
-        ("masks: models with attention of their own", "if not _calls_attention_functions(type(config)):", "if False:"),
+        ("masks: models with attention of their own", "own = not _calls_attention_functions(type(config))", "own = False"),
         ("masks: tokens end early", "first + keys.sum(1)]", "first + keys.sum(1) - 1]"),
         ("masks: a rule without tensors hides itself from the compiler", 'or ["nothing"]', ""),
         ("masks: padding unseen", "if whole:", "if True:"),

@@ -154,6 +154,8 @@ def ffpa_attn_func(
             f"`key` has {_rows(key)} rows but `query` has {_rows(query)}; with is_causal each row must have a key: "
             "call ffpa with causal='top_left' or 'bottom_right'"
         )
+    if is_causal and isinstance(attn_mask, torch.Tensor):
+        attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
     call, options = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
     out = sdpa_override.attend(*call, **options, align="bottom_right")
     if out is None:
@@ -166,17 +168,18 @@ def _rows(x) -> int:
 
 
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
-    n_q, n_k = _rows(query), _rows(key)
-    if is_causal and n_q != n_k:  # PyTorch's diagonal begins at the first key
-        visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
-        if attn_mask is None:
-            attn_mask = visible
-        elif attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask & visible
-        else:
-            attn_mask = attn_mask.masked_fill(~visible, -torch.inf)
-        is_causal = False
+    if is_causal and _rows(query) != _rows(key):  # PyTorch's diagonal begins at the first key
+        attn_mask, is_causal = _causal_mask(query, key), False
     return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _causal_mask(query, key, mask=None) -> torch.Tensor:
+    """Of what `mask` lets a row see, the keys up to its own; the last row's is the last."""
+    n_q, n_k = _rows(query), _rows(key)
+    visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def ffpa_attn_varlen_func(
