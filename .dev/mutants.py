@@ -1222,8 +1222,8 @@ MUTANTS = [
     ),
     *_in(
         "integrations/masks.py",
-        "tests/test_transformers.py -k sdpa_does",
-        ("masks: a rule for what SDPA does not know", "if own or not _knows_sdpa(type(config)):", "if own:"),
+        "tests/test_transformers.py -k count_on_numbers",
+        ("masks: a rule for layers that count on numbers", "if own or not _takes_rules(type(config)):", "if own:"),
         ("masks: no numbers where all is seen", '"allow_is_bidirectional_skip": False}', '"allow_is_bidirectional_skip": True}'),
     ),
     *_in(

@@ -211,7 +211,7 @@ BOTH = {
 
 @pytest.mark.parametrize("kind", ["none", "right"])
 @pytest.mark.parametrize("name", ["Splinter", "BigBirdPegasus"])
-def test_models_that_sdpa_does_not_know_get_numbers_for_masks(name, kind, ids, device):
+def test_layers_that_count_on_numbers_get_them(name, kind, ids, device):
     """Nothing says to one's layers that they see both ways, nor to the other's that they do not."""
     model_class = {"Splinter": "SplinterModel", "BigBirdPegasus": "BigBirdPegasusForCausalLM"}[name]
     config = getattr(transformers, f"{name}Config")(**(ENCODER if name == "Splinter" else BOTH))

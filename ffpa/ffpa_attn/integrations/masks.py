@@ -174,7 +174,7 @@ def make_mask(config=None, **asked):
     if own:
         way_out = "choose another attn_implementation for this model"
         say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
-    if own or not _knows_sdpa(type(config)):  # such layers count on numbers, and None may mean another rule to them
+    if own or not _takes_rules(type(config)):  # such layers count on numbers, and None may mean another rule to them
         return eager_mask(config=config, **{**asked, "allow_is_bidirectional_skip": False})
     mask = _by_rule(config, **asked)
     # None says here that the last key is the last row's own; SDPA's would say that the first is the first's.
@@ -280,10 +280,11 @@ def _calls_attention_functions(config_class: type) -> bool:
     return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declares(code, "_supports_attention_backend")
 
 
-def _knows_sdpa(config_class: type) -> bool:
-    """Whether a model is ready for what SDPA gets: no mask where its layers' `is_causal` says it all, else a bool one."""
+def _takes_rules(config_class: type) -> bool:
+    """Whether a model's layers can do without numbers, as with SDPA or FlashAttention: their `is_causal` says then what they see."""
     code = _model_code(config_class)
-    return code is None or _declares(code, "_supports_sdpa")
+    flash = code is not None and _declares(code, "_supports_attention_backend", "_supports_flash_attn")
+    return code is None or flash or _declares(code, "_supports_sdpa")
 
 
 def _model_code(config_class: type):
@@ -292,9 +293,9 @@ def _model_code(config_class: type):
     return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
 
 
-def _declares(code, name: str) -> bool:
-    return any(getattr(x, name, False) for x in vars(code).values() if isinstance(x, type))
+def _declares(code, *names: str) -> bool:
+    return any(all(getattr(x, name, False) for name in names) for x in vars(code).values() if isinstance(x, type))
 
 
 # The compiler need not look into them.
-_calls_attention_functions._dynamo_marked_constant = _knows_sdpa._dynamo_marked_constant = True
+_calls_attention_functions._dynamo_marked_constant = _takes_rules._dynamo_marked_constant = True
