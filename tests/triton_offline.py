@@ -1,9 +1,10 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90` prints one JSON object,
-kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many barriers], for the tiles that a plan would take. With
-gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
+kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a load before them],
+for the tiles that a plan would take. With gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -96,6 +97,12 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict):
     return triton.compile(source, target=target, options=tiles.options)
 
 
+def hasty_stores(ptx: str) -> int:
+    """Stores to global memory while other warps may not yet have done the loads that stand before them."""
+    order = "".join(name[0] for name in re.findall(r"\b(?:ld\.global|st\.global|bar(?:rier)?\.sync)\b", ptx))
+    return sum("l" in between for between in re.findall(r"([lb]*)s", order) if "b" not in between[between.rfind("l") :])
+
+
 def main(arch: str) -> dict[str, list[int]]:
     cuda = arch.startswith("sm_")
     found = {}
@@ -131,8 +138,8 @@ def main(arch: str) -> dict[str, list[int]]:
             result = compiled(kernel, tiles, arch, options)
             assembly = result.asm["ptx" if cuda else "amdgcn"]
             products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
-            barriers = assembly.count("bar.sync" if cuda else "s_barrier")
-            found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, barriers]
+            hasty = hasty_stores(assembly) if cuda else 0
+            found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, hasty]
     return found
 
 
