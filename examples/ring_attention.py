@@ -1,6 +1,6 @@
 """Attention over a sequence that lies on several ranks, checked against one process and timed.
 
-torchrun --nproc-per-node 8 examples/ring_attention.py --rows 131072 --d 512 --scaling   # GPUs, over NCCL
+torchrun --nproc-per-node 8 examples/ring_attention.py --rows 131072 --scaling   # GPUs, over NCCL; a table of 1 to 8
 python examples/ring_attention.py   # a rank for each GPU, or two on the CPU, over gloo, at toy size
 """
 
@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
     add("--d", type=int, default=512 if GPUS else 64)
     add("--calls", type=int, default=5)
     add("--no-check", action="store_true", help="not against one process, which needs memory for the whole sequence")
-    add("--scaling", action="store_true", help="print the speed beside W times that of one rank")
+    add("--scaling", action="store_true", help="print the speed of 1, 2, 4, ... ranks beside as many times that of one")
     add("--ranks", type=int, default=GPUS or 2, help="to start without torchrun")
     return parser.parse_args()
 
@@ -55,17 +56,22 @@ def forward_and_backward(attention, q, k, v, grad):
     return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
-def seconds(call, device, calls: int) -> float:
+def forward(attention, q, k, v, grad):
+    with torch.no_grad():
+        return attention(q, k, v)
+
+
+def seconds(call, device, calls: int, group=None) -> float:
     """The median over calls, each as long as the slowest rank takes."""
     taken = []
     for _ in range(calls + 1):
-        dist.barrier()
+        dist.barrier(group)
         started = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(torch.tensor(time.perf_counter() - started, device=device))
-        dist.all_reduce(taken[-1], dist.ReduceOp.MAX)
+        dist.all_reduce(taken[-1], dist.ReduceOp.MAX, group)
     return median(x.item() for x in taken[1:])
 
 
@@ -76,21 +82,20 @@ def largest(x: torch.Tensor) -> float:
     return x.item()
 
 
+def operations(args) -> float:
+    """Of a forward: two products of each visible pair. The backward has five."""
+    pairs = args.rows**2 if args.all_keys else args.rows * (args.rows + 1) / 2
+    return 4 * args.d * args.heads * pairs
+
+
 def run(args, device, say) -> bool:
     world = dist.get_world_size()
     chosen = {"ring": distributed.ring_attention, "ulysses": distributed.ulysses_attention}[args.attention]
-    causal = not args.all_keys
+    on_one = partial(ffpa, causal=not args.all_keys, return_lse=True)
+    on_ranks = partial(chosen, causal=not args.all_keys, layout=args.layout, return_lse=True)
 
-    def on_ranks(q, k, v):
-        return chosen(q, k, v, causal=causal, layout=args.layout, return_lse=True)
-
-    def on_one(q, k, v):
-        return ffpa(q, k, v, causal=causal, return_lse=True)
-
-    say(
-        f"{chosen.__name__} on {world} ranks, {args.layout}, {dist.get_backend()}: H={args.heads}/{args.heads_kv or args.heads}, "
-    )
-    say(f"N={args.rows}, D={args.d}, bf16, {'causal' if causal else 'all keys'}\n")
+    say(f"{chosen.__name__} on {world} ranks, {args.layout}, {dist.get_backend()}: H={args.heads}/{args.heads_kv or args.heads}, ")
+    say(f"N={args.rows}, D={args.d}, bf16, {'all keys' if args.all_keys else 'causal'}\n")
     whole = inputs(args, device)
     mine = [distributed.shard_sequence(x, layout=args.layout).clone() for x in whole]
     right = True
@@ -102,17 +107,35 @@ def run(args, device, say) -> bool:
             right &= error <= WORST * largest(want)
             say(f" {name} {error:.2g}")
         say("\n" if right else " WRONG\n")
-    if not args.scaling:
-        del whole
-    taken = seconds(lambda: forward_and_backward(on_ranks, *mine), device, args.calls)
-    pairs = args.rows * (args.rows + 1) / 2 if causal else args.rows**2
-    tflops = 3.5 * 4 * args.d * args.heads * pairs * 1e-12  # two products forward, five backward
-    say(f"forward and backward: {taken * 1e3:.3g} ms, {tflops / world / taken:.3g} TFLOPS a rank\n")
     if args.scaling:
-        alone = seconds(lambda: forward_and_backward(on_one, *whole), device, args.calls)
-        say(f"one rank alone: {alone * 1e3:.3g} ms; {world} ranks are {alone / taken:.3g} times as fast, ")
-        say(f"{alone / taken / world:.0%} of what they could be\n")
+        del mine
+        scaling(args, device, on_one, on_ranks, whole, say)
+    else:
+        del whole
+        taken = seconds(lambda: forward_and_backward(on_ranks, *mine), device, args.calls)
+        tflops = 3.5e-12 * operations(args) / world / taken
+        say(f"forward and backward: {taken * 1e3:.3g} ms, {tflops:.3g} TFLOPS a rank\n")
     return right
+
+
+def scaling(args, device, on_one, on_ranks, whole, say) -> None:
+    """The first 1, 2, 4, ... ranks at the same sequence, and how much of their number times one they reach."""
+    world = dist.get_world_size()
+    say("| ranks | forward, ms | TFLOPS a rank | efficiency | and backward, ms | TFLOPS a rank | efficiency |\n")
+    say("|---|---|---|---|---|---|---|\n")
+    alone = {}
+    for size in sorted({1 << i for i in range(world.bit_length()) if 1 << i <= world} | {world}):
+        group = dist.new_group(range(size))
+        if dist.get_rank() < size:
+            mine = [distributed.shard_sequence(x, group, layout=args.layout).clone() for x in whole]
+            attention = on_one if size == 1 else partial(on_ranks, group=group)
+            row = [str(size)]
+            for work, products in ((forward, 1), (forward_and_backward, 3.5)):
+                taken = seconds(partial(work, attention, *mine), device, args.calls, group)
+                reached = alone.setdefault(work, taken) / size / taken
+                row += f"{taken * 1e3:.4g}", f"{products * operations(args) / size / taken * 1e-12:.3g}", f"{reached:.0%}"
+            say(f"| {' | '.join(row)} |\n")
+        dist.barrier()
 
 
 def main(rank: int | None, args, meeting: str | None = None) -> None:

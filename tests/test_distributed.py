@@ -64,9 +64,17 @@ def start(family, device, world, tmp_path):
 
 def test_example():
     example = ROOT / "examples" / "ring_attention.py"
-    done = run([sys.executable, example], env=quiet_environment(), capture_output=True, text=True, timeout=SECONDS)
+    command = [sys.executable, example, "--scaling"]
+    done = run(command, env=quiet_environment(), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-    assert f"{torch.cuda.device_count() or 2} ranks" in done.stdout and "TFLOPS" in done.stdout
+    ranks = torch.cuda.device_count() or 2
+    assert f"{ranks} ranks" in done.stdout and "WRONG" not in done.stdout
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| 1 ", f"| {ranks} "))]
+    assert len(rows) == min(ranks, 2), done.stdout
+    for size, *measured in rows:
+        forward, forward_tflops, _, both, both_tflops, _ = (float(x.strip(" %")) for x in measured)
+        assert 0 < forward and 0 < both and forward_tflops > 0
+        assert both_tflops * both == pytest.approx(3.5 * forward_tflops * forward, rel=0.02), size
 
 
 # ---- what the processes run: all functions whose names begin with their family's ----
