@@ -95,7 +95,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             continue
         memory = f"peak {peak:.1f} GiB, " if peak else ""
-        print(f"{attention:5s} {speed:9.0f} tokens/s, {memory}losses {' '.join(f'{x:.3f}' for x in losses)}")
+        print(f"{attention:5s} {speed:9.0f} tokens/s, {memory}losses {' '.join(f'{x:.4f}' for x in losses)}")
 
 
 if __name__ == "__main__":

@@ -252,12 +252,14 @@ def test_generation(name, kind, cache, ids, device):
 @pytest.mark.parametrize("name", MODELS)
 def test_compile(name, kind, ids, device):
     torch.compiler.reset()
-    model, mask = build(CONFIGS[name](), device).model, padding(kind, device)
+    mask = padding(kind, device)
     rows = slice(None) if mask is None else mask.bool()
+    model, same, exact = (model.model for model in trio(name, device))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        found, want = (f(ids, attention_mask=mask, use_cache=False).last_hidden_state[rows] for f in (compiled, model))
-    torch.testing.assert_close(found, want, atol=0.02, rtol=0.02)
+        assert_as_close(
+            *(f(ids, attention_mask=mask, use_cache=False).last_hidden_state[rows] for f in (compiled, same, exact))
+        )
 
 
 @pytest.mark.parametrize("kind", ["padding", "packed", "window"])
@@ -648,6 +650,7 @@ def test_the_recipe_of_a_training_step_runs():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     losses = [line.split("losses ")[1].split() for line in done.stdout.splitlines() if "losses" in line]
     assert len(losses) == 2 and len(losses[0]) == 4, done.stdout + done.stderr
-    torch.testing.assert_close(
-        *(torch.tensor([float(x) for x in of]) for of in losses), atol=0.004, rtol=0
-    )  # texts seen as one: 0.008
+    (first, *later), (want, *want_later) = ([float(x) for x in of] for of in losses)
+    assert abs(first - want) < 0.0015  # before anything is learned; texts seen as one: 0.002
+    torch.testing.assert_close(torch.tensor(later), torch.tensor(want_later), atol=0.02, rtol=0)
+    assert later[-1] < first - 0.1
