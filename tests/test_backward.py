@@ -419,6 +419,7 @@ SEEN = {
     "top_left": {"right": 0, "top_left": True},
     "window": {"left": 700, "right": 300},
     "after": {"left": 0, "top_left": True},
+    "behind": {"left": 4095, "right": 0},
 }
 
 
@@ -433,6 +434,7 @@ SEEN = {
         (130, 131072),
         (256, 131072),
         (1024, 8192),
+        (1024, 65536),
         (1024, 131072),
     ],
 )
@@ -443,7 +445,8 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
     if seen == "packed":
         work = work_of(n // 2, n, group, packed=Packed(7, n, n + 300))
     else:
-        work = work_of(n, n + 300 if seen != "after" else max(n - 300, 50), group, **SEEN[seen])
+        n_k = {"after": max(n - 300, 50), "behind": n // 4 + 50}.get(seen, n + 300)
+        work = work_of(n, n_k, group, **SEEN[seen])
     cut = backward_chunks.cut(work, PRODUCT_TILES, cap)
     largest = max(c.rows * work.columns_of(c.keys) for c in cut.chunks)
     assert 4 * largest + bytes_of_sums(work, cut) <= cap

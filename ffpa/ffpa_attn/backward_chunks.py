@@ -357,28 +357,28 @@ def _passes(
     work: Work, tile: ProductTile, by_rows: bool, of_q: bool, of_k: bool, fits: Callable[[int, int], bool]
 ) -> Iterator[Pass]:
     """Those whose bytes of pairs and of sums fit: with as many keys as do, or somewhat fewer."""
+
+    def has_room(one: Pass) -> bool:
+        return fits(one.bytes_of_pairs(work), one.bytes_of_sums(work, tile.columns))
+
     of_head = work.tiles_of_head
     for row_tiles in (*(of_head * heads for heads in _sizes(work.group) if heads > 1), *_sizes(of_head)):
-        most = _most_keys(work, tile, Pass(row_tiles, work.tiles_of_keys, by_rows, of_q, of_k), fits)
+        of_all = Pass(row_tiles, work.tiles_of_keys, by_rows, of_q, of_k)
+        most = _most_keys(of_all, has_room)
         if most:
             fewest = -(-work.tiles_of_keys // most)
-            for parts in range(fewest, fewest + 3):
-                yield Pass(row_tiles, -(-work.tiles_of_keys // parts), by_rows, of_q, of_k)
+            parts = (-(-work.tiles_of_keys // parts) for parts in range(fewest, fewest + 3))
+            yield from filter(has_room, (of_all._replace(key_tiles=key_tiles) for key_tiles in parts))
 
 
-def _most_keys(work: Work, tile: ProductTile, of_all: Pass, fits: Callable[[int, int], bool]) -> int:
-    """Key tiles of such a pass. All of them need no sums of dQ; else more need more."""
-
-    def can_have(key_tiles: int) -> bool:
-        of_pass = of_all._replace(key_tiles=key_tiles)
-        return fits(of_pass.bytes_of_pairs(work), of_pass.bytes_of_sums(work, tile.columns))
-
+def _most_keys(of_all: Pass, has_room: Callable[[Pass], bool]) -> int:
+    """Key tiles of such a pass. All of them need no sums of dQ, which fewer may have no room for; else more need more."""
     most, too_many = 0, of_all.key_tiles
-    if can_have(too_many):
+    if has_room(of_all):
         return too_many
     while too_many - most > 1:
         middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if can_have(middle) else (most, middle)
+        most, too_many = (middle, too_many) if has_room(of_all._replace(key_tiles=middle)) else (most, middle)
     return most
 
 
