@@ -1206,6 +1206,12 @@ MUTANTS = [
         ("DTensor: layout not part of what is kept", '_OPTIONS = ["layout", ', "_OPTIONS = ["),
     ),
     *_in(
+        "first_order.py",
+        "tests/test_ops.py -k 'second_derivative or graph_of_gradients'",
+        ("first order: constants instead of an error", "if not torch.is_grad_enabled():", "if not any(x is not None and x.requires_grad for x in grads):"),
+        ("first order: an error at once", "return error(*(", "raise RuntimeError(*("),
+    ),
+    *_in(
         "triton_merge_kernels.py",
         "tests/test_merge.py",
         ("merge in place: shares changed", "(a / total)[:, None] + more * (b / total)[:, None]", "(b / total)[:, None] + more * (a / total)[:, None]"),

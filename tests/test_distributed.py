@@ -285,6 +285,14 @@ def sequences_with_gradients_of_one_result():
             torch.testing.assert_close(x.double(), distributed.shard_sequence(y), atol=3e-2, rtol=3e-2)
 
 
+def sequences_are_differentiated_once():
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        q, k, v = (distributed.shard_sequence(x).requires_grad_() for x in inputs(4 * dist.get_world_size())[:3])
+        (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="ffpa's gradients cannot be differentiated again"):
+            dq.float().square().sum().backward()
+
+
 def sequences_compiled():
     """Messages are no part of a graph: there is one before and one behind them."""
     mine = [

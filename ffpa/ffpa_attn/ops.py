@@ -31,6 +31,7 @@ from . import (
     two_phase,
 )
 from .choice import CANDIDATES, Choice, choose
+from .first_order import first_order_only
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
 _RULE = (
@@ -629,7 +630,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, *rest = ctx.saved_tensors
         rule = {

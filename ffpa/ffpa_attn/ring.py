@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from . import sequence_shards
+from .first_order import first_order_only
 from .triton_merge import merge_into
 
 
@@ -139,7 +139,7 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring

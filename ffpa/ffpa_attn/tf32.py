@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .first_order import first_order_only
+
 _LEAST_WORK = 1 << 35  # operations of a forward: with less, the host takes as long as PyTorch's kernel does
 _LARGEST_OF_V, _LARGEST_OF_GRAD = 2.0**12, 2.0**4
 _LARGEST_OF_SCORES = 2.0**15  # |dO · (V - O)|: no gradient of a score overflows
@@ -65,7 +67,7 @@ class _Attention(torch.autograd.Function):
         return out * _of_queries(1 / of_v, group)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, grad_out):
         q, k, v, mask, out, lse, balance, of_v = ctx.saved_tensors
         group = q.shape[1] // k.shape[1]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from . import sequence_shards
+from .first_order import first_order_only
 
 
 @sequence_shards.untraced
@@ -77,7 +77,7 @@ class _UlyssesAttention(torch.autograd.Function):
         return out, lse[..., 0]
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad_out, grad_lse):
         """Both gradients are sent, zeros where a rank has no use for one: all must take part."""
         q, k, v, out, lse = ctx.saved_tensors
