@@ -171,7 +171,7 @@ def seen_calls():
 
     operators = torch.ops.ffpa_attn
     with (
-        mock.patch.object(operators, "forward_out", spy("forward", operators.forward_out)),
+        mock.patch.object(operators, "forward", spy("forward", operators.forward)),
         mock.patch.object(operators, "backward", spy("backward", operators.backward)),
         mock.patch.object(dist, "batch_isend_irecv", spy("post", dist.batch_isend_irecv)),
         mock.patch.object(ring._Arriving, "wait", spy("wait", ring._Arriving.wait)),
