@@ -18,10 +18,12 @@ from ffpa_attn import (
     TritonBackend,
     ffpa_attn_func,
     ffpa_attn_varlen_func,
+    flash_api,
     flash_attn_func,
     flash_attn_varlen_func,
     is_nhd_zero_copy_input,
 )
+from torch.nn.attention.bias import causal_lower_right
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -210,6 +212,31 @@ def test_pypi_masks(device, shape, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_pypi_mask_beside_is_causal(dtype):
+    """No N² numbers of it, where ffpa takes the call; PyTorch is given both as one."""
+    q, k = t(2, 4, 20, 64, dtype=dtype), t(2, 4, 33, 64, dtype=dtype)
+    mask = torch.ones(2, 1, 1, 33, dtype=torch.bool)
+    mask[1, ..., :9] = False
+    want = F.scaled_dot_product_attention(q, k, k, mask & torch.ones(20, 33, dtype=torch.bool).tril(13))
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype == BF16:
+            patch.setattr(flash_api, "_causal_mask", None)
+        found = ffpa_attn_func(q, k, k, mask, is_causal=True)
+    torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+
+
+def test_pypi_takes_pytorchs_own_biases():
+    q, k = t(2, 4, 20, 64), t(2, 4, 33, 64)
+    bias = causal_lower_right(20, 33)
+    torch.testing.assert_close(ffpa_attn_func(q, k, k, bias), ffpa_attn_func(q, k, k, is_causal=True), atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+        ffpa_attn_func(q, k, k, bias, is_causal=True)
+    for wrong in (torch.ones(20, 33, dtype=torch.int32), torch.ones(33, dtype=torch.bool)):
+        with pytest.raises((RuntimeError, IndexError)):
+            ffpa_attn_func(q, k, k, wrong, is_causal=True)
+
+
 BACKENDS = [
     {"backend": "triton"},
     {"forward_backend": "cuda", "backward_backend": "triton"},
@@ -231,6 +258,8 @@ def test_pypi_backends_change_nothing(choice):
 def test_pypi_backends_hold_their_settings():
     backend = CUDABackend(acc="f32", stages=3)
     assert (backend.name, backend.acc, backend.stages, backend.tensor_layout) == ("cuda", "f32", 3, "HND")
+    assert (backend.forward, CUDABackend(forward=True).forward, Backend("x").name) == (None, True, "x")
+    assert backend == CUDABackend(stages=3, acc="f32") != CUDABackend(stages=2, acc="f32")
     assert backend.is_nhd_supported(512) and isinstance(backend, Backend) and not isinstance(backend, TritonBackend)
 
 
@@ -246,6 +275,16 @@ def test_flags_and_windows_of_other_integers():
     q = t(1, 12, 2, 64)
     want = flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
     assert torch.equal(flash_attn_func(q, q, q, causal=1, window_size=(np.int64(3), np.int32(0))), want)
+    assert torch.equal(flash_attn_func(q, q, q, causal=True, window_size=(np.int64(3), -7)), want)
+    scale = torch.tensor(0.125)
+    assert torch.equal(flash_attn_func(q, q, q, softmax_scale=scale, causal=True, window_size=(3, 0)), want)
+
+
+@pytest.mark.parametrize("function", [flash_attn_varlen_func, ffpa_attn_varlen_func])
+def test_longest_lengths_in_tensors(function):
+    (q, k, v), (cu_q, cu_k, *longest) = packed("cpu", heads_kv=4)
+    want = function(q, k, v, cu_q, cu_k, *longest)
+    assert torch.equal(function(q, k, v, cu_q, cu_k, *(torch.tensor(n, dtype=torch.int32) for n in longest)), want)
 
 
 def test_pypi_layout():

@@ -529,6 +529,9 @@ def test_dtensors(taken):
             out = attend(cut, cut, cut)
         assert taken and type(out) is DTensor
         torch.testing.assert_close(out.full_tensor(), PYTORCH(q, q, q), atol=1e-2, rtol=2e-2)
+        for dim, rows in ((2, q), (1, q[0])):  # rows apart: PyTorch's context parallelism has its own plans for them
+            cut = distribute_tensor(rows, init_device_mesh("cpu", (1,)), [Shard(dim)])
+            assert sdpa_override.attend(cut, cut, cut) is None
     finally:
         distributed.destroy_process_group()
 
@@ -559,6 +562,21 @@ def calls_in_the_graph(function, *args, way=None, **options):
 COMPILED = pytest.mark.parametrize(
     "function, way", [(in_the_context, None), (attend, sdpa), (attend, enabled)], ids=["inside", "around", "enabled"]
 )
+
+
+@pytest.mark.parametrize("way", [sdpa, enabled])
+def test_compiled_with_a_rule_that_lengths_decide(taken, way):
+    compiled = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=q.shape[2] > 1),
+        backend="aot_eager",
+        dynamic=True,
+        fullgraph=True,
+    )
+    with way():
+        for n in (9, 1, 12):
+            q = t(1, 2, n, 64)
+            torch.testing.assert_close(compiled(q), PYTORCH(q, q, q, is_causal=n > 1), atol=1e-2, rtol=2e-2)
+    assert taken
 
 
 @COMPILED

@@ -136,6 +136,31 @@ def test_gradients(name, kind, ids, device):
     assert torch.equal(gradients(models[0]), found)
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["left", "right", "both", "holes"])
+def test_rows_of_padding_are_as_with_sdpa(kind, how, ids, device):
+    """Who masks the labels of padding alone reads the last row before the text: it predicts the first token."""
+    torch.compiler.reset()
+    mask = padding(kind, device)
+    found = build(CONFIGS["llama"](), device)
+    same, exact = (build(CONFIGS["llama"](), device, "sdpa", dtype, found) for dtype in (torch.bfloat16, torch.float32))
+    if how == "compiled":
+        found.compile(backend="aot_eager")
+
+    def gradients(model):
+        loss = model(ids, attention_mask=mask, labels=torch.where(mask.bool(), ids, -100), use_cache=False).loss
+        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))])
+
+    assert_as_close(*map(gradients, (found, same, exact)))
+
+
+def test_a_mask_of_tokens_that_a_batch_shares(ids, device):
+    mask, model = padding("left", device), build(CONFIGS["llama"](), device)
+    with torch.no_grad():
+        found, want = (model(ids, attention_mask=x).logits for x in (mask[:1], mask[:1].expand(2, -1)))
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_sequences_are_computed_apart(name, how, ids, device):
@@ -231,6 +256,24 @@ def test_layers_that_count_on_numbers_get_them(name, kind, ids, device):
     assert_as_close(*results)
 
 
+def test_a_model_inside_another_that_counts_on_numbers_gets_them(device):
+    """Gemma 4's for audio, beside that for text, which needs none."""
+    config = transformers.Gemma4AudioConfig(num_hidden_layers=1, output_proj_dims=32)
+    model_class = transformers.models.gemma4.modeling_gemma4.Gemma4AudioModel
+    found, want = (
+        model_class._from_config(copy.deepcopy(config), attn_implementation=attention).to(device).eval()
+        for attention in ("ffpa", "eager")
+    )
+    found.load_state_dict(want.state_dict())
+    sound = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0)).to(device)
+    there = torch.ones(2, 128, dtype=torch.bool, device=device)
+    there[1, 70:] = False
+    with torch.no_grad():
+        found, want = (model(sound, there).last_hidden_state for model in (found, want))
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", MODELS)
@@ -262,11 +305,38 @@ def test_compile(name, kind, ids, device):
         )
 
 
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compiled_on_their_own(name, kind, ids, device):
+    """Gemma 4's slice the mask that they are given."""
+    torch.compiler.reset()
+    model, mask = build(CONFIGS[name](), device), padding(kind, device)
+    rows = slice(None) if mask is None else mask.bool()
+    want = model(ids, attention_mask=mask, use_cache=False).logits[rows]
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask, use_cache=False).logits[rows], want, atol=0.05, rtol=0.05
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_exported_with_any_length(masked, ids, device):
+    model, length = build(CONFIGS["gemma3"](), device), torch.export.Dim("length", min=2, max=64)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if masked else {"input_ids": ids}
+    shapes = {name: {1: length} for name in given} | {"use_cache": None}
+    exported = torch.export.export(model, (), given | {"use_cache": False}, dynamic_shapes=shapes, strict=False).module()
+    for n in (5, 20):
+        part = {name: x[:, :n] for name, x in given.items()}
+        found, want = (f(**part, use_cache=False).logits for f in (exported, model))
+        torch.testing.assert_close(found, want, atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("kind", ["padding", "packed", "window"])
 def test_a_compiled_layer_takes_masks_as_they_are(kind, device):
     torch.compiler.reset()
     shape, tokens = (2, 1, 12, 12), torch.tensor(PADDINGS["left"], device=device)[:, :12].bool()
-    offsets = torch.tensor([0, 5, 12, 20, 24], dtype=torch.int32, device=device)
+    offsets = torch.tensor([[0, 5, 12, 20, 24]] * 2, dtype=torch.int32, device=device)
     what = {"padding": {"keys": tokens}, "packed": {"offsets": offsets}, "window": {"device": device}}[kind]
     mask = masks.RuleMask(shape, True, 4, **what)
     layer = Layer()
@@ -371,7 +441,7 @@ def test_packed_sequences_beside_masks(kind, compiled, device):
         "bool": (~hidden, ~hidden),
         "additive": (torch.where(hidden, -torch.inf, 0.5).bfloat16(), ~hidden),
         "window": (masks.RuleMask(shape, True, 3, device=device), masks.sees(12, 12, True, 3, device)),
-        "padding": (masks.RuleMask(shape, True, None, tokens.bool(), offsets), causal & no_token),
+        "padding": (masks.RuleMask(shape, True, None, tokens.bool(), offsets.repeat(2, 1)), causal & no_token),
         "bias": (None, causal),
         "heads": (~hidden[0], ~hidden),
     }[kind]
@@ -399,8 +469,10 @@ def test_queries_that_a_batch_shares(device):
 
 def test_offsets_of_padding():
     keys = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]]).bool()
-    want = [0, 2, 4, 4, 4, 8, 8, 8, 9, 12, 12, 12, 16, 17, 19, 20]
-    assert masks._offsets_of_tokens(keys).tolist() == want
+    # Of each entry rows of padding, keys of padding, tokens; the rest.
+    rows = [0, *(2, 2, 4), *(4, 4, 8), *(8, 8, 9), *(12, 12, 12), *(17, 17, 19), 20, 20]
+    columns = [0, *(0, 2, 4), *(4, 4, 8), *(8, 8, 9), *(9, 12, 12), *(12, 17, 19), 19, 20]
+    assert masks._offsets_of_tokens(keys).tolist() == [rows, columns]
     assert [masks._tokens_lie(x) for x in (keys, keys[1:2], torch.tensor([[True, False, True]]))] == [
         [False, True], [True, True], [False, False],
     ]  # fmt: skip
@@ -447,6 +519,13 @@ def test_a_rule_mask_is_the_mask_that_it_stands_for(kind, window, device):
         assert torch.equal(found[:, :, part] | False, want[:, :, part])
     assert torch.equal(found[1:, ..., 3:] | False, want[1:, ..., 3:])
     assert torch.equal(~found, ~want) and found.shape == want.shape and found.dtype == want.dtype
+    assert torch.equal(copy.deepcopy(found).dense(), want)
+    own = found.clone()
+    own[0, 0, 0, 5] = True
+    assert type(own) is torch.Tensor and own[0, 0, 0, 5]
+    for change in (lambda: found.masked_fill_(want, False), lambda: found.__setitem__((0, 0, 0, 5), True)):
+        with pytest.raises(TypeError, match="a rule and holds no numbers to change"):
+            change()
 
 
 def test_what_no_rule_says_is_written_as_for_sdpa(device):
@@ -489,14 +568,24 @@ def test_a_compiled_window_is_written(device):
     assert type(want) is masks.RuleMask and torch.equal(found, want.dense())
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["strided", "types"])
-def test_tensors_as_layers_leave_them(kind, device):
+def test_tensors_as_layers_leave_them(kind, how, device):
     q, k, v = inputs(device)
     if kind == "types":  # norms kept in float32
         q, k = q.float(), k.float()
-    else:  # rows that begin anywhere
-        q, k, v = (torch.nn.functional.pad(x, (3, 2))[..., 3:-2] for x in (q, k, v))
-    found, _ = ours.attention(Layer(False), q, k, v)
+    else:  # rows that begin anywhere; traced ones have no address yet
+        first = 3 if how == "eager" else 0
+        q, k, v = (torch.nn.functional.pad(x, (first, 2))[..., first:-2] for x in (q, k, v))
+    layer = Layer(False)
+
+    def attend(q, k, v):
+        return ours.attention(layer, q, k, v)[0]
+
+    if how == "compiled":
+        torch.compiler.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found = attend(q, k, v)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected(q, k, v, None), atol=0.02, rtol=0.02)
 

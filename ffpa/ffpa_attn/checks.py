@@ -77,7 +77,7 @@ def causal_and_align(causal, align) -> tuple[bool, str]:
     """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
     align = _choice("align", align, ALIGNS)
     if isinstance(causal, bool):
-        return causal, align
+        return (True if causal else False), align  # traced, it may be a symbol
     if isinstance(causal, str) and causal in ALIGNS:
         return True, causal
     if isinstance(causal, str):
@@ -411,6 +411,16 @@ def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
     if x.data_ptr() % alignment:
         return f"starts at an address that is not a multiple of {alignment} bytes"
     return None
+
+
+def readable(x) -> bool:
+    """Whether kernels read the rows of x as they lie: of a traced tensor, as far as strides tell. It has no address yet; should that be
+    odd, the call will say so.
+    """
+    if not torch.compiler.is_compiling():
+        return rows_problem(x) is None
+    step = ROW_ALIGNMENT // x.element_size()
+    return x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1])
 
 
 def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:

@@ -69,7 +69,7 @@ def flash_attn_varlen_func(
     _not_given("pass one sequence at a time to flash_attn_func", alibi_slopes=alibi_slopes)
     _not_given("gather the pages of K and V into packed tensors first", block_table=block_table)
     checks.only_tensors(q=q, k=k, v=v)
-    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
     rule = _rule(q, softmax_scale, causal, window_size, softcap)
     out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_attn_probs, **rule)
     return (_unpadded(out[0], v), out[1], None) if return_attn_probs else _unpadded(out, v)
@@ -103,9 +103,16 @@ class Backend:
 
     name = "ffpa"
 
-    def __init__(self, *args, tensor_layout="HND", **settings):
+    def __init__(self, name=None, forward=None, backward=None, *args, tensor_layout="HND", **settings):
+        self.name, self.forward, self.backward = name or self.name, forward, backward
         self.tensor_layout = checks.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
         vars(self).update(settings)
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def is_nhd_supported(self, headdim: int) -> bool:
         return True
@@ -147,15 +154,14 @@ def ffpa_attn_func(
     rows_first = isinstance(forward, Backend) and forward.tensor_layout == "NHD"
     if rows_first:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 3 and attn_mask.shape[0] == query.shape[0]:
+    numbers = isinstance(attn_mask, torch.Tensor) and not sdpa_override.is_causal_bias(attn_mask)
+    if numbers and attn_mask.dim() == 3 and query.dim() == 4 and attn_mask.shape[0] == query.shape[0]:
         attn_mask = attn_mask.unsqueeze(1)
     if is_causal and _rows(query) > _rows(key):
         raise ValueError(
             f"`key` has {_rows(key)} rows but `query` has {_rows(query)}; with is_causal each row must have a key: "
             "call ffpa with causal='top_left' or 'bottom_right'"
         )
-    if is_causal and isinstance(attn_mask, torch.Tensor):
-        attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
     call, options = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
     out = sdpa_override.attend(*call, **options, align="bottom_right")
     if out is None:
@@ -168,9 +174,17 @@ def _rows(x) -> int:
 
 
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
-    if is_causal and _rows(query) != _rows(key):  # PyTorch's diagonal begins at the first key
-        attn_mask, is_causal = _causal_mask(query, key), False
+    if attn_mask is None:
+        to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
+    else:
+        numbers = not sdpa_override.is_causal_bias(attn_mask)
+        to_write = numbers and attn_mask.dim() > 1 and attn_mask.dtype in _NUMBERS_OF_MASKS  # or PyTorch says what is wrong
+    if is_causal and to_write:
+        attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
     return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+_NUMBERS_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _causal_mask(query, key, mask=None) -> torch.Tensor:
@@ -210,7 +224,8 @@ def ffpa_attn_varlen_func(
     _backends("ffpa_attn_varlen_func", kwargs)
     checks.only_tensors(q=q, k=k, v=v)
     _heads_agree(q, k, enable_gqa)
-    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    offsets += _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
     rule = _rule(q, softmax_scale, causal, tuple(-1 if side is None else side for side in window), softcap)
     out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_lse, **rule)
     return (_unpadded(out[0], v), out[1]) if return_lse else _unpadded(out, v)
@@ -250,10 +265,17 @@ def _rule(q, scale, causal, window, softcap) -> dict:
     """Which keys a row sees, and what their scores are, as keywords of ffpa."""
     if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
         scale = q.shape[-1] ** -0.5  # not that of padded columns
+    if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
+        scale = scale.item()
     causal = bool(causal) if isinstance(causal, Integral) else checks.flag("causal", causal)
-    if isinstance(window, (tuple, list)):
-        window = tuple(int(side) if isinstance(side, Integral) else side for side in window)
+    if isinstance(window, (tuple, list)):  # any negative number is unbounded
+        window = tuple(max(int(side), -1) if isinstance(side, Integral) else side for side in window)
     return {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+
+
+def _longest(n, x):
+    """A length in a tensor is not worth waiting for a GPU: it only bounds what the offsets say."""
+    return x.shape[0] if isinstance(n, torch.Tensor) and x.dim() else n
 
 
 def _padded(x):

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from . import checks, ops, tf32
 from .attention import ffpa
 from .ops import torch_sdpa  # what torch.nn.functional holds, or held
-from .spec import ROW_ALIGNMENT
 
 
 class sdpa(TorchFunctionMode):
@@ -67,11 +66,13 @@ def attend(
     """What ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
     if more or unknown:
         return None
-    if isinstance(attn_mask, _loaded("torch.nn.attention.bias", "CausalBias")):
+    if is_causal_bias(attn_mask):
         # Its class asks whether it was called by what torch.nn.functional holds, which may be our function.
         return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if dropout_p != 0 or (is_causal and attn_mask is not None) or not all(map(_plain, given)):
+    if dropout_p != 0 or not all(map(_plain, given)):
+        return None
+    if is_causal and attn_mask is not None and align == "top_left":  # PyTorch's own function has no such thing
         return None
     if _transformed() or _only_math():
         return None
@@ -79,7 +80,7 @@ def attend(
     in_tf32 = tf32.serves(q, k, v)
     if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, [torch.float32] if in_tf32 else checks.DTYPES):
         return None
-    if not in_tf32 and not all(map(_readable, (q, k, v))):
+    if not in_tf32 and not all(map(checks.readable, (q, k, v))):
         return None
     rule = {"causal": is_causal, "align": align, "scale": scale}
     if in_tf32:
@@ -90,6 +91,11 @@ def attend(
     else:
         out = ffpa(q, k, v, mask=mask, **rule)
     return out if query.dim() == 4 else out.squeeze(1)
+
+
+def is_causal_bias(mask) -> bool:
+    """Whether it is one of PyTorch's masks that hold no numbers."""
+    return isinstance(mask, _loaded("torch.nn.attention.bias", "CausalBias"))
 
 
 def _transformed() -> bool:
@@ -112,10 +118,15 @@ def _plain(x) -> bool:
     """Whether x is a dense tensor of numbers, whole or as DTensor's parts, and no other library's."""
     known = (
         type(x) in (torch.Tensor, nn.Parameter)
-        or isinstance(x, _loaded("torch.distributed.tensor", "DTensor"))
+        or (isinstance(x, _loaded("torch.distributed.tensor", "DTensor")) and not _rows_are_apart(x))
         or (type(x) is FakeTensor and torch.compiler.is_compiling())
     )
     return known and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
+
+
+def _rows_are_apart(x) -> bool:
+    """Whether ranks hold rows of a DTensor: PyTorch's context parallelism may then be at work, which has other plans for the call."""
+    return any(placement.is_shard() and placement.dim >= x.dim() - 2 for placement in x.placements)
 
 
 def _loaded(module: str, name: str):
@@ -153,11 +164,3 @@ def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, dtypes) -> bool
     if mask is not None and (mask.dim() < 2 or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
         return False
     return enable_gqa or q.shape[1] == k.shape[1]
-
-
-def _readable(x) -> bool:
-    """Whether ffpa reads the rows of x as they lie."""
-    if not torch.compiler.is_compiling():
-        return checks.rows_problem(x) is None
-    step = ROW_ALIGNMENT // x.element_size()  # an address is not known yet: should it be odd, the call will say so
-    return x.stride(3) == 1 and not any(stride % step for stride in x.stride()[:3])

@@ -19,30 +19,34 @@ from torch.utils._pytree import tree_map
 from ..integrations.fallback import say_once
 
 
+_NOT_TO_BE_WRITTEN = "a mask of ffpa_attn's is a rule and holds no numbers to change; change its copy, mask.clone()"
+
+
 class RuleMask(torch.Tensor):
     """A bool mask [B, 1, Nq, Nk] that is written down only if someone computes with it: the attention function reads the rule.
 
     A row sees the keys that `sees` gives it, of these the ones that `keys` [B, Nk] has True, or those of its own sequence by
-    `offsets` [n + 1], which count rows of all entries of the batch one after the other. With both, sequences are what `keys` means:
-    tokens, or padding, which nobody looks at.
+    `offsets` [2, n + 1], which count rows, and keys, of all entries of the batch one after the other. With both, sequences are what
+    `keys` means: tokens; padding's rows, without keys; and its keys, without rows.
     """
 
     @staticmethod
-    def __new__(cls, shape, is_causal, window, keys=None, offsets=None, device=None):
-        device = next((x.device for x in (keys, offsets) if x is not None), device)
+    def __new__(cls, shape, is_causal, window, keys=None, offsets=None, nothing=None, device=None):
+        device = next((x.device for x in (keys, offsets, nothing) if x is not None), device)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
 
-    def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, device=None):
+    def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, nothing=None, device=None):
         self.is_causal, self.window, self.keys, self.offsets = is_causal, window, keys, offsets
-        if keys is None and offsets is None:
-            self.nothing = torch.empty(0, device=device)  # the compiler takes no tensor that holds none
+        if keys is None and offsets is None:  # the compiler takes no tensor that holds none
+            self.nothing = torch.empty(0, device=device) if nothing is None else nothing
 
     def dense(self) -> torch.Tensor:
-        offsets = None if self.keys is not None or self.offsets is None else (self.offsets, self.offsets)
+        offsets = None if self.keys is not None or self.offsets is None else self.offsets.unbind()
         return Seen(self.is_causal, self.window, self.keys, offsets).written(self.shape, self.device)
 
     def with_shape(self, shape, offsets=None) -> RuleMask:
-        return RuleMask(shape, self.is_causal, self.window, self.keys, offsets, self.device)
+        nothing = getattr(self, "nothing", None)
+        return RuleMask(shape, self.is_causal, self.window, self.keys, offsets, nothing, self.device)
 
     def __tensor_flatten__(self):
         """So that a compiled layer takes one as it is."""
@@ -51,11 +55,13 @@ class RuleMask(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner, rule, shape, stride):
-        if "nothing" not in inner:
-            return RuleMask(shape, *rule, **inner)
-        mask = RuleMask(shape, *rule, device=inner["nothing"].device)
-        mask.nothing = inner["nothing"]
-        return mask
+        return RuleMask(shape, *rule, **inner)
+
+    def __setitem__(self, *_):
+        raise TypeError(_NOT_TO_BE_WRITTEN)
+
+    def __deepcopy__(self, memo):
+        return self.with_shape(self.shape, self.offsets)
 
     def __repr__(self):
         return (
@@ -77,6 +83,8 @@ class RuleMask(torch.Tensor):
         """What does not know the rule, a model's own code that combines masks, computes with the numbers."""
         if function in (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default):
             return cls.sliced(*args, **(kwargs or {}))
+        if function._schema.is_mutable and isinstance(args[0], RuleMask):
+            raise TypeError(_NOT_TO_BE_WRITTEN)
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, RuleMask) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -109,9 +117,9 @@ class Seen(NamedTuple):
                 raise NotImplementedError(
                     "packed sequences with keys of their own, beside a mask or what ffpa does not support: pad them instead"
                 )
-            row = torch.arange(batch * n_q, device=device)
-            sequence = torch.searchsorted(self.offsets[0][1:].to(device), row, right=True).view(batch, 1, n_q)
-            visible = visible & (sequence[..., None] == sequence[..., None, :])
+            at = torch.arange(batch * n_q, device=device)
+            row, key = (torch.searchsorted(x[1:].to(device), at, right=True).view(batch, 1, n_q) for x in self.offsets)
+            visible = visible & (row[..., None] == key[..., None, :])
         return visible
 
 
@@ -123,7 +131,7 @@ def seen_by(shape, device, is_causal, window, mask=None, offsets=None, bias=None
     if isinstance(mask, RuleMask):
         is_causal, window, keys = mask.is_causal, mask.window, mask.keys
         if mask.offsets is not None and offsets is None:
-            keys, offsets = None, (mask.offsets, mask.offsets)
+            keys, offsets = None, mask.offsets.unbind()
         mask = None
     elif mask is not None and mask.dim() == 2:
         keys, mask = padding_keys(mask, shape[3]), None
@@ -194,14 +202,16 @@ def _by_rule(
         return NotImplemented
     shape = batch_size, 1, q_length, kv_length
     if allow_is_causal_skip and (mask_function is causal_mask_function or _is_window(local_size, config)):
+        if compiling:  # without a look at lengths, which may be any
+            return None if attention_mask is None and local_size is None else NotImplemented
         window = local_size if local_size is not None and local_size < kv_length else None
-        if compiling:
-            return None if attention_mask is None and window is None else NotImplemented
-        keys = None if attention_mask is None else padding_keys(attention_mask, kv_length, kv_offset)
+        keys = None
+        if attention_mask is not None:
+            keys = padding_keys(attention_mask, kv_length, kv_offset).expand(batch_size, -1)
         whole, side_by_side = (True, True) if keys is None else _tokens_lie(keys)
         if whole:  # not all models hand their layers' window over
             return None if window is None else RuleMask(shape, True, window, device=device)
-        apart = side_by_side and q_length == kv_length  # rows of padding can then be sequences of their own
+        apart = side_by_side and q_length == kv_length  # tokens can then be sequences
         return RuleMask(shape, True, window, keys, _offsets_of_tokens(keys) if apart else None)
     if compiling or attention_mask is not None or q_length != kv_length:
         return NotImplemented
@@ -259,32 +269,41 @@ def _tokens_lie(keys: torch.Tensor) -> list[bool]:
 
 
 def _offsets_of_tokens(keys: torch.Tensor) -> torch.Tensor:
-    """[3 B + 1] int32: padding, tokens and padding of each entry, any of them empty."""
+    """[2, 3 B + 3] int32: for each entry, rows of padding (without keys), keys of padding (without rows), and its tokens; at the end
+    the padding behind all of them. Any may be empty.
+    """
     batch, n = keys.shape
-    first = keys.int().argmax(1)
-    bounds = torch.stack([torch.zeros_like(first), first, first + keys.sum(1)], dim=1)
-    bounds = bounds + n * torch.arange(batch, device=keys.device)[:, None]
-    return F.pad(bounds.flatten(), (0, 1), value=batch * n).int()
+    begins = keys.int().argmax(1) + n * torch.arange(batch, device=keys.device)
+    ends = begins + keys.sum(1)
+    last = F.pad(ends[:-1], (1, 0))  # token before each entry's
+    rows, columns = (torch.stack(x, dim=1).flatten() for x in ((begins, begins, ends), (last, begins, ends)))
+    none, all_ = ends.new_zeros(1), ends.new_full((1,), batch * n)
+    return torch.stack([torch.cat([none, rows, all_, all_]), torch.cat([none, columns, ends[-1:], all_])]).int()
 
 
 def _offsets(sequence: torch.Tensor) -> torch.Tensor:
-    """[n + 1] int32: where numbers change, or an entry begins, and where the last one ends."""
+    """[2, n + 1] int32: where numbers change, or an entry begins, and where the last one ends."""
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).int()
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).int().repeat(2, 1)
 
 
 def _calls_attention_functions(config_class: type) -> bool:
     """Whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
     code = _model_code(config_class)
-    return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declares(code, "_supports_attention_backend")
+    return (
+        code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declare(_classes(code), "_supports_attention_backend")
+    )
 
 
 def _takes_rules(config_class: type) -> bool:
     """Whether a model's layers can do without numbers, as with SDPA or FlashAttention: their `is_causal` says then what they see."""
     code = _model_code(config_class)
-    flash = code is not None and _declares(code, "_supports_attention_backend", "_supports_flash_attn")
-    return code is None or flash or _declares(code, "_supports_sdpa")
+    if code is None:
+        return True
+    models = _classes(code)
+    models = [x for x in models if getattr(x, "config_class", None) is config_class] or models
+    return _declare(models, "_supports_sdpa") or _declare(models, "_supports_attention_backend", "_supports_flash_attn")
 
 
 def _model_code(config_class: type):
@@ -293,8 +312,12 @@ def _model_code(config_class: type):
     return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
 
 
-def _declares(code, *names: str) -> bool:
-    return any(all(getattr(x, name, False) for name in names) for x in vars(code).values() if isinstance(x, type))
+def _classes(code) -> list[type]:
+    return [x for x in vars(code).values() if isinstance(x, type)]
+
+
+def _declare(classes, *names: str) -> bool:
+    return any(all(getattr(x, name, False) for name in names) for x in classes)
 
 
 # The compiler need not look into them.

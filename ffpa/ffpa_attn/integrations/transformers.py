@@ -124,10 +124,8 @@ def _packed_attention(q, k, v, offsets, longest, rule):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows could not be read as they lie. (Traced tensors have no address to look at.)"""
-    if torch.compiler.is_compiling():
-        return x if x.stride(-1) == 1 else x.contiguous()
-    return x.clone(memory_format=torch.contiguous_format) if checks.rows_problem(x) else x
+    """x, or a copy where its rows could not be read as they lie."""
+    return x if checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _one_dtype(*tensors):
