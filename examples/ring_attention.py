@@ -94,7 +94,9 @@ def run(args, device, say) -> bool:
     on_one = partial(ffpa, causal=not args.all_keys, return_lse=True)
     on_ranks = partial(chosen, causal=not args.all_keys, layout=args.layout, return_lse=True)
 
-    say(f"{chosen.__name__} on {world} ranks, {args.layout}, {dist.get_backend()}: H={args.heads}/{args.heads_kv or args.heads}, ")
+    say(
+        f"{chosen.__name__} on {world} ranks, {args.layout}, {dist.get_backend()}: H={args.heads}/{args.heads_kv or args.heads}, "
+    )
     say(f"N={args.rows}, D={args.d}, bf16, {'all keys' if args.all_keys else 'causal'}\n")
     whole = inputs(args, device)
     mine = [distributed.shard_sequence(x, layout=args.layout).clone() for x in whole]
@@ -133,7 +135,11 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
             for work, products in ((forward, 1), (forward_and_backward, 3.5)):
                 taken = seconds(partial(work, attention, *mine), device, args.calls, group)
                 reached = alone.setdefault(work, taken) / size / taken
-                row += f"{taken * 1e3:.4g}", f"{products * operations(args) / size / taken * 1e-12:.3g}", f"{reached:.0%}"
+                row += (
+                    f"{taken * 1e3:.4g}",
+                    f"{products * operations(args) / size / taken * 1e-12:.3g}",
+                    f"{reached:.0%}",
+                )
             say(f"| {' | '.join(row)} |\n")
         dist.barrier()
 

@@ -229,7 +229,9 @@ def test_pypi_mask_beside_is_causal(dtype):
 def test_pypi_takes_pytorchs_own_biases():
     q, k = t(2, 4, 20, 64), t(2, 4, 33, 64)
     bias = causal_lower_right(20, 33)
-    torch.testing.assert_close(ffpa_attn_func(q, k, k, bias), ffpa_attn_func(q, k, k, is_causal=True), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        ffpa_attn_func(q, k, k, bias), ffpa_attn_func(q, k, k, is_causal=True), atol=2e-2, rtol=2e-2
+    )
     with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
         ffpa_attn_func(q, k, k, bias, is_causal=True)
     for wrong in (torch.ones(20, 33, dtype=torch.int32), torch.ones(33, dtype=torch.bool)):

@@ -325,7 +325,9 @@ def test_exported_with_any_length(masked, ids, device):
     model, length = build(CONFIGS["gemma3"](), device), torch.export.Dim("length", min=2, max=64)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if masked else {"input_ids": ids}
     shapes = {name: {1: length} for name in given} | {"use_cache": None}
-    exported = torch.export.export(model, (), given | {"use_cache": False}, dynamic_shapes=shapes, strict=False).module()
+    exported = torch.export.export(
+        model, (), given | {"use_cache": False}, dynamic_shapes=shapes, strict=False
+    ).module()
     for n in (5, 20):
         part = {name: x[:, :n] for name, x in given.items()}
         found, want = (f(**part, use_cache=False).logits for f in (exported, model))

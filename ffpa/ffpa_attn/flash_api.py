@@ -176,15 +176,15 @@ def _rows(x) -> int:
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
     if attn_mask is None:
         to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
-    else:
-        numbers = not sdpa_override.is_causal_bias(attn_mask)
-        to_write = numbers and attn_mask.dim() > 1 and attn_mask.dtype in _NUMBERS_OF_MASKS  # or PyTorch says what is wrong
+    else:  # what is none, PyTorch refuses
+        is_mask = attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
+        to_write = is_mask and not sdpa_override.is_causal_bias(attn_mask)
     if is_causal and to_write:
         attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
     return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-_NUMBERS_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TYPES_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _causal_mask(query, key, mask=None) -> torch.Tensor:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 
 from ..integrations.fallback import say_once
 
-
 _NOT_TO_BE_WRITTEN = "a mask of ffpa_attn's is a rule and holds no numbers to change; change its copy, mask.clone()"
 
 
@@ -292,7 +291,9 @@ def _calls_attention_functions(config_class: type) -> bool:
     """Whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
     code = _model_code(config_class)
     return (
-        code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declare(_classes(code), "_supports_attention_backend")
+        code is None
+        or hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+        or _declare(_classes(code), "_supports_attention_backend")
     )
 
 
