@@ -260,6 +260,8 @@ def test_a_model_inside_another_that_counts_on_numbers_gets_them(device):
     """Gemma 4's for audio, beside that for text, which needs none."""
     config = transformers.Gemma4AudioConfig(num_hidden_layers=1, output_proj_dims=32)
     model_class = transformers.models.gemma4.modeling_gemma4.Gemma4AudioModel
+    if model_class._supports_sdpa:
+        pytest.skip("this transformers takes it for one that needs none")
     found, want = (
         model_class._from_config(copy.deepcopy(config), attn_implementation=attention).to(device).eval()
         for attention in ("ffpa", "eager")
