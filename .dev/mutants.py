@@ -1266,10 +1266,12 @@ MUTANTS = [
     ),
     *_in(
         "integrations/fallback.py",
-        "tests/test_transformers.py -k 'missing or own or compiles'",
+        "tests/test_transformers.py -k 'missing or their_own or compiles'",
         ("fallback: strict ignored", 'if env.run_flags()["FFPA_STRICT"]:', "if False:"),
         ("fallback: said at every layer", "if said is None or said() is not model:", "if True:"),
         ("fallback: said by compiled code", "if torch.compiler.is_compiling():", "if False:"),
+        ("fallback: said at every traced layer", "if kind not in _said_of_traced:", "if True:"),
+        ("fallback: traced layers silent", "if kind not in _said_of_traced:", "if False:"),
     ),
     *_in(
         "integrations/transformers.py",

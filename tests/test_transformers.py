@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from ffpa_attn.integrations import masks  # noqa: E402
+from ffpa_attn.integrations import fallback, masks  # noqa: E402
 from ffpa_attn.integrations import transformers as ours  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
@@ -214,11 +214,10 @@ def test_models_with_attention_of_their_own_are_left_to_it(kind, how, ids, devic
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
     model, mask = build(config, device), padding(kind, device)
     want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits
-    if how:
-        found = torch.compile(model, backend="eager")(ids, attention_mask=mask).logits
-    else:
-        with pytest.warns(UserWarning, match="Bloom has attention of its own"):
-            found = model(ids, attention_mask=mask).logits
+    monkeypatch.setattr(fallback, "_said_of_traced", set())
+    run = torch.compile(model, backend="eager") if how else model
+    with pytest.warns(UserWarning, match="Bloom has attention of its own"):
+        found = run(ids, attention_mask=mask).logits
     torch.testing.assert_close(found, want)
     monkeypatch.setenv("FFPA_STRICT", "1")
     with pytest.raises(NotImplementedError, match="Bloom has attention of its own.*choose another"):
@@ -652,11 +651,14 @@ def test_a_causal_layer_that_is_left_to_sdpa_needs_no_mask(device, monkeypatch):
         torch.testing.assert_close(found, want)
 
 
-def test_what_ffpa_cannot_do_compiles(ids, device):
+@pytest.mark.filterwarnings("default:ffpa_attn")
+def test_what_ffpa_cannot_do_compiles(ids, device, monkeypatch):
     torch.compiler.reset()
+    monkeypatch.setattr(fallback, "_said_of_traced", set())
     model = build(CONFIGS["llama"](), device, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"LlamaAttention of layer 0.*float32.*dtype=") as said:
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    assert len([x for x in said if "ffpa_attn" in str(x.message)]) == 1
     torch.testing.assert_close(found, build(CONFIGS["llama"](), device, "sdpa", torch.float32, model)(ids).logits)
 
 

@@ -10,6 +10,7 @@ import torch
 from .. import env
 
 _said: dict[tuple[int, str], weakref.ref] = {}  # by model and feature
+_said_of_traced: set[tuple[str, str]] = set()  # kinds of layers, and features
 
 
 def say_once(model, who: str, why: str, way_out: str) -> None:
@@ -18,8 +19,19 @@ def say_once(model, who: str, why: str, way_out: str) -> None:
     if env.run_flags()["FFPA_STRICT"]:
         raise NotImplementedError(f"FFPA_STRICT=1: {message}")
     if torch.compiler.is_compiling():
-        return  # no graph can say it
+        return _say_once_while_traced(who, why, message)
     said = _said.get((id(model), why))
     if said is None or said() is not model:
         _said[id(model), why] = weakref.ref(model)
         warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
+
+
+def _say_once_while_traced(who: str, why: str, message: str) -> None:
+    """No graph can say it: the compiler itself runs this, which sees no more of a model than the name of its layers."""
+    kind = who.partition(" ")[0], why
+    if kind not in _said_of_traced:
+        _said_of_traced.add(kind)
+        warnings.warn(f"{message}. transformers' own attention computes it (said once a kind of layers)", stacklevel=2)
+
+
+_say_once_while_traced._dynamo_marked_constant = True
