@@ -126,7 +126,9 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
     say("| ranks | forward, ms | TFLOPS a rank | efficiency | and backward, ms | TFLOPS a rank | efficiency |\n")
     say("|---|---|---|---|---|---|---|\n")
     alone = {}
-    for size in sorted({1 << i for i in range(world.bit_length()) if 1 << i <= world} | {world}):
+    sizes = [1 << i for i in range(world.bit_length())]
+    fit = [size for size in sizes if size <= world and args.rows % (2 * size) == 0 and args.heads % size == 0]
+    for size in sorted({*fit, world}):
         group = dist.new_group(range(size))
         if dist.get_rank() < size:
             mine = [distributed.shard_sequence(x, group, layout=args.layout).clone() for x in whole]

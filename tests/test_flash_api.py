@@ -262,6 +262,7 @@ def test_pypi_backends_hold_their_settings():
     assert (backend.name, backend.acc, backend.stages, backend.tensor_layout) == ("cuda", "f32", 3, "HND")
     assert (backend.forward, CUDABackend(forward=True).forward, Backend("x").name) == (None, True, "x")
     assert backend == CUDABackend(stages=3, acc="f32") != CUDABackend(stages=2, acc="f32")
+    assert {backend: 1}[CUDABackend(stages=3, acc="f32")]
     assert backend.is_nhd_supported(512) and isinstance(backend, Backend) and not isinstance(backend, TritonBackend)
 
 
@@ -400,6 +401,7 @@ BAD = [
     (pypi, {"forward_backend": 3}, TypeError, "`forward_backend` is a int; pass one of"),
     (pypi, {"is_causal": True, "key": t(2, 4, 5, 64), "value": t(2, 4, 5, 64)}, ValueError, "`key` has 5 rows but"),
     (pypi, {"key": None}, TypeError, "`key` is None"),
+    (pypi, {"attn_mask": [1, 2], "is_causal": True}, TypeError, "attn_mask"),
     (pypi_varlen, {}, ValueError, "`enable_gqa` is False.*pass enable_gqa=True"),
     (pypi_varlen, {"dropout_p": 0.1}, NotImplementedError, "`dropout_p` is 0.1"),
     (pypi_varlen, {"sink": torch.ones(4)}, NotImplementedError, "`sink` is given.*leave it away"),

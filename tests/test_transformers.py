@@ -321,6 +321,17 @@ def test_layers_compiled_on_their_own(name, kind, ids, device):
     )
 
 
+@pytest.mark.parametrize("kind", ["padding", "apart", "window"])
+def test_compiled_code_slices_masks(kind, device):
+    """As Gemma 4's layers that share keys with others do."""
+    torch.compiler.reset()
+    tokens = torch.tensor(PADDINGS["left"], device=device)[:, :12].bool()
+    what = {"padding": {"keys": tokens}, "apart": {"keys": tokens, "offsets": masks._offsets_of_tokens(tokens)}}
+    mask = masks.RuleMask((2, 1, 12, 12), True, 4, **what.get(kind, {"device": device}))
+    for cut in (lambda m: ~m[:, :, -2:], lambda m: ~m[:, :, :, :4]):
+        assert torch.equal(torch.compile(cut, backend="aot_eager", fullgraph=True)(mask), cut(mask))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_exported_with_any_length(masked, ids, device):
     model, length = build(CONFIGS["gemma3"](), device), torch.export.Dim("length", min=2, max=64)
@@ -523,10 +534,15 @@ def test_a_rule_mask_is_the_mask_that_it_stands_for(kind, window, device):
     assert torch.equal(found[1:, ..., 3:] | False, want[1:, ..., 3:])
     assert torch.equal(~found, ~want) and found.shape == want.shape and found.dtype == want.dtype
     assert torch.equal(copy.deepcopy(found).dense(), want)
+    assert torch.equal(torch.logical_not(found, out=torch.empty_like(want)), ~want)
     own = found.clone()
     own[0, 0, 0, 5] = True
     assert type(own) is torch.Tensor and own[0, 0, 0, 5]
-    for change in (lambda: found.masked_fill_(want, False), lambda: found.__setitem__((0, 0, 0, 5), True)):
+    for change in (
+        lambda: found.masked_fill_(want, False),
+        lambda: found.__setitem__((0, 0, 0, 5), True),
+        lambda: torch.logical_not(want, out=found),
+    ):
         with pytest.raises(TypeError, match="a rule and holds no numbers to change"):
             change()
 
@@ -660,6 +676,18 @@ def test_what_ffpa_cannot_do_compiles(ids, device, monkeypatch):
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
     assert len([x for x in said if "ffpa_attn" in str(x.message)]) == 1
     torch.testing.assert_close(found, build(CONFIGS["llama"](), device, "sdpa", torch.float32, model)(ids).logits)
+
+
+@pytest.mark.filterwarnings("default:ffpa_attn")
+def test_dropout_compiles_for_any_number(ids, device, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(fallback, "_said_of_traced", set())
+    config = CONFIGS["llama"]()
+    config.attention_dropout = 0.1
+    model = build(config, device).model.train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="LlamaAttention of layer 0 has dropout in attention"):
+        assert compiled(ids, use_cache=False).last_hidden_state.isfinite().all()
 
 
 @pytest.mark.filterwarnings("default:ffpa_attn")

@@ -111,6 +111,9 @@ class Backend:
     def __eq__(self, other):
         return type(self) is type(other) and vars(self) == vars(other)
 
+    def __hash__(self):
+        return hash((type(self), self.name))
+
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
@@ -177,7 +180,7 @@ def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
     if attn_mask is None:
         to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
     else:  # what is none, PyTorch refuses
-        is_mask = attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
+        is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
         to_write = is_mask and not sdpa_override.is_causal_bias(attn_mask)
     if is_causal and to_write:
         attn_mask, is_causal = _causal_mask(query, key, attn_mask), False

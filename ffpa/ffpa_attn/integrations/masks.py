@@ -26,7 +26,7 @@ class RuleMask(torch.Tensor):
 
     A row sees the keys that `sees` gives it, of these the ones that `keys` [B, Nk] has True, or those of its own sequence by
     `offsets` [2, n + 1], which count rows, and keys, of all entries of the batch one after the other. With both, sequences are what
-    `keys` means: tokens; padding's rows, without keys; and its keys, without rows.
+    `keys` means for rows of tokens, and rows of padding, which nobody reads, see nothing.
     """
 
     @staticmethod
@@ -49,12 +49,17 @@ class RuleMask(torch.Tensor):
 
     def __tensor_flatten__(self):
         """So that a compiled layer takes one as it is."""
-        held = [name for name in ("keys", "offsets") if getattr(self, name) is not None] or ["nothing"]
+        held = [name for name in ("tokens", "offsets") if getattr(self, name) is not None] or ["nothing"]
         return held, (self.is_causal, self.window)
+
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """The keys, by a name that the compiler's own objects have not."""
+        return self.keys
 
     @staticmethod
     def __tensor_unflatten__(inner, rule, shape, stride):
-        return RuleMask(shape, *rule, **inner)
+        return RuleMask(shape, *rule, inner.get("tokens"), inner.get("offsets"), inner.get("nothing"))
 
     def __setitem__(self, *_):
         raise TypeError(_NOT_TO_BE_WRITTEN)
@@ -82,7 +87,9 @@ class RuleMask(torch.Tensor):
         """What does not know the rule, a model's own code that combines masks, computes with the numbers."""
         if function in (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default):
             return cls.sliced(*args, **(kwargs or {}))
-        if function._schema.is_mutable and isinstance(args[0], RuleMask):
+        given = dict(zip((x.name for x in function._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [x.name for x in function._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+        if any(isinstance(given.get(name), RuleMask) for name in written):
             raise TypeError(_NOT_TO_BE_WRITTEN)
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, RuleMask) else x, (args, kwargs or {}))
         return function(*args, **kwargs)

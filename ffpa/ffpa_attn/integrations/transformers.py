@@ -156,7 +156,8 @@ def _check_that_all_keys_count(module, others) -> None:
 def _unsupported(query, value, dropout, sinks, others) -> tuple[str | None, str]:
     """Why ffpa cannot compute this, and what would change that."""
     if dropout > 0:
-        return f"dropout of {dropout} in attention", "set attention_dropout=0.0 in the model's config"
+        number = "" if torch.compiler.is_compiling() else f" of {dropout}"  # which may be a symbol there
+        return f"dropout{number} in attention", "set attention_dropout=0.0 in the model's config"
     if sinks is not None:
         return "attention sinks (s_aux)", "choose another attn_implementation for this model"
     if others.get("cache") is not None:
