@@ -136,15 +136,16 @@ def test_gradients(name, kind, ids, device):
     assert torch.equal(gradients(models[0]), found)
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("kind", ["left", "right", "both", "holes"])
-def test_rows_of_padding_are_as_with_sdpa(kind, how, ids, device):
-    """Who masks the labels of padding alone reads the last row before the text: it predicts the first token."""
+@pytest.mark.parametrize(
+    "kind, how", [("left", ""), ("right", ""), ("both", ""), ("holes", ""), ("left", "compiled"), ("both", "compiled")]
+)
+def test_rows_before_a_text_are_as_with_sdpa(kind, how, ids, device):
+    """Who masks the labels of padding alone reads the last of these: it predicts the first token."""
     torch.compiler.reset()
     mask = padding(kind, device)
     found = build(CONFIGS["llama"](), device)
     same, exact = (build(CONFIGS["llama"](), device, "sdpa", dtype, found) for dtype in (torch.bfloat16, torch.float32))
-    if how == "compiled":
+    if how:
         found.compile(backend="aot_eager")
 
     def gradients(model):
@@ -307,9 +308,9 @@ def test_compile(name, kind, ids, device):
 
 
 @pytest.mark.parametrize("kind", ["none", "left"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_layers_compiled_on_their_own(name, kind, ids, device):
-    """Gemma 4's slice the mask that they are given."""
+    """A mask comes to them from outside of the graph, and Gemma 4's model has sliced it."""
     torch.compiler.reset()
     model, mask = build(CONFIGS[name](), device), padding(kind, device)
     rows = slice(None) if mask is None else mask.bool()
