@@ -1308,7 +1308,7 @@ MUTANTS = [
         ("masks: hidden keys added up", "return a & b", "return a | b"),
         ("masks: a window left to the layers", "return None if window is None else RuleMask(shape, True, window, device=device)", "return None"),
         ("masks: a window left to compiled layers", "attention_mask is None and local_size is None else NotImplemented", "attention_mask is None else NotImplemented"),
-        ("masks: a look at lengths that may be any", "attention_mask is None and local_size is None else NotImplemented", "attention_mask is None and (local_size is None or local_size >= kv_length) else NotImplemented"),
+        ("masks: a look at lengths that may be any", "attention_mask is None and local_size is None else NotImplemented", "(local_size is None or local_size >= kv_length) and attention_mask is None else NotImplemented"),
         ("masks: tokens that a batch shares", "kv_offset).expand(batch_size, -1)", "kv_offset)"),
         ("masks: padding attends among itself", "(last, begins, ends)", "(begins, begins, ends)"),
         ("masks: keys of padding for rows behind all", "ends[-1:], all_]", "all_, all_]"),

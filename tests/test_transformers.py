@@ -488,6 +488,10 @@ def test_offsets_of_padding():
     rows = [0, *(2, 2, 4), *(4, 4, 8), *(8, 8, 9), *(12, 12, 12), *(17, 17, 19), 20, 20]
     columns = [0, *(0, 2, 4), *(4, 4, 8), *(8, 8, 9), *(9, 12, 12), *(12, 17, 19), 19, 20]
     assert masks._offsets_of_tokens(keys).tolist() == [rows, columns]
+    mask = masks.RuleMask((5, 1, 4, 4), True, None, keys, masks._offsets_of_tokens(keys))
+    found = masks.seen_by(mask.shape, mask.device, True, None, mask).written(mask.shape, mask.device)
+    tokens = keys[:, None, None] & keys[:, None, :, None]
+    assert torch.equal(found, tokens & masks.sees(4, 4, True, None, mask.device))
     assert [masks._tokens_lie(x) for x in (keys, keys[1:2], torch.tensor([[True, False, True]]))] == [
         [False, True], [True, True], [False, False],
     ]  # fmt: skip
