@@ -1315,7 +1315,7 @@ MUTANTS = [
         ("masks: another tensor for none", "offsets, nothing, self.device)", "offsets, None, self.device)"),
         ("masks: written into a copy of the rule", "if any(isinstance(given.get(name), RuleMask) for name in written):", "if False:"),
         ("masks: a part written into a copy", "    def __setitem__(self, *_):\n        raise TypeError(_NOT_TO_BE_WRITTEN)\n", ""),
-        ("masks: all models of a file are one", "config_class\", None) is config_class]", "config_class\", None) is None]"),
+        ("masks: all models of a file are one", "config_class\", None) is config_class]", "config_class\", None) is config_class and False]"),
         ("masks: a key's sequence by rows", "for x in self.offsets)", "for x in self.offsets[:1] * 2)"),
         ("masks: models with attention of their own", "own = not _calls_attention_functions(type(config))", "own = False"),
         ("masks: tokens end early", "begins + keys.sum(1)\n", "begins + keys.sum(1) - 1\n"),
