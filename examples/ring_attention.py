@@ -7,6 +7,7 @@ python examples/ring_attention.py   # a rank for each GPU, or two on the CPU, ov
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -126,8 +127,8 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
     say("| ranks | forward, ms | TFLOPS a rank | efficiency | and backward, ms | TFLOPS a rank | efficiency |\n")
     say("|---|---|---|---|---|---|---|\n")
     alone = {}
-    sizes = [1 << i for i in range(world.bit_length())]
-    fit = [size for size in sizes if size <= world and args.rows % (2 * size) == 0 and args.heads % size == 0]
+    shared = args.rows // 2 if args.attention == "ring" else math.gcd(args.rows // 2, args.heads)  # by the ranks
+    fit = [1 << i for i in range(world.bit_length()) if shared % (1 << i) == 0 and 1 << i <= world]
     for size in sorted({*fit, world}):
         group = dist.new_group(range(size))
         if dist.get_rank() < size:

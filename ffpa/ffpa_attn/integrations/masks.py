@@ -281,7 +281,7 @@ def _offsets_of_tokens(keys: torch.Tensor) -> torch.Tensor:
     batch, n = keys.shape
     begins = keys.int().argmax(1) + n * torch.arange(batch, device=keys.device)
     ends = begins + keys.sum(1)
-    last = F.pad(ends[:-1], (1, 0))  # token before each entry's
+    last = F.pad(ends[:-1], (1, 0))  # where tokens end in the entry before
     rows, columns = (torch.stack(x, dim=1).flatten() for x in ((begins, begins, ends), (last, begins, ends)))
     none, all_ = ends.new_zeros(1), ends.new_full((1,), batch * n)
     return torch.stack([torch.cat([none, rows, all_, all_]), torch.cat([none, columns, ends[-1:], all_])]).int()
