@@ -1,13 +1,14 @@
-"""Ring attention as each of W ranks has it, measured on one GPU: NCCL sends to itself what would come from the rank before.
+"""Ring attention as each of W ranks has it, on fewer GPUs: these have neighbouring ranks, and send round among themselves.
 
-`python bench/ring.py --ranks 8` prints ms of a rank's step and of a W-th of the whole sequence's on this GPU alone: their ratio is
-what W GPUs can reach of W times one, as far as messages between them take no longer than those inside one. (Where there are
-several GPUs, examples/ring_attention.py --scaling measures them.)
+`python bench/ring.py --ranks 8` prints ms of a step of the first, middle and last ranks, and of a W-th of what one GPU takes for the
+whole sequence: their ratio is what W GPUs can reach of W times one. On a single GPU NCCL sends to itself what would come from
+another; W GPUs have the real thing, which examples/ring_attention.py --scaling measures for 1, 2, 4, ... of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,49 +38,73 @@ def steps(attention: Callable, args: argparse.Namespace, rows: int) -> dict[str,
     return {"forward": forward, "both": lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), grad)}
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, default=8)
+    add("--gpus", type=int, default=torch.cuda.device_count())
     add("--rows", type=int, default=131072, help="of the whole sequence")
     add("--heads", type=int, default=8)
     add("--heads-kv", type=int, help="as many as --heads unless set")
     add("--d", type=int, default=512)
     add("--all-keys", action="store_true", help="not causal")
     add("--calls", type=int, default=9)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU to measure")
+    return parser.parse_args()
+
+
+def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
+    torch.cuda.set_device(gpu)
+    random.seed(0)  # the GPUs take their turns in the same order
     causal, timer, of_nccl = not args.all_keys, Timer("cuda"), dist.P2POp
 
-    def to_itself(op, x, group=None, group_peer=None):
-        return of_nccl(op, x, group=group, group_peer=0)
+    def among_gpus(op, x, group=None, group_peer=None):
+        return of_nccl(op, x, group=group, group_peer=(gpu + (1 if op is dist.isend else -1)) % args.gpus)
 
-    def as_rank(rank: int, call: Callable[[], object]) -> object:
-        of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group: (rank, args.ranks))
-        with of_many, mock.patch.object(dist, "P2POp", to_itself):
+    def from_rank(first: int, call: Callable[[], object]) -> object:
+        of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group: (first + gpu, args.ranks))
+        with of_many, mock.patch.object(dist, "P2POp", among_gpus):
             return call()
+
+    def slowest(call: Callable[[], object]) -> float:
+        dist.barrier()
+        taken = torch.tensor(timer.milliseconds(call), device="cuda")
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return taken.item()
 
     alone = steps(lambda q, k, v: ffpa(q, k, v, causal=causal), args, args.rows)
     of_rank = steps(lambda q, k, v: distributed.ring_attention(q, k, v, causal=causal), args, args.rows // args.ranks)
-    ranks = sorted({0, args.ranks // 2, args.ranks - 1})
+    last = args.ranks - args.gpus
+    firsts = sorted({0, last // 2, last})
     calls = {("alone", name): call for name, call in alone.items()}
-    calls |= {(rank, name): partial(as_rank, rank, call) for rank in ranks for name, call in of_rank.items()}
+    calls |= {(first, name): partial(from_rank, first, call) for first in firsts for name, call in of_rank.items()}
     times: dict[tuple, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-        subjects = {subject: partial(timer.milliseconds, call) for subject, call in calls.items()}
-        measure_in_turn(subjects, args.calls, times, lambda name: None, settle=True)
-        dist.destroy_process_group()
+    dist.init_process_group(
+        "nccl", init_method=f"file://{meeting}", rank=gpu, world_size=args.gpus, device_id=torch.device("cuda", gpu)
+    )
+    subjects = {subject: partial(slowest, call) for subject, call in calls.items()}
+    measure_in_turn(subjects, args.calls, times, lambda name: None, settle=True)
+    dist.destroy_process_group()
+    if gpu:
+        return
 
     share = {name: median(times["alone", name]) / args.ranks for name in alone}
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, N={args.rows}, D={args.d}, H={args.heads}, bf16")
+    print(
+        f"{args.gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}, N={args.rows}, D={args.d}, ", end=""
+    )
+    print(f"H={args.heads}/{args.heads_kv or args.heads}, {'causal, ' if causal else ''}bf16")
     print(f"\n| of {args.ranks} | {' | '.join(f'{name}, ms' for name in share)} |\n|---|---|---|")
     print(f"| a share | {' | '.join(f'{ms:.1f}' for ms in share.values())} |")
-    for rank in ranks:
-        of = {name: median(times[rank, name]) for name in share}
-        print(f"| rank {rank} | {' | '.join(f'{ms:.1f} ({share[name] / ms:.0%})' for name, ms in of.items())} |")
+    for first in firsts:
+        of = {name: median(times[first, name]) for name in share}
+        ranks = f"ranks {first} to {first + args.gpus - 1}" if args.gpus > 1 else f"rank {first}"
+        print(f"| {ranks} | {' | '.join(f'{ms:.1f} ({share[name] / ms:.0%})' for name, ms in of.items())} |")
 
 
 if __name__ == "__main__":
-    main()
+    given = parsed()
+    if not 0 < given.gpus <= min(given.ranks, torch.cuda.device_count()):
+        raise SystemExit(
+            f"{given.gpus} GPUs of {torch.cuda.device_count()} for {given.ranks} ranks: there must be one, and no more than ranks"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(main, (given, f"{folder}/meeting"), nprocs=given.gpus)

@@ -149,6 +149,12 @@ def sequences_in_groups():
             as_on_one(attention, "zigzag", 4, {"causal": True}, group=groups[rank // size])
 
 
+def sequences_of_more_turns_than_are_merged_at_once():
+    with mock.patch.object(ring, "_MERGED_AT_ONCE", 2):
+        as_on_one(distributed.ring_attention, "zigzag", 4, {"causal": True})
+        as_on_one(distributed.ring_attention, "contiguous", 3, {"causal": False})
+
+
 def sequences_are_cut_and_joined():
     world, rank = dist.get_world_size(), dist.get_rank()
     x = torch.arange(3 * 4 * world, device=DEVICE).view(3, 4 * world)
@@ -171,7 +177,7 @@ def seen_calls():
 
     operators = torch.ops.ffpa_attn
     with (
-        mock.patch.object(operators, "forward", spy("forward", operators.forward)),
+        mock.patch.object(operators, "forward_out", spy("forward", operators.forward_out)),
         mock.patch.object(operators, "backward", spy("backward", operators.backward)),
         mock.patch.object(dist, "batch_isend_irecv", spy("post", dist.batch_isend_irecv)),
         mock.patch.object(ring._Arriving, "wait", spy("wait", ring._Arriving.wait)),

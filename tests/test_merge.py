@@ -80,13 +80,15 @@ def test_gradients(device):
         torch.testing.assert_close(got[:, :, 2:].double(), expected[:, :, 2:], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize(
     "rows, d, dtype",
     [(33, 72, torch.bfloat16), (5, 512, torch.float16), (16, 64, torch.float32), (0, 64, torch.float16)],
 )
-def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype):
-    """As a ring adds what it computes on further keys: to the last rows of a float32 result, in place."""
+def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype, several, first):
+    """As a ring adds what it computed on further keys: to the last rows of a float32 result, in place."""
     monkeypatch.setenv("FFPA_BACKEND", backend)
     if backend == "reference":
         monkeypatch.setattr(triton_attention, "why_not", lambda: "not wanted")
@@ -98,21 +100,20 @@ def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype):
     def random(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    out, lse, more, more_lse = (
-        random(2, 3, rows + 7, d),
-        random(2, 3, rows + 7),
-        random(2, rows, 3, d, dtype=dtype),
-        random(2, 3, rows),
-    )
-    more, more_lse = more.transpose(1, 2), 20 * more_lse
-    first = [out[:, :, :7].clone(), lse[:, :, :7].clone()]
-    a, b = lse[:, :, 7:].double(), more_lse.double()
-    want_lse = torch.logaddexp(a, b)
-    shares = ((x - want_lse).exp()[..., None] for x in (a, b))
-    want = sum(share * x.double() for share, x in zip(shares, (out[:, :, 7:], more), strict=True))
-    merge_into(out[:, :, 7:], lse[:, :, 7:], more, more_lse)
+    out, lse = random(2, 3, rows + 7, d), random(2, 3, rows + 7)
+    more, more_lse = random(several, 2, rows, 3, d, dtype=dtype).transpose(2, 3), 100 * random(several, 2, 3, rows)
+    before = [out[:, :, :7].clone(), lse[:, :, :7].clone()]
+    outs, lses = [*more.double()], [*more_lse.double()]
+    if first:
+        out[:, :, 7:], lse[:, :, 7:] = torch.nan, torch.nan  # nobody has written it
+    else:
+        outs.append(out[:, :, 7:].double())
+        lses.append(lse[:, :, 7:].double())
+    want_lse = torch.stack(lses).logsumexp(0)
+    want = sum((x - want_lse).exp()[..., None] * y for x, y in zip(lses, outs, strict=True))
+    merge_into(out[:, :, 7:], lse[:, :, 7:], more, more_lse, first)
     assert not triton_attention._gave_up
-    assert torch.equal(out[:, :, :7], first[0]) and torch.equal(lse[:, :, :7], first[1])
+    assert torch.equal(out[:, :, :7], before[0]) and torch.equal(lse[:, :, :7], before[1])
     torch.testing.assert_close(out[:, :, 7:], want.float(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[:, :, 7:], want_lse.float(), atol=1e-5, rtol=1e-5)
 
@@ -135,6 +136,6 @@ def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
         )
         share = torch.sigmoid(more_lse - lse)[..., None]
         want = out * (1 - share) + more * share
-        merge_into(out, lse, more, more_lse)
+        merge_into(out, lse, more[None], more_lse[None], False)
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
     assert not triton_attention._gave_up

@@ -47,6 +47,7 @@ EVERY_RULE = {
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
     **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
+    **dict.fromkeys(("more_out_step", "more_lse_step"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
     **dict.fromkeys(("grad_lse", "lse", "more_lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
@@ -120,7 +121,15 @@ def main(arch: str) -> dict[str, list[int]]:
         options = {"D_QK": d, "D_V": d, "WIDTH_QK": width, "WIDTH_V": width, "SLICE": persistent.slice_rows}
         options |= rules | {"TMA": forward.descriptors and not rules["PACKED"]}
         in_8_bits = triton_fp8.plan(problem._replace(dtype="e4m3"), env.run_flags())
-        options |= {"D": d, "WIDTH": width, "GRAD_LSE": True, "P_EXPONENT": 8, "LARGEST_OUT": float("inf")}
+        options |= {
+            "D": d,
+            "MORE": 4,
+            "FIRST": False,
+            "WIDTH": width,
+            "GRAD_LSE": True,
+            "P_EXPONENT": 8,
+            "LARGEST_OUT": float("inf"),
+        }
         options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
         kernels = (
             (triton_kernels.forward_kernel, forward.over_rows),

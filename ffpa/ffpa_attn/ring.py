@@ -118,21 +118,53 @@ class _Arriving(NamedTuple):
         return self.received
 
 
+# Results that are merged in one pass over the sums, which reads and writes these in float32; till then they take memory.
+_MERGED_AT_ONCE = 4
+
+
+class _Sums:
+    """Attention over the keys of all turns: float32 sums, and results of the last turns, all of the same rows, to be merged into them."""
+
+    def __init__(self, q, d_v: int, at_once: int):
+        self.first_row = 0
+        self.results = q.new_empty(at_once, *q.shape[:-1], d_v)
+        self.lses: list[torch.Tensor] = []  # of as many results
+        self.out = self.lse = None
+
+    def place_for(self, first_row: int) -> torch.Tensor:
+        """Where to write the next result."""
+        if first_row != self.first_row or len(self.lses) == len(self.results):
+            self.merge()
+            self.first_row = first_row
+        return self.results[len(self.lses)]
+
+    def merge(self) -> None:
+        first = self.out is None  # of all rows: each sees itself
+        if first:
+            self.out = self.results.new_empty(self.results.shape[1:], dtype=torch.float32)
+            self.lse = self.lses[0].new_empty(self.lses[0].shape)
+        out, results = (x[..., self.first_row :, :] for x in (self.out, self.results[: len(self.lses)]))
+        merge_into(out, self.lse[:, :, self.first_row :], results, torch.stack(self.lses), first)
+        self.lses.clear()
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring: _Ring):
-        out = lse = None
-        for part, at_hand in ring.turns(k, v):
-            if part is None:
-                continue
-            piece = torch.ops.ffpa_attn.forward(part.rows(q), *map(part.keys, at_hand), causal=part.causal, **ring.rule)
-            if out is None:
-                out, lse = piece  # of all rows: each sees itself
-            else:
-                out = out.float()
-                merge_into(part.rows(out), part.rows(lse), *piece)
-            del piece  # or it would take memory while the next one is computed
-        out = out.to(q.dtype)
+        if ring.world == 1:
+            out, lse = torch.ops.ffpa_attn.forward(q, k, v, causal=ring.causal, **ring.rule)
+        else:
+            sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
+            for part, at_hand in ring.turns(k, v):
+                if part:
+                    place = part.rows(sums.place_for(part.first))
+                    sums.lses.append(
+                        torch.ops.ffpa_attn.forward_out(
+                            part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule
+                        )
+                    )
+            sums.merge()
+            out, lse = sums.out.to(q.dtype), sums.lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
         ctx.set_materialize_grads(False)

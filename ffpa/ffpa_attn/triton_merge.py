@@ -10,27 +10,35 @@ from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, str
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 
 
-def merge_into(out, lse, more_out, more_lse) -> None:
-    """out [B, H, N, D] and lse [B, H, N], float32, of attention over other keys than `more`. Each row sees a key in both."""
+def merge_into(out, lse, more_out, more_lse, first: bool) -> None:
+    """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D] and lse [B, H, N], of attention over other keys each; the
+    `first` time these hold nothing yet. Each row sees a key in every one.
+    """
     forced = env.run_flags()["FFPA_BACKEND"] == "triton" and not torch.cuda.is_available()
     if (out.is_cuda or forced) and out.numel() and not triton_attention.why_not():
         try:
-            return _by_triton(out, lse, more_out, more_lse)
+            return _by_triton(out, lse, more_out, more_lse, first)
         except triton_launch.Unable as error:
             triton_attention.give_up(str(error))
-    share = torch.sigmoid(more_lse - lse)[..., None]
-    out.mul_(1 - share).addcmul_(more_out, share)
-    torch.logaddexp(lse, more_lse, out=lse)
+    if first:
+        out.copy_(more_out[0])
+        lse.copy_(more_lse[0])
+    for one_out, one_lse in zip(more_out[first:], more_lse[first:], strict=True):
+        share = torch.sigmoid(one_lse - lse)[..., None]
+        out.mul_(1 - share).addcmul_(one_out, share)
+        torch.logaddexp(lse, one_lse, out=lse)
 
 
-def _by_triton(*tensors) -> None:
+def _by_triton(out, lse, more_out, more_lse, first: bool) -> None:
     from .triton_merge_kernels import merge_kernel
 
-    out = tensors[0]
     batch, heads, n, d = out.shape
+    tensors = (out, lse, more_out, more_lse)
 
     def how() -> Launch:
-        return Launch(-(-n // TILES.rows) * heads * batch, (*strides(*tensors), heads, n), {"D": d}, TILES)
+        numbers = (*strides(out, lse, more_out[0], more_lse[0]), more_out.stride(0), more_lse.stride(0), heads, n)
+        options = {"D": d, "MORE": len(more_out), "FIRST": first}
+        return Launch(-(-n // TILES.rows) * heads * batch, numbers, options, TILES)
 
     with running(out.device):
-        launch(memo_of("merged", *kind_of(*tensors)), merge_kernel, tensors, how)
+        launch(memo_of("merged", first, *kind_of(*tensors)), merge_kernel, tensors, how)
