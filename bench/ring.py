@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, ffpa, sequence_shards
+from ffpa_attn import distributed, exchange, ffpa, sequence_shards
 from timing import Timer, measure_in_turn
 
 
@@ -55,14 +55,22 @@ def parsed() -> argparse.Namespace:
 def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
     torch.cuda.set_device(gpu)
     random.seed(0)  # the GPUs take their turns in the same order
-    causal, timer, of_nccl = not args.all_keys, Timer("cuda"), dist.P2POp
+    causal, timer, post = not args.all_keys, Timer("cuda"), exchange.Exchange.post
 
-    def among_gpus(op, x, group=None, group_peer=None):
-        return of_nccl(op, x, group=group, group_peer=(gpu + (1 if op is dist.isend else -1)) % args.gpus)
+    def among_gpus(self, first: int, tensors, to, source, rows):
+        """A message of gradients has all rows, as the rank that a GPU stands for may expect others than the rank that it is."""
+        to, source = (None if rank is None else (rank - first) % args.gpus for rank in (to, source))
+        if isinstance(self, exchange.Copies):
+            return post(self, tensors, to, source, rows)
+        all_rows = args.rows // args.ranks
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, all_rows - x.shape[2])) for x in tensors]
+        arriving = post(self, padded, to, source, all_rows)
+        arriving.received = [x[:, :, :rows] for x in arriving.received]
+        return arriving
 
     def from_rank(first: int, call: Callable[[], object]) -> object:
         of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group: (first + gpu, args.ranks))
-        with of_many, mock.patch.object(dist, "P2POp", among_gpus):
+        with of_many, mock.patch.object(exchange.Exchange, "post", partialmethod(among_gpus, first)):
             return call()
 
     def slowest(call: Callable[[], object]) -> float:

@@ -5,7 +5,10 @@ On GPUs they meet over NCCL, where there are enough; ranks that share one GPU ex
 """
 
 import os
+import random
 import sys
+import tempfile
+import time
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,11 +21,12 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, env, ffpa, ffpa_varlen, ring, sequence_shards
+from ffpa_attn import distributed, env, exchange, ffpa, ffpa_varlen, peer_memory, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
 DEVICE = "cpu"  # of a process
+BATCH = dist.batch_isend_irecv
 
 
 def quiet_environment() -> dict:
@@ -32,7 +36,9 @@ def quiet_environment() -> dict:
     return {name: value for name, value in environment.items() if name not in flags}
 
 
-FAMILIES = [("sequences", "cpu"), ("dtensors", "cpu")] + [("sequences", "cuda")] * torch.cuda.is_available()
+FAMILIES = [("sequences", "cpu"), ("copies", "cpu"), ("dtensors", "cpu")] + [
+    ("sequences", "cuda")
+] * torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -42,7 +48,7 @@ def test_family(family, device, world, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nccl_on_one_gpu(tmp_path):
+def test_messages_on_one_gpu(tmp_path):
     start("messages", "cuda", 1, tmp_path)
 
 
@@ -179,8 +185,8 @@ def seen_calls():
     with (
         mock.patch.object(operators, "forward_out", spy("forward", operators.forward_out)),
         mock.patch.object(operators, "backward", spy("backward", operators.backward)),
-        mock.patch.object(dist, "batch_isend_irecv", spy("post", dist.batch_isend_irecv)),
-        mock.patch.object(ring._Arriving, "wait", spy("wait", ring._Arriving.wait)),
+        mock.patch.object(exchange.Exchange, "post", spy("post", exchange.Exchange.post)),
+        mock.patch.object(exchange.Arriving, "wait", spy("wait", exchange.Arriving.wait)),
     ):
         yield seen
 
@@ -191,14 +197,14 @@ def sequences_travel_while_ranks_compute():
     mine = [distributed.shard_sequence(x) for x in whole]
     with seen_calls() as seen:
         with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
-    if DEVICE == "cuda":
-        return  # where two streams wait for each message
     happened = [what for what, _, _ in seen]
     first = happened.index("backward") - 1  # its first message
     assert happened[:first] == ["post", "forward", "wait"] * steps + ["forward"]
-    own = ["post", "backward", "wait"]
-    others = ["post", "post", "backward", "wait", "wait"] * (steps - 1) + ["post", "backward", "wait"]
-    assert happened[first:] == own + others + ["post", "wait"]  # the gradients' last step, home
+    keys = [step < steps for step in range(steps + 1)]
+    grads = [step > 1 for step in range(steps + 1)]  # of the step before
+    under_way = list(map(sum, zip(keys, grads, strict=True)))
+    expected = [what for n in under_way for what in ["post"] * n + ["backward"] + ["wait"] * n]
+    assert happened[first:] == [*expected, "post", "wait"]  # the gradients of the last step
 
 
 def sequences_are_the_same_work_for_all():
@@ -229,6 +235,15 @@ def sequences_of_many_rows():
             got = with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
             for name, x, y in zip(NAMES, got, want, strict=True):
                 torch.testing.assert_close(x, distributed.shard_sequence(y), atol=2e-2, rtol=2e-2, msg=name)
+
+
+def sequences_in_messages():
+    """As between hosts."""
+    if DEVICE == "cuda":
+        with mock.patch.dict(os.environ, FFPA_RING_COPIES="0"):
+            for layout, per_rank, rule, shapes in RULES:
+                as_on_one(distributed.ring_attention, layout, per_rank, rule, **shapes)
+            sequences_of_many_rows()
 
 
 def sequences_of_no_rows():
@@ -368,34 +383,147 @@ def test_without_a_process_group():
         distributed.ring_attention(q, k, v)
 
 
-# ---- NCCL, with one GPU: it sends to itself ----
+# ---- what GPUs of a host do, on the CPU: memory that all ranks have mapped, and words in it ----
 
 
-def messages_over_nccl():
-    """Of a ring of four, in which all ranks have the same keys: the bits of one whose messages are copies."""
-    of_nccl, mine = dist.P2POp, inputs(2048, d=(512, 512), batch=1)
+class SharedFile:
+    """As peer_memory.Memory, on the CPU."""
 
-    def to_itself(op, x, group, group_peer):
-        return of_nccl(op, x, group=group, group_peer=0)
+    def __init__(self, size, device):
+        assert device.type == "cpu"
+        self.handle = tempfile.NamedTemporaryFile(dir="/dev/shm").name
+        self.size, self.own, self.at = size, self._mapped(self.handle, size), {}
+        self.own.zero_()
 
-    def copied(self, tensors, places=None):
-        received = places or [torch.empty_like(x) for x in tensors]
-        for x, place in zip(tensors, received, strict=True):
-            place.copy_(x)
-        return ring._Arriving([Landed()], list(tensors), received)
+    def _mapped(self, path, size):
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
-    def run():
-        return with_gradients(attention_with_lse(distributed.ring_attention), *mine, causal=True)
+    def map(self, handles, rank):
+        self.at = {other: self._mapped(path, self.size) for other, path in enumerate(handles)}
+
+    def unmap(self):
+        self.at.clear()
+
+    def free(self):
+        Path(self.handle).unlink(missing_ok=True)
+
+    __del__ = free
+
+    def tensor(self, offset, like):
+        return self.own[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+    def copy(self, x, rank, offset):
+        assert x.is_contiguous()
+        self.at[rank][offset : offset + x.nbytes].copy_(x.flatten().view(torch.uint8))
+
+    def write(self, rank, word, value):
+        self.at[rank].view(torch.int32)[word] = value
+
+    def wait(self, word, value):
+        started = time.monotonic()
+        while self.own.view(torch.int32)[word].item() - value < 0:
+            assert time.monotonic() - started < SECONDS / 4, "nobody came"
+            time.sleep(1e-4)
+
+
+@contextmanager
+def copying():
+    """Copies, and no messages."""
+    with (
+        mock.patch.object(peer_memory, "Memory", SharedFile),
+        mock.patch.object(exchange, "_may_be_copied", lambda tensors: True),
+        mock.patch.object(dist, "batch_isend_irecv", lambda messages: pytest.fail("a message")),
+    ):
+        yield
+
+
+def copies_on_several_ranks():
+    """Of several sizes, also larger ones than at first."""
+    with copying():
+        for layout, per_rank, rule, shapes in RULES + RULES[::-1]:
+            print(layout, per_rank, rule, shapes)
+            as_on_one(distributed.ring_attention, layout, per_rank, rule, **shapes)
+
+
+def copies_of_ranks_that_are_late():
+    """Each in turn, before it computes: nothing lands on what it still reads, nothing is read before it is there."""
+    whole = inputs(4 * dist.get_world_size())
+    mine = [distributed.shard_sequence(x) for x in whole]
+    call = lambda: with_gradients(attention_with_lse(distributed.ring_attention), *mine)  # noqa: E731
+    want = call()
+
+    def late(operator):
+        def call(*args, **keywords):
+            time.sleep(random.choice([0, 0, 0.02, 0.05]))
+            return operator(*args, **keywords)
+
+        return call
+
+    random.seed(dist.get_rank())
+    operators = torch.ops.ffpa_attn
+    with (
+        copying(),
+        mock.patch.object(operators, "forward_out", late(operators.forward_out)),
+        mock.patch.object(operators, "backward", late(operators.backward)),
+    ):
+        for _ in range(6):
+            assert all(torch.equal(x, y) for x, y in zip(call(), want, strict=True))
+
+
+def copies_where_one_rank_cannot():
+    """All send messages then, and keep doing so."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for method in ("__init__", "map"):
+        group = dist.new_group()
+
+        def cannot(*args):
+            raise peer_memory.Unable("no memory")
+
+        def memory(*args, method=method):
+            found = SharedFile if not last else type("Cannot", (SharedFile,), {method: cannot})
+            return found(*args)
+
+        with (
+            copying(),
+            mock.patch.object(dist, "batch_isend_irecv", BATCH),
+            mock.patch.object(peer_memory, "Memory", memory),
+        ):
+            as_on_one(distributed.ring_attention, "zigzag", 4, {"causal": True}, group=group)
+
+
+# ---- one GPU, which sends to itself ----
+
+
+def messages_and_copies_on_a_gpu():
+    """Of a ring of four, in which all ranks have the same keys: NCCL's, and those between GPUs, leave the bits that plain copies do."""
+    post, mine = exchange.Exchange.post, inputs(2048, d=(512, 512), batch=1)
+
+    def to_itself(self, tensors, to, source, rows):
+        """As many rows as it expects."""
+        return post(self, [torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2])) for x in tensors], 0, 0, rows)
+
+    def copied(self, sent, to, received, source, place):
+        for x, arrived in zip(sent, received, strict=True):
+            arrived.copy_(x)
+        return Landed().wait
+
+    def run(copies: str):
+        with mock.patch.dict(os.environ, FFPA_RING_COPIES=copies):
+            return with_gradients(attention_with_lse(distributed.ring_attention), *mine, causal=True)
 
     for rank in range(4):
-        with mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, 4)):
-            with mock.patch.object(ring._Ring, "pass_on", copied):
-                want, again = run(), run()
-                assert all(torch.equal(x, y) for x, y in zip(again, want, strict=True)), f"{rank}: copies alone"
-            with mock.patch.object(dist, "P2POp", to_itself):
-                for turn in range(3):
-                    errors = {name: (x - y).abs().max().item() for name, x, y in zip(NAMES, run(), want, strict=True)}
-                    assert not any(errors.values()), (rank, turn, errors)
+        with (
+            mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, 4)),
+            mock.patch.object(exchange.Exchange, "post", to_itself),
+        ):
+            with mock.patch.object(exchange.Messages, "_start", copied):
+                want, again = run("0"), run("0")
+                assert all(torch.equal(x, y) for x, y in zip(again, want, strict=True)), f"{rank}: plain copies"
+            for copies in "010101":
+                results = zip(NAMES, run(copies), want, strict=True)
+                errors = {name: (x - y).abs().max().item() for name, x, y in results}
+                assert not any(errors.values()), (rank, copies, errors)
+    assert all(exchange._kept[dist.group.WORLD].values()), "this GPU cannot copy so"
 
 
 # ---- DTensors ----

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "version"),
+    ("env", "first_order", "peer_memory", "version"),
     ("tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "toolchain"),
@@ -32,7 +32,7 @@ PYTHON_LAYERS = (
     ("backward",),
     ("choice", "reference", "sharding"),
     ("ops",),
-    ("attention", "fp8", "sequence_shards", "tf32"),
+    ("attention", "exchange", "fp8", "sequence_shards", "tf32"),
     ("sdpa_override",),
     ("flash_api",),
     ("ring", "ulysses"),

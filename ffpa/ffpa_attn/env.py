@@ -174,6 +174,7 @@ FLAGS: tuple[Flag, ...] = (
         "Upper bound of the workspace of one call in MiB; smaller is slower.",
         _at_least(1),
     ),
+    _bool("FFPA_RING_COPIES", True, "run", "GPUs of one host copy in ring attention; 0: messages, as between hosts."),
     # Experiments with the split-D mma.sync kernels.
     _tri("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
     _tri("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),

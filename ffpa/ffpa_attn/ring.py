@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its rows of q; K and V go from rank to rank, while those at hand are computed on."""
+"""Ring attention: each rank keeps its rows of q; the K and V of the others come in turn, while those at hand are computed on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import sequence_shards
+from .exchange import Arriving, Exchange, exchange
 from .first_order import first_order_only
 from .triton_merge import merge_into
 
@@ -27,8 +28,9 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
                 of W chunks rank r holds r, and the last one has the most to do.
     causal, scale, softcap as in ffpa.
 
-    K and V are sent on before a step computes and awaited after it. The backward sends them round again, and behind them
-    their gradients, summed in float32, which end at home.
+    While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
+    gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
+    group keeps; others send messages.
     """
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)
@@ -60,62 +62,35 @@ class _Ring(NamedTuple):
     causal: bool
     rule: dict  # the operators' other keyword arguments
 
-    def turns(self, k, v) -> Iterator[tuple[_Part | None, list[torch.Tensor]]]:
-        """First this rank's own K and V, then those of each other; while the caller computes, the next ones travel.
-
-        Kernels fill a GPU: a message that waits for one would start as late as the next one ends. So messages do not wait for what
-        is computed meanwhile, but for what was computed before that, in whose place the next K and V arrive.
-        """
-        beside = torch.cuda.Stream(k.device) if k.is_cuda and self.world > 1 else None
-        at_hand = [x.contiguous() for x in (k, v)] if self.world > 1 else [k, v]
-        places = [[torch.empty_like(x) for x in at_hand] for _ in range(min(self.world - 1, 3))]
-        if beside:
-            beside.wait_stream(torch.cuda.current_stream(k.device))
-        arriving, computed = None, []
+    def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
+        """First this rank's own K and V, then those of each rank before it; while the caller computes, the next ones travel."""
+        own = at_hand = [k, v]
+        keys = exchange(self.group, own, min(3, self.world - 1), ahead=True) if self.world > 1 else None
         for step in range(self.world):
-            if arriving:
-                at_hand = arriving.wait()
-            if step < self.world - 1:
-                with torch.cuda.stream(beside):
-                    if beside and arriving:
-                        arriving.wait()
-                    if beside and step > 1:
-                        beside.wait_event(computed[step - 2])
-                    arriving = self.pass_on(at_hand, places[step % 3])
-            yield self._visible((self.rank - step) % self.world, k.shape[2]), at_hand
-            if beside:
-                computed.append(torch.cuda.current_stream(k.device).record_event())
+            is_last = step == self.world - 1
+            arriving = None if is_last else keys.post(own, self.at(step + 1), self.at(-step - 1), k.shape[2])
+            yield step, self.visible(self.rank, self.at(-step), k.shape[2]), at_hand
+            at_hand = None if is_last else arriving.wait()
 
-    def _visible(self, source: int, rows: int) -> _Part | None:
-        if source == self.rank or not self.causal:
+    def at(self, distance: int) -> int:
+        return (self.rank + distance) % self.world
+
+    def visible(self, rank: int, source: int, rows: int) -> _Part | None:
+        """What a rank sees of the K and V of another."""
+        if source == rank or not self.causal:
             return _Part(0, rows, self.causal)
-        earlier = source < self.rank
+        earlier = source < rank
         if self.layout == "contiguous":
             return _Part(0, rows, False) if earlier else None
         # Of an earlier rank's chunks the first lies before both of ours and the second after both; a later rank's lie
         # between ours.
         return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
 
-    def pass_on(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None = None) -> _Arriving:
-        """Sends them to the next rank, and asks the one before for its own."""
-        received = places or [torch.empty_like(x) for x in tensors]
-        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in tensors]
-        messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
-        return _Arriving(dist.batch_isend_irecv(messages), list(tensors), list(received))
-
-
-class _Arriving(NamedTuple):
-    works: list[dist.Work]
-    sent: list[torch.Tensor]
-    received: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        """What this stream does from now on finds them there."""
-        for work in self.works:
-            work.wait()
-        self.sent.clear()  # they have left, and need no memory here
-        return self.received
+    def give_home(self, home: Exchange, step: int, grads: Sequence[torch.Tensor], rows: int) -> Arriving:
+        """To whose K and V were at hand in that step, their gradients; the rank that then had ours has some for us."""
+        to, source = self.at(-step), self.at(step)
+        for_us = self.visible(source, self.rank, rows)
+        return home.post(grads, to if grads else None, source if for_us else None, for_us.end if for_us else 0)
 
 
 # Results that are merged in one pass over the sums, which reads and writes these in float32; till then they take memory.
@@ -155,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
             out, lse = torch.ops.ffpa_attn.forward(q, k, v, causal=ring.causal, **ring.rule)
         else:
             sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
-            for part, at_hand in ring.turns(k, v):
+            for _, part, at_hand in ring.turns(k, v):
                 if part:
                     place = part.rows(sums.place_for(part.first))
                     sums.lses.append(
@@ -176,27 +151,30 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dq = grads = spare = None  # `grads` of the K and V at hand, summed by the ranks that had them
-        for part, at_hand in ring.turns(k, v):
-            arriving = ring.pass_on(grads, spare) if grads else None  # one step behind K and V
+        dq = sums = home = None  # sums: of the gradients of this rank's K and V
+        pieces = []
+        for step, part, at_hand in ring.turns(k, v):
+            # While this step is computed, what the last one gave for others' K and V.
+            arriving = ring.give_home(home, step - 1, pieces, k.shape[2]) if step > 1 else None
             pieces = []
             if part:
                 *pieces, _ = torch.ops.ffpa_attn.backward(
                     *map(part.rows, (grad_out, grad_lse, q)), *map(part.keys, at_hand), *map(part.rows, (out, lse)),
                     causal=part.causal, **ring.rule, fp32_grads=ring.world > 1,
                 )  # fmt: skip
+            if step == 0:
+                dq, *sums = pieces
+                home = exchange(ring.group, sums, 1, ahead=False) if ring.world > 1 else None
+            elif part:
+                part.rows(dq).add_(pieces.pop(0))
             if arriving:
-                grads, spare = arriving.wait(), grads
-                if part:
-                    _add((part.rows(dq), *map(part.keys, grads)), pieces)
-            else:
-                dq, *grads = pieces
-            del pieces  # or they would take memory while the next ones are computed
-        grads = [grad.to(q.dtype) for grad in grads]
-        arriving = ring.pass_on(grads) if ring.world > 1 else None  # home, where nothing more is added
-        return dq.to(q.dtype), *(arriving.wait() if arriving else grads), None
+                _add(sums, arriving.wait())
+        if home:
+            _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())
+        return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), None
 
 
-def _add(totals: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-    for total, piece in zip(totals, pieces, strict=True):
-        total.add_(piece)
+def _add(sums: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    """To their first rows."""
+    for total, piece in zip(sums, pieces):  # noqa: B905 - no rank may have seen these keys
+        total[:, :, : piece.shape[2]].add_(piece)

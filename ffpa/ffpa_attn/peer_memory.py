@@ -1,0 +1,147 @@
+"""GPU memory that the processes of one host share, and streams that wait for one another's: by CUDA's driver, without a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another on each host
+_LAZY_PEER_ACCESS = ctypes.c_uint(1)
+_AT_LEAST = ctypes.c_uint(0)  # a word, in a circle of 2^32
+
+
+class Unable(Exception):
+    """No error: messages of torch.distributed do as well."""
+
+
+class Memory:
+    """A rank's own, zeroed, and where here that of the other ranks is."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.device, self._own, self._at, handle = device, ctypes.c_uint64(), {}, _Handle()
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()  # PyTorch keeps what the driver may need
+            _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size))
+            _call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            torch.cuda.synchronize()  # before another rank writes
+        self.handle = bytes(handle)
+
+    def map(self, handles: list[bytes], rank: int) -> None:
+        """`handles` of all ranks, of which this one is `rank`."""
+        with torch.cuda.device(self.device):
+            for other, handle in enumerate(handles):
+                address = ctypes.c_uint64(self._own.value)
+                if other != rank:
+                    handle = _Handle.from_buffer_copy(handle)
+                    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
+                self._at[other] = address.value
+
+    def unmap(self) -> None:
+        """When nothing of this rank's is under way."""
+        torch.cuda.synchronize(self.device)
+        for address in self._at.values():
+            if address != self._own.value:
+                _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        self._at.clear()
+
+    def free(self) -> None:
+        if self._own.value:
+            _call("cuMemFree_v2", self._own)
+            self._own.value = 0
+
+    def __del__(self):
+        with contextlib.suppress(Unable):  # as the driver may be gone
+            self.unmap()
+            self.free()
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """Contiguous, in this rank's own."""
+        span = _Span(self._own.value + offset, like.nbytes)
+        return torch.as_tensor(span, device=like.device).view(like.dtype).view(like.shape)
+
+    def copy(self, x: torch.Tensor, rank: int, offset: int) -> None:
+        """Into a rank's memory; this and what follows on the current stream."""
+        place, x_at = ctypes.c_uint64(self._at[rank] + offset), ctypes.c_uint64(x.data_ptr())
+        _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), self._stream())
+
+    def write(self, rank: int, word: int, value: int) -> None:
+        """A word of 32 bits of a rank's memory, when all that came before is written."""
+        at = ctypes.c_uint64(self._at[rank] + 4 * word)
+        _call("cuStreamWriteValue32_v2", self._stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
+
+    def _stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def wait(self, word: int, value: int) -> None:
+        """Till a word of this rank's is at least that."""
+        at = ctypes.c_uint64(self._own.value + 4 * word)
+        _call("cuStreamWaitValue32_v2", self._stream(), at, ctypes.c_uint32(value), _AT_LEAST)
+
+
+def shared(group: dist.ProcessGroup | None, size: int, device: torch.device) -> Memory | str:
+    """As much memory of every rank, mapped by all; or, on all of them, why not. All ranks call this, and `release`, together."""
+    memory, handle, error = None, None, ""
+    try:
+        memory = Memory(size, device)
+        handle = memory.handle
+    except Unable as unable:
+        error = str(unable)
+    handles, errors, hosts = zip(*gathered(group, (handle, error, _BOOT.read_text())), strict=True)
+    if len(set(hosts)) > 1:
+        errors = ("its ranks are on several hosts",)
+    if not any(errors):
+        try:
+            memory.map(handles, dist.get_rank(group))
+        except Unable as unable:
+            error = str(unable)
+        errors = gathered(group, error)
+    if any(errors):
+        release(group, memory)
+        return next(filter(None, errors))
+    return memory
+
+
+def release(group: dist.ProcessGroup | None, memory: Memory | None) -> None:
+    if memory:
+        memory.unmap()
+    gathered(group, None)
+    if memory:
+        memory.free()
+
+
+def gathered(group: dist.ProcessGroup | None, x) -> list:
+    of_all = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, x, group=group)
+    return of_all
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * 64),)
+
+
+class _Span:
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise Unable(str(error)) from None
+
+
+def _call(name: str, *args) -> None:
+    try:
+        status = getattr(_driver(), name)(*args)
+    except AttributeError:
+        raise Unable(f"this driver has no {name}") from None
+    if status:
+        raise Unable(f"{name} failed: CUDA error {status}")
