@@ -473,22 +473,22 @@ def copies_of_ranks_that_are_late():
 def copies_where_one_rank_cannot():
     """All send messages then, and keep doing so."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    for method in ("__init__", "map"):
+
+    def cannot(*args):
+        raise peer_memory.Unable("this rank cannot")
+
+    for what in ("__init__", "map", "elsewhere"):
         group = dist.new_group()
-
-        def cannot(*args):
-            raise peer_memory.Unable("no memory")
-
-        def memory(*args, method=method):
-            found = SharedFile if not last else type("Cannot", (SharedFile,), {method: cannot})
-            return found(*args)
-
+        memory = type("Cannot", (SharedFile,), {what: cannot}) if last else SharedFile
+        elsewhere = mock.Mock(read_text=lambda what=what: f"{what} {last}" if what == "elsewhere" else "here")
         with (
             copying(),
-            mock.patch.object(dist, "batch_isend_irecv", BATCH),
             mock.patch.object(peer_memory, "Memory", memory),
+            mock.patch.object(peer_memory, "_BOOT", elsewhere),
+            mock.patch.object(dist, "batch_isend_irecv", BATCH),
         ):
             as_on_one(distributed.ring_attention, "zigzag", 4, {"causal": True}, group=group)
+        assert list(exchange._kept[group].values()) == [None, None], what
 
 
 # ---- one GPU, which sends to itself ----

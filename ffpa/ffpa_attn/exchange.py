@@ -41,10 +41,13 @@ class Exchange:
         self.passed = deque(maxlen=2 if ahead else 1)  # where the computing stream was at the last exchanges
 
     def post(self, tensors: Sequence[torch.Tensor], to: int | None, source: int | None, rows: int) -> Arriving:
-        """Sends tensors [B, H, N, D] to one rank of the group, and receives such of `rows` from another; None: nothing."""
+        """Sends tensors [B, H, N, D] to one rank of the group, and receives such of `rows` from another; None: nothing.
+
+        What is sent is contiguous and, with `ahead`, was there when the call began.
+        """
         place = self.posted % len(self.places)
         self.posted += 1
-        sent = [] if to is None else [x.contiguous() for x in tensors]
+        sent = [] if to is None else list(tensors)
         received = [] if source is None else [_of_rows(x, rows) for x in self.places[place]]
         if self.stream:
             self.passed.append(torch.cuda.current_stream(self.device).record_event())
@@ -97,7 +100,7 @@ class Copies(Exchange):
             found = peer_memory.shared(group, size, self.device)
             if isinstance(found, str):
                 return found
-            self.memory, self.size, self.posted = found, size, 0
+            self.memory, self.size = found, size
         self.places = [[self.memory.tensor(*x) for x in zip(offsets, like, strict=True)] for offsets in self.offsets]
         self.passed.clear()
         if self.stream:

@@ -64,7 +64,7 @@ class _Ring(NamedTuple):
 
     def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
         """First this rank's own K and V, then those of each rank before it; while the caller computes, the next ones travel."""
-        own = at_hand = [k, v]
+        own = at_hand = [x.contiguous() for x in (k, v)] if self.world > 1 else [k, v]
         keys = exchange(self.group, own, min(3, self.world - 1), ahead=True) if self.world > 1 else None
         for step in range(self.world):
             is_last = step == self.world - 1
@@ -90,6 +90,7 @@ class _Ring(NamedTuple):
         """To whose K and V were at hand in that step, their gradients; the rank that then had ours has some for us."""
         to, source = self.at(-step), self.at(step)
         for_us = self.visible(source, self.rank, rows)
+        grads = [x.contiguous() for x in grads]
         return home.post(grads, to if grads else None, source if for_us else None, for_us.end if for_us else 0)
 
 
