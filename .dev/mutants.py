@@ -121,10 +121,14 @@ MUTANTS = [
         ("dQ lost when keys are cut", "if not whole_rows:", "if False:"),
     ),
     *_in(
-        "ops.py",
-        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        "dispatch_keys.py",
+        "tests/test_ops.py",
         ("autocast type of the wrong device", "dtype = torch.get_autocast_dtype(device)", "dtype = torch.float16"),
         ("LSE not computed for a gradient", '{**options, "return_lse": True}', "{**options}"),
+    ),
+    *_in(
+        "ops.py",
+        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
         ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
         ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
         ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),

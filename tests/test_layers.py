@@ -31,6 +31,7 @@ PYTHON_LAYERS = (
     ("triton_fp8", "checks"),
     ("backward",),
     ("choice", "reference", "sharding"),
+    ("dispatch_keys",),
     ("ops",),
     ("attention", "exchange", "fp8", "sequence_shards", "tf32"),
     ("sdpa_override",),

@@ -1,4 +1,4 @@
-"""The operators torch.ops.ffpa_attn.*: schemas, fakes, autograd, autocast, and the way from a call to its backend.
+"""The operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend (`dispatch_keys.py`: autograd, autocast).
 
 The schemas are a contract (tests/test_ops.py freezes them): ring attention and selective checkpointing use them by
 name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from . import (
     backward,
     checks,
+    dispatch_keys,
     env,
     fused,
     fused_fp8,
@@ -31,7 +32,6 @@ from . import (
     two_phase,
 )
 from .choice import CANDIDATES, Choice, choose
-from .first_order import first_order_only
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
 _RULE = (
@@ -537,7 +537,7 @@ def at_once(name: str, q, *others):
         return _OPERATORS[name]
     for x in (q, *others):
         if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
-            _place_dtensors((q, *others))
+            dispatch_keys.place_dtensors((q, *others))
             return _OPERATORS[name]
     return _BODIES[name]
 
@@ -614,88 +614,4 @@ def _(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transpo
     return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-# ---- autograd: a plain Function at the Autograd key (register_autograd costs twice as much a call) ----
-
-
-class _Attention(torch.autograd.Function):
-    """Both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
-
-    @staticmethod
-    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
-        # return_lse=False only allows to leave the LSE out: the backward needs it.
-        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
-        ctx.save_for_backward(q, k, v, out, lse, *rest[:2])
-        ctx.longest, ctx.options = rest[2:], options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        rule = {
-            name: value
-            for name, value in ctx.options.items()
-            if name not in ("return_lse", "level", "acc", "num_stages")
-        }
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
-        if ctx.longest:
-            return None, None, None, None, *_ops.varlen_backward(*args, **rule), None, None, None, None
-        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
-        *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
-        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
-
-
-def _autograd(op, body):
-    def kernel(keyset, *args, **options):
-        # Forward-mode AD must come to the Function too: it says there that it has no formula.
-        if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            return _Attention.apply(op, body, keyset, options, *args)
-        return _below_autograd(op, body, keyset, args, options)
-
-    return kernel
-
-
-def _below_autograd(op, body, keyset, args, options):
-    if keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
-        return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
-    _place_dtensors(args)
-    with _C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
-
-
-def _place_dtensors(args) -> None:
-    """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
-        from . import sharding
-
-        sharding.register()
-
-
-_BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
-_OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
-
-
-def _autocast(op, device: str, key):
-    """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
-    without_autocast = _C.DispatchKeySet(key)
-
-    def kernel(_, q, k, v, *rest, **options):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x.to(dtype) if x.dtype == torch.float32 and x.device.type == device else x for x in (q, k, v))
-        with _C._ExcludeDispatchKeyGuard(without_autocast):
-            return op(q, k, v, *rest, **options)
-
-    return kernel
-
-
-for _name in ("forward", "varlen_forward"):
-    _op = getattr(_ops, _name).default
-    _lib.impl(_name, _autograd(_op, _BODIES[_name]), "Autograd", with_keyset=True)
-for _name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
-    _op = getattr(_ops, _name).default
-    _lib.impl(_name, _autocast(_op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
-    _lib.impl(_name, _autocast(_op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
+dispatch_keys.register(_lib, _BODIES)

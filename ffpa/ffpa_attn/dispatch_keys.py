@@ -1,0 +1,100 @@
+"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd and autocast; and where DTensor learns of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import _C
+from torch.autograd import forward_ad
+
+from .first_order import first_order_only
+
+_ops = torch.ops.ffpa_attn
+
+
+def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
+    """`bodies` of all operators are there. (A plain Function at the Autograd key costs half of register_autograd's time a call.)"""
+    for name in ("forward", "varlen_forward"):
+        op = getattr(_ops, name).default
+        lib.impl(name, _autograd(op, bodies[name]), "Autograd", with_keyset=True)
+    for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
+        op = getattr(_ops, name).default
+        lib.impl(name, _autocast(op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
+        lib.impl(name, _autocast(op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
+
+
+class _Attention(torch.autograd.Function):
+    """Both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+
+    @staticmethod
+    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
+        # return_lse=False only allows to leave the LSE out: the backward needs it.
+        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
+        ctx.save_for_backward(q, k, v, out, lse, *rest[:2])
+        ctx.longest, ctx.options = rest[2:], options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        rule = {
+            name: value
+            for name, value in ctx.options.items()
+            if name not in ("return_lse", "level", "acc", "num_stages")
+        }
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
+        if ctx.longest:
+            return None, None, None, None, *_ops.varlen_backward(*args, **rule), None, None, None, None
+        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
+        *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
+        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+
+
+def _autograd(op, body):
+    def kernel(keyset, *args, **options):
+        # Forward-mode AD must come to the Function too: it says there that it has no formula.
+        if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+            return _Attention.apply(op, body, keyset, options, *args)
+        return _below_autograd(op, body, keyset, args, options)
+
+    return kernel
+
+
+def _below_autograd(op, body, keyset, args, options):
+    if keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
+        return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
+    place_dtensors(args)
+    with _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+
+
+def place_dtensors(args) -> None:
+    """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
+        from . import sharding
+
+        sharding.register()
+
+
+_BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
+_OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+
+
+def _autocast(op, device: str, key):
+    """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
+    without_autocast = _C.DispatchKeySet(key)
+
+    def kernel(_, q, k, v, *rest, **options):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 and x.device.type == device else x for x in (q, k, v))
+        with _C._ExcludeDispatchKeyGuard(without_autocast):
+            return op(q, k, v, *rest, **options)
+
+    return kernel
