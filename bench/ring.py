@@ -58,15 +58,17 @@ def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
     causal, timer, post = not args.all_keys, Timer("cuda"), exchange.Exchange.post
 
     def among_gpus(self, first: int, tensors, to, source, rows):
-        """A message of gradients has all rows, as the rank that a GPU stands for may expect others than the rank that it is."""
-        to, source = (None if rank is None else (rank - first) % args.gpus for rank in (to, source))
-        if isinstance(self, exchange.Copies):
-            return post(self, tensors, to, source, rows)
-        all_rows = args.rows // args.ranks
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, all_rows - x.shape[2])) for x in tensors]
-        arriving = post(self, padded, to, source, all_rows)
-        arriving.received = [x[:, :, :rows] for x in arriving.received]
-        return arriving
+        """To a rank of another GPU, where there are several, and from one: as far on as the rank that it is meant for."""
+        rank = first + gpu
+        ranks_on = (to - rank) % args.ranks
+        on = ranks_on % args.gpus or min(1, args.gpus - 1)
+        if (
+            source is not None and tensors[0].dtype == torch.float32 and causal
+        ):  # gradients, of the rows that the sender saw
+            sender = first + (gpu - on) % args.gpus
+            earlier = (sender + ranks_on) % args.ranks < sender
+            rows = args.rows // args.ranks // (2 if earlier else 1)
+        return post(self, tensors, (gpu + on) % args.gpus, (gpu - on) % args.gpus, rows)
 
     def from_rank(first: int, call: Callable[[], object]) -> object:
         of_many = mock.patch.object(sequence_shards, "rank_and_world", lambda group: (first + gpu, args.ranks))
@@ -110,9 +112,7 @@ def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
 
 if __name__ == "__main__":
     given = parsed()
-    if not 0 < given.gpus <= min(given.ranks, torch.cuda.device_count()):
-        raise SystemExit(
-            f"{given.gpus} GPUs of {torch.cuda.device_count()} for {given.ranks} ranks: there must be one, and no more than ranks"
-        )
+    if given.ranks % max(1, given.gpus) or not 0 < given.gpus <= min(given.ranks, torch.cuda.device_count()):
+        raise SystemExit(f"--gpus {given.gpus} of {torch.cuda.device_count()}: pass what divides --ranks {given.ranks}")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(main, (given, f"{folder}/meeting"), nprocs=given.gpus)

@@ -144,6 +144,7 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
                     f"{reached:.0%}",
                 )
             say(f"| {' | '.join(row)} |\n")
+            dist.destroy_process_group(group)  # and the memory that it keeps
         dist.barrier()
 
 

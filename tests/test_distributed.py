@@ -36,13 +36,14 @@ def quiet_environment() -> dict:
     return {name: value for name, value in environment.items() if name not in flags}
 
 
-FAMILIES = [("sequences", "cpu"), ("copies", "cpu"), ("dtensors", "cpu")] + [
-    ("sequences", "cuda")
-] * torch.cuda.is_available()
+FAMILIES = [
+    *(("sequences", device, world) for device in ["cpu"] + ["cuda"] * torch.cuda.is_available() for world in (2, 4)),
+    *(("copies", "cpu", world) for world in (2, 5)),  # the latter uses places twice in a call
+    *(("dtensors", "cpu", world) for world in (2, 4)),
+]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("family, device", FAMILIES)
+@pytest.mark.parametrize("family, device, world", FAMILIES)
 def test_family(family, device, world, tmp_path):
     start(family, device, world, tmp_path)
 
@@ -86,9 +87,9 @@ def test_example():
 # ---- what the processes run: all functions whose names begin with their family's ----
 
 
-def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16):
+def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16, seed=0):
     """q, k, v, and gradients of out and LSE, of the whole sequence: the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shapes = [(heads[0], d[0]), (heads[1], d[0]), (heads[1], d[1]), (heads[0], d[1])]
     tensors = [torch.randn(batch, h, rows, columns, generator=generator).to(dtype) for h, columns in shapes]
     return tuple(x.to(DEVICE) for x in (*tensors, torch.randn(batch, heads[0], rows, generator=generator)))
@@ -145,6 +146,8 @@ def sequences_on_several_ranks():
         for layout, per_rank, rule, shapes in RULES:
             print(attention.__name__, layout, per_rank, rule, shapes)
             as_on_one(attention, layout, per_rank, rule, **shapes)
+    if DEVICE == "cuda":
+        all_were_copied()
 
 
 def sequences_in_groups():
@@ -228,9 +231,9 @@ def sequences_are_the_same_work_for_all():
 def sequences_of_many_rows():
     """Kernels that take long enough for K and V to arrive too early, in the place of those that are computed on."""
     if DEVICE == "cuda":
-        whole = inputs(2048 * dist.get_world_size(), d=(512, 512), batch=1)
-        want = with_gradients(lambda *x: ffpa(*x, causal=True, return_lse=True), *whole)
-        for _ in range(3):
+        calls = [inputs(2048 * dist.get_world_size(), d=(512, 512), batch=1, seed=seed) for seed in range(2)]
+        wants = [with_gradients(lambda *x: ffpa(*x, causal=True, return_lse=True), *whole) for whole in calls]
+        for whole, want in zip(3 * calls, 3 * wants, strict=True):
             mine = map(distributed.shard_sequence, whole)
             got = with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
             for name, x, y in zip(NAMES, got, want, strict=True):
@@ -445,16 +448,22 @@ def copies_on_several_ranks():
             as_on_one(distributed.ring_attention, layout, per_rank, rule, **shapes)
 
 
+def copies_in_a_group():
+    group = dist.new_group(list(range(1, dist.get_world_size())))
+    with copying():
+        if dist.get_rank() and dist.get_world_size(group) > 1:
+            as_on_one(distributed.ring_attention, "zigzag", 4, {"causal": True}, group=group)
+
+
 def copies_of_ranks_that_are_late():
-    """Each in turn, before it computes: nothing lands on what it still reads, nothing is read before it is there."""
-    whole = inputs(4 * dist.get_world_size())
-    mine = [distributed.shard_sequence(x) for x in whole]
-    call = lambda: with_gradients(attention_with_lse(distributed.ring_attention), *mine)  # noqa: E731
-    want = call()
+    """Before they compute, so that others are a call ahead: nothing lands on what is still read, and nothing old is read."""
+    attention = attention_with_lse(distributed.ring_attention)
+    calls = [[factor * distributed.shard_sequence(x) for x in inputs(4 * dist.get_world_size())] for factor in (1, 2)]
+    want = [(attention(*mine[:3]), with_gradients(attention, *mine)) for mine in calls]
 
     def late(operator):
         def call(*args, **keywords):
-            time.sleep(random.choice([0, 0, 0.02, 0.05]))
+            time.sleep(random.choice([0, 0, 0, 0.02]))
             return operator(*args, **keywords)
 
         return call
@@ -463,11 +472,35 @@ def copies_of_ranks_that_are_late():
     operators = torch.ops.ffpa_attn
     with (
         copying(),
+        mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None),  # for which they would wait
         mock.patch.object(operators, "forward_out", late(operators.forward_out)),
         mock.patch.object(operators, "backward", late(operators.backward)),
     ):
-        for _ in range(6):
-            assert all(torch.equal(x, y) for x, y in zip(call(), want, strict=True))
+        for turn in range(24):
+            for mine, (outputs, all_of_them) in zip(calls, want, strict=True):
+                got, right = (
+                    (attention(*mine[:3]), outputs) if turn % 4 else (with_gradients(attention, *mine), all_of_them)
+                )
+                assert all(torch.equal(x, y) for x, y in zip(got, right, strict=True)), turn
+
+
+def copies_after_an_error():
+    """Ranks may not agree on how many tensors they have exchanged: none that failed goes on as if they did."""
+    mine = [distributed.shard_sequence(x) for x in inputs(4 * dist.get_world_size())][:3]
+    group = dist.new_group()
+    with copying():
+        with mock.patch.object(torch.ops.ffpa_attn, "forward_out", side_effect=MemoryError), pytest.raises(MemoryError):
+            distributed.ring_attention(*mine, group)
+        with pytest.raises(RuntimeError, match="a call in this `group` ended in an error.*new_group"):
+            distributed.ring_attention(*mine, group)
+        distributed.ring_attention(*mine, dist.new_group())
+
+
+def copies_of_other_sizes():
+    q, k, v, *_ = inputs(4 if dist.get_rank() else 6)
+    with copying(), mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None):
+        with pytest.raises(ValueError, match="`k` and `v` differ between the ranks"):
+            distributed.ring_attention(q, k, v, dist.new_group())
 
 
 def copies_where_one_rank_cannot():
@@ -495,35 +528,58 @@ def copies_where_one_rank_cannot():
 
 
 def messages_and_copies_on_a_gpu():
-    """Of a ring of four, in which all ranks have the same keys: NCCL's, and those between GPUs, leave the bits that plain copies do."""
-    post, mine = exchange.Exchange.post, inputs(2048, d=(512, 512), batch=1)
+    """Of a ring of eight, whose ranks have other K and V each: NCCL's, and those between GPUs, leave the bits that copies one by one do.
 
-    def to_itself(self, tensors, to, source, rows):
-        """As many rows as it expects."""
-        return post(self, [torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2])) for x in tensors], 0, 0, rows)
+    Two streams call in turn, with different tensors.
+    """
+    post, world = exchange.Exchange.post, 8
+    streams, calls = [], []
+    for factor in (1, 0.5):
+        mine, *others = (inputs(1024, d=(512, 512), batch=1, seed=seed) for seed in range(world))
+        calls.append((mine, [[factor * x for x in of_rank[1:3]] for of_rank in others]))
+        streams.append(torch.cuda.Stream())
 
-    def copied(self, sent, to, received, source, place):
+    def one_by_one(self, sent, to, received, source, place):
+        torch.cuda.synchronize()
         for x, arrived in zip(sent, received, strict=True):
             arrived.copy_(x)
-        return Landed().wait
+        torch.cuda.synchronize()
+        return lambda: None
 
-    def run(copies: str):
-        with mock.patch.dict(os.environ, FFPA_RING_COPIES=copies):
-            return with_gradients(attention_with_lse(distributed.ring_attention), *mine, causal=True)
+    def run(rank, mine, others):
+        def to_itself(self, tensors, to, source, rows):
+            tensors = others[self.posted % (world - 1)] if self.passed.maxlen == 2 else tensors
+            return post(self, tensors, 0, 0, tensors[0].shape[2])
 
-    for rank in range(4):
         with (
-            mock.patch.object(sequence_shards, "rank_and_world", lambda group, rank=rank: (rank, 4)),
+            mock.patch.object(sequence_shards, "rank_and_world", lambda group: (rank, world)),
             mock.patch.object(exchange.Exchange, "post", to_itself),
         ):
-            with mock.patch.object(exchange.Messages, "_start", copied):
-                want, again = run("0"), run("0")
-                assert all(torch.equal(x, y) for x, y in zip(again, want, strict=True)), f"{rank}: plain copies"
-            for copies in "010101":
-                results = zip(NAMES, run(copies), want, strict=True)
-                errors = {name: (x - y).abs().max().item() for name, x, y in results}
-                assert not any(errors.values()), (rank, copies, errors)
-    assert all(exchange._kept[dist.group.WORLD].values()), "this GPU cannot copy so"
+            return with_gradients(attention_with_lse(distributed.ring_attention), *mine, causal=True)
+
+    for rank in (0, 3, 7):
+        with (
+            mock.patch.dict(os.environ, FFPA_RING_COPIES="0"),
+            mock.patch.object(exchange.Messages, "_start", one_by_one),
+        ):
+            want = [run(rank, *call) for call in calls]
+        for copies in "01":
+            for turn in range(4):
+                with mock.patch.dict(os.environ, FFPA_RING_COPIES=copies):
+                    got = []
+                    for stream, call in zip(streams, calls, strict=True):
+                        with torch.cuda.stream(stream):
+                            got.append(run(rank, *call))
+                for results, right in zip(got, want, strict=True):
+                    torch.cuda.synchronize()
+                    errors = {n: (x - y).abs().max().item() for n, x, y in zip(NAMES, results, right, strict=True)}
+                    assert not any(errors.values()), (rank, copies, turn, errors)
+    all_were_copied()
+
+
+def all_were_copied():
+    """Where GPUs were asked to."""
+    assert list(map(bool, exchange._kept[dist.group.WORLD].values())) == [True, True], "this GPU, or driver, cannot"
 
 
 # ---- DTensors ----

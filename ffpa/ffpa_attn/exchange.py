@@ -34,26 +34,30 @@ class Exchange:
     `ahead` an exchange waits for what was computed before the last one was posted, not since: this takes three places.
     """
 
-    def __init__(self, device: torch.device, places: int, ahead: bool):
+    places: list[list[torch.Tensor]]
+
+    def __init__(self, device: torch.device, ahead: bool):
         self.device, self.posted = device, 0
-        self.places: list[list[torch.Tensor]] = [[]] * places
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.passed = deque(maxlen=2 if ahead else 1)  # where the computing stream was at the last exchanges
 
-    def post(self, tensors: Sequence[torch.Tensor], to: int | None, source: int | None, rows: int) -> Arriving:
-        """Sends tensors [B, H, N, D] to one rank of the group, and receives such of `rows` from another; None: nothing.
+    def post(self, tensors: Sequence[torch.Tensor], to: int, source: int | None, rows: int) -> Arriving:
+        """Sends tensors [B, H, N, D], or none, to one rank of the group, and receives such of `rows` from another; None: nothing.
 
         What is sent is contiguous and, with `ahead`, was there when the call began.
         """
         place = self.posted % len(self.places)
         self.posted += 1
-        sent = [] if to is None else list(tensors)
+        sent = list(tensors)
         received = [] if source is None else [_of_rows(x, rows) for x in self.places[place]]
         if self.stream:
             self.passed.append(torch.cuda.current_stream(self.device).record_event())
             self.stream.wait_event(self.passed[0])
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             return Arriving(sent, received, self._start(sent, to, received, source, place))
+
+    def finish(self) -> None:
+        """The call has awaited all that it posted."""
 
     def _start(self, sent, to, received, source, place) -> Callable[[], object]:
         """Returns what makes the stream that calls it wait for both."""
@@ -64,8 +68,10 @@ class Messages(Exchange):
     """Of torch.distributed: between any ranks, on any device."""
 
     def __init__(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int, ahead: bool):
-        super().__init__(like[0].device, places, ahead)
-        self.places = [[torch.empty_like(x, memory_format=torch.contiguous_format) for x in like] for _ in self.places]
+        super().__init__(like[0].device, ahead)
+        self.places = [
+            [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like] for _ in range(places)
+        ]
         self.group = group
 
     def _start(self, sent, to, received, source, place):
@@ -83,17 +89,21 @@ class Copies(Exchange):
     Places and words last from call to call: processes take milliseconds to map one another's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, places: int, ahead: bool):
-        super().__init__(device, places, ahead)
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, ahead: bool):
+        super().__init__(device, ahead)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.memory, self.size, self.computing = None, 0, None
+        self.memory, self.size, self.computing, self.in_a_call = None, 0, None, False
 
-    def prepare(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor]) -> str | None:
+    def prepare(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int) -> str | None:
         """For a call, on all ranks at once; or, on all of them, why not."""
+        if self.in_a_call:
+            raise RuntimeError(
+                "ring_attention: a call in this `group` ended in an error, and its ranks may have exchanged different numbers of tensors "
+                "since; make a new group on all ranks (torch.distributed.new_group)"
+            )
         words, *sizes = (_aligned(size) for size in (8 * self.world, *(x.nbytes for x in like)))
-        of_place = [words + sum(sizes[:i]) for i in range(len(like))]
-        self.offsets = [[offset + i * sum(sizes) for offset in of_place] for i in range(len(self.places))]
-        size = words + len(self.places) * sum(sizes)
+        self.offsets = [[words + i * sum(sizes) + sum(sizes[:j]) for j in range(len(sizes))] for i in range(places)]
+        size = words + places * sum(sizes)
         if size > self.size:
             if self.memory:
                 peer_memory.release(group, self.memory)
@@ -107,7 +117,11 @@ class Copies(Exchange):
             if self.computing:
                 self.stream.wait_stream(self.computing)  # the last call's kernels may be reading
             self.computing = torch.cuda.current_stream(self.device)
+        self.in_a_call = True
         return None
+
+    def finish(self):
+        self.in_a_call = False
 
     def _start(self, sent, to, received, source, place):
         number, memory = self.posted, self.memory
@@ -138,19 +152,23 @@ def exchange(group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], plac
     device = like[0].device
     if _may_be_copied(like):
         kept, key = _kept.setdefault(group or dist.group.WORLD, {}), (device, ahead)
-        copies = kept.setdefault(key, Copies(group, device, places, ahead))
-        why_not = copies.prepare(group, like) if copies else None
-        if copies and not why_not:
-            return copies
-        kept[key] = None
-        if why_not and env.run_flags()["FFPA_LOG"]:
-            print(f"ffpa_attn: ring attention sends messages: {why_not}", file=sys.stderr)
+        if key not in kept:
+            kept[key] = Copies(group, device, ahead)
+        if kept[key]:
+            why_not = kept[key].prepare(group, like, places)
+            if not why_not:
+                return kept[key]
+            kept[key] = None
+            if env.run_flags()["FFPA_LOG"]:
+                print(f"ffpa_attn: ring attention sends messages: {why_not}", file=sys.stderr)
     return Messages(group, like, places, ahead)
 
 
 def _may_be_copied(tensors: Sequence[torch.Tensor]) -> bool:
-    on_gpu = tensors[0].is_cuda and all(x.numel() for x in tensors)
-    return on_gpu and env.run_flags()["FFPA_RING_COPIES"] and not torch.cuda.is_current_stream_capturing()
+    if not (tensors[0].is_cuda and all(x.numel() for x in tensors) and env.run_flags()["FFPA_RING_COPIES"]):
+        return False
+    with torch.cuda.device(tensors[0].device):
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def _aligned(size: int) -> int:

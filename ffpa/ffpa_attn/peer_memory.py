@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -26,14 +27,15 @@ class Memory:
         self.device, self._own, self._at, handle = device, ctypes.c_uint64(), {}, _Handle()
         with torch.cuda.device(device):
             torch.cuda.empty_cache()  # PyTorch keeps what the driver may need
-            _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size))
+            _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(_whole_blocks(size)))
             _call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
             torch.cuda.synchronize()  # before another rank writes
         self.handle = bytes(handle)
 
     def map(self, handles: list[bytes], rank: int) -> None:
-        """`handles` of all ranks, of which this one is `rank`."""
+        """`handles` of all ranks, of which this one is `rank`. What will be done with them is tried, on zeros."""
+        zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         with torch.cuda.device(self.device):
             for other, handle in enumerate(handles):
                 address = ctypes.c_uint64(self._own.value)
@@ -41,24 +43,33 @@ class Memory:
                     handle = _Handle.from_buffer_copy(handle)
                     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, _LAZY_PEER_ACCESS)
                 self._at[other] = address.value
+                self.copy(zero, other, 0)
+                self.write(other, 0, 0)
+            self.wait(0, 0)
+            torch.cuda.synchronize()
 
     def unmap(self) -> None:
         """When nothing of this rank's is under way."""
-        torch.cuda.synchronize(self.device)
-        for address in self._at.values():
-            if address != self._own.value:
-                _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            for address in self._at.values():
+                if address != self._own.value:
+                    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         self._at.clear()
 
     def free(self) -> None:
         if self._own.value:
-            _call("cuMemFree_v2", self._own)
+            with torch.cuda.device(self.device):
+                _call("cuMemFree_v2", self._own)
             self._own.value = 0
 
     def __del__(self):
-        with contextlib.suppress(Unable):  # as the driver may be gone
-            self.unmap()
-            self.free()
+        if (
+            not sys.is_finalizing()
+        ):  # then the process gives it back, and other ranks may be gone, for which streams wait
+            with contextlib.suppress(Unable):
+                self.unmap()
+                self.free()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Contiguous, in this rank's own."""
@@ -66,40 +77,45 @@ class Memory:
         return torch.as_tensor(span, device=like.device).view(like.dtype).view(like.shape)
 
     def copy(self, x: torch.Tensor, rank: int, offset: int) -> None:
-        """Into a rank's memory; this and what follows on the current stream."""
+        """Into a rank's memory; this and what follows on the device's current stream."""
         place, x_at = ctypes.c_uint64(self._at[rank] + offset), ctypes.c_uint64(x.data_ptr())
-        _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), self._stream())
+        with torch.cuda.device(self.device):
+            _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), _stream())
 
     def write(self, rank: int, word: int, value: int) -> None:
         """A word of 32 bits of a rank's memory, when all that came before is written."""
         at = ctypes.c_uint64(self._at[rank] + 4 * word)
-        _call("cuStreamWriteValue32_v2", self._stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
-
-    def _stream(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        with torch.cuda.device(self.device):
+            _call("cuStreamWriteValue32_v2", _stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
 
     def wait(self, word: int, value: int) -> None:
         """Till a word of this rank's is at least that."""
         at = ctypes.c_uint64(self._own.value + 4 * word)
-        _call("cuStreamWaitValue32_v2", self._stream(), at, ctypes.c_uint32(value), _AT_LEAST)
+        with torch.cuda.device(self.device):
+            _call("cuStreamWaitValue32_v2", _stream(), at, ctypes.c_uint32(value), _AT_LEAST)
 
 
 def shared(group: dist.ProcessGroup | None, size: int, device: torch.device) -> Memory | str:
     """As much memory of every rank, mapped by all; or, on all of them, why not. All ranks call this, and `release`, together."""
-    memory, handle, error = None, None, ""
+    memory, handle, host, error = None, None, "", ""
     try:
+        host = _BOOT.read_text()
         memory = Memory(size, device)
         handle = memory.handle
-    except Unable as unable:
-        error = str(unable)
-    handles, errors, hosts = zip(*gathered(group, (handle, error, _BOOT.read_text())), strict=True)
+    except (Unable, OSError) as reason:
+        error = str(reason)
+    handles, errors, hosts, sizes = zip(*gathered(group, (handle, error, host, size)), strict=True)
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"`k` and `v` differ between the ranks of the group, which exchange {sizes} bytes; pass the same everywhere"
+        )
     if len(set(hosts)) > 1:
         errors = ("its ranks are on several hosts",)
     if not any(errors):
         try:
             memory.map(handles, dist.get_rank(group))
-        except Unable as unable:
-            error = str(unable)
+        except Unable as reason:
+            error = str(reason)
         errors = gathered(group, error)
     if any(errors):
         release(group, memory)
@@ -119,6 +135,16 @@ def gathered(group: dist.ProcessGroup | None, x) -> list:
     of_all = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_all, x, group=group)
     return of_all
+
+
+def _whole_blocks(size: int) -> int:
+    """Smaller ones share a block of the driver's with others, and another process maps all of a block."""
+    return -(-size // (2 << 20)) * (2 << 20)
+
+
+def _stream() -> ctypes.c_void_p:
+    """The default one has the same handle on every device."""
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
 class _Handle(ctypes.Structure):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import sequence_shards
+from .attention import ffpa
 from .exchange import Arriving, Exchange, exchange
 from .first_order import first_order_only
 from .triton_merge import merge_into
@@ -36,6 +37,8 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     q, k, v = sequence_shards.inputs(q, k, v, layout)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)
     sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **rule})
+    if world == 1:
+        return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
     return (out, lse) if return_lse else out
 
@@ -64,13 +67,14 @@ class _Ring(NamedTuple):
 
     def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
         """First this rank's own K and V, then those of each rank before it; while the caller computes, the next ones travel."""
-        own = at_hand = [x.contiguous() for x in (k, v)] if self.world > 1 else [k, v]
-        keys = exchange(self.group, own, min(3, self.world - 1), ahead=True) if self.world > 1 else None
+        own = at_hand = [x.contiguous() for x in (k, v)]
+        keys = exchange(self.group, own, min(3, self.world - 1), ahead=True)
         for step in range(self.world):
             is_last = step == self.world - 1
             arriving = None if is_last else keys.post(own, self.at(step + 1), self.at(-step - 1), k.shape[2])
             yield step, self.visible(self.rank, self.at(-step), k.shape[2]), at_hand
             at_hand = None if is_last else arriving.wait()
+        keys.finish()
 
     def at(self, distance: int) -> int:
         return (self.rank + distance) % self.world
@@ -91,7 +95,7 @@ class _Ring(NamedTuple):
         to, source = self.at(-step), self.at(step)
         for_us = self.visible(source, self.rank, rows)
         grads = [x.contiguous() for x in grads]
-        return home.post(grads, to if grads else None, source if for_us else None, for_us.end if for_us else 0)
+        return home.post(grads, to, source if for_us else None, for_us.end if for_us else 0)
 
 
 # Results that are merged in one pass over the sums, which reads and writes these in float32; till then they take memory.
@@ -127,20 +131,16 @@ class _Sums:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring: _Ring):
-        if ring.world == 1:
-            out, lse = torch.ops.ffpa_attn.forward(q, k, v, causal=ring.causal, **ring.rule)
-        else:
-            sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
-            for _, part, at_hand in ring.turns(k, v):
-                if part:
-                    place = part.rows(sums.place_for(part.first))
-                    sums.lses.append(
-                        torch.ops.ffpa_attn.forward_out(
-                            part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule
-                        )
-                    )
-            sums.merge()
-            out, lse = sums.out.to(q.dtype), sums.lse
+        sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
+        for _, part, at_hand in ring.turns(k, v):
+            if part:
+                place = part.rows(sums.place_for(part.first))
+                lse = torch.ops.ffpa_attn.forward_out(
+                    part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule
+                )
+                sums.lses.append(lse)
+        sums.merge()
+        out, lse = sums.out.to(q.dtype), sums.lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
@@ -161,17 +161,17 @@ class _RingAttention(torch.autograd.Function):
             if part:
                 *pieces, _ = torch.ops.ffpa_attn.backward(
                     *map(part.rows, (grad_out, grad_lse, q)), *map(part.keys, at_hand), *map(part.rows, (out, lse)),
-                    causal=part.causal, **ring.rule, fp32_grads=ring.world > 1,
+                    causal=part.causal, **ring.rule, fp32_grads=True,
                 )  # fmt: skip
             if step == 0:
                 dq, *sums = pieces
-                home = exchange(ring.group, sums, 1, ahead=False) if ring.world > 1 else None
+                home = exchange(ring.group, sums, 1, ahead=False)
             elif part:
                 part.rows(dq).add_(pieces.pop(0))
             if arriving:
                 _add(sums, arriving.wait())
-        if home:
-            _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())
+        _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())
+        home.finish()
         return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), None
 
 
