@@ -1104,6 +1104,7 @@ MUTANTS = [
     *_in(
         "sdpa_override.py",
         "tests/test_sdpa.py -k 'not large'",
+        ("SDPA: what modes may override is asked too late", "    get_overridable_functions()  #", "    #"),
         ("SDPA: dropout ignored", "dropout_p != 0 or ", ""),
         ("SDPA: mask and causal at once", "if is_causal and attn_mask is not None and align == \"top_left\":", "if False:"),
         ("SDPA: rows of DTensors apart", "and not _rows_are_apart(x))", ")"),

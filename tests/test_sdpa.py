@@ -1,5 +1,6 @@
 """scaled_dot_product_attention by ffpa: what is taken means what PyTorch's own means, and all else is PyTorch's own."""
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch.nn.attention.bias
 import torch.nn.functional as F
 from ffpa_attn import disable_sdpa, enable_sdpa, explain, sdpa, sdpa_override
 from test_memory import bytes_of, peak_of
+from torch import overrides
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -562,6 +564,12 @@ def calls_in_the_graph(function, *args, way=None, **options):
 COMPILED = pytest.mark.parametrize(
     "function, way", [(in_the_context, None), (attend, sdpa), (attend, enabled)], ids=["inside", "around", "enabled"]
 )
+
+
+def test_modes_are_compiled_though_the_first_to_compile_was_enabled():
+    overrides._get_overridable_functions.cache_clear()  # as at first
+    with enabled():
+        assert PYTORCH.func in itertools.chain(*overrides.get_overridable_functions().values())
 
 
 @pytest.mark.parametrize("way", [sdpa, enabled])

@@ -12,7 +12,7 @@ from torch import _C, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.jit import _builtins
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from . import checks, ops, tf32
 from .attention import ffpa
@@ -36,6 +36,7 @@ class sdpa(TorchFunctionMode):
 
 def enable_sdpa() -> None:
     """What `sdpa` does, in all threads until `disable_sdpa`: replaces the function in every module that holds it."""
+    get_overridable_functions()  # PyTorch lists once what modes may override, the compiler too: its own, while that is in its place
     _replace(torch_sdpa, scaled_dot_product_attention)
     _builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")  # to TorchScript
 

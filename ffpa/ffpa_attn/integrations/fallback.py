@@ -16,7 +16,7 @@ _said_of_traced: set[tuple[str, str]] = set()  # kinds of layers, and features
 def say_once(model, who: str, why: str, way_out: str) -> None:
     """`model`: what all layers of one share, its config."""
     message = f"ffpa_attn: {who} has {why}, which ffpa does not support: {way_out}"
-    if env.run_flags()["FFPA_STRICT"]:
+    if _strict():
         raise NotImplementedError(f"FFPA_STRICT=1: {message}")
     if torch.compiler.is_compiling():
         return _say_once_while_traced(who, why, message)
@@ -24,6 +24,10 @@ def say_once(model, who: str, why: str, way_out: str) -> None:
     if said is None or said() is not model:
         _said[id(model), why] = weakref.ref(model)
         warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
+
+
+def _strict() -> bool:
+    return env.run_flags()["FFPA_STRICT"]
 
 
 def _say_once_while_traced(who: str, why: str, message: str) -> None:
@@ -34,4 +38,5 @@ def _say_once_while_traced(who: str, why: str, message: str) -> None:
         warnings.warn(f"{message}. transformers' own attention computes it (said once a kind of layers)", stacklevel=2)
 
 
-_say_once_while_traced._dynamo_marked_constant = True
+# Neither is traced: PyTorch 2.11 cannot follow how flags are read.
+_strict._dynamo_marked_constant = _say_once_while_traced._dynamo_marked_constant = True
