@@ -58,13 +58,11 @@ def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
     causal, timer, post = not args.all_keys, Timer("cuda"), exchange.Exchange.post
 
     def among_gpus(self, first: int, tensors, to, source, rows):
-        """To a rank of another GPU, where there are several, and from one: as far on as the rank that it is meant for."""
-        rank = first + gpu
-        ranks_on = (to - rank) % args.ranks
+        """To another GPU, where there are several: as far on as the rank that it is meant for, or the next one if that is itself."""
+        ranks_on = (to - first - gpu) % args.ranks
         on = ranks_on % args.gpus or min(1, args.gpus - 1)
-        if (
-            source is not None and tensors[0].dtype == torch.float32 and causal
-        ):  # gradients, of the rows that the sender saw
+        # Of gradients there come the rows that the sender saw.
+        if tensors[0].dtype == torch.float32 and causal:
             sender = first + (gpu - on) % args.gpus
             earlier = (sender + ranks_on) % args.ranks < sender
             rows = args.rows // args.ranks // (2 if earlier else 1)

@@ -144,7 +144,8 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
                     f"{reached:.0%}",
                 )
             say(f"| {' | '.join(row)} |\n")
-            dist.destroy_process_group(group)  # and the memory that it keeps
+            dist.destroy_process_group(group)
+            del group, attention  # and the memory that the group keeps
         dist.barrier()
 
 

@@ -92,7 +92,8 @@ class Copies(Exchange):
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, ahead: bool):
         super().__init__(device, ahead)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.memory, self.size, self.computing, self.in_a_call = None, 0, None, False
+        self.memory, self.size, self.in_a_call = None, 0, False
+        self.read = None  # when the last call had read what came
 
     def prepare(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int) -> str | None:
         """For a call, on all ranks at once; or, on all of them, why not."""
@@ -107,21 +108,22 @@ class Copies(Exchange):
         if size > self.size:
             if self.memory:
                 peer_memory.release(group, self.memory)
+                self.memory, self.size = None, 0
             found = peer_memory.shared(group, size, self.device)
             if isinstance(found, str):
                 return found
             self.memory, self.size = found, size
         self.places = [[self.memory.tensor(*x) for x in zip(offsets, like, strict=True)] for offsets in self.offsets]
         self.passed.clear()
-        if self.stream:
-            if self.computing:
-                self.stream.wait_stream(self.computing)  # the last call's kernels may be reading
-            self.computing = torch.cuda.current_stream(self.device)
+        if self.read:
+            self.stream.wait_event(self.read)
         self.in_a_call = True
         return None
 
     def finish(self):
         self.in_a_call = False
+        if self.stream:
+            self.read = torch.cuda.current_stream(self.device).record_event()
 
     def _start(self, sent, to, received, source, place):
         number, memory = self.posted, self.memory
@@ -155,7 +157,8 @@ def exchange(group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], plac
         if key not in kept:
             kept[key] = Copies(group, device, ahead)
         if kept[key]:
-            why_not = kept[key].prepare(group, like, places)
+            with torch.cuda.device_of(like[0]):  # where NCCL, too, gathers objects
+                why_not = kept[key].prepare(group, like, places)
             if not why_not:
                 return kept[key]
             kept[key] = None

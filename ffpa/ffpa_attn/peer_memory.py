@@ -16,7 +16,7 @@ _LAZY_PEER_ACCESS = ctypes.c_uint(1)
 _AT_LEAST = ctypes.c_uint(0)  # a word, in a circle of 2^32
 
 
-class Unable(Exception):
+class Unable(RuntimeError):
     """No error: messages of torch.distributed do as well."""
 
 
@@ -64,12 +64,12 @@ class Memory:
             self._own.value = 0
 
     def __del__(self):
-        if (
-            not sys.is_finalizing()
-        ):  # then the process gives it back, and other ranks may be gone, for which streams wait
-            with contextlib.suppress(Unable):
-                self.unmap()
-                self.free()
+        # A process that ends gives all back, and other ranks, for which streams wait, may be gone.
+        if sys.is_finalizing():
+            return
+        with contextlib.suppress(RuntimeError):
+            self.unmap()
+            self.free()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Contiguous, in this rank's own."""
@@ -77,19 +77,17 @@ class Memory:
         return torch.as_tensor(span, device=like.device).view(like.dtype).view(like.shape)
 
     def copy(self, x: torch.Tensor, rank: int, offset: int) -> None:
-        """Into a rank's memory; this and what follows on the device's current stream."""
+        """Into a rank's memory, on the current stream, which is this device's."""
         place, x_at = ctypes.c_uint64(self._at[rank] + offset), ctypes.c_uint64(x.data_ptr())
-        with torch.cuda.device(self.device):
-            _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), _stream())
+        _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), _stream())
 
     def write(self, rank: int, word: int, value: int) -> None:
-        """A word of 32 bits of a rank's memory, when all that came before is written."""
+        """A word of 32 bits of a rank's memory, on the same stream: when all that came before is written."""
         at = ctypes.c_uint64(self._at[rank] + 4 * word)
-        with torch.cuda.device(self.device):
-            _call("cuStreamWriteValue32_v2", _stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
+        _call("cuStreamWriteValue32_v2", _stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
 
     def wait(self, word: int, value: int) -> None:
-        """Till a word of this rank's is at least that."""
+        """Till a word of this rank's is at least that, on the device's current stream, whatever device is."""
         at = ctypes.c_uint64(self._own.value + 4 * word)
         with torch.cuda.device(self.device):
             _call("cuStreamWaitValue32_v2", _stream(), at, ctypes.c_uint32(value), _AT_LEAST)
@@ -102,7 +100,7 @@ def shared(group: dist.ProcessGroup | None, size: int, device: torch.device) -> 
         host = _BOOT.read_text()
         memory = Memory(size, device)
         handle = memory.handle
-    except (Unable, OSError) as reason:
+    except (RuntimeError, OSError) as reason:
         error = str(reason)
     handles, errors, hosts, sizes = zip(*gathered(group, (handle, error, host, size)), strict=True)
     if len(set(sizes)) > 1:
@@ -114,7 +112,7 @@ def shared(group: dist.ProcessGroup | None, size: int, device: torch.device) -> 
     if not any(errors):
         try:
             memory.map(handles, dist.get_rank(group))
-        except Unable as reason:
+        except RuntimeError as reason:
             error = str(reason)
         errors = gathered(group, error)
     if any(errors):

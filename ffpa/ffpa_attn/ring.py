@@ -31,7 +31,7 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
 
     While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
     gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
-    group keeps; others send messages.
+    group keeps; others send messages. An error on one rank leaves the others waiting, copies without NCCL's timeout.
     """
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)

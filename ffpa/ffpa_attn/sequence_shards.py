@@ -122,7 +122,8 @@ def check_that_ranks_agree(group, q, k, v, options: dict) -> None:
         return
     mine = {name: (tuple(x.shape), x.dtype) for name, x in (("q", q), ("k", k), ("v", v))} | options
     of_all = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_all, mine, group=group)
+    with torch.cuda.device_of(q):  # where NCCL gathers objects
+        dist.all_gather_object(of_all, mine, group=group)
     for name, value in mine.items():
         for rank, theirs in enumerate(of_all):
             if theirs[name] != of_all[0][name]:
