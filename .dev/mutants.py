@@ -1234,7 +1234,7 @@ MUTANTS = [
     ),
     *_in(
         "sharding.py",
-        "tests/test_distributed.py -k dtensors",
+        "tests/test_dtensors.py",
         ("DTensor: heads cut apart from their keys", 'return even("q") and even("k")', "return True"),
         ("DTensor: one head of keys gathered", 'if arguments["k"].shape[cuts[-1].rows] == 1:', "if False:"),
         ("DTensor: one head's gradient is each rank's", 'Partial() for name in ("dk", "dv")', 'Replicate() for name in ("dk", "dv")'),
