@@ -71,7 +71,7 @@ def test_parts_stay_within_the_workspace(monkeypatch):
     unbounded = plan(**changes).splits
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "16")
     splits = plan(**changes).splits
-    assert unbounded >= splits and splits * 4 * 1024 * 513 * 4 <= 16 << 20
+    assert unbounded >= splits and splits * 4 * 1024 * 514 * 4 <= 16 << 20
 
 
 @pytest.mark.parametrize(

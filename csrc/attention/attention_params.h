@@ -62,6 +62,7 @@ struct AttentionParams {
 
   // What a raw score is multiplied with: scale / softcap, and without a softcap scale · log2(e), which gives the logit.
   float score_factor;
+  float scale;    // what makes a raw score one in natural units
   float softcap;  // 0: none
   MaskView mask;  // [batch, heads_q, n_q, n_k]
 
@@ -75,16 +76,16 @@ struct AttentionParams {
   int chunk_keys;       // of P that the scratch holds
 
   // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
-  // [splits][batch · heads_q · n_q][d_v] and behind them the LSEs [splits][batch · heads_q · n_q], are merged
-  // afterwards.
+  // [splits][batch · heads_q · n_q][d_v] and behind them (reference, sum of P) of each row
+  // [splits][batch · heads_q · n_q][2], are merged afterwards. An LSE in their place would round the weights.
   int splits;
   float* partial;
 
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
   FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
-  FFPA_HOST_DEVICE float* partial_lse(int split) const {
-    return partial + (splits * int64_t(d_v) + split) * all_rows();
+  FFPA_HOST_DEVICE float* partial_sums(int split) const {
+    return partial + (splits * int64_t(d_v) + 2 * split) * all_rows();
   }
 };
 
@@ -168,6 +169,7 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.top_left = options.top_left;
   params.score_factor =
       finite_float(options.softcap > 0 ? options.scale / options.softcap : options.scale * 1.4426950408889634);
+  params.scale = finite_float(options.scale);
   // One too small for a float is still a cap.
   params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
   params.stages = int(options.stages);

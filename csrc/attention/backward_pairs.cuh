@@ -2,11 +2,13 @@
 // kind of instruction they ran.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
+#include "attention/logits.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -36,14 +38,16 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
   }
 }
 
-// Whether scores become logits by a factor alone: all pairs count, though a caller's LSE may say of rows that they see
-// no key, and nothing else happens to scores. The same for all lanes.
+// Whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may say
+// of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. The same for
+// all lanes.
 FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
-  const bool all_count = ptx::vote_all(lse2[0] != kInfinity && lse2[1] != kInfinity);
-  return all_seen && all_count && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
+  const bool all_small =
+      ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
+  return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
-// Logits of pairs from their scores, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
+// Logits of pairs from their raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
 // and kN fragments of keys; `row` and `key` are where the first of the scores lie. Packed is all as [fragment][half of
 // rows], a pair of keys each.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
@@ -55,7 +59,7 @@ FFPA_DEVICE void apply_rules(float (&scores)[1][kN][4], const AttentionParams& a
       float slope[2];
       FFPA_UNROLL
       for (int e = 0; e < 2; ++e) {
-        const float t = tanh_of(scores[0][i / 2][i % 2 * 2 + e] * attention.score_factor);
+        const float t = tanh_of(ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor));
         slope[e] = 1 - t * t;
       }
       slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
@@ -66,7 +70,14 @@ FFPA_DEVICE void apply_rules(float (&scores)[1][kN][4], const AttentionParams& a
   for (int n = 0; n < kN; ++n) {
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      if (lse2[e / 2] == kInfinity) scores[0][n][e] = -kInfinity;  // of a row that sees no key: it may be NaN
+      // A row that sees no key may have NaN here. Elsewhere rounding may lift a large score past its row's LSE, and P
+      // past 1: by 2^64 where they are about 10^9.
+      float& logit = scores[0][n][e];
+      if (lse2[e / 2] == kInfinity) {
+        logit = -kInfinity;
+      } else if (logit > lse2[e / 2]) {
+        logit = lse2[e / 2];
+      }
     }
   }
 }

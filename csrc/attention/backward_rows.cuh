@@ -1,10 +1,12 @@
-// What the backward needs of each query row: its LSE in base 2, δ = dO·O - dLSE, and whether it counts at all.
+// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, and whether it counts at
+// all.
 //
 // dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
 // LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/logits.cuh"
 #include "attention/row_block.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -83,7 +85,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     live |= uint32_t(sees_keys) << i;
     if (lane == 0) {
       ptx::st_global_8(params.statistics + 2 * (lse_row + row),
-                       {float_bits(sees_keys ? lse * kLog2e : kInfinity), float_bits(sees_keys ? delta : 0.0f)});
+                       {float_bits(sees_keys ? in_base_2(lse) : kInfinity), float_bits(sees_keys ? delta : 0.0f)});
     }
   }
   uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();

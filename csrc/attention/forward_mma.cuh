@@ -17,8 +17,11 @@
 // softmax.
 #pragma once
 
+#include <cmath>
+
 #include "attention/attention_params.h"
 #include "attention/forward_mma_config.cuh"
+#include "attention/logits.cuh"
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
@@ -221,13 +224,19 @@ class ForwardMma {
   FFPA_DEVICE void attend_to(int tile) {
     Scores scores;
     compute_scores(scores);
-    const int key = tile * kKeys;
-    scores_to_logits(scores, params_, block_, all_rows_see(block_, key, kKeys), block_.first_row() + score_row(),
-                     key + score_key(), lane_);
-    publish_maxima(scores);
+    float factor = to_logits(scores, tile * kKeys);
+    publish_maxima(scores, factor);
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
-    compute_probabilities(scores);
+    compute_probabilities(scores, factor);
     sync_team();  // P and α are there
+  }
+
+  // The factor that raw products still need to be logits; it is 1 where they have become logits by more than a factor.
+  FFPA_DEVICE float to_logits(Scores& scores, int key) const {
+    const bool all_seen = all_rows_see(block_, key, kKeys), no_mask = params_.mask.kind == MaskKind::kNone;
+    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) return params_.score_factor;
+    scores_to_logits(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
+    return 1;
   }
 
   FFPA_DEVICE void compute_scores(Scores& scores) {
@@ -259,20 +268,41 @@ class ForwardMma {
     }
   }
 
-  FFPA_DEVICE void publish_maxima(const Scores& scores) const {
+  // The largest logits of the warp's keys, for the other warps. Large raw products become logits, and their factor 1.
+  FFPA_DEVICE void publish_maxima(Scores& scores, float& factor) const {
+    float maxima[kScoreM][2], largest = 0;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
-        float maximum = -kInfinity;
+        float& maximum = maxima[m][h];
+        maximum = -kInfinity;
         FFPA_UNROLL
         for (int n = 0; n < kScoreN; ++n) {
-          maximum = max_of(maximum, max_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+          maximum = larger_of(maximum, larger_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
         }
-        maximum = max_of(maximum, ptx::shfl_xor(maximum, 1));
-        maximum = max_of(maximum, ptx::shfl_xor(maximum, 2));
-        publish(m, h, maximum);
+        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+        largest = larger_of(largest, std::fabs(maximum));
       }
+    }
+    if (factor != 1 && largest * factor > kMostFusedLogit) {
+      FFPA_UNROLL
+      for (int m = 0; m < kScoreM; ++m) {
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          FFPA_UNROLL
+          for (float& score : scores[m][n]) score = product_to_logit(params_, score);
+        }
+        FFPA_UNROLL
+        for (float& score : maxima[m]) score = product_to_logit(params_, score);
+      }
+      factor = 1;
+    }
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) publish(m, h, maxima[m][h] * factor);
     }
   }
 
@@ -281,7 +311,7 @@ class ForwardMma {
   // overflow.
   static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
-  FFPA_DEVICE void compute_probabilities(const Scores& scores) {
+  FFPA_DEVICE void compute_probabilities(const Scores& scores, float factor_of_scores) {
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
@@ -290,7 +320,7 @@ class ForwardMma {
         float maximum = row_max_[m][h];
         FFPA_UNROLL
         for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
-          maximum = max_of(maximum, statistic(partial_smem_, warp * kRows + row));
+          maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
         }
         if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
         const float reference = maximum == -kInfinity ? 0.0f : maximum;  // a row that has seen no key yet: P = 0
@@ -302,8 +332,8 @@ class ForwardMma {
         float sum = 0;
         FFPA_UNROLL
         for (int n = 0; n < kScoreN; ++n) {
-          const float p0 = ptx::ex2(scores[m][n][2 * h] - reference);
-          const float p1 = ptx::ex2(scores[m][n][2 * h + 1] - reference);
+          const float p0 = ptx::ex2(scores[m][n][2 * h] * factor_of_scores - reference);
+          const float p1 = ptx::ex2(scores[m][n][2 * h + 1] * factor_of_scores - reference);
           sum += p0 + p1;
           const int chunk = score_key() / tile::kChunkElements + n;
           const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
@@ -416,17 +446,22 @@ class ForwardMma {
       }
     }
     sync_team();
-    float* lse_gmem = params_.splits > 1 ? params_.partial_lse(block_.split()) + partial_row() : block_.lse();
+    const bool is_part = params_.splits > 1;
+    float* gmem = is_part ? params_.partial_sums(block_.split()) + 2 * partial_row() : block_.lse();
     const int first_row = block_.first_row(), last_row = block_.last_row();
-    if (lse_gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
+    if (gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
         const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
         if (first_row + row > last_row) continue;
-        const float lse = (row_max_[m][h] + ptx::lg2(row_sum(row))) * kLn2;  // no key: -inf + -inf
-        ptx::st_global_4(lse_gmem + first_row + row, float_bits(lse));
+        if (is_part) {
+          ptx::st_global_8(gmem + 2 * (first_row + row), {float_bits(row_max_[m][h]), float_bits(row_sum(row))});
+        } else {
+          const float lse = in_natural_units(row_max_[m][h] + ptx::lg2(row_sum(row)));  // no key: -inf
+          ptx::st_global_4(gmem + first_row + row, float_bits(lse));
+        }
       }
     }
   }

@@ -11,7 +11,10 @@
 // each also says that the other operand's last tile has been used, and the copy of its next one starts behind it.
 #pragma once
 
+#include <cmath>
+
 #include "attention/attention_params.h"
+#include "attention/logits.cuh"
 #include "attention/row_block.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/visible_keys.cuh"
@@ -158,7 +161,6 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // cost.
   const bool plain =
       !Config::kLogits || (params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0);
-  const float factor = plain ? params.score_factor : 1.0f;
 
   // Addresses of a lane, from which every fragment lies at a constant distance.
   const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
@@ -217,8 +219,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
     }
 
-    float tile_max[kM][2];
-    bool grew = false;
+    float tile_max[kM][2], largest = 0;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
@@ -227,9 +228,31 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         FFPA_UNROLL
         for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
         most = larger_of(most, ptx::shfl_xor(most, 1));
-        most = larger_of(most, ptx::shfl_xor(most, 2)) * factor;
-        tile_max[m][h] = most;
-        grew |= most - reference[m][h] > kMostGrowth;
+        tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
+        largest = larger_of(largest, std::fabs(tile_max[m][h]));
+      }
+    }
+    float factor = plain ? params.score_factor : 1.0f;
+    if (plain && largest * factor > kMostFusedLogit) {
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          FFPA_UNROLL
+          for (float& score : s[m][n]) score = product_to_logit(params, score);
+        }
+        FFPA_UNROLL
+        for (float& score : tile_max[m]) score = product_to_logit(params, score);
+      }
+      factor = 1;
+    }
+    bool grew = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        tile_max[m][h] *= factor;
+        grew |= tile_max[m][h] - reference[m][h] > kMostGrowth;
       }
     }
     if (ptx::vote_any(grew)) {
@@ -281,7 +304,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const bool is_part = params.splits > 1;
   const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;  // of the head
   float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
-  float* lse_gmem = is_part ? params.partial_lse(block.split()) + partial_row : block.lse();
+  float* lse_gmem = block.lse();
   const int last_row = block.last_row();
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -293,8 +316,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
       const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
       const int row = block.first_row() + row_of_block;
-      if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
-        const float lse = (reference[m][h] + ptx::lg2(sum)) * kLn2;  // no key: lg2(0) = -inf
+      if (is_part && lane % 4 == 0 && row <= last_row) {
+        ptx::st_global_8(params.partial_sums(block.split()) + 2 * (partial_row + row),
+                         {float_bits(reference[m][h]), float_bits(sum)});
+      } else if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
+        const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // no key: lg2(0) = -inf
         ptx::st_global_4(lse_gmem + row, float_bits(lse));
       }
       FFPA_UNROLL

@@ -16,9 +16,9 @@
 #include <type_traits>
 
 #include "attention/attention_params.h"
+#include "attention/fused_steps.cuh"
 #include "attention/head_rows.cuh"
 #include "attention/item_queue.cuh"
-#include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "attention/two_phase_tiles.cuh"
 #include "attention/visible_keys.cuh"
@@ -231,7 +231,9 @@ class ForwardTwoPhase {
             for (int tile = 0; tile < chunk.tiles(); ++tile) {
               Scores scores = {};  // or their registers would be taken throughout the other phase
               consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
-              const bool moved = to_probabilities(scores, kept.get(), (chunk.first_tile + tile) * kKeys, row, state);
+              const bool moved =
+                  to_probabilities(reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_, kept.get(),
+                                   (chunk.first_tile + tile) * kKeys, row, state, lane_);
               if (lane_ % 4 == 0) keep_references(tile, row, state);
               store(stores, scores, tile * kKeys, row);
               moves.add(tile, moved, lane_);
@@ -292,50 +294,6 @@ class ForwardTwoPhase {
   }
 
   // ---- 1. P̃ of a tile ----
-
-  // Makes P̃ of raw scores; says whether a reference has moved.
-  FFPA_DEVICE bool to_probabilities(Scores& sums, const HeadRows& rows, int key, int row, RowState& state) const {
-    bool moved = false;
-    const bool all_seen = all_rows_see(rows, key, kKeys);
-    float maximum[2] = {-kInfinity, -kInfinity};
-    FFPA_UNROLL
-    for (int first = 0; first < kKeys / 8; first += kBoxFragments) {  // all at once would take more registers
-      float scores[1][kBoxFragments][4];
-      FFPA_UNROLL
-      for (int n = 0; n < kBoxFragments; ++n) {
-        FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) scores[0][n][e] = sums[0][(first + n) * 4 + e];
-      }
-      scores_to_logits(scores, params_, rows, all_seen, rows.first + row, key + first * 8, lane_);
-      FFPA_UNROLL
-      for (int n = 0; n < kBoxFragments; ++n) {
-        FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          sums[0][(first + n) * 4 + e] = scores[0][n][e];
-          maximum[e / 2] = larger_of(maximum[e / 2], scores[0][n][e]);
-        }
-      }
-    }
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
-      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
-      moved |= state.follow(h, maximum[h]);
-      const float reference = finite_reference(state.reference[h]);
-      float sum = 0;
-      FFPA_UNROLL
-      for (int n = 0; n < kKeys / 8; ++n) {
-        FFPA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          float& p = sums[0][n * 4 + 2 * h + e];
-          p = ptx::ex2(p - reference);
-          sum += p;
-        }
-      }
-      state.sum[h] += sum;
-    }
-    return moved;
-  }
 
   // Lane 0 of each row's four.
   FFPA_DEVICE void keep_references(int tile_of_chunk, int row, const RowState& state) const {

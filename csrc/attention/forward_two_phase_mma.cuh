@@ -10,6 +10,7 @@
 // the first steps of the next product are on their way.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "attention/attention_params.h"
@@ -203,7 +204,7 @@ class ForwardTwoPhaseMma {
       derive_from_thread();
       Scores scores;
       scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
-      const float factor = to_logits(scores, (chunk.first_tile + tile) * kKeys);
+      float factor = to_logits(scores, (chunk.first_tile + tile) * kKeys);
       const bool moved = follow(scores, factor, state);
       if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
       if (quarter() == 0) {
@@ -268,8 +269,9 @@ class ForwardTwoPhaseMma {
     return 1;
   }
 
-  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved.
-  FFPA_DEVICE bool follow(const Scores& scores, float factor, RowState& state) const {
+  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved. Large raw
+  // products become logits, and their factor 1.
+  FFPA_DEVICE bool follow(Scores& scores, float& factor, RowState& state) const {
     OfRows parts;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
@@ -287,6 +289,20 @@ class ForwardTwoPhaseMma {
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
+    const bool large = larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit;
+    if (factor != 1 && ptx::vote_any(large)) {  // the same for the four warps
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FFPA_UNROLL
+        for (int n = 0; n < ScoreCore::kN; ++n) {
+          FFPA_UNROLL
+          for (float& score : scores[m][n].c) score = product_to_logit(params_, score);
+        }
+      }
+      FFPA_UNROLL
+      for (float& score : maximum) score = product_to_logit(params_, score);
+      factor = 1;
+    }
     const bool moved = state.follow(0, maximum[0] * factor);
     return state.follow(1, maximum[1] * factor) || moved;
   }

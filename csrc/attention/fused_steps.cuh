@@ -2,6 +2,7 @@
 // S, and the way of O.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "attention/attention_params.h"
@@ -79,8 +80,8 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
   }
 }
 
-// Makes P of raw scores, which `scale` makes scores, of the rows from `row` of the tile on; says whether what there is
-// of O has another reference. P is 2^exponent where a row is at its reference.
+// Makes P of raw products, which `scale` makes those of Q and K, for the rows from `row` of the tile on; says whether
+// what there is of O has another reference. P is 2^exponent where a row is at its reference.
 template <bool kMasks = true, int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
                                   int key, int row, RowState& state, int lane, float scale = 1, float exponent = 0,
@@ -99,16 +100,34 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
                                                         key + step * tile::kBox, lane);
     }
   }
-  const float factor = plain ? params.score_factor * scale : 1.0f;
+  float maximum[2];
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    maximum[h] = -kInfinity;
+    for_each_of_row(scores, h, [&](float& score) { maximum[h] = larger_of(maximum[h], score); });
+    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
+    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
+  }
+  float factor = plain ? params.score_factor * scale : 1.0f;
+  const bool large = larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit;
+  if (plain && large) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const auto to_logit = [&](float& score) { score = product_to_logit(params, ptx::mul_rn(score, scale)); };
+      for_each_of_row(scores, h, to_logit);
+      to_logit(maximum[h]);
+    }
+    factor = 1;
+  }
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float maximum = -kInfinity;
-    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-    moved |= state.follow(h, maximum * factor, lazy_growth);
-    const float reference = finite_reference(state.reference[h]) - exponent;
+    moved |= state.follow(h, maximum[h] * factor, lazy_growth);
+    float reference = finite_reference(state.reference[h]) - exponent;
+    if (large && exponent != 0) {  // a large reference would swallow the exponent
+      for_each_of_row(scores, h, [&](float& score) { score -= finite_reference(state.reference[h]); });
+      reference = -exponent;
+    }
     float sum = 0;
     for_each_of_row(scores, h, [&](float& score) {
       score = ptx::ex2(score * factor - reference);

@@ -1,9 +1,11 @@
-// One result from those over parts of the keys (AttentionParams::partial): each weighs exp(its LSE - the LSE of all).
-// The order of the sum is that of the keys, so bits do not change from run to run.
+// One result from those over parts of the keys (AttentionParams::partial): each weighs as much as its P sums up to, all
+// of them to the largest reference. The order of the sum is that of the keys, so bits do not change from run to run.
 #pragma once
 
 #include "attention/attention_params.h"
+#include "attention/logits.cuh"
 #include "attention/row_block.cuh"
+#include "attention/row_state.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -40,32 +42,39 @@ void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
       params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
   if (rows.begin + row >= rows.end) return;
 
-  const auto lse_of = [&](int split) {
-    return float_from_bits(ptx::ld_global_4(params.partial_lse(split) + row_of_all));
+  struct Part {
+    float reference, sum;  // in base 2; of P
   };
-  float maximum = -kInfinity, sum = 0;
-  for (int split = 0; split < params.splits; ++split) maximum = max_of(maximum, lse_of(split));
-  const bool sees_keys = maximum > -kInfinity;
-  for (int split = 0; sees_keys && split < params.splits; ++split) {
-    sum += ptx::ex2((lse_of(split) - maximum) * kLog2e);
-  }
-  const float lse = maximum + ptx::lg2(sum) * kLn2;  // no key: -inf + -inf
+  const auto part = [&](int split) {
+    uint32_t bits[2];
+    ptx::ld_global_8(bits, params.partial_sums(split) + 2 * row_of_all);
+    return Part{float_from_bits(bits[0]), float_from_bits(bits[1])};
+  };
+  float reference = -kInfinity, sum = 0;
+  for (int split = 0; split < params.splits; ++split) reference = larger_of(reference, part(split).reference);
+  const auto weight = [&](int split) {
+    const Part x = part(split);
+    return x.sum * growth(x.reference, reference);
+  };
+  for (int split = 0; split < params.splits; ++split) sum += weight(split);
   if (params.lse != nullptr && ptx::thread_x() == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
+    const float lse = in_natural_units(reference + ptx::lg2(sum));  // no key: -inf
     ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
   }
+  const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
 
   uint16_t* out_gmem = params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
                        (rows.begin + row) * params.out.row_stride;
   for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v;
        column += Config::kThreads * Config::kColumns) {
     float out[4] = {0, 0, 0, 0};
-    for (int split = 0; sees_keys && split < params.splits; ++split) {
-      const float weight = ptx::ex2((lse_of(split) - lse) * kLog2e);
+    for (int split = 0; split < params.splits; ++split) {
+      const float share = weight(split) * inverse;
       uint32_t values[4];
       ptx::ld_global_16(values, params.partial_out(split) + row_of_all * params.d_v + column);
       FFPA_UNROLL
-      for (int i = 0; i < 4; ++i) out[i] += weight * float_from_bits(values[i]);
+      for (int i = 0; i < 4; ++i) out[i] += share * float_from_bits(values[i]);
     }
     using Element = typename Config::Dtype;
     ptx::st_global_8(out_gmem + column, {ptx::pack<Element>(out[0], out[1]), ptx::pack<Element>(out[2], out[3])});

@@ -9,6 +9,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
+#include "attention/logits.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/math.cuh"
@@ -24,7 +25,7 @@ FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfi
 // What was computed with one reference, as a part of what is with a later one.
 FFPA_DEVICE float growth(float then, float now) { return ptx::ex2(then - finite_reference(now)); }
 
-// Of two rows that a thread answers for.
+// State of the two rows a lane owns (r and r + 8).
 struct RowState {
   // P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or product overflows.
   static constexpr float kLazyGrowth = 8.0f;
@@ -47,7 +48,7 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows
   if (params.lse != nullptr && writes && r <= rows.last) {
     float* lse =
         params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
-    ptx::st_global_4(lse + r, float_bits((reference + ptx::lg2(sum)) * kLn2));  // no key: -inf + -inf
+    ptx::st_global_4(lse + r, float_bits(in_natural_units(reference + ptx::lg2(sum))));  // no key: -inf
   }
   return sum > 0 ? 1 / sum : 0.0f;
 }

@@ -1,7 +1,9 @@
-// From raw scores q · k to what softmax takes: logits in base 2,
+// From raw products q · k to what softmax takes: logits in base 2 (logits.cuh),
 //
 //   logit = (cap(scale · q·k) + mask) · log2(e),  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
 //   -inf where the row does not see the key, or a bool mask says no.
+//
+// Each step rounds as softmax of float32 scores does, and only where that is said: mul_rn keeps compilers from fusing.
 // A Block says which batch entry and head the scores are of, how many rows and keys it has, and which of them meet: a
 // KeptRowBlock, or a tile with the same names.
 //
@@ -13,6 +15,7 @@
 #include <cmath>
 
 #include "attention/attention_params.h"
+#include "attention/logits.cuh"
 #include "attention/row_block.cuh"
 #include "attention/visible_keys.cuh"
 #include "base/compiler.h"
@@ -51,14 +54,8 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
   }
 }
 
-// What an element of an additive mask adds to a logit. What a float holds may be too much after the change of base; it
-// stays finite then, as nothing but -inf hides a key.
-FFPA_DEVICE float in_base_2(float mask) {
-  return std::fabs(mask) == kInfinity ? mask : clamp(mask * kLog2e, -kLargestFloat, kLargestFloat);
-}
-
 template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
-FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
+FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
                              int key, int lane) {
   const MaskView& mask = params.mask;
   const uint8_t* of_head = mask.data + block.batch() * mask.batch_stride + block.head() * mask.head_stride;
@@ -77,23 +74,23 @@ FFPA_DEVICE void mask_logits(float (&logits)[kM][kN][4], const AttentionParams& 
         for (int n = 0; n < kN; ++n) {
           FFPA_UNROLL
           for (int e = 0; e < 2; ++e) {
-            float& logit = logits[m][n][2 * h + e];
-            logit = masked(logit, min_of(gmem + e * mask.key_stride, last));
+            float& score = scores[m][n][2 * h + e];
+            score = masked(score, min_of(gmem + e * mask.key_stride, last));
           }
           gmem += (Fragments::column_of(n + 1) - Fragments::column_of(n)) * mask.key_stride;
         }
       };
       if (mask.kind == MaskKind::kBool) {
-        apply([](float logit, const uint8_t* at) { return ptx::ld_global_1(at) ? logit : -kInfinity; });
+        apply([](float score, const uint8_t* at) { return ptx::ld_global_1(at) ? score : -kInfinity; });
       } else if (mask.kind == MaskKind::kFloat) {
-        apply([](float logit, const uint8_t* at) { return logit + in_base_2(float_from_bits(ptx::ld_global_4(at))); });
+        apply([](float score, const uint8_t* at) { return score + float_from_bits(ptx::ld_global_4(at)); });
       } else {
         const bool half = mask.kind == MaskKind::kHalf;
-        apply([&](float logit, const uint8_t* at) {
+        apply([&](float score, const uint8_t* at) {
           const uint32_t bits = ptx::ld_global_2(at);
           float as_half, unused;
           ptx::unpack<Half>(bits, as_half, unused);
-          return logit + in_base_2(half ? as_half : float_from_bits(bits << 16));
+          return score + (half ? as_half : float_from_bits(bits << 16));
         });
       }
     }
@@ -108,18 +105,26 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
   });
 }
 
+// The logit of a raw product where there is neither softcap nor mask.
+FFPA_DEVICE float product_to_logit(const AttentionParams& params, float product) {
+  return in_base_2(ptx::mul_rn(product, params.scale));
+}
+
 // `all_seen`: every row sees every key of the tile. `kMasks`: there may be one; what reads it takes registers.
 template <class Fragments = tile::AdjacentFragments, bool kMasks = true, int kM, int kN, class Block>
 FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
                                   bool all_seen, int row, int key, int lane) {
+  const bool masked = kMasks && params.mask.kind != MaskKind::kNone;
   if (params.softcap > 0) {
     for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) {
-      score = params.softcap * tanh_of(score * params.score_factor) * kLog2e;
+      score = params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor));
     });
   } else {
-    for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) { score *= params.score_factor; });
+    for_each_score<Fragments>(scores, row, key, lane,
+                              [&](float& score, int, int) { score = ptx::mul_rn(score, params.scale); });
   }
-  if (kMasks && params.mask.kind != MaskKind::kNone) mask_logits<Fragments>(scores, params, block, row, key, lane);
+  if (masked) mask_scores<Fragments>(scores, params, block, row, key, lane);
+  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) { score = in_base_2(score); });
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 

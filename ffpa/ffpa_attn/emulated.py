@@ -22,6 +22,7 @@ from .spec import BackwardRows, KernelSpec, MergeSplits, ScaledCopy, aot_specs
 class Settings:
     seed: int = 0
     exact: bool = False  # sums as the tensor cores form them, bit for bit: two to three times slower
+    fused: bool = False  # products and sums are one instruction wherever a compiler may make them one
     reports: list[dict] | None = None  # one for each kernel run: counts of mma and barriers, bytes, bank conflicts
 
 
@@ -32,16 +33,17 @@ _KERNELS_PER_FILE = 12  # reading the headers costs as much as two kernels
 
 
 @cache
-def _module(specs: tuple[KernelSpec, ...]):
+def _module(specs: tuple[KernelSpec, ...], fused: bool):
     parts = [specs[i : i + _KERNELS_PER_FILE] for i in range(0, len(specs), _KERNELS_PER_FILE)]
     texts = {f"{part[0].name}.cpp": generation.emulated_source(part) for part in parts}
-    return load_emulated_module("ffpa_emulated", [build.csrc() / "launch" / "emulated" / "module.cpp"], generated=texts)
+    sources = [build.csrc() / "launch" / "emulated" / "module.cpp"]
+    return load_emulated_module("ffpa_emulated", sources, generated=texts, fused=fused)
 
 
 def _module_with(spec: KernelSpec):
     """All shipped kernels are one module; another one is a module of its own."""
     shipped = tuple(spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy))
-    return _module(shipped if spec in shipped else (spec,))
+    return _module(shipped if spec in shipped else (spec,), _settings.fused)
 
 
 def launch_shape(
@@ -199,15 +201,16 @@ def attention_backward(
 
 
 @contextlib.contextmanager
-def emulate(arch: str = "sm_80", seed: int = 0, exact: bool = False) -> Iterator[list[dict]]:
+def emulate(arch: str = "sm_80", seed: int = 0, exact: bool = False, fused: bool = False) -> Iterator[list[dict]]:
     """CPU tensors run on the CUDA kernels of `arch` in the emulator; gives the list that the runs' reports go to.
 
     seed 0 and 1 run warps in order and in reverse, others in random order with preemption. `exact` adds up as the
-    tensor cores of that GPU do. A call that no kernel can run raises.
+    tensor cores of that GPU do. `fused` compiles the kernels with fused multiply-adds, as nvcc does wherever it may: a
+    result that hangs on a product's own rounding shows. A call that no kernel can run raises.
     """
     global _settings
     before = _settings
-    _settings = Settings(seed, exact, reports=[])
+    _settings = Settings(seed, exact, fused, reports=[])
     with env.overridden("FFPA_EMULATE", arch):
         try:
             yield _settings.reports

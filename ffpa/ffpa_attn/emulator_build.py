@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from .toolchain import BuildError
 
 _MACHINE = "ptx/emulated/machine/*.cpp"
 
-# -ffp-contract=off: fused multiply-adds would change the last bit with the optimisation level.
+# -ffp-contract=off: fused multiply-adds would change the last bit with the optimisation level. A module may ask for them.
 # -g1: line tables, for debuggers; the source lines in reports come from the code itself.
 _COMPILE_FLAGS = "-std=c++17 -g1 -fPIC -pthread -ffp-contract=off -fvisibility=hidden -Wall -Wextra -Wno-psabi"
 # The machine is where time goes; kernels run as fast with -O1, which compiles them in three quarters of the time.
 _MACHINE_FLAGS, _MODULE_FLAGS = "-O2", "-O1"
+_FUSED_FLAGS = "-O2 -ffp-contract=fast"  # at -O1 g++ fuses nothing
 
 _RULES = """
 rule compile
@@ -60,6 +62,15 @@ def _machine_flags() -> list[str]:
     return ["-mavx2", "-mf16c"] if " avx2 " in cpu and " f16c " in cpu else []
 
 
+def _fused_flags() -> str:
+    """Modules with fused multiply-adds; every processor has them but old ones of Intel's and AMD's."""
+    if platform.machine() != "x86_64":
+        return _FUSED_FLAGS
+    if " fma " not in Path("/proc/cpuinfo").read_text():
+        raise BuildError("the emulator's fused multiply-adds need a processor that has them, and this one has none")
+    return f"{_FUSED_FLAGS} -mfma"
+
+
 def _hash(*words: str) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
@@ -69,15 +80,17 @@ def build_emulated_module(
     sources: Iterable[Path],
     include_dirs: Iterable[Path] = (),
     generated: Mapping[str, str] | None = None,
+    fused: bool = False,
 ) -> Path:
     """Compiles sources and the emulator into the extension module `name`; returns the shared library's path.
 
     Sources may be .cpp or .cu files: all are read as C++, with csrc/ on the include path. `generated` holds more of them,
-    file name -> text.
+    file name -> text. `fused`: products and sums become fused multiply-adds wherever C++ allows it.
     """
     csrc, compiler, generated = build.csrc(), _compiler(), generated or {}
     machine = [f'#include "{source}"' for source in sorted(csrc.glob(_MACHINE))]
-    own_flags = " ".join([_MODULE_FLAGS, *(f"-I{build.quoted(Path(place).resolve())}" for place in include_dirs)])
+    module_flags = _fused_flags() if fused else _MODULE_FLAGS
+    own_flags = " ".join([module_flags, *(f"-I{build.quoted(Path(place).resolve())}" for place in include_dirs)])
     shared = {Path(source).resolve(): own_flags for source in sources}
     places = [csrc, sysconfig.get_paths()["include"], _pybind11()]
     flags = [_COMPILE_FLAGS, *_machine_flags(), *(f"-I{build.quoted(place)}" for place in places)]

@@ -157,7 +157,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
     """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
-    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 1) * 4
+    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 2) * 4
     most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
@@ -348,7 +348,7 @@ def _call(plan: MmaPlan, q, v, offsets, rule, see: Visibility, workspace_cap: in
     scratch = partial = None
     if plan.splits > 1:
         rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
-        partial = plan.splits * rows * q.shape[-3] * (v.shape[-1] + 1)
+        partial = plan.splits * rows * q.shape[-3] * (v.shape[-1] + 2)
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])

@@ -367,7 +367,8 @@ class _Gradients:
         capped = _cap(_matmul(q, k.mT, q.dtype), self.rule)
         # d cap(x) / dx = 1 - (cap(x) / softcap)^2
         slope = capped.div(self.rule.softcap).square_().neg_().add_(1.0) if self.rule.softcap else None
-        p = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse).exp_()
+        # Rounding may lift a large score past its row's LSE: by 64 where they are about 10^9.
+        p = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse).clamp_(max=0).exp_()
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 

@@ -297,6 +297,11 @@ def multiply(decode, to_bits):
     return define
 
 
+def mul_rn(words):
+    x, y, z = np.ascontiguousarray(words.view(np.float32).reshape(-1, 3).T)
+    return (x * y + z).view(np.uint32)
+
+
 def ex2_special(_):
     # 2^x of -inf, 0, -0, inf, -150, 1, -1, -126 (the smallest normal)
     return np.array([0.0, 1.0, 1.0, np.inf, 0.0, 2.0, 0.5, 2.0**-126], np.float32).view(np.uint32)
@@ -494,6 +499,7 @@ EXACT = {
     "multiply/bf16": multiply(bfloat16_values, bfloat16_bits),
     "unpack/f16": unpack(lambda bits: bits.view(np.float16)),
     "unpack/bf16": unpack(bfloat16_values),
+    "mul_rn": mul_rn,
     "ex2/special": ex2_special,
     "tile/copy_16_swizzled": tile_copy(16),
     "tile/copy_64_swizzled": tile_copy(64),

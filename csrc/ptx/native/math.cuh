@@ -5,7 +5,7 @@
 
 namespace ffpa::ptx {
 
-// "Floating Point Instructions: ex2, lg2, rcp, tanh". `.ftz` variants: one instruction; without it the compiler adds a
+// "Floating Point Instructions: ex2, lg2, rcp, tanh, mul". `.ftz` variants: one instruction; without it the compiler adds a
 // scaling sequence for subnormals, which a softmax has no use for. Not volatile: pure functions.
 
 // 2^x, at most 2 ulp off.
@@ -20,6 +20,14 @@ FFPA_DEVICE float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// x · y, rounded to nearest. Unlike a plain product, the compiler never makes a fused multiply-add of it, which would
+// round elsewhere: for products that two places must have alike.
+FFPA_DEVICE float mul_rn(float x, float y) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+  return product;
 }
 
 // 1 / x, at most 1 ulp off.

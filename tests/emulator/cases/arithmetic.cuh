@@ -32,6 +32,16 @@ void multiply_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
+// x · y + z with a product that is rounded for itself: no compiler may fuse the two.
+FFPA_KERNEL(32, 1) void mul_rn_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    float in[3];
+    for (int j = 0; j < 3; ++j) in[j] = float_from_bits(ptx::ld_global_4(input + (i * 32 + lane) * 3 + j));
+    ptx::st_global_4(output + i * 32 + lane, float_bits(ptx::mul_rn(in[0], in[1]) + in[2]));
+  }
+}
+
 // The conversion of every value that 16 bits can hold; NaNs aside, whose bits the manual leaves open.
 template <class Element>
 FFPA_KERNEL(1024, 1)
@@ -74,6 +84,7 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<pack_kernel<BFloat16>>("pack/bf16_any_magnitude", Input::kBits, 2 * kValues, kValues),
       warp_case<multiply_kernel<Half>>("multiply/f16", Input::kBits, 2 * kValues, kValues),
       warp_case<multiply_kernel<BFloat16>>("multiply/bf16", Input::kBits, 2 * kValues, kValues),
+      warp_case<mul_rn_kernel>("mul_rn", Input::kFloats, 3 * kValues, kValues),
       {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
       {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
       warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),

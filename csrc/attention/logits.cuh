@@ -1,0 +1,37 @@
+// The change between scores and logits, for scores of any size that a float holds.
+//
+// A score is what softmax means: cap(scale · q·k) + mask, in natural units. A logit is the same in base 2, as exponents
+// of P and row sums take it. The maximum of a row and its exponents must come from the same logits: at a score of 10^9
+// one rounding more is a factor of 2^64.
+#pragma once
+
+#include <cmath>
+
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/math.cuh"
+
+namespace ffpa {
+
+// Scores from here on would overflow in base 2. Their logits rise half as fast as they do instead, which stays in order
+// and within a float; two such scores differ by 2^103 at least, so that P is 0 or 1 whatever the slope.
+inline constexpr float kFlatScore = 0x1p126f;
+inline constexpr float kFlatLogit = kFlatScore * kLog2e;
+inline constexpr float kFlatOffset = kFlatLogit - kFlatScore / 2;
+
+// Infinities and NaN stay what they are.
+FFPA_DEVICE float in_base_2(float score) {
+  const float logit = ptx::mul_rn(score, kLog2e);
+  return std::fabs(logit) <= kFlatLogit ? logit : score / 2 + std::copysign(kFlatOffset, score);
+}
+
+// The score of a logit: in_base_2 makes the same logit of it again.
+FFPA_DEVICE float in_natural_units(float logit) {
+  return std::fabs(logit) <= kFlatLogit ? ptx::mul_rn(logit, kLn2) : 2 * (logit - std::copysign(kFlatOffset, logit));
+}
+
+// Exponents may be fused from raw products, raw · factor - reference, while the row's maximum is a logit of this size
+// at most: the reference then lacks 2^-11 of the maximum's product. Beyond, raw products become logits first.
+inline constexpr float kMostFusedLogit = 0x1p14f;
+
+}  // namespace ffpa
