@@ -100,29 +100,22 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
                                                         key + step * tile::kBox, lane);
     }
   }
-  float maximum[2];
-  FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    maximum[h] = -kInfinity;
-    for_each_of_row(scores, h, [&](float& score) { maximum[h] = larger_of(maximum[h], score); });
-    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
-    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
-  }
-  float factor = plain ? params.score_factor * scale : 1.0f;
-  const bool large = larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit;
-  if (plain && large) {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const auto to_logit = [&](float& score) { score = product_to_logit(params, ptx::mul_rn(score, scale)); };
-      for_each_of_row(scores, h, to_logit);
-      to_logit(maximum[h]);
-    }
-    factor = 1;
-  }
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    moved |= state.follow(h, maximum[h] * factor, lazy_growth);
+    float factor = plain ? params.score_factor * scale : 1.0f;
+    float maximum = -kInfinity;
+    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+    const bool large = ptx::vote_any(std::fabs(maximum) * factor > kMostFusedLogit);
+    if (plain && large) {
+      const auto to_logit = [&](float& score) { score = product_to_logit(params, ptx::mul_rn(score, scale)); };
+      for_each_of_row(scores, h, to_logit);
+      to_logit(maximum);
+      factor = 1;
+    }
+    moved |= state.follow(h, maximum * factor, lazy_growth);
     float reference = finite_reference(state.reference[h]) - exponent;
     if (large && exponent != 0) {  // a large reference would swallow the exponent
       for_each_of_row(scores, h, [&](float& score) { score -= finite_reference(state.reference[h]); });

@@ -21,8 +21,8 @@ inline constexpr float kFlatOffset = kFlatLogit - kFlatScore / 2;
 
 // Infinities and NaN stay what they are.
 FFPA_DEVICE float in_base_2(float score) {
-  const float logit = ptx::mul_rn(score, kLog2e);
-  return std::fabs(logit) <= kFlatLogit ? logit : score / 2 + std::copysign(kFlatOffset, score);
+  if (std::fabs(score) <= kFlatScore) return ptx::mul_rn(score, kLog2e);
+  return ptx::mul_rn(score, 0.5f) + std::copysign(kFlatOffset, score);
 }
 
 // The score of a logit: in_base_2 makes the same logit of it again.
