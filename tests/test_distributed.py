@@ -21,7 +21,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, env, exchange, ffpa, peer_memory, ring, sequence_shards
+from ffpa_attn import agreement, distributed, env, exchange, ffpa, peer_memory, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
@@ -338,7 +338,7 @@ def sequences_of_ranks_that_disagree():
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         for message, args, keywords in (
             (
-                "`q` is .*bfloat16.* on rank 1 of the group, but .*float16",
+                "`q.dtype` is .*bfloat16.* on rank 1 of the group, but .*float16",
                 [x.half() if first else x for x in (q, k, v)],
                 {},
             ),
@@ -347,7 +347,7 @@ def sequences_of_ranks_that_disagree():
             ("`layout` is", (q, k, v), {"layout": "zigzag" if first else "contiguous"}),
             ("`scale` is", (q, k, v), {"scale": 0.5 if first else None}),
         ):
-            with pytest.raises(ValueError, match=message), mock.patch.dict(os.environ, FFPA_CHECK="1"):
+            with pytest.raises(ValueError, match=message):
                 attention(*args, **keywords)
 
 
@@ -439,6 +439,14 @@ def copying():
         yield
 
 
+@contextmanager
+def of_known_kinds():
+    """Compared where they are new, as on GPUs, and not at every call."""
+    check = agreement.Agreement.check
+    with mock.patch.object(agreement.Agreement, "check", lambda self, names, kind, _: check(self, names, kind, False)):
+        yield
+
+
 def copies_on_several_ranks():
     """Of several sizes, also larger ones than at first."""
     with copying():
@@ -471,7 +479,7 @@ def copies_of_ranks_that_are_late():
     operators = torch.ops.ffpa_attn
     with (
         copying(),
-        mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None),  # for which they would wait
+        of_known_kinds(),  # for which none waits
         mock.patch.object(operators, "forward_out", late(operators.forward_out)),
         mock.patch.object(operators, "backward", late(operators.backward)),
     ):

@@ -36,7 +36,7 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **rule})
+    sequence_shards.check_that_ranks_agree("ring_attention", group, q, k, v, layout, rule)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))

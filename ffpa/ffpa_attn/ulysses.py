@@ -23,7 +23,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scal
     _, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)
     options = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **options})
+    sequence_shards.check_that_ranks_agree("ulysses_attention", group, q, k, v, layout, options)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "
