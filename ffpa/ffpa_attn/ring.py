@@ -109,7 +109,7 @@ class _Sums:
         self.first_row = 0
         self.results = q.new_empty(at_once, *q.shape[:-1], d_v)
         self.lses: list[torch.Tensor] = []  # of as many results
-        self.out = self.lse = None
+        self.out = self.top = self.total = None
 
     def place_for(self, first_row: int) -> torch.Tensor:
         """Where to write the next result."""
@@ -122,10 +122,14 @@ class _Sums:
         first = self.out is None  # of all rows: each sees itself
         if first:
             self.out = self.results.new_empty(self.results.shape[1:], dtype=torch.float32)
-            self.lse = self.lses[0].new_empty(self.lses[0].shape)
+            self.top, self.total = (torch.empty_like(self.lses[0]) for _ in range(2))
         out, results = (x[..., self.first_row :, :] for x in (self.out, self.results[: len(self.lses)]))
-        merge_into(out, self.lse[:, :, self.first_row :], results, torch.stack(self.lses), first)
+        sums = (x[:, :, self.first_row :] for x in (self.top, self.total))
+        merge_into(out, *sums, results, torch.stack(self.lses), first)
         self.lses.clear()
+
+    def lse(self) -> torch.Tensor:
+        return self.total.log_().add_(self.top)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -140,7 +144,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 sums.lses.append(lse)
         sums.merge()
-        out, lse = sums.out.to(q.dtype), sums.lse
+        out, lse = sums.out.to(q.dtype), sums.lse()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
