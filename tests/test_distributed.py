@@ -163,6 +163,34 @@ def sequences_of_more_turns_than_are_merged_at_once():
         as_on_one(distributed.ring_attention, "contiguous", 3, {"causal": False})
 
 
+def sequences_that_hold_nan():
+    """In a row of q: its results are NaN, and no others."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = list(inputs(4 * world)[:3])
+    whole[0][1, 2, 5, 7] = torch.nan
+    want, want_lse = ffpa(*whole, return_lse=True)
+    assert want.isnan().any(-1).sum() == 1
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        mine = [distributed.shard_sequence(x) for x in whole]
+        out, lse = attention(*mine, causal=False, return_lse=True)
+        for x, y in ((out, want), (lse, want_lse)):
+            assert torch.equal(x.isnan(), distributed.shard_sequence(y).isnan()), (attention.__name__, rank)
+
+
+def sequences_of_large_equal_scores():
+    """Of which float32 has no room for the logarithm of how many there are: each counts once, on every rank."""
+    world = dist.get_world_size()
+    q, k, v, *_ = inputs(4 * world, dtype=torch.float16)
+    want = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(*q.shape[:3], -1)
+    for value in (2e4, -2e4):
+        q.fill_(2e4)
+        k.fill_(value)
+        with mock.patch.object(ring, "_MERGED_AT_ONCE", 2):
+            for attention in (distributed.ring_attention, distributed.ulysses_attention):
+                out = attention(*(distributed.shard_sequence(x) for x in (q, k, v)), causal=False)
+                torch.testing.assert_close(out.double(), distributed.shard_sequence(want), atol=2e-3, rtol=2e-3)
+
+
 def sequences_are_cut_and_joined():
     world, rank = dist.get_world_size(), dist.get_rank()
     x = torch.arange(3 * 4 * world, device=DEVICE).view(3, 4 * world)

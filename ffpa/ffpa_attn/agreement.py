@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-# Ranks that err between kinds which they all know are found out at the next comparison, which is no further off than this.
+# Where ranks take different ones of the kinds that all know, nothing tells them till the next comparison: it is no further off than this.
 _MOST_CALLS = 512
 _MOST_KINDS = 4096
 
@@ -28,6 +29,7 @@ class Agreement:
         self.numbers: dict[tuple, int] = {}  # where in `kinds` these values are
         self.calls: list[int] = []  # numbers of the kinds since the last comparison
         self.comparisons = 0
+        self.comparing = threading.Lock()
         self.lost = ""  # why the ranks may no longer be at the same call
 
     def check(self, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
@@ -35,9 +37,10 @@ class Agreement:
             return
         number = self.numbers.get(kind)
         if number is None or at_every_call or self.lost or len(self.calls) == _MOST_CALLS:
-            self._compare(dict(zip(names, kind, strict=True)))
-            if number is None:
-                self._learn(names, kind)
+            with self.comparing:
+                self._compare(dict(zip(names, kind, strict=True)))
+                if kind not in self.numbers:
+                    self._learn(names, kind)
         else:
             self.calls.append(number)
 
@@ -76,12 +79,12 @@ class Agreement:
             if time.monotonic() - started > self.patience:
                 absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 self.lost = (
-                    f"rank {self.rank} made a call that is new to it, and within {self.patience:.0f} s rank{'s' * (len(absent) > 1)} "
-                    f"{', '.join(map(str, absent))} of the group did not come, or came with a call of a kind that all knew"
+                    f"rank {self.rank} had a call to compare with the others', and within {self.patience:.0f} s rank{'s' * (len(absent) > 1)} "
+                    f"{', '.join(map(str, absent))} of the group did not come, or came with a call of a kind that all know"
                 )
                 raise RuntimeError(
-                    f"{kind['function']}: {self.lost}; pass the same everywhere. This call was {kind}; ranks that take part in another one "
-                    "wait for this one"
+                    f"{kind['function']}: {self.lost}. Pass the same everywhere (here {kind}); a rank that took this call for another kind "
+                    "waits for this one: make a new group on all ranks, or end them all"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)

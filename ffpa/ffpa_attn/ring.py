@@ -20,9 +20,8 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
-    ranks call it alike, and all run the backward. (That they agree is checked on the CPU, on GPUs under FFPA_CHECK=1: it
-    would wait for them.) Returns this rank's part of the result, [B, Hq, N/W, Dv], and
-    with return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
+    ranks call it alike, and all run the backward. Returns this rank's part of the result, [B, Hq, N/W, Dv], and with
+    return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
     deterministic.
 
     layout      "zigzag": of 2W equal chunks rank r holds r and 2W - 1 - r, which makes causal work equal; "contiguous":
@@ -32,6 +31,12 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
     gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
     group keeps; others send messages. An error on one rank leaves the others waiting, copies without NCCL's timeout.
+
+    Before anything moves, the hosts of the ranks compare each kind of call (shapes, dtype, options, whether a gradient is
+    wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under FFPA_CHECK=1. A rank
+    alone with a new kind raises after the process group's timeout, while the others, whose kind is known, wait for it. Ranks
+    whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
+    ranks may not be at the same call raises at every call that is compared.
     """
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.inputs(q, k, v, layout)

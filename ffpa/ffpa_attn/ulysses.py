@@ -14,7 +14,7 @@ from .first_order import first_order_only
 
 @sequence_shards.untraced
 def ulysses_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
-    """ring_attention's arguments and results, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
+    """ring_attention's arguments, results and comparison of the ranks' calls, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
     only says where rows lie: all ranks have the same to do in either.
 
     Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are summed
