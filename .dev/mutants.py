@@ -1262,8 +1262,9 @@ MUTANTS = [
     *_in(
         "sequence_shards.py",
         "tests/test_agreement.py",
-        ("shards: whether gradients are wanted is not compared", "rest = (q.dtype, wants_grad,", "rest = (q.dtype, False,"),
-        ("shards: parts are gathered without a comparison", '    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, layout), x)\n', ""),
+        ("shards: whether gradients are wanted is not compared", "v.dtype, wants_grad,", "v.dtype, False,"),
+        ("shards: what one rank refuses the others await", "    _layout(layout)\n    wants_grad", "    check_parts(q, k, v, layout)\n    wants_grad"),
+        ("shards: parts are gathered without a comparison", '    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)\n', ""),
         ("shards: compared under FFPA_CHECK alone", "    agreement.check(group, names, kind,", '    if flags["FFPA_CHECK"]:\n        agreement.check(group, names, kind,'),
     ),
     *_in(
@@ -1306,7 +1307,7 @@ MUTANTS = [
         ("merge in place: the sum stays relative to the old maximum", "    own *= tl.exp(own_top - reference)\n", ""),
         ("merge in place: rows without keys are NaN", 'tl.where(new_top == -float("inf"), 0.0, new_top)', "new_top"),
         ("merge in place: the sum of rows without keys", "tl.where(new_total == 0, 1.0, new_total)", "new_total"),
-        ("merge in place: NaN is a row without keys", "tl.where(new_total == 0, 1.0, new_total)", "tl.where(new_total > 0, new_total, float('inf'))"),
+        ("merge in place: NaN is a row without keys", "total + sums_at, new_total,", "total + sums_at, tl.where(new_total > 0, new_total, 0.0),"),
         ("merge in place: the sum is rounded into the LSE", "tl.store(top + sums_at, new_top, mask=there)\n    tl.store(total + sums_at, new_total, mask=there)", "tl.store(top + sums_at, new_top + tl.log(new_total), mask=there)\n    tl.store(total + sums_at, new_total / divisor, mask=there)"),
         ("merge in place: a head's stride", "_offset(more_out_strides, batch, head, first)", "_offset(out_strides, batch, head, first)"),
     ),

@@ -82,6 +82,9 @@ def kinds_that_differ():
             other = FUNCTIONS[1] if attention is FUNCTIONS[0] else FUNCTIONS[0]
             for message, args, keywords, function in (
                 (f"`q` is {shape(4)} {on_last} {shape(8)} {on_first}", [x[:, :, :4] for x in (q, k, v)], {}, attention),
+                (f"`q` is {shape(5)} {on_last} {shape(8)} {on_first}", [torch.cat([x[:, :, :4], x[:, :, :1]], 2) for x in (q, k, v)], {}, attention),
+                (f"`k` is {shape(4).replace('4', '2', 1)}", (q, k[:, :, :4], v), {}, attention),
+                (f"`v.dtype` is torch.float32 {on_last} torch.bfloat16 {on_first}", (q, k, v.float()), {}, attention),
                 (f"`k` is .*2, 1, 8, 64.* {on_last} .*2, 2, 8, 64.* {on_first}", (q, k[:, :1], v[:, :1]), {}, attention),
                 (f"`v` is .*8, 64.* {on_last} .*8, 72.* {on_first}", (q, k, v[..., :64]), {}, attention),
                 (f"`q.dtype` is torch.float16 {on_last} torch.bfloat16 {on_first}", [x.half() for x in (q, k, v)], {}, attention),
@@ -188,6 +191,9 @@ def kinds_that_all_know():
 def kinds_of_gathered_sequences():
     x = torch.zeros(2, 4 if dist.get_rank() else 6, device=ranks.DEVICE)
     with pytest.raises(ValueError, match=r"`x` is torch.Size\(\[2, 4\]\) on rank 1 of the group, but .*2, 6"):
+        distributed.gather_sequence(x, dim=1)
+    x = torch.zeros(2, 3 if dist.get_rank() else 4, device=ranks.DEVICE)  # an odd number of rows, on some
+    with pytest.raises(ValueError, match=r"`x` is torch.Size\(\[2, 3\]\) on rank 1 of the group, but .*2, 4"):
         distributed.gather_sequence(x, dim=1)
     with pytest.raises(ValueError, match=r"`x.dtype` is torch.float32 on rank 1 of the group, but torch.float64"):
         distributed.gather_sequence(

@@ -39,9 +39,10 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     ranks may not be at the same call raises at every call that is compared.
     """
     rank, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.inputs(q, k, v, layout)
+    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)
     sequence_shards.check_that_ranks_agree("ring_attention", group, q, k, v, layout, rule)
+    sequence_shards.check_parts(q, k, v, layout)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))

@@ -63,8 +63,8 @@ def gather_sequence(x, group=None, dim=2, layout="zigzag"):
             "`x` requires grad, which gather_sequence does not pass on; compute on the parts, or pass x.detach()"
         )
     dim = _dim(x, dim)
-    _even_rows("x", x.shape[dim], _layout(layout))
-    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, layout), x)
+    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)
+    _even_rows("x", x.shape[dim], layout)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
     dist.all_gather(parts, x, group=group)
@@ -93,8 +93,7 @@ def rank_and_world(group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as autocast has them, checked."""
+def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     checks.only_tensors(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
@@ -106,6 +105,11 @@ def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    return q, k, v
+
+
+def check_parts(q, k, v, layout: str) -> None:
+    """After the ranks agree, so that all of them raise."""
     checks.dense(q, k, v, None, "BHND")
     checks.rows(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
@@ -113,14 +117,14 @@ def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "
             "cut them with shard_sequence"
         )
-    _even_rows("q", q.shape[2], _layout(layout))
-    return q, k, v
+    _even_rows("q", q.shape[2], layout)
 
 
 def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: dict) -> None:
-    """Ranks that differ would add up what does not belong together."""
+    """Ranks that differ would add up what does not belong together, and what one of them alone refuses the others would wait for."""
+    _layout(layout)
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    rest = (q.dtype, wants_grad, layout, *options.values())
+    rest = (q.dtype, k.dtype, v.dtype, wants_grad, layout, *options.values())
     _compare(group, _OF_ATTENTION, (function, q.shape, k.shape, v.shape, *rest), q)
 
 
@@ -133,7 +137,20 @@ def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> Non
 
 _OF_DEVICE = ("is_cuda", "FFPA_CHECK", "FFPA_RING_COPIES")
 _OF_ATTENTION = (
-    *("function", "q", "k", "v", "q.dtype", "requires_grad of q, k or v", "layout", "causal", "scale", "softcap"),
+    *(
+        "function",
+        "q",
+        "k",
+        "v",
+        "q.dtype",
+        "k.dtype",
+        "v.dtype",
+        "requires_grad of q, k or v",
+        "layout",
+        "causal",
+        "scale",
+        "softcap",
+    ),
     *_OF_DEVICE,
 )
 _OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)

@@ -21,9 +21,10 @@ def ulysses_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scal
     in float32.
     """
     _, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.inputs(q, k, v, layout)
+    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     options = sequence_shards.options(causal, scale, softcap, return_lse)
     sequence_shards.check_that_ranks_agree("ulysses_attention", group, q, k, v, layout, options)
+    sequence_shards.check_parts(q, k, v, layout)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "
