@@ -36,7 +36,7 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under FFPA_CHECK=1. A rank
     alone with a new kind raises after the process group's timeout, while the others, whose kind is known, wait for it. Ranks
     whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
-    ranks may not be at the same call raises at every call that is compared.
+    ranks may no longer be at the same call raises at every later one.
     """
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.as_autocast_has_them(q, k, v)

@@ -137,22 +137,9 @@ def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> Non
 
 _OF_DEVICE = ("is_cuda", "FFPA_CHECK", "FFPA_RING_COPIES")
 _OF_ATTENTION = (
-    *(
-        "function",
-        "q",
-        "k",
-        "v",
-        "q.dtype",
-        "k.dtype",
-        "v.dtype",
-        "requires_grad of q, k or v",
-        "layout",
-        "causal",
-        "scale",
-        "softcap",
-    ),
+    "function", "q", "k", "v", "q.dtype", "k.dtype", "v.dtype", "requires_grad of q, k or v", "layout", "causal", "scale", "softcap",
     *_OF_DEVICE,
-)
+)  # fmt: skip
 _OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)
 
 
