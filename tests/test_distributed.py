@@ -21,7 +21,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, env, exchange, ffpa, peer_memory, ring, sequence_shards
+from ffpa_attn import agreement, distributed, env, exchange, ffpa, peer_memory, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
@@ -161,6 +161,34 @@ def sequences_of_more_turns_than_are_merged_at_once():
     with mock.patch.object(ring, "_MERGED_AT_ONCE", 2):
         as_on_one(distributed.ring_attention, "zigzag", 4, {"causal": True})
         as_on_one(distributed.ring_attention, "contiguous", 3, {"causal": False})
+
+
+def sequences_that_hold_nan():
+    """In a row of q: its results are NaN, and no others."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = list(inputs(4 * world)[:3])
+    whole[0][1, 2, 5, 7] = torch.nan
+    want, want_lse = ffpa(*whole, return_lse=True)
+    assert want.isnan().any(-1).sum() == 1
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        mine = [distributed.shard_sequence(x) for x in whole]
+        out, lse = attention(*mine, causal=False, return_lse=True)
+        for x, y in ((out, want), (lse, want_lse)):
+            assert torch.equal(x.isnan(), distributed.shard_sequence(y).isnan()), (attention.__name__, rank)
+
+
+def sequences_of_large_equal_scores():
+    """Of which float32 has no room for the logarithm of how many there are: each counts once, on every rank."""
+    world = dist.get_world_size()
+    q, k, v, *_ = inputs(4 * world, dtype=torch.float16)
+    want = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(*q.shape[:3], -1)
+    for value in (2e4, -2e4):
+        q.fill_(2e4)
+        k.fill_(value)
+        with mock.patch.object(ring, "_MERGED_AT_ONCE", 2):
+            for attention in (distributed.ring_attention, distributed.ulysses_attention):
+                out = attention(*(distributed.shard_sequence(x) for x in (q, k, v)), causal=False)
+                torch.testing.assert_close(out.double(), distributed.shard_sequence(want), atol=2e-3, rtol=2e-3)
 
 
 def sequences_are_cut_and_joined():
@@ -338,7 +366,7 @@ def sequences_of_ranks_that_disagree():
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         for message, args, keywords in (
             (
-                "`q` is .*bfloat16.* on rank 1 of the group, but .*float16",
+                "`q.dtype` is .*bfloat16.* on rank 1 of the group, but .*float16",
                 [x.half() if first else x for x in (q, k, v)],
                 {},
             ),
@@ -347,7 +375,7 @@ def sequences_of_ranks_that_disagree():
             ("`layout` is", (q, k, v), {"layout": "zigzag" if first else "contiguous"}),
             ("`scale` is", (q, k, v), {"scale": 0.5 if first else None}),
         ):
-            with pytest.raises(ValueError, match=message), mock.patch.dict(os.environ, FFPA_CHECK="1"):
+            with pytest.raises(ValueError, match=message):
                 attention(*args, **keywords)
 
 
@@ -439,6 +467,14 @@ def copying():
         yield
 
 
+@contextmanager
+def of_known_kinds():
+    """Compared where they are new, as on GPUs, and not at every call."""
+    check = agreement.Agreement.check
+    with mock.patch.object(agreement.Agreement, "check", lambda self, names, kind, _: check(self, names, kind, False)):
+        yield
+
+
 def copies_on_several_ranks():
     """Of several sizes, also larger ones than at first."""
     with copying():
@@ -471,7 +507,7 @@ def copies_of_ranks_that_are_late():
     operators = torch.ops.ffpa_attn
     with (
         copying(),
-        mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None),  # for which they would wait
+        of_known_kinds(),  # for which none waits
         mock.patch.object(operators, "forward_out", late(operators.forward_out)),
         mock.patch.object(operators, "backward", late(operators.backward)),
     ):

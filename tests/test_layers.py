@@ -17,7 +17,7 @@ CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
     ("env", "first_order", "peer_memory", "version"),
-    ("tiles", "triton_tiles"),
+    ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "toolchain"),
     ("backward_mask", "build", "cache"),

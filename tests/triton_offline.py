@@ -50,7 +50,10 @@ _POINTERS = {
     **dict.fromkeys(("more_out_step", "more_lse_step"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
-    **dict.fromkeys(("grad_lse", "lse", "more_lse", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"), "*fp32"),
+    **dict.fromkeys(
+        ("grad_lse", "lse", "more_lse", "top", "total", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"),
+        "*fp32",
+    ),
 }
 _STRUCTURES = {
     "mask_strides": triton_kernels.MaskStrides(*["i32"] * 4),

@@ -169,10 +169,11 @@ def merge(o1, lse1, o2, lse2, *, layout="BHND"):
     total = weights[0] + weights[1]
     empty = total == 0
     shares = [torch.where(empty, 0.0, w / torch.where(empty, 1.0, total))[..., None] for w in weights]
+    blind = [(lse == -torch.inf)[..., None] for lse in (lse1, lse2)]
     if rows_first:
-        shares = [share.transpose(-3, -2) for share in shares]
-    # A part without keys must not pass on what its o holds, forward or backward.
-    parts = [share * torch.where(share == 0, 0.0, o.float()) for share, o in zip(shares, (o1, o2), strict=True)]
+        shares, blind = ([x.transpose(-3, -2) for x in xs] for xs in (shares, blind))
+    # A part without keys must not pass on what its o holds, forward or backward; NaN of keys that weigh nothing is NaN.
+    parts = [share * torch.where(b, 0.0, o.float()) for share, b, o in zip(shares, blind, (o1, o2), strict=True)]
     lse = torch.where(empty, -torch.inf, top + torch.where(empty, 1.0, total).log())
     return (parts[0] + parts[1]).to(torch.promote_types(o1.dtype, o2.dtype)), lse
 

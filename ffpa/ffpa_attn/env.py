@@ -140,7 +140,12 @@ FLAGS: tuple[Flag, ...] = (
         _one_of(*BACKENDS),
     ),
     _bool("FFPA_STRICT", False, "run", "Raise where a call would fall back with a warning."),
-    _bool("FFPA_CHECK", False, "run", "Check values too (cu_seqlens of CUDA tensors); synchronises with the GPU."),
+    _bool(
+        "FFPA_CHECK",
+        False,
+        "run",
+        "Check values too (cu_seqlens of CUDA tensors), and whether ranks call alike at every call; synchronises with the GPU.",
+    ),
     Flag(
         "FFPA_EMULATE",
         "0 | 1 | sm_80 | sm_90a",

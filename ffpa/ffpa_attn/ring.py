@@ -20,9 +20,8 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
-    ranks call it alike, and all run the backward. (That they agree is checked on the CPU, on GPUs under FFPA_CHECK=1: it
-    would wait for them.) Returns this rank's part of the result, [B, Hq, N/W, Dv], and
-    with return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
+    ranks call it alike, and all run the backward. Returns this rank's part of the result, [B, Hq, N/W, Dv], and with
+    return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
     deterministic.
 
     layout      "zigzag": of 2W equal chunks rank r holds r and 2W - 1 - r, which makes causal work equal; "contiguous":
@@ -32,11 +31,18 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
     gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
     group keeps; others send messages. An error on one rank leaves the others waiting, copies without NCCL's timeout.
+
+    Before anything moves, the hosts of the ranks compare each kind of call (shapes, dtype, options, whether a gradient is
+    wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under FFPA_CHECK=1. A rank
+    alone with a new kind raises after the process group's timeout, while the others, whose kind is known, wait for it. Ranks
+    whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
+    ranks may no longer be at the same call raises at every later one.
     """
     rank, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.inputs(q, k, v, layout)
+    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **rule})
+    sequence_shards.check_that_ranks_agree("ring_attention", group, q, k, v, layout, rule)
+    sequence_shards.check_parts(q, k, v, layout)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
@@ -109,7 +115,7 @@ class _Sums:
         self.first_row = 0
         self.results = q.new_empty(at_once, *q.shape[:-1], d_v)
         self.lses: list[torch.Tensor] = []  # of as many results
-        self.out = self.lse = None
+        self.out = self.top = self.total = None
 
     def place_for(self, first_row: int) -> torch.Tensor:
         """Where to write the next result."""
@@ -122,10 +128,14 @@ class _Sums:
         first = self.out is None  # of all rows: each sees itself
         if first:
             self.out = self.results.new_empty(self.results.shape[1:], dtype=torch.float32)
-            self.lse = self.lses[0].new_empty(self.lses[0].shape)
+            self.top, self.total = (torch.empty_like(self.lses[0]) for _ in range(2))
         out, results = (x[..., self.first_row :, :] for x in (self.out, self.results[: len(self.lses)]))
-        merge_into(out, self.lse[:, :, self.first_row :], results, torch.stack(self.lses), first)
+        sums = (x[:, :, self.first_row :] for x in (self.top, self.total))
+        merge_into(out, *sums, results, torch.stack(self.lses), first)
         self.lses.clear()
+
+    def lse(self) -> torch.Tensor:
+        return self.total.log_().add_(self.top)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -140,7 +150,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 sums.lses.append(lse)
         sums.merge()
-        out, lse = sums.out.to(q.dtype), sums.lse
+        out, lse = sums.out.to(q.dtype), sums.lse()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
         ctx.set_materialize_grads(False)

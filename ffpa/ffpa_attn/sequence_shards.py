@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from . import checks, env
+from . import agreement, checks, env
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -63,7 +63,8 @@ def gather_sequence(x, group=None, dim=2, layout="zigzag"):
             "`x` requires grad, which gather_sequence does not pass on; compute on the parts, or pass x.detach()"
         )
     dim = _dim(x, dim)
-    _even_rows("x", x.shape[dim], _layout(layout))
+    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)
+    _even_rows("x", x.shape[dim], layout)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
     dist.all_gather(parts, x, group=group)
@@ -92,8 +93,7 @@ def rank_and_world(group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as autocast has them, checked. (Whether all ranks hold as many rows, no rank can see.)"""
+def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     checks.only_tensors(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
@@ -105,6 +105,11 @@ def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    return q, k, v
+
+
+def check_parts(q, k, v, layout: str) -> None:
+    """After the ranks agree, so that all of them raise."""
     checks.dense(q, k, v, None, "BHND")
     checks.rows(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
@@ -112,25 +117,30 @@ def inputs(q, k, v, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "
             "cut them with shard_sequence"
         )
-    _even_rows("q", q.shape[2], _layout(layout))
-    return q, k, v
+    _even_rows("q", q.shape[2], layout)
 
 
-def check_that_ranks_agree(group, q, k, v, options: dict) -> None:
-    """Ranks that differ would add up what does not belong together."""
-    if q.is_cuda and not env.run_flags()["FFPA_CHECK"]:
-        return
-    mine = {name: (tuple(x.shape), x.dtype) for name, x in (("q", q), ("k", k), ("v", v))} | options
-    of_all = [None] * dist.get_world_size(group)
-    with torch.cuda.device_of(q):  # where NCCL gathers objects
-        dist.all_gather_object(of_all, mine, group=group)
-    for name, value in mine.items():
-        for rank, theirs in enumerate(of_all):
-            if theirs[name] != of_all[0][name]:
-                raise ValueError(
-                    f"`{name}` is {theirs[name]} on rank {rank} of the group, but {of_all[0][name]} on rank 0 (here {value}); pass the same "
-                    "everywhere, of parts as shard_sequence cuts them"
-                )
+def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: dict) -> None:
+    """Ranks that differ would add up what does not belong together, and what one of them alone refuses the others would wait for."""
+    _layout(layout)
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    rest = (q.dtype, k.dtype, v.dtype, wants_grad, layout, *options.values())
+    _compare(group, _OF_ATTENTION, (function, q.shape, k.shape, v.shape, *rest), q)
+
+
+def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> None:
+    """At every call where the host waits for each call anyway."""
+    flags = env.run_flags()
+    kind = (*kind, x.is_cuda, flags["FFPA_CHECK"], flags["FFPA_RING_COPIES"])
+    agreement.check(group, names, kind, flags["FFPA_CHECK"] or not x.is_cuda)
+
+
+_OF_DEVICE = ("is_cuda", "FFPA_CHECK", "FFPA_RING_COPIES")
+_OF_ATTENTION = (
+    "function", "q", "k", "v", "q.dtype", "k.dtype", "v.dtype", "requires_grad of q, k or v", "layout", "causal", "scale", "softcap",
+    *_OF_DEVICE,
+)  # fmt: skip
+_OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)
 
 
 def untraced(function):

@@ -10,33 +10,43 @@ from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, str
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 
 
-def merge_into(out, lse, more_out, more_lse, first: bool) -> None:
-    """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D] and lse [B, H, N], of attention over other keys each; the
-    `first` time these hold nothing yet. Each row sees a key in every one.
+def merge_into(out, top, total, more_out, more_lse, first: bool) -> None:
+    """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D], top and total [B, H, N], of attention over other keys
+    each; the `first` time these hold nothing yet. A row that sees no key has LSE -inf, and out 0.
+
+    top is the largest LSE so far, and total the sum of exponentials of all relative to it: their LSE is top + log(total), which of large
+    numbers would be rounded at each merge.
     """
     forced = env.run_flags()["FFPA_BACKEND"] == "triton" and not torch.cuda.is_available()
     if (out.is_cuda or forced) and out.numel() and not triton_attention.why_not():
         try:
-            return _by_triton(out, lse, more_out, more_lse, first)
+            return _by_triton(out, top, total, more_out, more_lse, first)
         except triton_launch.Unable as error:
             triton_attention.give_up(str(error))
     if first:
-        out.copy_(more_out[0])
-        lse.copy_(more_lse[0])
-    for one_out, one_lse in zip(more_out[first:], more_lse[first:], strict=True):
-        share = torch.sigmoid(one_lse - lse)[..., None]
-        out.mul_(1 - share).addcmul_(one_out, share)
-        torch.logaddexp(lse, one_lse, out=lse)
+        top.fill_(-torch.inf)
+        out.zero_()
+        total.zero_()
+    new_top = torch.maximum(top, more_lse.amax(0))
+    reference = torch.where(new_top == -torch.inf, 0.0, new_top)
+    kept, weights = total * (top - reference).exp(), (more_lse - reference).exp()
+    new_total = kept + weights.sum(0)
+    divisor = torch.where(new_total == 0, 1.0, new_total)
+    out.mul_((kept / divisor)[..., None])
+    for one_out, weight in zip(more_out, weights, strict=True):
+        out.addcmul_(one_out, (weight / divisor)[..., None])
+    top.copy_(new_top)
+    total.copy_(new_total)
 
 
-def _by_triton(out, lse, more_out, more_lse, first: bool) -> None:
+def _by_triton(out, top, total, more_out, more_lse, first: bool) -> None:
     from .triton_merge_kernels import merge_kernel
 
     batch, heads, n, d = out.shape
-    tensors = (out, lse, more_out, more_lse)
+    tensors = (out, top, total, more_out, more_lse)
 
     def how() -> Launch:
-        numbers = (*strides(out, lse, more_out[0], more_lse[0]), more_out.stride(0), more_lse.stride(0), heads, n)
+        numbers = (*strides(out, top, more_out[0], more_lse[0]), more_out.stride(0), more_lse.stride(0), heads, n)
         options = {"D": d, "MORE": len(more_out), "FIRST": first}
         return Launch(-(-n // TILES.rows) * heads * batch, numbers, options, TILES)
 

@@ -10,13 +10,13 @@ from .triton_kernels import _offset
 
 @triton.jit
 def merge_kernel(
-    out, lse, more_out, more_lse, out_strides, lse_strides, more_out_strides, more_lse_strides, more_out_step, more_lse_step, heads, n,
+    out, top, total, more_out, more_lse, out_strides, sum_strides, more_out_strides, more_lse_strides, more_out_step, more_lse_step, heads, n,
     D: tl.constexpr, MORE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse in place, of which the FIRST time nothing is read, and MORE that lie a step apart. A program has some rows of a
+    """out, top and total in place, of which the FIRST time nothing is read, and MORE that lie a step apart. A program has some rows of a
     head, and passes over their D columns, KEYS at a time.
 
-    Several warps read the same LSE, and nothing makes a tile's reader its writer: barriers part reads and writes.
+    Several warps read the same sums, and nothing makes a tile's reader its writer: barriers part reads and writes.
     """
     blocks = tl.cdiv(n, ROWS)
     program = tl.program_id(0)
@@ -24,24 +24,29 @@ def merge_kernel(
     first = program % blocks * ROWS
     rows = tl.arange(0, ROWS)
     there = first + rows < n
-    lse += _offset(lse_strides, batch, head, first)
-    more_lse += _offset(more_lse_strides, batch, head, first)
-    own = tl.full((ROWS,), -float("inf"), tl.float32)
+    sums_at = _offset(sum_strides, batch, head, first) + rows * sum_strides.row
+    more_lse += _offset(more_lse_strides, batch, head, first) + rows * more_lse_strides.row
+    own_top = tl.full((ROWS,), -float("inf"), tl.float32)
+    own = tl.zeros((ROWS,), tl.float32)
     if not FIRST:
-        own = tl.load(lse + rows * lse_strides.row, mask=there, other=0.0)
-    more_lse += rows * more_lse_strides.row
-    top = own
+        own_top = tl.load(top + sums_at, mask=there, other=0.0)
+        own = tl.load(total + sums_at, mask=there, other=0.0)
+    new_top = own_top
     lse_at = more_lse
     for _ in tl.static_range(MORE):
-        top = tl.maximum(top, tl.load(lse_at, mask=there, other=0.0))
+        new_top = tl.maximum(new_top, tl.load(lse_at, mask=there, other=0.0))
         lse_at += more_lse_step
-    total = tl.exp(own - top)
+    reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # of rows without keys
+    own *= tl.exp(own_top - reference)
+    new_total = own
     lse_at = more_lse
     for _ in tl.static_range(MORE):
-        total += tl.exp(tl.load(lse_at, mask=there, other=0.0) - top)
+        new_total += tl.exp(tl.load(lse_at, mask=there, other=0.0) - reference)
         lse_at += more_lse_step
-    tl.debug_barrier()  # all have read the LSE: it may be overwritten
-    tl.store(lse + rows * lse_strides.row, top + tl.log(total), mask=there)
+    divisor = tl.where(new_total == 0, 1.0, new_total)
+    tl.debug_barrier()  # all have read the sums: they may be overwritten
+    tl.store(top + sums_at, new_top, mask=there)
+    tl.store(total + sums_at, new_total, mask=there)
     out += _offset(out_strides, batch, head, first)
     more_out += _offset(more_out_strides, batch, head, first)
     for column in range(0, D, KEYS):
@@ -50,11 +55,11 @@ def merge_kernel(
         at = out + rows[:, None] * out_strides.row + columns[None, :]
         value = tl.zeros((ROWS, KEYS), tl.float32)
         if not FIRST:
-            value += tl.load(at, mask=inside, other=0.0) * (tl.exp(own - top) / total)[:, None]
+            value += tl.load(at, mask=inside, other=0.0) * (own / divisor)[:, None]
         lse_at = more_lse
         more_at = more_out + rows[:, None] * more_out_strides.row + columns[None, :]
         for _ in tl.static_range(MORE):
-            share = tl.exp(tl.load(lse_at, mask=there, other=0.0) - top) / total
+            share = tl.exp(tl.load(lse_at, mask=there, other=0.0) - reference) / divisor
             value += tl.load(more_at, mask=inside, other=0.0) * share[:, None]
             lse_at += more_lse_step
             more_at += more_out_step

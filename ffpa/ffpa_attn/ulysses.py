@@ -14,16 +14,17 @@ from .first_order import first_order_only
 
 @sequence_shards.untraced
 def ulysses_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
-    """ring_attention's arguments and results, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
+    """ring_attention's arguments, results and comparison of the ranks' calls, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
     only says where rows lie: all ranks have the same to do in either.
 
     Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are summed
     in float32.
     """
     _, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.inputs(q, k, v, layout)
+    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     options = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree(group, q, k, v, {"layout": layout, **options})
+    sequence_shards.check_that_ranks_agree("ulysses_attention", group, q, k, v, layout, options)
+    sequence_shards.check_parts(q, k, v, layout)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "
