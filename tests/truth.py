@@ -1,0 +1,236 @@
+"""What a call must give, how far PyTorch's own computation is from it, and how far rounding of large scores may move it.
+
+The truth is the oracle's formula in float64, written out with its gradients, a block of rows at a time (a test compares both).
+Beside it, of the same matrices, stand the yardsticks of the comparator: attention and its gradients as PyTorch computes them
+in the input type. Only where scores are large (compare.LARGE) does a third thing: what float32 can no longer tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import compare
+import oracle
+import torch
+
+_MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
+
+
+class Expected(NamedTuple):
+    want: torch.Tensor  # float64
+    bases: tuple[torch.Tensor, ...]  # PyTorch's own, in the type of the result
+    moved: torch.Tensor | None  # what is allowed beyond twice their error
+
+
+class Sum:
+    """The same three things of a result that grows block by block."""
+
+    def __init__(self, shape, dtype, device, bases: int):
+        self.want = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.bases = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(bases)]
+        self.moved = None
+        self.dtype = dtype
+
+    def add(self, at, want, bases, moved) -> None:
+        self.want[at] += want
+        for mine, base in zip(self.bases, bases, strict=True):
+            mine[at] += base
+        if moved is not None:
+            if self.moved is None:
+                self.moved = torch.zeros_like(self.want)
+            self.moved[at] += moved
+
+    def expected(self) -> Expected:
+        return Expected(self.want, tuple(base.to(self.dtype) for base in self.bases), self.moved)
+
+
+def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[slice, slice]]:
+    """(key/value heads of batch entries, rows)"""
+    rows = max(1, min(n_q, _MOST_SCORES // max(1, group * n_k)))
+    heads = max(1, min(batch_heads, _MOST_SCORES // max(1, group * n_k * rows)))
+    for head in range(0, batch_heads, heads):
+        for row in range(0, n_q, rows):
+            yield slice(head, min(head + heads, batch_heads)), slice(row, min(row + rows, n_q))
+
+
+def expected(
+    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
+    grad=None, grad_lse=None,
+) -> dict[str, Expected]:  # fmt: skip
+    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable."""
+    batch, heads_q, n_q, d = q.shape
+    heads_kv, n_k, d_v = v.shape[1:]
+    group = heads_q // heads_kv
+    scale = d**-0.5 if scale is None else scale
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    additive = mask is not None and mask.dtype != torch.bool
+    seen_by_rule = oracle.visible(n_q, n_k, causal, align, window, q.device)
+
+    by_heads = (batch * heads_kv, group)
+    q = q.reshape(*by_heads, n_q, d)
+    k, v = k.reshape(batch * heads_kv, n_k, d), v.reshape(batch * heads_kv, n_k, d_v)
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    out = Sum((*by_heads, n_q, d_v), q.dtype, q.device, 1)
+    lse = Sum((*by_heads, n_q), torch.float32, q.device, 1)
+    found = {"out": out, "lse": lse}
+    if grad is not None:
+        grad = grad.reshape(out.want.shape)
+        grad_lse = None if grad_lse is None else grad_lse.reshape(lse.want.shape)
+        found |= {name: Sum(x.shape, x.dtype, x.device, 2) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        if additive:
+            found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
+
+    def of_block(x, heads, rows):
+        """[heads, group * rows, ...] of x [heads, group, rows, ...]."""
+        x = x[heads, :, rows]
+        return x.reshape(x.shape[0], group * x.shape[2], *x.shape[3:])
+
+    for heads, rows in _blocks(batch * heads_kv, group, n_q, n_k) if n_k and n_q else ():
+        count, length = heads.stop - heads.start, rows.stop - rows.start
+        seen, bias = seen_by_rule[rows], None
+        if mask is not None:
+            own = mask.expand(batch, heads_q, mask.shape[2], n_k)
+            own = own[:, :, rows] if mask.shape[2] > 1 else own.expand(batch, heads_q, length, n_k)
+            own = own.reshape(batch * heads_kv, group, length, n_k)[heads]
+            seen = seen & (own if not additive else own != -torch.inf)
+            seen = seen.reshape(count, group * length, n_k)
+            bias = own.reshape(count, group * length, n_k) if additive else None
+        else:
+            seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
+        block = Block(
+            *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
+        )  # fmt: skip
+        shape = (count, group, length)
+        at = (heads, slice(None), rows)
+        want, base, moved = block.out()
+        out.add(at, want.view(*shape, d_v), [base.view(*shape, d_v)], moved if moved is None else moved.view(*shape, d_v))
+        want, base, moved = (x if x is None else x.view(shape) for x in block.log_sum())
+        lse.add(at, want, [base], moved)
+        if grad is None:
+            continue
+        g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
+        gradients = block.gradients(of_block(grad, heads, rows), g_lse)
+        for name, (want, bases, moved) in gradients.items():
+            if name == "dq":
+                want, *bases = (x.view(*shape, d) for x in (want, *bases))
+                found[name].add(at, want, bases, moved if moved is None else moved.view(*shape, d))
+            elif name in ("dk", "dv"):
+                found[name].add(heads, want, bases, moved)
+            elif additive:
+                _add_to_mask(found["dmask"], heads, rows, shape, n_k, heads_kv, want, bases, moved)
+
+    if not n_k:
+        lse.want.fill_(-torch.inf)
+    results = {name: x.expected() for name, x in found.items()}
+    shapes = {"out": (batch, heads_q, n_q, d_v), "lse": (batch, heads_q, n_q), "dq": (batch, heads_q, n_q, d)}
+    shapes |= {"dk": (batch, heads_kv, n_k, d), "dv": (batch, heads_kv, n_k, d_v)}
+    return {
+        name: Expected(*(_shaped(y, shapes.get(name)) for y in x)) for name, x in results.items()
+    }
+
+
+def _shaped(x, shape):
+    if x is None or shape is None:
+        return x
+    return tuple(y.reshape(shape) for y in x) if isinstance(x, tuple) else x.reshape(shape)
+
+
+def _add_to_mask(total: Sum, heads, rows, shape, n_k, heads_kv, want, bases, moved) -> None:
+    """Sums of a block into the mask's elements, entry by entry."""
+    count, group, length = shape
+    mask_shape = total.want.shape
+    parts = [x.view(*shape, n_k) for x in (want, *bases)]
+    moved = None if moved is None else moved.view(*shape, n_k)
+    for i in range(count):
+        entry, head = divmod(heads.start + i, heads_kv)
+        at = (
+            slice(entry, entry + 1) if mask_shape[0] > 1 else slice(0, 1),
+            slice(head * group, (head + 1) * group) if mask_shape[1] > 1 else slice(0, 1),
+            rows if mask_shape[2] > 1 else slice(0, 1),
+            slice(None),
+        )
+        target = total.want[at].shape
+        summed = [x[i : i + 1].sum_to_size(target) for x in parts]
+        total.add(at, summed[0], summed[1:], None if moved is None else moved[i : i + 1].sum_to_size(target))
+
+
+class Block:
+    """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
+
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv):
+        self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
+        self.scale, self.softcap, self.acc_pv = scale, softcap, acc_pv
+        raw = q64 @ k64.mT * scale
+        self.capped = softcap * torch.tanh(raw / softcap) if softcap else raw
+        scores = self.capped if bias is None else self.capped + bias.double()
+        self.hidden = ~seen
+        self.empty = self.hidden.all(-1, keepdim=True)
+        self.scores = scores.masked_fill(self.hidden, -torch.inf)
+        self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
+        self.safe_lse = self.lse.masked_fill(self.empty, 0.0)
+        self.p = torch.exp(self.scores - self.safe_lse)
+        self.o = self.p @ v64
+        self._base_scores(bias, acc_qk)
+        self.movement = None
+        if bool(self.large.any()):
+            self.movement = compare.Movement.of(q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias)
+
+    def _base_scores(self, bias, acc_qk) -> None:
+        """As compare.baseline has them."""
+        exact = self.q.float() @ self.k.float().mT
+        product = exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden)
+        scores = torch.where(self.large, exact, product) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        self.base_capped = scores
+        scores = scores if bias is None else scores + bias.float()
+        self.base_scores = torch.where(self.empty, 0.0, scores.masked_fill(self.hidden, -torch.inf))
+        self.base_p = torch.where(self.empty, 0.0, torch.softmax(self.base_scores, -1))
+        self.p16 = self.base_p.to(self.q.dtype)
+        product = self.p16.float() @ self.v.float() if self.acc_pv == "f32" else compare._matmul(self.p16, self.v, self.acc_pv)
+        self.base_o = product.to(self.q.dtype)
+
+    def out(self):
+        return self.o, self.base_o, None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
+
+    def log_sum(self):
+        base = self.base_scores.logsumexp(-1)
+        moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
+        return self.lse.squeeze(-1), torch.where(self.empty.squeeze(-1), 0.0, base), moved
+
+    def gradients(self, grad, grad_lse) -> dict:
+        """name -> (want, bases, moved) of dq, dk, dv and that of a score."""
+        grad64, scale = grad.double(), self.scale
+        d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
+        dp = grad64 @ self.v64.mT
+        lowered = dp - ((grad64 * self.o).sum(-1, keepdim=True) - d_lse)
+        slope = 1 - (self.capped / self.softcap).square() if self.softcap else 1.0
+        d_score = self.p * lowered
+        ds = d_score * slope
+
+        dtype = self.q.dtype
+        slope32 = 1 - (self.base_capped / self.softcap).square() if self.softcap else 1.0
+        d_lse32 = 0.0 if grad_lse is None else grad_lse.float()[..., None]
+        dp32 = grad.float() @ self.v.float().mT
+        dv_base = self.p16.float().mT @ grad.float()
+        # As autograd has it: dP in 16 bits, sums over it in float32, dS in 16 bits with its scale.
+        dp16 = dp32.to(dtype).float()
+        by_autograd = self.base_p * (dp16 - ((self.base_p * dp16).sum(-1, keepdim=True) - d_lse32))
+        ds_scaled = (by_autograd * slope32 * scale).to(dtype).float()
+        # As kernels have it that see a block of keys at a time: delta is of the output in 16 bits, dS in 16 bits without scale.
+        delta = (grad.float() * self.base_o.float()).sum(-1, keepdim=True) - d_lse32
+        by_blocks = self.base_p * (dp32 - delta)
+        ds16 = (by_blocks * slope32).to(dtype).float()
+        k32, q32 = self.k.float(), self.q.float()
+        moved = {}
+        if self.movement is not None:
+            moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
+        return {
+            "dq": (scale * (ds @ self.k64), [ds_scaled @ k32, scale * (ds16 @ k32)], moved.get("dq")),
+            "dk": (scale * (ds.mT @ self.q64), [ds_scaled.mT @ q32, scale * (ds16.mT @ q32)], moved.get("dk")),
+            "dv": (self.p.mT @ grad64, [dv_base, dv_base], moved.get("dv")),
+            "dmask": (d_score, [by_autograd, by_blocks.to(dtype).float()], moved.get("dmask")),
+        }
