@@ -27,6 +27,7 @@ from campaign_problems import DEVICES, KINDS, generate  # noqa: E402
 _SEEDS_OF_ONE = 10_000_000  # problems that belong to one --seed
 _MOST_REFUSED = 0.3
 _SHRINK_SECONDS = 20.0
+_MOST_BYTES_KEPT = 3 << 30  # of a GPU, by a process between problems
 
 
 def arguments() -> argparse.Namespace:
@@ -64,14 +65,24 @@ def _is_fatal(error: BaseException) -> bool:
     return "CUDA error" in str(error) or "device-side assert" in str(error) or "AcceleratorError" in type(error).__name__
 
 
+def _leave_memory_to_others() -> None:
+    import torch
+
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _MOST_BYTES_KEPT:
+        torch.cuda.empty_cache()
+
+
 def outcome(p) -> tuple[str, str]:
     """("right" | "refused" | "wrong" | "fatal", why)"""
+    import torch
     from campaign_check import Refused, check
 
     try:
         check(p)
     except Refused as error:
         return "refused", str(error)
+    except torch.OutOfMemoryError as error:  # other processes have the memory
+        return "refused", f"out of memory: {str(error)[:60]}"
     except AssertionError as error:
         return "wrong", str(error) or traceback.format_exc()[-500:]
     except Exception as error:
@@ -96,12 +107,13 @@ def _work(args: argparse.Namespace) -> int:
         start = time.monotonic()
         ended, why = outcome(p)
         seconds = time.monotonic() - start
+        _leave_memory_to_others()
         source = repr(p)
         if ended == "wrong":
             from campaign_shrink import as_test, shrink
 
             tell(shrinks=seed)
-            smaller = shrink(p, lambda x: outcome(x)[0] == "wrong", _SHRINK_SECONDS)
+            smaller = shrink(p, lambda x: outcome(x)[0] in ("wrong", "fatal"), _SHRINK_SECONDS)
             why = outcome(smaller)[1] or why
             source = as_test(smaller, why)
         tell(seed=seed, ended=ended, why=why[:2000], source=source if ended in ("wrong", "fatal") else "", kind=_kind(p), seconds=seconds)

@@ -45,6 +45,7 @@ def running(p: Problem):
             stack.callback(torch.use_deterministic_algorithms, False)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="ffpa_attn: ")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of infinities in the interpreter
         yield
 
 

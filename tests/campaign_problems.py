@@ -285,10 +285,20 @@ _EXPERIMENTS = (
 
 def _backend(r: random.Random, device: str, kind: str | None) -> str:
     if device == "cuda":
-        return r.choice(("auto", "auto", "hopper", "hopper", "mma", "mma", "triton", "triton", "sdpa", "reference"))
+        return r.choice(("auto",) * 6 + ("hopper",) * 6 + ("mma",) * 6 + ("triton",) * 5 + ("sdpa", "reference"))
     if device == "emulator":
         return r.choice(("mma", "hopper"))
     return "triton" if device == "interpreter" else "reference"
+
+
+def _as_sdpa_knows(r: random.Random, p: Problem) -> Problem:
+    """PyTorch's own attention is asked for little."""
+    causal = p.causal and p.n_k > 0
+    align = "bottom_right" if not causal or p.n_q == p.n_k else "top_left"
+    scale = p.scale if p.scale is None or p.scale > 0 else None
+    return p.with_(
+        return_lse=False, mask=None, softcap=0.0, group=1, d_v=p.d, window=(-1, -1), causal=causal, align=align, scale=scale, n_k=max(p.n_k, 1)
+    )
 
 
 def _how(r: random.Random, p: Problem) -> dict:
@@ -360,8 +370,8 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
     backend = _backend(r, device, kind)
     large = kind == "large" or r.random() < 0.06
     backward = kind == "backward" or (kind != "forward" and r.random() < 0.4)
-    packed = kind == "packed" or (kind not in ("masks",) and r.random() < 0.2)
-    if packed and backend == "sdpa":
+    packed = kind == "packed" or (kind != "masks" and r.random() < 0.2)
+    if backend == "sdpa" and (packed or backward or kind == "masks" or large):
         backend = "auto"
     d, d_v = _head_dims(r, device, backend)
     heads_kv, group = _heads(r)
@@ -388,9 +398,8 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
     )
     if r.random() < 0.15 and not packed:  # decoding
         p = p.with_(n_q=r.choice((1, 1, 2, 4)))
-    if device in ("emulator", "interpreter") and r.random() < 0.7:  # two tiles each way
-        p = p.with_(n_q=max(p.n_q, r.randint(129, 280)), n_k=max(p.n_k, r.randint(129, 400)), batch=1)
-        p = p.with_(heads_kv=1, group=r.choice((1, 2)), d=min(p.d, 128), d_v=min(p.d_v, 128))
+    if device in ("emulator", "interpreter"):
+        p = _for_slow_devices(r, p)
     if packed:
         p = p.with_(**_packed(r, device, most), layout="BHND")
     p = _within(p)
@@ -398,6 +407,8 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
     if not packed and r.random() < (1.0 if kind == "masks" else 0.35):
         p = p.with_(mask=_mask(r, None, large))
     p = p.with_(**_sizes_of_numbers(r, p, large))
+    if backend == "sdpa":
+        p = _as_sdpa_knows(r, p)
     if p.numbers != "plain" or p.size_q != 1.0 or p.size_k != 1.0:
         if p.scale not in (None, -0.1, 0.05, 1.0, -0.3):
             p = p.with_(scale=None)
@@ -412,6 +423,17 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
             wanted += "m"
         p = p.with_(wanted=wanted)
     return p.with_(**_how(r, p))
+
+
+def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
+    """One in three has two tiles each way, or more; others are small. Few are wide."""
+    wide = 640 if r.random() < 0.1 else 64 if r.random() < 0.7 else 256
+    p = p.with_(d=min(p.d, wide), d_v=min(p.d_v, wide))
+    p = p.with_(batch=min(p.batch, 2), heads_kv=min(p.heads_kv, 2), group=min(p.group, 2) if r.random() < 0.8 else p.group)
+    if r.random() < 0.35:
+        p = p.with_(batch=1, heads_kv=1, group=r.choice((1, 1, 2)))
+        return p.with_(n_q=max(p.n_q, r.randint(129, 200)), n_k=max(p.n_k, r.randint(129, 300)))
+    return p.with_(n_q=min(p.n_q, r.randint(1, 70)), n_k=min(p.n_k, r.randint(1, 140)))
 
 
 def _fp8(r: random.Random, seed: int, device: str) -> Problem:
