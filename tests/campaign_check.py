@@ -218,13 +218,13 @@ def _compare(p, q, k, got: dict, want: dict) -> None:
     for name, x in got.items():
         if x is None:
             continue
-        wanted, bases, moved = want[name]
+        wanted, bases, moved, least = want[name]
         try:
             if name == "lse":
                 base = bases[0] if p.acc == "f16" else None
                 compare.assert_lse_close(name, x, wanted, q, k, p.scale, base, moved)
             else:
-                compare.assert_close(name, x, wanted, bases, moved)
+                compare.assert_close(name, x, wanted, bases, moved, least)
         except AssertionError as error:
             raise Wrong(str(error)) from None
 
@@ -237,33 +237,25 @@ def _check_packed(p, x, out, lse, gradients, grads) -> None:
     for name in ("out", *gradients):
         bases = 1 if name == "out" else 2
         totals[name] = truth.Sum(shapes[name], out.dtype, device, bases)
-    lse_want = torch.full((p.heads_q, x.q.shape[0]), -torch.inf, dtype=torch.float64, device=device)
-    lse_base, lse_moved = torch.zeros_like(lse_want), torch.zeros_like(lse_want)
+    totals["lse"] = truth.Sum((p.heads_q, x.q.shape[0]), torch.float32, device, 1)
+    totals["lse"].want.fill_(-torch.inf)
     live_q = torch.zeros(x.q.shape[0], dtype=torch.bool, device=device)
     live_k = torch.zeros(x.k.shape[0], dtype=torch.bool, device=device)
     for rows, keys in x.spans:
         live_q[rows], live_k[keys] = True, True
+        totals["lse"].want[:, rows] = 0.0
         q, k, v = (t[part].transpose(0, 1)[None] for t, part in ((x.q, rows), (x.k, keys), (x.v, keys)))
         grad = None if grads[0] is None else grads[0][rows].transpose(0, 1)[None]
         grad_lse = None if grads[1] is None else grads[1][None, :, rows]
-        want = truth.expected(q, k, v, grad=grad, grad_lse=grad_lse, **_acc(p), **p.rule)
+        of_sequence = truth.sums(q, k, v, grad=grad, grad_lse=grad_lse, **_acc(p), **p.rule)
         for name, total in totals.items():
-            one = want[name]
-            part = rows if name in ("out", "dq") else keys
-            total.add(part, *(_rows_first(t) for t in one))
-        lse_want[:, rows], lse_base[:, rows] = want["lse"].want[0], want["lse"].bases[0][0].double()
-        if want["lse"].moved is not None:
-            lse_moved[:, rows] = want["lse"].moved[0]
+            if name == "lse":
+                total.add((slice(None), rows), of_sequence[name].part().each(lambda t: t[0]))
+            else:
+                part = rows if name in ("out", "dq") else keys
+                total.add(part, of_sequence[name].part().each(lambda t: t[0].transpose(0, 1)))
     found = {name: total.expected() for name, total in totals.items()}
-    found["lse"] = truth.Expected(lse_want, (lse_base.float(),), lse_moved)
-    q, k = x.q[live_q], x.k[live_k]
-    _compare(p, q, k, {"out": out, "lse": lse, **gradients}, found)
-
-
-def _rows_first(x):
-    if x is None:
-        return None
-    return [y[0].transpose(0, 1).float() for y in x] if isinstance(x, tuple) else x[0].transpose(0, 1)
+    _compare(p, x.q[live_q], x.k[live_k], {"out": out, "lse": lse, **gradients}, found)
 
 
 def forget() -> None:

@@ -15,34 +15,61 @@ import oracle
 import torch
 
 _MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
+_FEW = 512  # rows, or keys, of all heads: of fewer PyTorch's error may be small by luck
+_DEVIATIONS = 4.0  # of an error: what is allowed at least
 
 
 class Expected(NamedTuple):
     want: torch.Tensor  # float64
     bases: tuple[torch.Tensor, ...]  # PyTorch's own, in the type of the result
     moved: torch.Tensor | None  # what is allowed beyond twice their error
+    least: torch.Tensor | None  # and what that counts as at least
+
+
+class Part(NamedTuple):
+    """Of a result: what a block of rows adds to it."""
+
+    want: torch.Tensor
+    bases: list[torch.Tensor]
+    moved: torch.Tensor | None = None
+    variance: torch.Tensor | None = None  # of the error that rounding makes
+    surely: torch.Tensor | None = None  # an error that float32 sums may make
+
+    def each(self, change) -> Part:
+        return Part(*(x if x is None else [change(y) for y in x] if isinstance(x, list) else change(x) for x in self))
 
 
 class Sum:
-    """The same three things of a result that grows block by block."""
+    """A result that grows part by part."""
 
     def __init__(self, shape, dtype, device, bases: int):
         self.want = torch.zeros(shape, dtype=torch.float64, device=device)
         self.bases = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(bases)]
-        self.moved = None
+        self.rest: list[torch.Tensor | None] = [None] * 3
         self.dtype = dtype
 
-    def add(self, at, want, bases, moved) -> None:
-        self.want[at] += want
-        for mine, base in zip(self.bases, bases, strict=True):
+    def add(self, at, part: Part) -> None:
+        self.want[at] += part.want
+        for mine, base in zip(self.bases, part.bases, strict=True):
             mine[at] += base
-        if moved is not None:
-            if self.moved is None:
-                self.moved = torch.zeros_like(self.want)
-            self.moved[at] += moved
+        for i, x in enumerate((part.moved, part.variance, part.surely)):
+            if x is not None:
+                if self.rest[i] is None:
+                    self.rest[i] = torch.zeros_like(self.want)
+                self.rest[i][at] += x
+
+    def reshape(self, shape) -> None:
+        self.want, self.bases, *self.rest = self.part().each(lambda x: x.reshape(shape))
+
+    def part(self) -> Part:
+        return Part(self.want, self.bases, *self.rest)
 
     def expected(self) -> Expected:
-        return Expected(self.want, tuple(base.to(self.dtype) for base in self.bases), self.moved)
+        moved, variance, surely = self.rest
+        least = None
+        if variance is not None:
+            least = _DEVIATIONS * variance.sqrt() + (0.0 if surely is None else surely)
+        return Expected(self.want, tuple(base.to(self.dtype) for base in self.bases), moved, least)
 
 
 def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[slice, slice]]:
@@ -54,10 +81,15 @@ def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[
             yield slice(head, min(head + heads, batch_heads)), slice(row, min(row + rows, n_q))
 
 
-def expected(
+def expected(q, k, v, **how) -> dict[str, Expected]:
+    """As `sums` takes them."""
+    return {name: x.expected() for name, x in sums(q, k, v, **how).items()}
+
+
+def sums(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
     grad=None, grad_lse=None,
-) -> dict[str, Expected]:  # fmt: skip
+) -> dict[str, Sum]:  # fmt: skip
     """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable."""
     batch, heads_q, n_q, d = q.shape
     heads_kv, n_k, d_v = v.shape[1:]
@@ -101,48 +133,35 @@ def expected(
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
+            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
         )  # fmt: skip
+        parts = {"out": block.out(), "lse": block.log_sum()}
+        if grad is not None:
+            g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
+            parts |= block.gradients(of_block(grad, heads, rows), g_lse, additive)
         shape = (count, group, length)
-        at = (heads, slice(None), rows)
-        want, base, moved = block.out()
-        out.add(at, want.view(*shape, d_v), [base.view(*shape, d_v)], moved if moved is None else moved.view(*shape, d_v))
-        want, base, moved = (x if x is None else x.view(shape) for x in block.log_sum())
-        lse.add(at, want, [base], moved)
-        if grad is None:
-            continue
-        g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
-        gradients = block.gradients(of_block(grad, heads, rows), g_lse)
-        for name, (want, bases, moved) in gradients.items():
-            if name == "dq":
-                want, *bases = (x.view(*shape, d) for x in (want, *bases))
-                found[name].add(at, want, bases, moved if moved is None else moved.view(*shape, d))
-            elif name in ("dk", "dv"):
-                found[name].add(heads, want, bases, moved)
-            elif additive:
-                _add_to_mask(found["dmask"], heads, rows, shape, n_k, heads_kv, want, bases, moved)
+        for name, part in parts.items():
+            if name in ("dk", "dv"):
+                found[name].add(heads, part)
+            elif name == "dmask":
+                _add_to_mask(found[name], heads, rows, heads_kv, part.each(lambda x: x.view(*shape, n_k)))
+            else:
+                found[name].add((heads, slice(None), rows), part.each(lambda x: x.view(*shape, *x.shape[2:])))
 
     if not n_k:
         lse.want.fill_(-torch.inf)
-    results = {name: x.expected() for name, x in found.items()}
     shapes = {"out": (batch, heads_q, n_q, d_v), "lse": (batch, heads_q, n_q), "dq": (batch, heads_q, n_q, d)}
     shapes |= {"dk": (batch, heads_kv, n_k, d), "dv": (batch, heads_kv, n_k, d_v)}
-    return {
-        name: Expected(*(_shaped(y, shapes.get(name)) for y in x)) for name, x in results.items()
-    }
+    for name, shape in shapes.items():
+        if name in found:
+            found[name].reshape(shape)
+    return found
 
 
-def _shaped(x, shape):
-    if x is None or shape is None:
-        return x
-    return tuple(y.reshape(shape) for y in x) if isinstance(x, tuple) else x.reshape(shape)
-
-
-def _add_to_mask(total: Sum, heads, rows, shape, n_k, heads_kv, want, bases, moved) -> None:
-    """Sums of a block into the mask's elements, entry by entry."""
-    count, group, length = shape
+def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
+    """Sums of a block, [heads, group, rows, keys], into the mask's elements, entry by entry."""
+    count, group = part.want.shape[:2]
     mask_shape = total.want.shape
-    parts = [x.view(*shape, n_k) for x in (want, *bases)]
-    moved = None if moved is None else moved.view(*shape, n_k)
     for i in range(count):
         entry, head = divmod(heads.start + i, heads_kv)
         at = (
@@ -152,16 +171,16 @@ def _add_to_mask(total: Sum, heads, rows, shape, n_k, heads_kv, want, bases, mov
             slice(None),
         )
         target = total.want[at].shape
-        summed = [x[i : i + 1].sum_to_size(target) for x in parts]
-        total.add(at, summed[0], summed[1:], None if moved is None else moved[i : i + 1].sum_to_size(target))
+        total.add(at, part.each(lambda x, i=i, target=target: x[i : i + 1].sum_to_size(target)))
 
 
 class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
-    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv):
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few):
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
-        self.scale, self.softcap, self.acc_pv = scale, softcap, acc_pv
+        self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
+        self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
         raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(raw / softcap) if softcap else raw
         scores = self.capped if bias is None else self.capped + bias.double()
@@ -193,16 +212,21 @@ class Block:
         product = self.p16.float() @ self.v.float() if self.acc_pv == "f32" else compare._matmul(self.p16, self.v, self.acc_pv)
         self.base_o = product.to(self.q.dtype)
 
-    def out(self):
-        return self.o, self.base_o, None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
+    def out(self) -> Part:
+        moved = None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
+        return Part(self.o, [self.base_o], moved, self._variance_of_out() if self.few else None)
 
-    def log_sum(self):
-        base = self.base_scores.logsumexp(-1)
+    def _variance_of_out(self):
+        """P is rounded before it meets V."""
+        return self.unit**2 * (self.p.square() @ self.v64.square())
+
+    def log_sum(self) -> Part:
+        base = torch.where(self.empty, 0.0, self.base_scores.logsumexp(-1, keepdim=True))
         moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
-        return self.lse.squeeze(-1), torch.where(self.empty.squeeze(-1), 0.0, base), moved
+        return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
 
-    def gradients(self, grad, grad_lse) -> dict:
-        """name -> (want, bases, moved) of dq, dk, dv and that of a score."""
+    def gradients(self, grad, grad_lse, of_mask: bool) -> dict[str, Part]:
+        """Of dq, dk, dv, and of the scores."""
         grad64, scale = grad.double(), self.scale
         d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
         dp = grad64 @ self.v64.mT
@@ -225,12 +249,38 @@ class Block:
         by_blocks = self.base_p * (dp32 - delta)
         ds16 = (by_blocks * slope32).to(dtype).float()
         k32, q32 = self.k.float(), self.q.float()
-        moved = {}
+        parts = {
+            "dq": Part(scale * (ds @ self.k64), [ds_scaled @ k32, scale * (ds16 @ k32)]),
+            "dk": Part(scale * (ds.mT @ self.q64), [ds_scaled.mT @ q32, scale * (ds16.mT @ q32)]),
+            "dv": Part(self.p.mT @ grad64, [dv_base, dv_base]),
+            "dmask": Part(d_score, [by_autograd, by_blocks.to(dtype).float()]),
+        }
+        if not of_mask:
+            del parts["dmask"]
         if self.movement is not None:
             moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
+            parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
+        if self.few:
+            errors = self._errors(grad64, ds, slope)
+            parts = {name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()}
+        return parts
+
+    def _errors(self, grad, ds, slope) -> dict:
+        """name -> (variance, what float32 sums may add): P and dS are rounded, and so is the output that delta is of, which
+        changes all dS of a row alike.
+        """
+        p, slope = self.p, slope if self.softcap else 1.0
+        of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
+        of_delta = of_delta + (grad.square() * self._variance_of_out()).sum(-1, keepdim=True)
+        k, q, scale = self.k64, self.q64, self.scale
+        of_ds = (self.unit * ds).square()
+        sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
         return {
-            "dq": (scale * (ds @ self.k64), [ds_scaled @ k32, scale * (ds16 @ k32)], moved.get("dq")),
-            "dk": (scale * (ds.mT @ self.q64), [ds_scaled.mT @ q32, scale * (ds16.mT @ q32)], moved.get("dk")),
-            "dv": (self.p.mT @ grad64, [dv_base, dv_base], moved.get("dv")),
-            "dmask": (d_score, [by_autograd, by_blocks.to(dtype).float()], moved.get("dmask")),
+            "dq": (scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()), abs(scale) * (sums @ k.abs())),
+            "dk": (
+                scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
+                abs(scale) * (sums.mT @ q.abs()),
+            ),
+            "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
+            "dmask": (of_ds + of_delta * p.square(), sums),
         }
