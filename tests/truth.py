@@ -261,17 +261,17 @@ class Block:
             moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
             parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
         if self.few:
-            errors = self._errors(grad64, ds, slope)
+            errors = self._errors(grad64, dp, ds, slope)
             parts = {name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()}
         return parts
 
-    def _errors(self, grad, ds, slope) -> dict:
+    def _errors(self, grad, dp, ds, slope) -> dict:
         """name -> (variance, what float32 sums may add): P and dS are rounded, and so is the output that delta is of, which
         changes all dS of a row alike.
         """
         p, slope = self.p, slope if self.softcap else 1.0
         of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
-        of_delta = of_delta + (grad.square() * self._variance_of_out()).sum(-1, keepdim=True)
+        of_delta = of_delta + self.unit**2 * (p * dp).square().sum(-1, keepdim=True)
         k, q, scale = self.k64, self.q64, self.scale
         of_ds = (self.unit * ds).square()
         sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
