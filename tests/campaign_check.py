@@ -49,16 +49,16 @@ def running(p: Problem):
         yield
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def as_integers(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def same_bits(a, b) -> bool:
-    return all(x is None or torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
+def sameas_integers(a, b) -> bool:
+    return all(x is None or torch.equal(as_integers(x), as_integers(y)) for x, y in zip(a, b, strict=True))
 
 
 def _checksum(blocks) -> list[torch.Tensor]:
-    return [_bits(block).sum() for block in blocks]
+    return [as_integers(block).sum() for block in blocks]
 
 
 # ---- the call ----
@@ -82,7 +82,7 @@ def call(p: Problem, x: tensors.Inputs, leaves, **more):
 _REFUSALS = ("exclude each other", "which means the mma family")
 
 
-def _forward(p: Problem, x: tensors.Inputs):
+def forward(p: Problem, x: tensors.Inputs):
     """(out, lse or None)"""
     more, block, around = {}, None, None
     if p.out is not None:
@@ -95,12 +95,12 @@ def _forward(p: Problem, x: tensors.Inputs):
             view, block = tensors.place(empty, p.out)
             view = view.transpose(1, 2) if p.layout == "BNHD" else view
         view.fill_(7.0)
-        before = _bits(block).long().sum() - _bits(view).long().sum()
+        before = as_integers(block).long().sum() - as_integers(view).long().sum()
         more["out"] = view
     out = call(p, x, (x.q, x.k, x.v, x.mask), return_lse=p.return_lse, **more)
     out, lse = out if p.return_lse else (out, None)
     if block is not None:
-        around = _bits(block).long().sum() - _bits(out).long().sum() - before
+        around = as_integers(block).long().sum() - as_integers(out).long().sum() - before
         if int(around):
             raise Wrong("out: what lies around it was written")
     return out, lse
@@ -136,12 +136,12 @@ def _quiet(p: Problem, x: tensors.Inputs):
     return quiet.transpose(1, 2) if p.layout == "BNHD" else quiet
 
 
-def _both(p: Problem, x: tensors.Inputs, quiet):
-    """(out, lse, gradients by name, what they are of)"""
+def both(p: Problem, x: tensors.Inputs, quiet, grads=None):
+    """(out, lse, gradients by name, the gradients of out and lse that these come from: random ones, if none are given)"""
     named = {"q": x.q, "k": x.k, "v": x.v, "m": x.mask}
     leaves = {name: t if t is None else t.detach().requires_grad_(name in p.wanted) for name, t in named.items()}
     out, lse = call(p, x, tuple(leaves.values()), return_lse=True)
-    grads = random_gradients(p, out.detach(), lse.detach(), quiet)
+    grads = grads or random_gradients(p, out.detach(), lse.detach(), quiet)
     wanted = [name for name in "qkvm" if name in p.wanted and leaves[name] is not None]
     outputs = [out, lse] if p.grad_lse else [out]
     got = torch.autograd.grad(outputs, [leaves[name] for name in wanted], [g for g in grads if g is not None])
@@ -156,9 +156,9 @@ def run(p: Problem, x: tensors.Inputs):
         for _ in range(p.repeats):
             try:
                 if p.backward:
-                    found = _both(p, x, _quiet(p, x))
+                    found = both(p, x, _quiet(p, x))
                 else:
-                    found = (*_forward(p, x), {}, (None, None))
+                    found = (*forward(p, x), {}, (None, None))
             except NotImplementedError as error:
                 if p.backend == "auto" and p.level is None:
                     raise
@@ -167,7 +167,7 @@ def run(p: Problem, x: tensors.Inputs):
                 if any(words in str(error) for words in _REFUSALS):
                     raise Refused(str(error)) from None
                 raise
-            if first is not None and not same_bits((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
+            if first is not None and not sameas_integers((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
                 raise Wrong("a second call gives other bits")
             first = found if first is None else first
     return first
