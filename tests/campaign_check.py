@@ -53,7 +53,7 @@ def as_integers(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def sameas_integers(a, b) -> bool:
+def same_bits(a, b) -> bool:
     return all(x is None or torch.equal(as_integers(x), as_integers(y)) for x, y in zip(a, b, strict=True))
 
 
@@ -167,7 +167,7 @@ def run(p: Problem, x: tensors.Inputs):
                 if any(words in str(error) for words in _REFUSALS):
                     raise Refused(str(error)) from None
                 raise
-            if first is not None and not sameas_integers((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
+            if first is not None and not same_bits((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
                 raise Wrong("a second call gives other bits")
             first = found if first is None else first
     return first

@@ -177,7 +177,7 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
     rms, size, of_moved, of_least, *of_bases = (
         float(x.square().mean().sqrt()) for x in (error, want, moved, least, *base_errors)
     )
-    rms_allowed = max(2 * max(of_bases), of_least / 2) + ulp * size / 2 + of_moved
+    rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
     assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
 
 
