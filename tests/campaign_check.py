@@ -64,7 +64,7 @@ def _checksum(blocks) -> list[torch.Tensor]:
 # ---- the call ----
 
 
-def _heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
+def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
     if p.packed:
         return x.transpose(0, 1)
     return x.transpose(1, 2) if p.layout == "BNHD" else x
@@ -86,7 +86,7 @@ def forward(p: Problem, x: tensors.Inputs):
     """(out, lse or None)"""
     more, block, around = {}, None, None
     if p.out is not None:
-        shape = (p.batch, p.heads_q, _heads_first(p, x.q).shape[-2], p.d_v)
+        shape = (p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v)
         empty = torch.zeros(shape, dtype=x.q.dtype, device=x.q.device)
         if p.packed:
             view, block = tensors.place(empty[0], p.out, "HN")
@@ -120,7 +120,7 @@ def random_gradients(p: Problem, out, lse, quiet):
 
 
 def _rows_of_lse(p: Problem, quiet):
-    return _heads_first(p, quiet)[..., 0]
+    return heads_first(p, quiet)[..., 0]
 
 
 def _quiet(p: Problem, x: tensors.Inputs):
@@ -198,16 +198,15 @@ def check(p: Problem) -> str:
 
 
 def _check_dense(p, x, out, lse, gradients, grads) -> None:
-    q, k, v, first_out = (_heads_first(p, t) for t in (x.q, x.k, x.v, out))
-    grad = None if grads[0] is None else _heads_first(p, grads[0])
-    heads_first = {name: g if name == "dmask" else _heads_first(p, g) for name, g in gradients.items()}
-    if "dmask" in heads_first:
-        g = heads_first["dmask"]
-        heads_first["dmask"] = g[(None,) * (4 - g.dim())]
+    q, k, v, first_out = (heads_first(p, t) for t in (x.q, x.k, x.v, out))
+    grad = None if grads[0] is None else heads_first(p, grads[0])
+    got = {name: heads_first(p, g) for name, g in gradients.items() if name != "dmask"}
+    if "dmask" in gradients:
+        got["dmask"] = gradients["dmask"][(None,) * (4 - x.mask.dim())]
     want = truth.expected(
         q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_acc(p), **p.rule
     )
-    _compare(p, q, k, {"out": first_out, "lse": lse, **heads_first}, want)
+    _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
 
 
 def _acc(p: Problem) -> dict:

@@ -24,9 +24,9 @@ def bits(shape, seed: int, device) -> torch.Tensor:
     """int64, as good as random: a hash of where an element is, in integers, which every device computes alike."""
     x = torch.arange(math.prod(shape), device=device).add_(_signed(seed * 0x632BE59BD9B4E019 % (1 << 64)))
     x.mul_(_STEP)
-    x.bitwise_xor_(x >> 30).mul_(_FIRST)
-    x.bitwise_xor_(x >> 27).mul_(_SECOND)
-    return x.bitwise_xor_(x >> 31).view(shape)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)  # zeros come in, whatever the sign
+    return x.view(shape)
 
 
 def normal(shape, seed: int, device) -> torch.Tensor:

@@ -121,8 +121,9 @@ class Movement(NamedTuple):
         return torch.where(self.large, torch.maximum(most - p, p - least).clamp_min(0.0), 0.0)
 
     def out(self, p, v, out) -> torch.Tensor:
-        """No more than brings the result to the largest of its values: it stays an average of them."""
-        return torch.minimum(self._change(p, self.p) @ v.abs(), (out.abs() + v.abs().amax(-2, keepdim=True)) * self.large)
+        """No farther than to the least or the largest of its values: it stays an average of them."""
+        farthest = torch.maximum(v.amax(-2, keepdim=True) - out, out - v.amin(-2, keepdim=True))
+        return torch.minimum(self._change(p, self.p) @ v.abs(), farthest * self.large)
 
     def lse(self, lse) -> torch.Tensor:
         low, high = self.log_sum

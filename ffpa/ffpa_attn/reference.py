@@ -367,7 +367,8 @@ class _Gradients:
         capped = _cap(_matmul(q, k.mT, q.dtype), self.rule)
         # d cap(x) / dx = 1 - (cap(x) / softcap)^2
         slope = capped.div(self.rule.softcap).square_().neg_().add_(1.0) if self.rule.softcap else None
-        p = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse).exp_()
+        # Where scores are large, the LSE that was rounded to float32 may lie below one.
+        p = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse).clamp_max_(0.0).exp_()
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 
