@@ -47,6 +47,10 @@ class BackwardPlan(NamedTuple):
         return self.scores.name
 
     @property
+    def workspace_bytes(self) -> int:
+        return 4 * (self.pairs + self.partial_floats)
+
+    @property
     def all_chunks(self) -> Iterator[Chunk]:
         for entry in range(self.entries):
             for chunk in self.chunks:

@@ -7,6 +7,7 @@ code holds nothing but the operator.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from . import (
     fused_fp8,
     mma,
     native,
+    out_of_memory,
     reference,
     triton_attention,
     triton_fp8,
@@ -251,18 +253,27 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     key = (_seen(q), _seen(k), _seen(v), _seen(out), form.key(), flags, *options.items())
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
-    if out is None:
-        out = q.new_empty(plan.out_shape)
-    else:
+    if out is not None:
         checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
-    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-    if out.numel():
-        try:
+    try:
+        out = q.new_empty(plan.out_shape) if out is None else out
+        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        if out.numel():
             _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
-        except triton_launch.Unable as error:
-            _without_triton(error, q.device)
-            return _forward(form, q, k, v, out, options)
+    except triton_launch.Unable as error:
+        _without_triton(error, q.device)
+        return _forward(form, q, k, v, out, options)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None
     return out, lse
+
+
+def _bytes(shape, dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _no_memory(error: torch.OutOfMemoryError, plan: _Plan, flags, result_bytes: int) -> torch.OutOfMemoryError:
+    return out_of_memory.explained(error, plan.choice, plan.memo, result_bytes, flags)
 
 
 def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
@@ -418,15 +429,19 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         checks.mask_gradient(form.mask)
 
     dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
-    dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
-    dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
-    d_mask = reference.align_mask(dmask) if mask_grad else None
     try:
+        dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
+        dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
+        d_mask = reference.align_mask(dmask) if mask_grad else None
         _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
     except triton_launch.Unable as error:
         _without_triton(error, q.device)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+    except torch.OutOfMemoryError as error:
+        of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
+        results = sum(_bytes(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)) + of_mask
+        raise _no_memory(error, plan, flags, results) from None
     return dq, dk, dv, dmask
 
 
@@ -468,12 +483,15 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
     plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
     checks.fp8_scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
     v = v.mT if v_transposed else v
-    out = q.new_empty(plan.out_shape, dtype=out_dtype)
-    lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-    if out.numel():
-        pairs = zip(scales, (q, k, v), strict=True)
-        by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-        _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+    try:
+        out = q.new_empty(plan.out_shape, dtype=out_dtype)
+        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        if out.numel():
+            pairs = zip(scales, (q, k, v), strict=True)
+            by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
+            _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, out_dtype)) from None
     return out, lse
 
 

@@ -1,0 +1,275 @@
+"""Random problems over every argument, held to the float64 oracle, in many processes: `python tests/campaign.py --seconds 300`.
+
+A problem that comes out wrong is made smaller and printed as a test; `--only SEED` runs one again. Exits with 1 where any was
+wrong, where a process died or hung, and where too many calls were refused. `.dev/design/campaign.md` says what it covers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+for _place in (_HERE.parent / "ffpa", _HERE):
+    sys.path.insert(0, str(_place))
+
+from campaign_problems import DEVICES, KINDS, generate  # noqa: E402
+
+_SEEDS_OF_ONE = 10_000_000  # problems that belong to one --seed
+_MOST_REFUSED = 0.3
+_SHRINK_SECONDS = 20.0
+_MOST_BYTES_KEPT = 3 << 30  # of a GPU, by a process between problems
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
+    parser.add_argument("--problems", type=int, default=None, help="how many at most")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other problems")
+    parser.add_argument("--kind", choices=KINDS, default=None, help="of these alone")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--only", type=int, default=None, metavar="SEED", help="the problem of this seed alone")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a problem counts as hung")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the summary")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ---- one process ----
+
+
+def _set_up(device: str) -> None:
+    """Before anything imports Triton."""
+    if device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    from campaign_check import clean_environment
+
+    clean_environment()
+
+
+def _is_fatal(error: BaseException) -> bool:
+    return "CUDA error" in str(error) or "device-side assert" in str(error) or "AcceleratorError" in type(error).__name__
+
+
+def _leave_memory_to_others() -> None:
+    import torch
+
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _MOST_BYTES_KEPT:
+        torch.cuda.empty_cache()
+
+
+def outcome(p) -> tuple[str, str]:
+    """("right" | "refused" | "wrong" | "fatal", why)"""
+    import torch
+    from campaign_check import Refused, check
+
+    try:
+        check(p)
+    except Refused as error:
+        return "refused", str(error)
+    except torch.OutOfMemoryError as error:  # other processes have the memory
+        return "refused", f"out of memory: {str(error)[:60]}"
+    except AssertionError as error:
+        return "wrong", str(error) or traceback.format_exc()[-500:]
+    except Exception as error:
+        where = "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return "fatal" if _is_fatal(error) else "wrong", f"{type(error).__name__}: {error}\n{where}"
+    return "right", ""
+
+
+def _work(args: argparse.Namespace) -> int:
+    """Problem after problem; says of each that it begins, and how it ended, in lines of JSON."""
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else prints
+    _set_up(args.device)
+
+    def tell(**what) -> None:
+        told.write(json.dumps(what) + "\n")
+
+    for index in range(args.first, _SEEDS_OF_ONE, args.processes):
+        seed = args.seed * _SEEDS_OF_ONE + index
+        tell(begins=seed, index=index)
+        p = generate(seed, args.device, args.kind)
+        start = time.monotonic()
+        ended, why = outcome(p)
+        seconds = time.monotonic() - start
+        _leave_memory_to_others()
+        source = repr(p)
+        if ended == "wrong":
+            from campaign_shrink import as_test, shrink
+
+            tell(shrinks=seed)
+            smaller = shrink(p, lambda x: outcome(x)[0] in ("wrong", "fatal"), _SHRINK_SECONDS)
+            why = outcome(smaller)[1] or why
+            source = as_test(smaller, why)
+        tell(seed=seed, ended=ended, why=why[:2000], source=source if ended in ("wrong", "fatal") else "", kind=_kind(p), seconds=seconds)
+        if ended == "fatal":
+            return 3
+    return 0
+
+
+def _kind(p) -> str:
+    form = "packed" if p.packed else "dense"
+    mask = "-" if p.mask is None else "bool" if p.mask.dtype == "bool" else "finite" if p.mask.hidden > -float("inf") else "additive"
+    pairs = p.pairs()
+    size = next((name for name, most in (("0", 0), ("<1e4", 1e4), ("<1e6", 1e6)) if pairs <= most), "<1e8")
+    what = "fp8" if p.dtype.startswith("e") else "backward" if p.backward else "forward"
+    return f"{what} {p.backend} {form} mask:{mask} pairs:{size}"
+
+
+# ---- all of them ----
+
+
+class Campaign:
+    """Processes that are started again where they die or hang."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.start = time.monotonic()
+        self.counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        self.found: list[dict] = []
+        self.refusals: collections.Counter = collections.Counter()
+        self.slowest: list[tuple[float, int]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def problems(self) -> int:
+        return sum(sum(by.values()) for by in self.counts.values())
+
+    def total(self, ended: str) -> int:
+        return sum(by[ended] for by in self.counts.values())
+
+    def over(self) -> bool:
+        enough = self.args.problems is not None and self.problems >= self.args.problems
+        return enough or time.monotonic() - self.start > self.args.seconds
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._keep_one, args=(i,)) for i in range(self.args.processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _keep_one(self, worker: int) -> None:
+        first = worker
+        while not self.over():
+            first = self._one_process(worker, first)
+
+    def _one_process(self, worker: int, first: int) -> int:
+        """Where the next process is to go on."""
+        given = [x for x in sys.argv[1:]]
+        command = [sys.executable, str(_HERE / "campaign.py"), *given, "--worker", str(worker), "--first", str(first)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        at = {"seed": None, "index": first - self.args.processes, "since": time.monotonic(), "shrinks": False}
+        killed = []
+
+        def watch() -> None:
+            while process.poll() is None:
+                time.sleep(0.2)
+                limit = self.args.timeout + (2 * _SHRINK_SECONDS if at["shrinks"] else 0)
+                hung = time.monotonic() - at["since"] > limit
+                if self.over() or hung:
+                    killed.append("hung" if hung else "over")
+                    process.kill()
+                    return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for line in process.stdout:
+            try:
+                told = json.loads(line)
+            except ValueError:
+                continue
+            if "begins" in told:
+                at |= {"seed": told["begins"], "index": told["index"], "since": time.monotonic(), "shrinks": False}
+            elif "shrinks" in told:
+                at["shrinks"] = True
+            else:
+                self._note(told)
+                at["seed"] = None
+        process.wait()
+        watcher.join()
+        if at["seed"] is not None and killed != ["over"]:
+            p = generate(at["seed"], self.args.device, self.args.kind)
+            why = "it hung" if killed else f"its process died with {process.returncode}"
+            self._note({"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0})
+        return at["index"] + self.args.processes
+
+    def _note(self, told: dict) -> None:
+        with self.lock:
+            self.counts[told["kind"]][told["ended"]] += 1
+            self.slowest = sorted([*self.slowest, (told["seconds"], told["seed"])], reverse=True)[:10]
+            if told["ended"] == "refused":
+                self.refusals[told["why"][:160].split("; ")[0]] += 1
+            elif told["ended"] != "right":
+                self.found.append(told)
+                print(f"\n{told['ended'].upper()} seed {told['seed']} ({told['kind']}): {told['why']}\n{told['source']}", flush=True)
+
+    def summary(self) -> dict:
+        seconds = time.monotonic() - self.start
+        return {
+            "problems": self.problems,
+            "right": self.total("right"),
+            "refused": self.total("refused"),
+            "wrong": len(self.found),
+            "seconds": round(seconds, 1),
+            "per_second": round(self.problems / seconds, 2),
+            "kinds": {kind: dict(by) for kind, by in sorted(self.counts.items())},
+            "refusals": dict(self.refusals.most_common(40)),
+            "slowest": self.slowest,
+            "found": self.found,
+        }
+
+
+def _print(summary: dict) -> None:
+    by_part: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for kind, by in summary["kinds"].items():
+        direction, backend, *rest = kind.split()
+        for name in (f"{direction} {backend}", *rest):
+            by_part[name].update(by)
+    for name, by in sorted(by_part.items()):
+        print(f"{name:28} {sum(by.values()):8} problems " + " ".join(f"{n} {ended}" for ended, n in sorted(by.items())))
+    keys = ("problems", "right", "refused", "wrong", "seconds", "per_second")
+    print(", ".join(f"{name} {summary[name]}" for name in keys))
+
+
+def main() -> int:
+    args = arguments()
+    if args.only is not None:
+        _set_up(args.device)
+        p = generate(args.only, args.device, args.kind)
+        print(p)
+        ended, why = outcome(p)
+        print(ended, why)
+        return int(ended in ("wrong", "fatal"))
+    if args.worker is not None:
+        return _work(args)
+    campaign = Campaign(args)
+    with contextlib.suppress(KeyboardInterrupt):
+        campaign.run()
+    summary = campaign.summary()
+    if args.json:
+        args.json.write_text(json.dumps(summary, indent=1))
+    _print(summary)
+    too_many = summary["refused"] > _MOST_REFUSED * max(summary["problems"], 1)
+    if too_many:
+        print(f"more than {_MOST_REFUSED:.0%} of all calls were refused")
+    return int(bool(campaign.found) or too_many or not summary["right"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""One problem: the call, the truth, and whether they agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+
+import campaign_tensors as tensors
+import compare
+import ffpa_attn
+import torch
+import truth
+from campaign_problems import FP8, Problem
+from ffpa_attn import env, ops
+
+
+class Refused(Exception):
+    """The call is one that the contract lets a backend refuse."""
+
+
+class Wrong(AssertionError):
+    pass
+
+
+def _device(p: Problem) -> str:
+    return "cuda" if p.device == "cuda" else "cpu"
+
+
+@contextlib.contextmanager
+def running(p: Problem):
+    """The environment that the problem names."""
+    flags = {"FFPA_BACKEND": p.backend, **dict(p.flags)}
+    if p.device == "interpreter":
+        flags["TRITON_INTERPRET"] = "1"
+    with contextlib.ExitStack() as stack:
+        for name, value in flags.items():
+            stack.enter_context(env.overridden(name, value))
+        if p.device == "emulator":
+            from ffpa_attn.testing import emulate
+
+            stack.enter_context(emulate(p.arch, seed=p.schedule))
+        if p.device != "cuda":
+            torch.use_deterministic_algorithms(True)  # new memory holds NaN
+            stack.callback(torch.use_deterministic_algorithms, False)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="ffpa_attn: ")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of infinities in the interpreter
+        yield
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same_bits(a, b) -> bool:
+    return all(x is None or torch.equal(as_integers(x), as_integers(y)) for x, y in zip(a, b, strict=True))
+
+
+def _checksum(blocks) -> list[torch.Tensor]:
+    return [as_integers(block).sum() for block in blocks]
+
+
+# ---- the call ----
+
+
+def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
+    if p.packed:
+        return x.transpose(0, 1)
+    return x.transpose(1, 2) if p.layout == "BNHD" else x
+
+
+def call(p: Problem, x: tensors.Inputs, leaves, **more):
+    """What ffpa or ffpa_varlen gives."""
+    how = {**p.rule, "level": p.level, "acc": p.acc, "num_stages": p.num_stages, **more}
+    q, k, v, mask = leaves
+    if p.packed:
+        return ffpa_attn.ffpa_varlen(q, k, v, *x.offsets, **how)
+    return ffpa_attn.ffpa(q, k, v, mask=mask, layout=p.layout, **how)
+
+
+_REFUSALS = ("exclude each other", "which means the mma family")
+
+
+def forward(p: Problem, x: tensors.Inputs):
+    """(out, lse or None)"""
+    more, block, around = {}, None, None
+    if p.out is not None:
+        shape = (p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v)
+        empty = torch.zeros(shape, dtype=x.q.dtype, device=x.q.device)
+        if p.packed:
+            view, block = tensors.place(empty[0], p.out, "HN")
+            view = view.transpose(0, 1)
+        else:
+            view, block = tensors.place(empty, p.out)
+            view = view.transpose(1, 2) if p.layout == "BNHD" else view
+        view.fill_(7.0)
+        before = as_integers(block).long().sum() - as_integers(view).long().sum()
+        more["out"] = view
+    out = call(p, x, (x.q, x.k, x.v, x.mask), return_lse=p.return_lse, **more)
+    out, lse = out if p.return_lse else (out, None)
+    if block is not None:
+        around = as_integers(block).long().sum() - as_integers(out).long().sum() - before
+        if int(around):
+            raise Wrong("out: what lies around it was written")
+    return out, lse
+
+
+def random_gradients(p: Problem, out, lse, quiet):
+    grad = tensors.normal(out.shape, p.seed * 7 + 4, out.device).to(out.dtype)
+    if quiet is not None:
+        grad = grad.masked_fill(quiet, 0.0)
+    grad_lse = None
+    if p.grad_lse:
+        grad_lse = tensors.normal(lse.shape, p.seed * 7 + 5, out.device)
+        grad_lse = grad_lse.masked_fill(~torch.isfinite(lse), 0.0)
+        if quiet is not None:
+            grad_lse = grad_lse.masked_fill(_rows_of_lse(p, quiet), 0.0)
+    return grad, grad_lse
+
+
+def _rows_of_lse(p: Problem, quiet):
+    return heads_first(p, quiet)[..., 0]
+
+
+def _quiet(p: Problem, x: tensors.Inputs):
+    """Rows all whose keys a finite mask hides, in the layout of out."""
+    if not p.quiet_rows or p.mask is None or p.mask.dtype == "bool" or not p.n_k:
+        return None
+    mask = x.mask[(None,) * (4 - x.mask.dim())]
+    import oracle
+
+    seen = oracle.visible(p.n_q, p.n_k, p.causal, p.align, p.window, mask.device)
+    values = mask.float().expand(p.batch, p.heads_q, p.n_q, p.n_k).masked_fill(~seen, -torch.inf)
+    quiet = (values.amax(-1) < -1e3)[..., None]
+    return quiet.transpose(1, 2) if p.layout == "BNHD" else quiet
+
+
+def both(p: Problem, x: tensors.Inputs, quiet, grads=None):
+    """(out, lse, gradients by name, the gradients of out and lse that these come from: random ones, if none are given)"""
+    named = {"q": x.q, "k": x.k, "v": x.v, "m": x.mask}
+    leaves = {name: t if t is None else t.detach().requires_grad_(name in p.wanted) for name, t in named.items()}
+    out, lse = call(p, x, tuple(leaves.values()), return_lse=True)
+    grads = grads or random_gradients(p, out.detach(), lse.detach(), quiet)
+    wanted = [name for name in "qkvm" if name in p.wanted and leaves[name] is not None]
+    outputs = [out, lse] if p.grad_lse else [out]
+    got = torch.autograd.grad(outputs, [leaves[name] for name in wanted], [g for g in grads if g is not None])
+    names = {"q": "dq", "k": "dk", "v": "dv", "m": "dmask"}
+    return out.detach(), lse.detach(), {names[name]: g for name, g in zip(wanted, got, strict=True)}, grads
+
+
+def run(p: Problem, x: tensors.Inputs):
+    """(out, lse, gradients, what they are of), as often as the problem says, with the same bits."""
+    first = None
+    with running(p):
+        for _ in range(p.repeats):
+            try:
+                if p.backward:
+                    found = both(p, x, _quiet(p, x))
+                else:
+                    found = (*forward(p, x), {}, (None, None))
+            except NotImplementedError as error:
+                if p.backend == "auto" and p.level is None:
+                    raise
+                raise Refused(str(error)) from None
+            except ValueError as error:
+                if any(words in str(error) for words in _REFUSALS):
+                    raise Refused(str(error)) from None
+                raise
+            if first is not None and not same_bits((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
+                raise Wrong("a second call gives other bits")
+            first = found if first is None else first
+    return first
+
+
+# ---- the check ----
+
+
+def check(p: Problem) -> str:
+    """Raises Wrong, or whatever the call did; Refused where the contract lets it refuse. Gives the kernel's backend."""
+    if p.dtype in FP8:
+        from campaign_fp8 import check_fp8
+
+        return check_fp8(p)
+    device = _device(p)
+    with torch.no_grad():
+        x = tensors.make(p, device)
+        sums = _checksum(x.blocks)
+    ran = run(p, x)
+    with torch.no_grad():
+        if any(int(a != b) for a, b in zip(sums, _checksum(x.blocks), strict=True)):
+            raise Wrong("an input was written to")
+        if p.packed:
+            _check_packed(p, x, *ran)
+        else:
+            _check_dense(p, x, *ran)
+    return p.backend
+
+
+def _check_dense(p, x, out, lse, gradients, grads) -> None:
+    q, k, v, first_out = (heads_first(p, t) for t in (x.q, x.k, x.v, out))
+    grad = None if grads[0] is None else heads_first(p, grads[0])
+    got = {name: heads_first(p, g) for name, g in gradients.items() if name != "dmask"}
+    if "dmask" in gradients:
+        got["dmask"] = gradients["dmask"][(None,) * (4 - x.mask.dim())]
+    want = truth.expected(
+        q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_acc(p), **p.rule
+    )
+    _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
+
+
+def _acc(p: Problem) -> dict:
+    return {"acc_qk": "f16" if p.acc == "f16" else "f32", "acc_pv": "f32" if p.acc == "f32" else "f16"}
+
+
+def _compare(p, q, k, got: dict, want: dict) -> None:
+    for name, x in got.items():
+        if x is None:
+            continue
+        wanted, bases, moved, least = want[name]
+        try:
+            if name == "lse":
+                base = bases[0] if p.acc == "f16" else None
+                compare.assert_lse_close(name, x, wanted, q, k, p.scale, base, moved)
+            else:
+                compare.assert_close(name, x, wanted, bases, moved, least)
+        except AssertionError as error:
+            raise Wrong(str(error)) from None
+
+
+def _check_packed(p, x, out, lse, gradients, grads) -> None:
+    """Sequence by sequence; rows of none give 0 and -inf."""
+    shapes = {"out": (x.q.shape[0], p.heads_q, p.d_v), "dq": x.q.shape, "dk": x.k.shape, "dv": x.v.shape}
+    totals = {}
+    device = out.device
+    for name in ("out", *gradients):
+        bases = 1 if name == "out" else 2
+        totals[name] = truth.Sum(shapes[name], out.dtype, device, bases)
+    totals["lse"] = truth.Sum((p.heads_q, x.q.shape[0]), torch.float32, device, 1)
+    totals["lse"].want.fill_(-torch.inf)
+    live_q = torch.zeros(x.q.shape[0], dtype=torch.bool, device=device)
+    live_k = torch.zeros(x.k.shape[0], dtype=torch.bool, device=device)
+    for rows, keys in x.spans:
+        live_q[rows], live_k[keys] = True, True
+        totals["lse"].want[:, rows] = 0.0
+        q, k, v = (t[part].transpose(0, 1)[None] for t, part in ((x.q, rows), (x.k, keys), (x.v, keys)))
+        grad = None if grads[0] is None else grads[0][rows].transpose(0, 1)[None]
+        grad_lse = None if grads[1] is None else grads[1][None, :, rows]
+        of_sequence = truth.sums(q, k, v, grad=grad, grad_lse=grad_lse, **_acc(p), **p.rule)
+        for name, total in totals.items():
+            if name == "lse":
+                total.add((slice(None), rows), of_sequence[name].part().each(lambda t: t[0]))
+            else:
+                part = rows if name in ("out", "dq") else keys
+                total.add(part, of_sequence[name].part().each(lambda t: t[0].transpose(0, 1)))
+    found = {name: total.expected() for name, total in totals.items()}
+    _compare(p, x.q[live_q], x.k[live_k], {"out": out, "lse": lse, **gradients}, found)
+
+
+def forget() -> None:
+    """What calls before are remembered by."""
+    ops._plans.clear()
+
+
+def clean_environment() -> None:
+    for flag in env.FLAGS:
+        if flag.scope == "run" and flag.name not in ("FFPA_CACHE_DIR", "TRITON_INTERPRET"):
+            os.environ.pop(flag.name, None)

@@ -1,0 +1,167 @@
+"""The tensors of a problem: numbers that are the same on every machine, laid out in memory as it asks, with NaN around."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from campaign_problems import Layout, Mask, Problem
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "bool": torch.bool}
+DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_MARGIN = 64  # elements before and after each tensor
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def bits(shape, seed: int, device) -> torch.Tensor:
+    """int64, as good as random: a hash of where an element is, in integers, which every device computes alike."""
+    x = torch.arange(math.prod(shape), device=device).add_(_signed(seed * 0x632BE59BD9B4E019 % (1 << 64)))
+    x.mul_(_STEP)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)  # zeros come in, whatever the sign
+    return x.view(shape)
+
+
+def normal(shape, seed: int, device) -> torch.Tensor:
+    """float32: sums of four 16-bit numbers, which are nearly normal, and exact."""
+    x = bits(shape, seed, device)
+    total = sum((x >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
+    return (total - 2 * 0xFFFF).float().div_(37837.0)
+
+
+def uniform(shape, seed: int, device) -> torch.Tensor:
+    return (bits(shape, seed, device) & 0xFFFFFF).float().div_(1 << 24)
+
+
+class Placed(NamedTuple):
+    view: torch.Tensor
+    block: torch.Tensor  # all of the memory
+
+
+def place(numbers: torch.Tensor, layout: Layout, dims: str = "BHN") -> Placed:
+    """A view [B, H, N, D] (or as `dims` name them) of memory that is NaN all around; no number is NaN that is asked for."""
+    size = dict(zip(dims, numbers.shape[:-1], strict=True))
+    slack = dict(zip("BHN", layout.slack, strict=True))
+    step, strides = numbers.shape[-1] + slack["N"], {}
+    extra = {"B": slack["B"], "H": slack["H"], "N": 0}
+    for dim in reversed([dim for dim in layout.order if dim in dims]):
+        shared = dim in layout.shared and size[dim] > 1
+        strides[dim] = 0 if shared else step
+        step *= 1 if shared else size[dim] + extra[dim]
+    block = torch.full((_MARGIN + layout.offset + step + _MARGIN,), torch.nan, dtype=numbers.dtype, device=numbers.device)
+    view = block.as_strided(numbers.shape, [*(strides[dim] for dim in dims), 1], _MARGIN + layout.offset)
+    target = view
+    for dim in dims:  # what is shared is written once
+        if dim in layout.shared and size[dim] > 1:
+            target, numbers = (x.narrow(dims.index(dim), 0, 1) for x in (target, numbers))
+    target.copy_(numbers)
+    return Placed(view, block)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To the nearest finite number."""
+    most = torch.finfo(dtype).max
+    return x.clamp_(-most, most).to(dtype)
+
+
+def make_mask(mask: Mask, p: Problem, device) -> torch.Tensor:
+    full = (p.batch, p.heads_q, p.n_q, p.n_k)
+    shape = [n if own else 1 for n, own in zip(full, mask.own, strict=True)]
+    batch, heads, rows, keys = shape
+    at = torch.arange(keys, device=device).view(1, 1, 1, keys)
+    entry = torch.arange(batch, device=device).view(batch, 1, 1, 1)
+    hidden = torch.zeros(shape, dtype=torch.bool, device=device)
+    if mask.pattern == "holes":
+        hidden = uniform(shape, p.seed + 11, device) < 0.3
+    elif mask.pattern == "left":
+        hidden = hidden | (at < (entry + 1) * keys // (batch + 1))
+    elif mask.pattern == "right":
+        hidden = hidden | (at >= keys - (entry + 1) * keys // (batch + 2))
+    elif mask.pattern == "rows":
+        hidden = hidden | (uniform((1, 1, rows, 1), p.seed + 12, device) < 0.3)
+    elif mask.pattern == "whole":
+        hidden = ~hidden
+    if mask.dtype == "bool":
+        values = ~hidden
+    else:
+        values = normal(shape, p.seed + 13, device).mul_(mask.size)
+        if mask.attract:
+            values += mask.attract * (uniform(shape, p.seed + 14, device) < 0.1)
+        values = values.masked_fill(hidden, mask.hidden).to(DTYPES[mask.dtype])
+    if mask.slack:
+        wide = torch.full((*shape[:3], keys + mask.slack), mask.dtype == "bool", dtype=values.dtype, device=device)
+        if mask.dtype != "bool":
+            wide.fill_(torch.nan)
+        wide[..., :keys] = values
+        values = wide[..., :keys]
+    if mask.transposed:
+        values = values.mT.contiguous().mT
+    return values[(0,) * (4 - mask.dims)] if all(n == 1 for n in shape[: 4 - mask.dims]) else values
+
+
+class Inputs(NamedTuple):
+    q: torch.Tensor  # as the call takes them
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    offsets: tuple  # of packed sequences
+    spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
+    blocks: list[torch.Tensor]
+
+
+def make(p: Problem, device) -> Inputs:
+    dtype = DTYPES[p.dtype]
+    rows, keys = (p.n_q, p.n_k) if not p.packed else (sum(p.lengths_q) + p.spare, sum(p.lengths_k) + p.spare)
+    of_q = normal((p.batch, p.heads_q, rows, p.d), p.seed * 7 + 1, device).mul_(p.size_q)
+    of_k = normal((p.batch, p.heads_kv, keys, p.d), p.seed * 7 + 2, device).mul_(p.size_k)
+    of_v = normal((p.batch, p.heads_kv, keys, p.d_v), p.seed * 7 + 3, device).mul_(p.size_v)
+    if p.numbers == "equal_keys":
+        of_k = of_k[:, :, :1].expand(of_k.shape).clone()
+    q, k, v = (cast(x, dtype) for x in (of_q, of_k, of_v))
+    if p.packed and p.spare:
+        for x in (q, k, v):
+            x[:, :, -p.spare :] = torch.nan
+    if p.numbers == "nan_row" and rows:
+        q[:, -1, rows // 2] = torch.nan
+    placed = []
+    for x, layout in ((q, p.q), (k, p.k), (v, p.v)):
+        if p.packed:
+            view, block = place(x[0], layout, "HN")
+            view = view.transpose(0, 1)
+        else:
+            view, block = place(x, layout)
+            view = view.transpose(1, 2) if p.layout == "BNHD" else view
+        placed.append((view, block))
+    mask = make_mask(p.mask, p, device) if p.mask else None
+    offsets, spans = _offsets(p, rows, keys, device) if p.packed else ((), [])
+    return Inputs(*(view for view, _ in placed), mask, offsets, spans, [block for _, block in placed])
+
+
+def _offsets(p: Problem, rows: int, keys: int, device):
+    sides, starts = [], []
+    for lengths, total, shorter in ((p.lengths_q, rows, p.longest[0]), (p.lengths_k, keys, p.longest[1])):
+        at = [0]
+        for length in lengths:
+            at.append(at[-1] + length)
+        longest = max(0, max(lengths, default=0) + shorter)
+        if p.odd_offsets == "first":
+            at[0] = -5
+        elif p.odd_offsets == "last":
+            at[-1] = total + 50
+        elif p.odd_offsets == "falls":
+            at[-1] = at[-2] - 3
+        clamped = [min(max(x, 0), total) for x in at]
+        starts.append([(a, max(0, min(b - a, longest))) for a, b in zip(clamped, clamped[1:], strict=False)])
+        sides.append((torch.tensor(at, dtype=torch.int32, device=device), longest))
+    (cu_q, longest_q), (cu_k, longest_k) = sides
+    spans = [
+        (slice(a, a + n), slice(b, b + m)) for (a, n), (b, m) in zip(*starts, strict=True)
+    ]
+    return (cu_q, cu_k, longest_q, longest_k), spans

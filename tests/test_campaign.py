@@ -1,0 +1,302 @@
+"""The campaign itself: its truth, its bounds, what it finds; three minutes of fixed seeds; and what its seeds once found."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import campaign
+import campaign_check
+import campaign_stress
+import campaign_tensors as tensors
+import compare
+import ffpa_attn
+import oracle
+import pytest
+import test_numerics
+import torch
+import truth
+from campaign_check import check
+from campaign_problems import DEVICES, FP8, Layout, Mask, Problem, generate
+from campaign_shrink import as_test, shrink
+from ffpa_attn import emulated, env, ops
+from ffpa_attn.spec import ScaledCopy, aot_specs
+
+
+@pytest.fixture(autouse=True)
+def new_plans(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+
+
+# ---- the truth ----
+
+
+def dense(seed: int) -> Problem:
+    """A small problem that autograd through the oracle can do."""
+    p = generate(seed, "cpu", "backward")
+    p = p.with_(dtype="bf16", n_q=min(p.n_q, 40), n_k=min(p.n_k, 50), d=min(p.d, 64), d_v=min(p.d_v, 64), batch=max(p.batch, 1))
+    if p.packed:
+        p = p.with_(lengths_q=None, lengths_k=None, spare=0)
+    return p
+
+
+@pytest.mark.parametrize("most_scores", [1 << 22, 100], ids=["whole", "in blocks"])
+def test_the_truth_is_the_oracles(most_scores, monkeypatch):
+    """And its yardstick the comparator's."""
+    monkeypatch.setattr(truth, "_MOST_SCORES", most_scores)
+    seen = 0
+    for seed in range(60):
+        p = dense(seed)
+        x = tensors.make(p, "cpu")
+        q, k, v = (campaign_check.heads_first(p, t) for t in (x.q, x.k, x.v))
+        exact = [t if t.dtype == torch.bool else t.double() for t in (q, k, v, x.mask) if t is not None]
+        leaves, mask = test_numerics.leaves(*exact), {}
+        if x.mask is not None:
+            mask["mask"] = leaves[3]
+        out, lse = oracle.attention(*leaves[:3], **mask, **p.rule)
+        grads = test_numerics.random_like(out, 1), test_numerics.random_like(lse, 2) * torch.isfinite(lse)
+        want = test_numerics.gradients((out, lse), grads, leaves)
+        found = truth.expected(q, k, v, mask=x.mask, grad=grads[0], grad_lse=grads[1], **p.rule)
+        for name, g in (("out", out), ("lse", lse), *zip(("dq", "dk", "dv", "dmask"), want, strict=False)):
+            size = float(g.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if g.numel() else 0.0
+            torch.testing.assert_close(found[name].want.reshape(g.shape), g.detach().double(), atol=1e-9 * size, rtol=1e-9, msg=f"{name}: {p}")
+            seen += size > 0
+        base = compare.baseline(q, k, v, mask=x.mask, **p.rule)[0]
+        difference = (found["out"].bases[0] - base).abs()
+        assert not base.numel() or difference.max() <= 2 * compare._ULP[base.dtype] * v.abs().max(), p
+    assert seen > 200
+
+
+def rows_of(q, k, v, **rule):
+    """One head: (expected, what softmax in float32 of float32 scores gives)"""
+    found = truth.expected(q, k, v, **rule)
+    mask, scale = rule.get("mask"), rule.get("scale", q.shape[-1] ** -0.5)
+    scores = q.float() @ k.float().mT * scale
+    scores = scores if mask is None else scores + mask.float()
+    return found, torch.softmax(scores, -1) @ v.float(), torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [30.0, 300.0, 3000.0])
+def test_what_large_scores_may_move(size, dtype):
+    """The float32 computation passes; sixteen times the result does not, nor NaN."""
+    q, k, v = (tensors.normal((1, 2, 16, 32), seed, "cpu") for seed in (1, 2, 3))
+    q, k, v = (q * size).to(dtype), (k * size).to(dtype), (v.abs() + 0.5).to(dtype)
+    found, out, lse = rows_of(q, k, v)
+    want, bases, moved, least = found["out"]
+    assert (moved is not None) == (size > 100)
+    compare.assert_close("out", out.to(dtype), want, bases, moved, least)
+    compare.assert_lse_close("lse", lse, found["lse"].want, q, k, None, None, found["lse"].moved)
+    for wrong in (out * 16, out * torch.nan):
+        with pytest.raises(AssertionError):
+            compare.assert_close("out", wrong.to(dtype), want, bases, moved, least)
+
+
+def test_equal_keys_share_their_rounding():
+    """Products of keys that are alike are alike too: P does not move, however large they are."""
+    q, k, v = (tensors.normal((1, 1, 8, 64), seed, "cpu") for seed in (1, 2, 3))
+    q, k, v = (q * 3000).to(torch.float16), (k[:, :, :1] * 3000).expand(k.shape).to(torch.float16), v.to(torch.float16)
+    found, out, _ = rows_of(q, k, v)
+    assert found["out"].moved is not None and not found["out"].moved.any()
+    compare.assert_close("out", out.half(), *found["out"])
+    with pytest.raises(AssertionError):
+        compare.assert_close("out", out.half() * 0, *found["out"])
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.bfloat16).min, -1e9, -1e30])
+def test_a_hidden_key_moves_nobody_else(hidden):
+    """Its own score moves far, and is far below all others."""
+    q, k, v = (tensors.normal((1, 1, 8, 64), seed, "cpu").to(torch.bfloat16) for seed in (1, 2, 3))
+    mask = torch.zeros(1, 1, 8, 8)
+    mask[..., :3] = hidden
+    moved = truth.expected(q, k, v, mask=mask)["out"].moved
+    assert moved is not None and moved.max() < 1e-4
+
+
+def test_ordinary_scores_move_nothing():
+    for seed in range(200):
+        p = generate(seed, "cpu", "forward")
+        if p.packed or p.dtype in FP8 or p.mask or p.size_q * p.size_k * abs(p.scale or 1) > 1.0 or p.numbers == "nan_row":
+            continue
+        x = tensors.make(p, "cpu")
+        found = truth.expected(*(campaign_check.heads_first(p, t) for t in (x.q, x.k, x.v)), **p.rule)
+        assert all(one.moved is None for one in found.values())
+
+
+# ---- problems ----
+
+
+def test_seeds_are_the_same_everywhere():
+    p = generate(7, "cuda")
+    assert repr(p) == repr(generate(7, "cuda")) and p != generate(8, "cuda")
+    assert [int(x) for x in tensors.bits((4,), 7, "cpu") % 1000003] == BITS
+    numbers = tensors.normal((10_000,), 3, "cpu")
+    assert abs(float(numbers.mean())) < 0.03 and abs(float(numbers.std()) - 1) < 0.03
+
+
+BITS = [328366, 907389, 280429, 66322]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_problem_prints_as_itself(device):
+    for seed in range(100):
+        p = generate(seed, device)
+        assert eval(repr(p)) == p
+
+
+def test_problems_cover_every_argument():
+    found = [generate(seed, "cuda") for seed in range(3000)]
+    for name in Problem.__dataclass_fields__:
+        values = {getattr(p, name) for p in found}
+        assert len(values) > 1 or name in ("device",), name
+    refused_by_triton = [p for p in found if p.backend == "triton" and max(p.d, p.d_v) > 256]
+    assert not refused_by_triton
+    assert max(p.n_q for p in found) > 4000 and {p.d % 16 for p in found} == {0, 8}
+
+
+def test_layouts_hold_what_was_asked_for_and_nan_around():
+    for seed in range(200):
+        p = generate(seed, "cpu")
+        if p.dtype in FP8 or p.packed:
+            continue
+        x = tensors.make(p, "cpu")
+        for t, block in zip((x.q, x.k, x.v), x.blocks, strict=True):
+            if t.numel() and not 0 in t.stride():
+                assert int(block.isnan().sum()) == block.numel() - t.numel() + int(t.isnan().sum())
+            assert not ffpa_attn.checks.rows_problem(t) or t.numel() == 0
+
+
+# ---- what it finds, and what it says ----
+
+
+def test_wrong_numbers_are_found(monkeypatch):
+    """One part in fifty, of one element; a mask written to; what lies beside `out`; an error that no contract names."""
+    p = Problem(device="cpu", backend="reference", n_q=20, n_k=30, out=Layout(slack=(0, 1, 8)), mask=Mask("f32"))
+    assert campaign.outcome(p) == ("right", "")
+    body = ops._FORWARD["reference"]
+
+    def spoilt(change):
+        def forward(form, q, k, v, out, lse, plan):
+            body(form, q, k, v, out, lse, plan)
+            change(form, q, out)
+
+        monkeypatch.setitem(ops._FORWARD, "reference", forward)
+        return campaign.outcome(p)[0]
+
+    def raises(form, q, out):
+        raise RuntimeError("no")
+
+    assert spoilt(lambda form, q, out: out[0, 0, 3].mul_(1.5)) == "wrong"
+    assert spoilt(lambda form, q, out: q[0, 0, 3].mul_(2.0)) == "wrong"
+    assert spoilt(lambda form, q, out: out.as_strided((1,), (1,), out.storage_offset() + 65).fill_(2.0)) == "wrong"
+    assert spoilt(raises) == "wrong"
+    assert spoilt(lambda form, q, out: None) == "right"
+
+
+def test_a_wrong_problem_is_made_smaller():
+    p = generate(11, "cpu", "forward").with_(lengths_q=None, lengths_k=None, n_q=300, n_k=200, d=64, heads_kv=4, causal=True)
+    smaller = shrink(p, lambda x: x.n_q >= 7 and x.causal, 10.0)
+    assert smaller.n_q == 7 and smaller.n_k == 1 and smaller.d == 8 and smaller.causal and smaller.heads_kv == 1
+    assert repr(smaller) in as_test(smaller, "why")
+    compile(as_test(smaller, "of two\nlines"), "test", "exec")
+
+
+def run_campaign(*args: str) -> tuple[int, dict, str]:
+    script = Path(__file__).with_name("campaign.py")
+    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_program(tmp_path):
+    summary = tmp_path / "summary.json"
+    code, said = run_campaign("--device", "cpu", "--seconds", "100", "--problems", "30", "--processes", "2", "--json", str(summary))
+    found = json.loads(summary.read_text())
+    assert code == 0, said
+    assert found["right"] >= 30 and found["wrong"] == 0 and sum(map(sum, (x.values() for x in found["kinds"].values()))) == found["problems"]
+    code, said = run_campaign("--device", "cpu", "--only", "3")
+    assert code == 0 and repr(generate(3, "cpu")) in said and "right" in said
+
+
+# ---- allocations that fail ----
+
+RUN_OUT = {
+    "reference": Problem(device="cpu", backend="reference", backward=True, n_q=30, n_k=40, heads_kv=2, grad_lse=True),
+    "reference packed": Problem(device="cpu", backend="reference", backward=True, lengths_q=(9, 0, 20), lengths_k=(9, 4, 20)),
+    "mma, level 3": Problem(device="emulator", backend="mma", level=3, n_q=30, n_k=40),
+    "backward on mma": Problem(device="emulator", backend="mma", backward=True, n_q=30, n_k=40),
+    "backward on hopper": Problem(device="emulator", backend="hopper", backward=True, n_q=30, n_k=40, arch="sm_90a"),
+}
+
+
+@pytest.mark.parametrize("name", list(RUN_OUT))
+def test_allocations_that_fail(name):
+    """Each in turn: the error names the workspace and the least that works, the next call has the bits of the first."""
+    failures, wrong = campaign_stress.run_out(campaign_stress.Kind(RUN_OUT[name]))
+    assert failures >= 3 and not wrong, wrong
+
+
+@pytest.mark.parametrize("columns", [72, 448])
+def test_the_least_workspace_is_one_that_works(columns):
+    """And a smaller one is refused, where the error names more than 1 MiB."""
+    p = Problem(device="emulator", backend="mma", level=3, n_q=20, n_k=20, d=columns, d_v=columns)
+    if columns > 72:
+        p = p.with_(d_v=4200)
+    kind = campaign_stress.Kind(p)
+    with campaign_check.running(p), campaign_stress.failing_allocation(1), pytest.raises(torch.OutOfMemoryError) as error:
+        kind()
+    least = int(re.search(r"set FFPA_WORKSPACE_MB=(\d+), the least", str(error.value))[1])
+    assert least == (1 if columns == 72 else 2) and "workspace of " in str(error.value)
+    with campaign_check.running(p.with_(flags=(("FFPA_WORKSPACE_MB", str(least)),))):
+        kind()
+    if least > 1:
+        with campaign_check.running(p.with_(flags=(("FFPA_WORKSPACE_MB", str(least - 1)),))), pytest.raises(NotImplementedError):
+            kind()
+
+
+# ---- seeds ----
+
+FOUND = {
+    "P above 1, as the LSE was rounded down, in the reference path": Problem(
+        seed=30000009, device="cpu", backend="reference", backward=True, dtype="f16", n_q=1, n_k=3, d=152, d_v=8, causal=True,
+        align="top_left", size_q=1925.4791986388811, size_k=1925.4791986388811,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_found(name):
+    check(FOUND[name])
+
+
+SEEDS = {"emulator": 150, "interpreter": 40, "cpu": 500}  # about a minute each
+
+
+@pytest.fixture
+def shipped_kernels_alone(monkeypatch):
+    """None is built for one problem."""
+    shipped = {spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy)}
+    module = emulated._module_with
+
+    def of_shipped(spec):
+        if spec not in shipped:
+            raise NotImplementedError(f"{spec.name} is not shipped")
+        return module(spec)
+
+    monkeypatch.setattr(emulated, "_module_with", of_shipped)
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("device", list(SEEDS))
+def test_fixed_seeds(device, part, shipped_kernels_alone):
+    if device == "interpreter":
+        pytest.importorskip("triton", reason="Triton is an extra")
+        if torch.cuda.is_available():
+            pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
+    ended = {}
+    for seed in range(part, SEEDS[device], 4):
+        p = generate(seed, device)
+        how, why = campaign.outcome(p)
+        ended[how] = ended.get(how, 0) + 1
+        assert how in ("right", "refused"), f"{why}\n{as_test(p, why)}"
+    assert ended["right"] > 0.7 * sum(ended.values()), ended

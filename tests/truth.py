@@ -1,0 +1,286 @@
+"""What a call must give, how far PyTorch's own computation is from it, and how far rounding of large scores may move it.
+
+The truth is the oracle's formula in float64, written out with its gradients, a block of rows at a time (a test compares both).
+Beside it, of the same matrices, stand the yardsticks of the comparator: attention and its gradients as PyTorch computes them
+in the input type. Only where scores are large (compare.LARGE) does a third thing: what float32 can no longer tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import compare
+import oracle
+import torch
+
+_MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
+_FEW = 512  # rows, or keys, of all heads: of fewer PyTorch's error may be small by luck
+_DEVIATIONS = 4.0  # of an error: what is allowed at least
+
+
+class Expected(NamedTuple):
+    want: torch.Tensor  # float64
+    bases: tuple[torch.Tensor, ...]  # PyTorch's own, in the type of the result
+    moved: torch.Tensor | None  # what is allowed beyond twice their error
+    least: torch.Tensor | None  # and what that counts as at least
+
+
+class Part(NamedTuple):
+    """Of a result: what a block of rows adds to it."""
+
+    want: torch.Tensor
+    bases: list[torch.Tensor]
+    moved: torch.Tensor | None = None
+    variance: torch.Tensor | None = None  # of the error that rounding makes
+    surely: torch.Tensor | None = None  # an error that float32 sums may make
+
+    def each(self, change) -> Part:
+        return Part(*(x if x is None else [change(y) for y in x] if isinstance(x, list) else change(x) for x in self))
+
+
+class Sum:
+    """A result that grows part by part."""
+
+    def __init__(self, shape, dtype, device, bases: int):
+        self.want = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.bases = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(bases)]
+        self.rest: list[torch.Tensor | None] = [None] * 3
+        self.dtype = dtype
+
+    def add(self, at, part: Part) -> None:
+        self.want[at] += part.want
+        for mine, base in zip(self.bases, part.bases, strict=True):
+            mine[at] += base
+        for i, x in enumerate((part.moved, part.variance, part.surely)):
+            if x is not None:
+                if self.rest[i] is None:
+                    self.rest[i] = torch.zeros_like(self.want)
+                self.rest[i][at] += x
+
+    def reshape(self, shape) -> None:
+        self.want, self.bases, *self.rest = self.part().each(lambda x: x.reshape(shape))
+
+    def part(self) -> Part:
+        return Part(self.want, self.bases, *self.rest)
+
+    def expected(self) -> Expected:
+        moved, variance, surely = self.rest
+        least = None
+        if variance is not None:
+            least = _DEVIATIONS * variance.sqrt() + (0.0 if surely is None else surely)
+        return Expected(self.want, tuple(base.to(self.dtype) for base in self.bases), moved, least)
+
+
+def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[slice, slice]]:
+    """(key/value heads of batch entries, rows)"""
+    rows = max(1, min(n_q, _MOST_SCORES // max(1, group * n_k)))
+    heads = max(1, min(batch_heads, _MOST_SCORES // max(1, group * n_k * rows)))
+    for head in range(0, batch_heads, heads):
+        for row in range(0, n_q, rows):
+            yield slice(head, min(head + heads, batch_heads)), slice(row, min(row + rows, n_q))
+
+
+def expected(q, k, v, **how) -> dict[str, Expected]:
+    """As `sums` takes them."""
+    return {name: x.expected() for name, x in sums(q, k, v, **how).items()}
+
+
+def sums(
+    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
+    grad=None, grad_lse=None,
+) -> dict[str, Sum]:  # fmt: skip
+    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable."""
+    batch, heads_q, n_q, d = q.shape
+    heads_kv, n_k, d_v = v.shape[1:]
+    group = heads_q // heads_kv
+    scale = d**-0.5 if scale is None else scale
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    additive = mask is not None and mask.dtype != torch.bool
+    seen_by_rule = oracle.visible(n_q, n_k, causal, align, window, q.device)
+
+    by_heads = (batch * heads_kv, group)
+    q = q.reshape(*by_heads, n_q, d)
+    k, v = k.reshape(batch * heads_kv, n_k, d), v.reshape(batch * heads_kv, n_k, d_v)
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    out = Sum((*by_heads, n_q, d_v), q.dtype, q.device, 1)
+    lse = Sum((*by_heads, n_q), torch.float32, q.device, 1)
+    found = {"out": out, "lse": lse}
+    if grad is not None:
+        grad = grad.reshape(out.want.shape)
+        grad_lse = None if grad_lse is None else grad_lse.reshape(lse.want.shape)
+        found |= {name: Sum(x.shape, x.dtype, x.device, 2) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        if additive:
+            found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
+
+    def of_block(x, heads, rows):
+        """[heads, group * rows, ...] of x [heads, group, rows, ...]."""
+        x = x[heads, :, rows]
+        return x.reshape(x.shape[0], group * x.shape[2], *x.shape[3:])
+
+    for heads, rows in _blocks(batch * heads_kv, group, n_q, n_k) if n_k and n_q else ():
+        count, length = heads.stop - heads.start, rows.stop - rows.start
+        seen, bias = seen_by_rule[rows], None
+        if mask is not None:
+            own = mask.expand(batch, heads_q, mask.shape[2], n_k)
+            own = own[:, :, rows] if mask.shape[2] > 1 else own.expand(batch, heads_q, length, n_k)
+            own = own.reshape(batch * heads_kv, group, length, n_k)[heads]
+            seen = seen & (own if not additive else own != -torch.inf)
+            seen = seen.reshape(count, group * length, n_k)
+            bias = own.reshape(count, group * length, n_k) if additive else None
+        else:
+            seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
+        block = Block(
+            *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
+            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
+        )  # fmt: skip
+        parts = {"out": block.out(), "lse": block.log_sum()}
+        if grad is not None:
+            g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
+            parts |= block.gradients(of_block(grad, heads, rows), g_lse, additive)
+        shape = (count, group, length)
+        for name, part in parts.items():
+            if name in ("dk", "dv"):
+                found[name].add(heads, part)
+            elif name == "dmask":
+                _add_to_mask(found[name], heads, rows, heads_kv, part.each(lambda x: x.view(*shape, n_k)))
+            else:
+                found[name].add((heads, slice(None), rows), part.each(lambda x: x.view(*shape, *x.shape[2:])))
+
+    if not n_k:
+        lse.want.fill_(-torch.inf)
+    shapes = {"out": (batch, heads_q, n_q, d_v), "lse": (batch, heads_q, n_q), "dq": (batch, heads_q, n_q, d)}
+    shapes |= {"dk": (batch, heads_kv, n_k, d), "dv": (batch, heads_kv, n_k, d_v)}
+    for name, shape in shapes.items():
+        if name in found:
+            found[name].reshape(shape)
+    return found
+
+
+def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
+    """Sums of a block, [heads, group, rows, keys], into the mask's elements, entry by entry."""
+    count, group = part.want.shape[:2]
+    mask_shape = total.want.shape
+    for i in range(count):
+        entry, head = divmod(heads.start + i, heads_kv)
+        at = (
+            slice(entry, entry + 1) if mask_shape[0] > 1 else slice(0, 1),
+            slice(head * group, (head + 1) * group) if mask_shape[1] > 1 else slice(0, 1),
+            rows if mask_shape[2] > 1 else slice(0, 1),
+            slice(None),
+        )
+        target = total.want[at].shape
+        total.add(at, part.each(lambda x, i=i, target=target: x[i : i + 1].sum_to_size(target)))
+
+
+class Block:
+    """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
+
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few):
+        self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
+        self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
+        self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
+        raw = q64 @ k64.mT * scale
+        self.capped = softcap * torch.tanh(raw / softcap) if softcap else raw
+        scores = self.capped if bias is None else self.capped + bias.double()
+        self.hidden = ~seen
+        self.empty = self.hidden.all(-1, keepdim=True)
+        self.scores = scores.masked_fill(self.hidden, -torch.inf)
+        self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
+        self.safe_lse = self.lse.masked_fill(self.empty, 0.0)
+        self.p = torch.exp(self.scores - self.safe_lse)
+        self.o = self.p @ v64
+        self._base_scores(bias, acc_qk)
+        self.movement = None
+        if bool(self.large.any()):
+            self.movement = compare.Movement.of(q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias)
+
+    def _base_scores(self, bias, acc_qk) -> None:
+        """As compare.baseline has them."""
+        exact = self.q.float() @ self.k.float().mT
+        product = exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden)
+        scores = torch.where(self.large, exact, product) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        self.base_capped = scores
+        scores = scores if bias is None else scores + bias.float()
+        self.base_scores = torch.where(self.empty, 0.0, scores.masked_fill(self.hidden, -torch.inf))
+        self.base_p = torch.where(self.empty, 0.0, torch.softmax(self.base_scores, -1))
+        self.p16 = self.base_p.to(self.q.dtype)
+        product = self.p16.float() @ self.v.float() if self.acc_pv == "f32" else compare._matmul(self.p16, self.v, self.acc_pv)
+        self.base_o = product.to(self.q.dtype)
+
+    def out(self) -> Part:
+        moved = None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
+        return Part(self.o, [self.base_o], moved, self._variance_of_out() if self.few else None)
+
+    def _variance_of_out(self):
+        """P is rounded before it meets V."""
+        return self.unit**2 * (self.p.square() @ self.v64.square())
+
+    def log_sum(self) -> Part:
+        base = torch.where(self.empty, 0.0, self.base_scores.logsumexp(-1, keepdim=True))
+        moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
+        return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
+
+    def gradients(self, grad, grad_lse, of_mask: bool) -> dict[str, Part]:
+        """Of dq, dk, dv, and of the scores."""
+        grad64, scale = grad.double(), self.scale
+        d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
+        dp = grad64 @ self.v64.mT
+        lowered = dp - ((grad64 * self.o).sum(-1, keepdim=True) - d_lse)
+        slope = 1 - (self.capped / self.softcap).square() if self.softcap else 1.0
+        d_score = self.p * lowered
+        ds = d_score * slope
+
+        dtype = self.q.dtype
+        slope32 = 1 - (self.base_capped / self.softcap).square() if self.softcap else 1.0
+        d_lse32 = 0.0 if grad_lse is None else grad_lse.float()[..., None]
+        dp32 = grad.float() @ self.v.float().mT
+        dv_base = self.p16.float().mT @ grad.float()
+        # As autograd has it: dP in 16 bits, sums over it in float32, dS in 16 bits with its scale.
+        dp16 = dp32.to(dtype).float()
+        by_autograd = self.base_p * (dp16 - ((self.base_p * dp16).sum(-1, keepdim=True) - d_lse32))
+        ds_scaled = (by_autograd * slope32 * scale).to(dtype).float()
+        # As kernels have it that see a block of keys at a time: delta is of the output in 16 bits, dS in 16 bits without scale.
+        delta = (grad.float() * self.base_o.float()).sum(-1, keepdim=True) - d_lse32
+        by_blocks = self.base_p * (dp32 - delta)
+        ds16 = (by_blocks * slope32).to(dtype).float()
+        k32, q32 = self.k.float(), self.q.float()
+        parts = {
+            "dq": Part(scale * (ds @ self.k64), [ds_scaled @ k32, scale * (ds16 @ k32)]),
+            "dk": Part(scale * (ds.mT @ self.q64), [ds_scaled.mT @ q32, scale * (ds16.mT @ q32)]),
+            "dv": Part(self.p.mT @ grad64, [dv_base, dv_base]),
+            "dmask": Part(d_score, [by_autograd, by_blocks.to(dtype).float()]),
+        }
+        if not of_mask:
+            del parts["dmask"]
+        if self.movement is not None:
+            moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
+            parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
+        if self.few:
+            errors = self._errors(grad64, dp, ds, slope)
+            parts = {name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()}
+        return parts
+
+    def _errors(self, grad, dp, ds, slope) -> dict:
+        """name -> (variance, what float32 sums may add): P and dS are rounded, and so is the output that delta is of, which
+        changes all dS of a row alike.
+        """
+        p, slope = self.p, slope if self.softcap else 1.0
+        of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
+        of_delta = of_delta + self.unit**2 * (p * dp).square().sum(-1, keepdim=True)
+        k, q, scale = self.k64, self.q64, self.scale
+        of_ds = (self.unit * ds).square()
+        sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
+        return {
+            "dq": (scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()), abs(scale) * (sums @ k.abs())),
+            "dk": (
+                scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
+                abs(scale) * (sums.mT @ q.abs()),
+            ),
+            "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
+            "dmask": (of_ds + of_delta * p.square(), sums),
+        }
