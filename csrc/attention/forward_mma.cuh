@@ -56,6 +56,9 @@ class ForwardMma {
   static constexpr int kTeamWarps = Config::kTeamWarps;
   static constexpr bool kOwnRings = Config::kOwnRings;
 
+  // Products that are f16 sums become logits at once: two of them share a register, and what decides later takes more.
+  static constexpr bool kHalfProducts = sizeof(typename Config::AccQk) == 2;
+
   // Of one warp, in fragments: S [kScoreM × kScoreN] and O [kOutM × kOutN].
   static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
   static constexpr int kOutM = Config::kTeamRows / 16, kOutN = Config::kOutWarpPairs * 2;
@@ -234,7 +237,18 @@ class ForwardMma {
   // The factor that raw products still need to be logits; it is 1 where they have become logits by more than a factor.
   FFPA_DEVICE float to_logits(Scores& scores, int key) const {
     const bool all_seen = all_rows_see(block_, key, kKeys), no_mask = params_.mask.kind == MaskKind::kNone;
-    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) return params_.score_factor;
+    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) {
+      if (!kHalfProducts) return params_.score_factor;
+      FFPA_UNROLL
+      for (int m = 0; m < kScoreM; ++m) {
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          FFPA_UNROLL
+          for (float& score : scores[m][n]) score = product_to_logit(params_, score);
+        }
+      }
+      return 1;
+    }
     scores_to_logits(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
     return 1;
   }
@@ -286,7 +300,7 @@ class ForwardMma {
         largest = larger_of(largest, std::fabs(maximum));
       }
     }
-    if (factor != 1 && largest * factor > kMostFusedLogit) {
+    if (!kHalfProducts && factor != 1 && largest * factor > kMostFusedLogit) {
       FFPA_UNROLL
       for (int m = 0; m < kScoreM; ++m) {
         FFPA_UNROLL

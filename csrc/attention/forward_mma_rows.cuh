@@ -219,7 +219,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
     }
 
-    float tile_max[kM][2], largest = 0;
+    float tile_max[kM][2];
+    float factor = plain ? params.score_factor : 1.0f;
+    bool large = false;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
@@ -229,11 +231,10 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
         most = larger_of(most, ptx::shfl_xor(most, 1));
         tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
-        largest = larger_of(largest, std::fabs(tile_max[m][h]));
+        large |= std::fabs(tile_max[m][h]) * factor > kMostFusedLogit;
       }
     }
-    float factor = plain ? params.score_factor : 1.0f;
-    if (plain && largest * factor > kMostFusedLogit) {
+    if (plain && ptx::vote_any(large)) {
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
         FFPA_UNROLL
