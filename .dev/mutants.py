@@ -1254,9 +1254,17 @@ MUTANTS = [
     ),
     *_in(
         "first_order.py",
-        "tests/test_ops.py -k 'second_derivative or graph_of_gradients'",
+        "tests/test_first_order.py",
         ("first order: constants instead of an error", "if not torch.is_grad_enabled():", "if not any(x is not None and x.requires_grad for x in grads):"),
-        ("first order: an error at once", "return error(*(", "raise RuntimeError(*("),
+        ("first order: an error at once", "return error(*results", "raise RuntimeError(*results"),
+        ("first order: the error hangs on leaves of its own", "for x in (*saved, *grads) if", "for x in [torch.ones(1, requires_grad=True)] if"),
+        ("first order: the error hangs on saved tensors alone", "(*saved, *grads)", "saved"),
+        ("first order: forward over reverse", "if forward_ad._current_level >= 0 and", "if False and"),
+    ),
+    *_in(
+        "tf32.py",
+        "tests/test_first_order.py -k TF32",
+        ("first order: nothing that leads to TF32's inputs", "out, lse, balance, of_v)", "out, lse.clone(), balance, of_v)"),
     ),
     *_in(
         "triton_merge_kernels.py",
