@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from ffpa_attn import ffpa, merge, triton_attention
+from ffpa_attn import ffpa, merge, triton_attention, triton_launch
 from ffpa_attn.triton_merge import merge_into
 
 
@@ -94,7 +94,7 @@ def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype, severa
         monkeypatch.setattr(triton_attention, "why_not", lambda: "not wanted")
     elif device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_attention, "_gave_up", [])
+    monkeypatch.setattr(triton_launch, "_unable", {})
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype=torch.float32):
@@ -112,7 +112,7 @@ def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype, severa
     want_lse = torch.stack(lses).logsumexp(0)
     want = sum((x - want_lse).exp()[..., None] * y for x, y in zip(lses, outs, strict=True))
     merge_into(out[:, :, 7:], lse[:, :, 7:], more, more_lse, first)
-    assert not triton_attention._gave_up
+    assert not triton_launch._unable
     assert torch.equal(out[:, :, :7], before[0]) and torch.equal(lse[:, :, :7], before[1])
     torch.testing.assert_close(out[:, :, 7:], want.float(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[:, :, 7:], want_lse.float(), atol=1e-5, rtol=1e-5)
@@ -121,7 +121,7 @@ def test_into_what_is_there(device, monkeypatch, backend, rows, d, dtype, severa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a race of a GPU's warps")
 def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
     """Where a warp finds the LSE that another has left, a row in ten thousand is wrong."""
-    monkeypatch.setattr(triton_attention, "_gave_up", [])
+    monkeypatch.setattr(triton_launch, "_unable", {})
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape):
@@ -138,4 +138,4 @@ def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
         want = out * (1 - share) + more * share
         merge_into(out, lse, more[None], more_lse[None], False)
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
-    assert not triton_attention._gave_up
+    assert not triton_launch._unable

@@ -113,12 +113,10 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     return choice
 
 
-def _without_triton(error: triton_launch.Unable, device: torch.device) -> None:
-    """Leaves this call, and all that follow, to the next candidate. What was interpreted failed for a reason of its own."""
-    if device.type == "cpu":
-        raise error
-    triton_attention.give_up(str(error))
-    _plans.clear()
+def _without_triton(error: triton_launch.Unable, key: tuple, plan: _Plan) -> None:
+    """Leaves this call, and all that follow of its kind, to the next candidate."""
+    triton_attention.give_up(plan.choice.problem, plan.choice.plan, str(error))
+    _plans.pop(key, None)
 
 
 def _frames_to_the_caller() -> int:
@@ -260,7 +258,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         try:
             _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
         except triton_launch.Unable as error:
-            _without_triton(error, q.device)
+            _without_triton(error, key, plan)
             return _forward(form, q, k, v, out, options)
     return out, lse
 
@@ -425,7 +423,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     try:
         _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
     except triton_launch.Unable as error:
-        _without_triton(error, q.device)
+        _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
     return dq, dk, dv, dmask
 
@@ -473,7 +471,12 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
     if out.numel():
         pairs = zip(scales, (q, k, v), strict=True)
         by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-        _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+        try:
+            _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+        except triton_launch.Unable as error:
+            _without_triton(error, key, plan)
+            v = v.mT if v_transposed else v
+            return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
     return out, lse
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from . import env, triton_attention, triton_launch
+from . import triton_attention, triton_launch
 from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
 
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
@@ -14,12 +16,9 @@ def merge_into(out, lse, more_out, more_lse, first: bool) -> None:
     """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D] and lse [B, H, N], of attention over other keys each; the
     `first` time these hold nothing yet. Each row sees a key in every one.
     """
-    forced = env.run_flags()["FFPA_BACKEND"] == "triton" and not torch.cuda.is_available()
-    if (out.is_cuda or forced) and out.numel() and not triton_attention.why_not():
-        try:
+    if (out.is_cuda or triton_attention.interprets()) and out.numel() and not triton_attention.why_not():
+        with contextlib.suppress(triton_launch.Unable):
             return _by_triton(out, lse, more_out, more_lse, first)
-        except triton_launch.Unable as error:
-            triton_attention.give_up(str(error))
     if first:
         out.copy_(more_out[0])
         lse.copy_(more_lse[0])
