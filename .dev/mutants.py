@@ -1262,6 +1262,38 @@ MUTANTS = [
         ("first order: forward over reverse", "if forward_ad._current_level >= 0 and", "if False and"),
     ),
     *_in(
+        "triton_launch.py",
+        "tests/test_transient.py",
+        ("launch: what may pass is remembered", "if is_transient(error) or", "if isinstance(error, KeyboardInterrupt) or"),
+        ("launch: a half loaded kernel is kept", "        getattr(kernel, \"device_caches\", {}).clear()", "        pass"),
+        ("launch: one kind's failure is all others'", "*constants.values(), *map(_type_of, tensors)\n", "*map(_type_of, tensors)\n"),
+        ("launch: a failure is forgotten", "    if kind in _unable:", "    if False:"),
+    ),
+    *_in(
+        "native.py",
+        "tests/test_transient.py",
+        ("make ready: what may pass is remembered", "        if is_transient(error):\n            raise\n", ""),
+    ),
+    *_in(
+        "transient.py",
+        "tests/test_transient.py",
+        ("transient: a kernel's image is", "return not any(words in text for words in _OF_A_KERNEL)", "return True"),
+        ("transient: causes do not count", "(cause is not None and is_transient(cause))", "False"),
+        ("transient: every error of the system is", "return error.errno in _OF_THE_SYSTEM", "return True"),
+    ),
+    *_in(
+        "triton_attention.py",
+        "tests/test_transient.py tests/test_triton.py -k 'transient or kind or half_way or leaves_calls or compile_leaves'",
+        ("give up: every kind of call", "if kind == _kind(p, plan)", "if True"),
+        ("give up: whatever the mask", "see.top_left, p.mask, p.softcap > 0", "see.top_left, p.softcap > 0"),
+    ),
+    *_in(
+        "checks.py",
+        "tests/test_bad_input.py",
+        ("fourth place: a mask that requires grad", "    elif o.requires_grad:\n        fault = \"requires grad\"\n", ""),
+        ("fourth place: a mask that is expanded", "    elif _is_expanded(o):", "    elif False:"),
+    ),
+    *_in(
         "tf32.py",
         "tests/test_first_order.py -k TF32",
         ("first order: nothing that leads to TF32's inputs", "out, lse, balance, of_v)", "out, lse.clone(), balance, of_v)"),

@@ -30,7 +30,7 @@ TRANSIENT = {
     "memory of the host": MemoryError,
     "a full disk": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "a file that another process moved": lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
-    "a full disk, wrapped": lambda: chained(toolchain.BuildError("cannot be written"), OSError(errno.ENOSPC, "full")),
+    "a full disk, wrapped": lambda: chained(RuntimeError("cannot be written"), OSError(errno.ENOSPC, "full")),
     "a full disk, as nvcc finds it": lambda: toolchain.BuildError("`ninja` failed: error: No space left on device"),
     "a compiler that was killed": lambda: toolchain.BuildError("nvcc error : 'cicc' died due to signal 9 (Kill signal)"),
     "an assembler that was killed": lambda: chained(

@@ -113,9 +113,8 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
         compiled = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
     except BaseException as error:
         getattr(kernel, "device_caches", {}).clear()  # Triton takes a kernel whose loading failed for loaded
-        if (
-            is_transient(error) or tensors[-1].device.type == "cpu"
-        ):  # what was interpreted failed for a reason of its own
+        interpreted = tensors[-1].device.type == "cpu"  # and failed for a reason of its own
+        if is_transient(error) or interpreted:
             raise
         _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # or LLVM, ptxas or the C compiler did
         raise Unable(_unable[kind]) from error
