@@ -1278,7 +1278,8 @@ MUTANTS = [
         "transient.py",
         "tests/test_transient.py",
         ("transient: a kernel's image is", "return not any(words in text for words in _OF_A_KERNEL)", "return True"),
-        ("transient: causes do not count", "(cause is not None and is_transient(cause))", "False"),
+        ("transient: causes do not count", "return cause is not None and not missing and is_transient(cause)", "return False"),
+        ("transient: a tool that is not there is", "cause is not None and not missing and", "cause is not None and"),
         ("transient: every error of the system is", "return error.errno in _OF_THE_SYSTEM", "return True"),
     ),
     *_in(

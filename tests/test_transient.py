@@ -42,6 +42,7 @@ LASTING = {
     "Triton's compiler": lambda: RuntimeError("PassManager::run failed"),
     "ptxas": lambda: chained(errors.PTXASError("no"), subprocess.CalledProcessError(255, "ptxas")),
     "no C compiler": lambda: RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    "no assembler": lambda: chained(RuntimeError("Cannot find ptxas"), FileNotFoundError(errno.ENOENT, "ptxas")),
     "the C compiler": lambda: subprocess.CalledProcessError(1, "gcc"),
     "an image for other GPUs": lambda: RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
     "registers": lambda: RuntimeError("Triton Error [CUDA]: too many resources requested for launch"),

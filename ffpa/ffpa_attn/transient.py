@@ -36,5 +36,10 @@ def is_transient(error: BaseException) -> bool:
     text = str(error)
     if any(words in text for words in _OF_CUDA):
         return not any(words in text for words in _OF_A_KERNEL)
+    if any(words in text for words in _OF_COMPILERS):
+        return True
     cause = error.__cause__ or error.__context__
-    return any(words in text for words in _OF_COMPILERS) or (cause is not None and is_transient(cause))
+    missing = isinstance(
+        cause, FileNotFoundError
+    )  # who raises another error for it has looked for a tool, and there is none
+    return cause is not None and not missing and is_transient(cause)
