@@ -9,8 +9,16 @@ cd "$root"
 export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 [ $# -eq 0 ] || exec "$PY" -m pytest "$@"
 
-parts=$(nproc) # and 4 GB of a GPU for each
-most=$("$PY" -c 'import torch; print(max(1, torch.cuda.mem_get_info()[1] >> 32) if torch.cuda.is_available() else 16)')
+parts=$(nproc) # and 4 GB of what is free of a GPU for each, beside what the first one takes for a large test
+most=$("$PY" - <<'END'
+import torch
+most = 16
+if torch.cuda.is_available():
+    free, large = torch.cuda.mem_get_info()[0] >> 30, 30
+    most = max(1, 1 + (free - large) // 4 if free > large else free // 4)
+print(most)
+END
+)
 [ "$parts" -le "$most" ] || parts=$most
 [ "$parts" -le 16 ] || parts=16
 logs=$root/build/suite

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -47,11 +48,41 @@ def device(request) -> str:
 
 
 @pytest.fixture(autouse=True)
-def leave_memory_to_others():
-    """Parts of the suite share a GPU, and PyTorch keeps what was freed."""
+def share_memory(request):
+    """Parts of the suite share a GPU, and PyTorch keeps what was freed. A large test waits till others have left it room, and
+    takes all of it at once.
+    """
+    large = request.node.get_closest_marker("large")
+    if large and torch.cuda.is_available() and not runs_on_the_cpu(request.node):
+        take_room(large.kwargs["gigabytes"])
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 28:
         torch.cuda.empty_cache()
+
+
+def runs_on_the_cpu(item) -> bool:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(x == "cpu" or getattr(x, "emulated", False) for x in parameters)
+
+
+def take_room(gigabytes: int, seconds: float = 600) -> None:
+    """It stays with PyTorch's allocator, which gives the test of it."""
+    total = torch.cuda.mem_get_info()[1] >> 30
+    if gigabytes >= total:
+        pytest.skip(f"needs {gigabytes} GB of a GPU's memory, and this one has {total}")
+    end = time.monotonic() + seconds
+    while True:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        try:
+            if free > gigabytes << 30:
+                torch.empty(gigabytes << 30, dtype=torch.uint8, device="cuda")
+                return
+        except torch.OutOfMemoryError:
+            pass  # somebody was faster
+        if time.monotonic() > end:
+            pytest.fail(f"needs {gigabytes} GB of a GPU's memory; for {seconds:.0f} s others have left {free >> 30}")
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="session")

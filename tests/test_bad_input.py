@@ -46,6 +46,15 @@ def overlapping():
     return call(q, out=q)
 
 
+A_MASK = r"`o`, the fourth argument, takes the result, and it has "
+
+
+def in_the_fourth_place(x):
+    """With as many keys as columns, so that a mask may have the shape of a result."""
+    with torch.no_grad():
+        return ffpa(good(64), t(2, 4, 64, 64), t(2, 4, 64, 64), x)
+
+
 def with_grad(name):
     q, k, v = (t(2, 4, 10, 64).requires_grad_(x == name) for x in "qkv")
     return ffpa(q, k, v, out=t(2, 4, 10, 64).requires_grad_(name == "out"))
@@ -143,6 +152,16 @@ BAD = [
     ("mask 5-D", lambda: call(mask=torch.ones(1, 1, 1, 10, 10, dtype=torch.bool)), ValueError, "`mask` has shape"),
     # out
     ("o and out", lambda: call(None, None, None, good(64), out=good(64)), ValueError, "`o` and `out` are both given"),
+    ("a bool mask in the fourth place", lambda: in_the_fourth_place(torch.ones(10, 10, dtype=torch.bool)), TypeError, A_MASK + "dtype torch.bool but `q` has torch.bfloat16; a mask"),
+    ("a float32 mask in the fourth place", lambda: in_the_fourth_place(t(2, 4, 10, 64, dtype=F32)), TypeError, A_MASK + "dtype torch.float32 but"),
+    ("a mask of another 16-bit type in the fourth place", lambda: in_the_fourth_place(t(2, 4, 10, 64, dtype=F16)), TypeError, A_MASK + "dtype torch.float16 but"),
+    ("a mask of keys in the fourth place", lambda: in_the_fourth_place(t(2, 4, 10, 10)), ValueError, A_MASK + r"shape \(2, 4, 10, 10\); a result has \(2, 4, 10, 64\); a mask"),
+    ("a mask of all heads in the fourth place", lambda: in_the_fourth_place(t(10, 64)), ValueError, A_MASK + r"shape \(10, 64\)"),
+    ("a mask of heads in the fourth place, expanded", lambda: in_the_fourth_place(t(1, 4, 10, 64).expand(2, -1, -1, -1)), ValueError, r"`o`, the fourth argument.*is expanded.*a mask\? pass mask="),
+    ("a learned mask in the fourth place", lambda: in_the_fourth_place(t(2, 4, 10, 64).requires_grad_()), ValueError, r"`o`, the fourth argument.*requires grad; a mask\? pass mask="),
+    ("a mask in the fourth place, in training", lambda: ffpa(good(64).requires_grad_(), good(64), good(64), good(64)), ValueError, r"`o`, the fourth argument.*an input requires grad.*a mask\? pass mask="),
+    ("a number in the fourth place", lambda: in_the_fourth_place(0.0), TypeError, "`o` is 0.0.*torch.Tensor"),
+    ("explain: a mask in the fourth place", lambda: explain(good(64), good(64), good(64), torch.ones(10, 10, dtype=torch.bool)), TypeError, A_MASK + "dtype torch.bool"),
     ("shape of out", lambda: call(out=good(128)), ValueError, r"`out` has shape \(2, 4, 10, 128\); it must be \(2, 4, 10, 64\)"),
     ("type of out", lambda: call(out=good(64, dtype=F32)), TypeError, "`out` has dtype torch.float32 but `q` has torch.bfloat16"),
     ("out strided", lambda: call(out=good(128)[..., ::2]), ValueError, "`out` has stride 2 in its last dim"),

@@ -9,6 +9,7 @@ from ffpa_attn import archs, env, explain, ffpa, native, ops, triton_attention
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
 
+WHY_NOT_TRITON = triton_attention.why_not.__wrapped__  # without what it has said before
 ALL_KEYS = Visibility(-1, -1, False)
 PROBLEM = Problem(
     "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, ALL_KEYS, 0.04, 0.0, None, False, None, "f32", None
@@ -149,7 +150,7 @@ class TestSmallHeadDims:
     @pytest.mark.parametrize("release, reason", [((3, 5), "3.6 or newer is needed"), ((3, 6), None), ((3, 10), None)])
     def test_releases_of_triton(self, release, reason, monkeypatch):
         monkeypatch.setattr(triton_attention, "_release", lambda: release)
-        said = triton_attention._why_not_at_all.__wrapped__()
+        said = WHY_NOT_TRITON()
         assert said is None if reason is None else reason in said
 
     def test_experiments_are_of_the_mma_family(self):

@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from ffpa_attn import ffpa, merge, triton_attention
+from ffpa_attn import ffpa, merge, triton_attention, triton_launch
 from ffpa_attn.triton_merge import merge_into
 
 
@@ -175,9 +175,9 @@ def merging(request, device, monkeypatch):
         monkeypatch.setattr(triton_attention, "why_not", lambda: "not wanted")
     elif device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_attention, "_gave_up", [])
+    monkeypatch.setattr(triton_launch, "_unable", {})
     yield merge_into
-    assert not triton_attention._gave_up
+    assert not triton_launch._unable
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -251,7 +251,7 @@ def test_many_parts_weigh_as_they_should(device, merging, size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a race of a GPU's warps")
 def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
     """Where a warp finds the sums that another has left, a row in ten thousand is wrong."""
-    monkeypatch.setattr(triton_attention, "_gave_up", [])
+    monkeypatch.setattr(triton_launch, "_unable", {})
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape):
@@ -268,4 +268,4 @@ def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
         want = out * (1 - share) + more * share
         merge_into(out, top, torch.ones_like(top), more[None], more_lse[None], False)
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
-    assert not triton_attention._gave_up
+    assert not triton_launch._unable

@@ -378,7 +378,7 @@ def test_stages_and_resident_q_on_a_gpu(level, stages, q_resident, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("n", [4096, 16384])
+@pytest.mark.parametrize("n", [4096, pytest.param(16384, marks=pytest.mark.large(gigabytes=14))])
 @by_level_and("d", [320, 1024])
 def test_long_sequences_on_a_gpu(level, d, n):
     case = Case(heads_q=1, heads_kv=1, n_q=n, n_k=n, d=d, rule={"causal": True})
@@ -416,12 +416,10 @@ def test_another_stream_on_a_gpu(level):
 
 
 @needs_gpu
-@pytest.mark.large
+@pytest.mark.large(gigabytes=10)
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 @by_level()
 def test_more_than_31_bits_of_offsets_on_a_gpu(level, dim):
-    if torch.cuda.mem_get_info()[0] < 10 << 30:
-        pytest.skip("needs 10 GB")
     case, inputs, out = far_apart(dim, "cuda")
     _, lse = call(case, inputs, level=level, out=out)
     check(case, inputs, out, lse)

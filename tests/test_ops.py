@@ -181,26 +181,6 @@ class TestBackwardOp:
         with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward"):
             torch.func.jvp(lambda q: ffpa_attn.ffpa(q, k, v), (q,), (torch.ones_like(q),))
 
-    @pytest.mark.parametrize("of", ["a sum", "squares"])  # whose gradients come as constants, or not
-    @pytest.mark.parametrize("form", ["dense", "packed"])
-    def test_second_derivative_is_refused(self, device, form, of):
-        """Were they constants, a penalty on gradients would have none, and nobody would see."""
-        if form == "dense":
-            q, k, v, _ = dense(device)
-            out = ffpa_attn.ffpa(q, k, v)
-        else:
-            q, k, v, *offsets = packed(device)
-            out = ffpa_attn.ffpa_varlen(q, k, v, *offsets)
-        (dq,) = torch.autograd.grad((out if of == "a sum" else out.float().square()).sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="ffpa's gradients cannot be differentiated again"):
-            (out.float().sum() + dq.float().square().sum()).backward()
-
-    def test_a_graph_of_gradients_may_be_asked_for_and_not_used(self, device):
-        q, k, v, _ = dense(device)
-        (want,) = torch.autograd.grad(ffpa_attn.ffpa(q, k, v).sum(), q)
-        ffpa_attn.ffpa(q, k, v).sum().backward(create_graph=True)
-        assert torch.equal(q.grad, want)
-
 
 class TestAutocast:
     def test_float32_becomes_the_autocast_type(self, device):

@@ -1,10 +1,13 @@
 """The suite itself: a run in which nothing ran proves nothing, and says so."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
+import torch
 
 CONFTEST = Path(__file__).parent / "conftest.py"
 
@@ -31,10 +34,56 @@ def test_exit_code(tmp_path, body, exit_code):
 def test_parts_are_the_suite(tmp_path):
     """Each test in one of them, those that no two of may run at once in the first."""
     body = """import pytest
-@pytest.mark.parametrize("i", [pytest.param(i, marks=[pytest.mark.large] * (i in (3, 4))) for i in range(8)])
+@pytest.mark.parametrize("i", [pytest.param(i, marks=[pytest.mark.large(gigabytes=9)] * (i in (3, 4))) for i in range(8)])
 def test_it(i): pass
 """
     runs = [suite_of(tmp_path, body, "--collect-only", f"--part={part}/3").stdout for part in (1, 2, 3)]
     parts = [[int(line.split("[")[1][0]) for line in run.splitlines() if "::" in line] for run in runs]
     assert parts == [[0, 3, 4, 6], [1, 7], [2, 5]]
     assert all(suite_of(tmp_path, body, f"--part={part}").returncode == 4 for part in ("0/2", "3/2"))
+
+
+# ---- tests that take much of a GPU's memory ----
+
+
+class Gpu:
+    """Of 80 GB, which others leave bit by bit."""
+
+    def __init__(self, monkeypatch, *free: int, total: int = 80):
+        self.free, self.taken = list(free), []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.now() << 30, total << 30))
+        monkeypatch.setattr(torch, "empty", lambda size, **_: self.taken.append(size >> 30))
+        monkeypatch.setattr(conftest.time, "sleep", lambda _: None)
+
+    def now(self) -> int:
+        return self.free.pop(0) if len(self.free) > 1 else self.free[0]
+
+
+def test_a_large_test_waits_for_room(monkeypatch):
+    gpu = Gpu(monkeypatch, 80, 10, 26, 20, 27)  # the first is asked for the total
+    conftest.take_room(26)
+    assert gpu.taken == [26] and gpu.free == [27]
+
+
+def test_a_large_test_does_not_wait_for_ever(monkeypatch):
+    gpu = Gpu(monkeypatch, 20)
+    with pytest.raises(pytest.fail.Exception, match="needs 26 GB of a GPU's memory; for 0 s others have left 20"):
+        conftest.take_room(26, seconds=0)
+    assert not gpu.taken
+
+
+def test_a_large_test_is_skipped_where_the_card_is_too_small_for_it_alone(monkeypatch):
+    gpu = Gpu(monkeypatch, 24, total=24)
+    with pytest.raises(pytest.skip.Exception, match="needs 26 GB of a GPU's memory, and this one has 24"):
+        conftest.take_room(26)
+    assert not gpu.taken
+
+
+def test_parts_leave_room_for_the_largest():
+    """Each says how much it takes: more than what a part may take beside others."""
+    tests = "".join(file.read_text() for file in CONFTEST.parent.glob("test_*.py") if file != Path(__file__))
+    needs = [int(n) for n in re.findall(r"mark\.large\(gigabytes=(\d+)\)", tests)]
+    script = (CONFTEST.parent.parent / ".dev/test.sh").read_text()
+    assert len(needs) == tests.count("mark.large") and min(needs) > 8
+    assert max(needs) == int(re.search(r"large = .*, (\d+)$", script, re.MULTILINE)[1])

@@ -199,15 +199,6 @@ def test_compiled_backward(device, served):
         assert torch.autograd.grad(compiled(q, q, q, None).square().sum(), q)[0].any()
 
 
-def test_differentiated_once(device, served):
-    q = t(1, 2, 20, 64, dtype=torch.float32, device=device).requires_grad_()
-    with sdpa():
-        (dq,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q, create_graph=True)
-    assert served
-    with pytest.raises(RuntimeError, match="ffpa's gradients cannot be differentiated again"):
-        dq.square().sum().backward()
-
-
 def test_only_where_it_is_allowed_and_pays(monkeypatch):
     """The user's word, and as much work as takes PyTorch longer than the casts do."""
     device = torch.device("cuda")

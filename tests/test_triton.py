@@ -13,7 +13,7 @@ import pytest
 import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, make_inputs
-from ffpa_attn import archs, env, ops, triton_attention, triton_interpreter
+from ffpa_attn import archs, env, ops, triton_attention, triton_interpreter, triton_launch
 from ffpa_attn.choice import choose
 from ffpa_attn.spec import Problem, Visibility
 from ffpa_attn.triton_launch import Tiles
@@ -268,10 +268,21 @@ def test_nan_stays(device):
 
 
 def test_a_kernel_that_does_not_compile_leaves_calls_to_others(monkeypatch):
-    """Automatic calls go on; those that ask for Triton say what failed."""
+    """Automatic calls of its kind go on; those that ask for Triton say what failed. Other kinds stay."""
     monkeypatch.setattr(triton_attention, "_gave_up", [])
-    triton_attention.give_up("Triton failed here, at forward_kernel: out of resources")
-    assert "out of resources" in triton_attention.plan(PROBLEM, env.run_flags())
+    others = [
+        PROBLEM._replace(**changes)
+        for changes in (
+            {"direction": "backward"}, {"dtype": "f16"}, {"arch": "sm_80"}, {"d_v": 64}, {"d_qk": 120}, {"softcap": 3.0}, {"scale": -1.0},
+            {"mask": "bool"}, {"packed": (8192, 8192)}, {"visibility": Visibility(-1, 0, False)}, {"needs_lse": False},
+        )
+    ]  # fmt: skip
+    plan = triton_attention.plan(PROBLEM, env.run_flags())
+    triton_attention.give_up(PROBLEM, plan, "Triton failed here, at forward_kernel: out of resources")
+    for problem in (PROBLEM, PROBLEM._replace(n_q=3, n_k=77, batch=2, heads_q=8, heads_kv=2, scale=0.3)):
+        assert "out of resources" in triton_attention.plan(problem, env.run_flags())
+    assert not any(isinstance(triton_attention.plan(problem, env.run_flags()), str) for problem in others)
+    assert triton_attention.why_not() is None
     with pytest.raises(NotImplementedError, match="FFPA_BACKEND=triton cannot run .*out of resources"):
         choose(PROBLEM, env.run_flags())
     monkeypatch.delenv("FFPA_BACKEND")
@@ -281,6 +292,7 @@ def test_a_kernel_that_does_not_compile_leaves_calls_to_others(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_call_whose_kernel_does_not_compile_is_made_by_another(monkeypatch):
     monkeypatch.setattr(triton_attention, "_gave_up", [])
+    monkeypatch.setattr(triton_launch, "_unable", {})
     monkeypatch.delenv("FFPA_BACKEND")
     x = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     want = ffpa_attn.ffpa(x.cpu(), x.cpu(), x.cpu())
@@ -289,13 +301,16 @@ def test_a_call_whose_kernel_does_not_compile_is_made_by_another(monkeypatch):
         raise RuntimeError("no compiler")
 
     ops._plans.clear()
-    monkeypatch.setattr(triton.runtime.JITFunction, "run", failing)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.JITFunction, "run", failing)
         warnings.simplefilter("ignore")
         out = ffpa_attn.ffpa(x, x, x)
         out.sum().backward()
     torch.testing.assert_close(out.cpu(), want, atol=2e-3, rtol=0)
-    assert "no compiler" in triton_attention.why_not()
+    assert triton_attention._gave_up and all("no compiler" in reason for _, reason in triton_attention._gave_up)
+    ops._plans.clear()
+    ffpa_attn.ffpa(x, x, x, softcap=3.0)  # of another kind
+    assert [plan.choice.backend for plan in ops._plans.values()] == ["triton"]
 
 
 def test_gradients_of_both_types_in_turn(device):

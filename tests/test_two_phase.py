@@ -388,12 +388,10 @@ def test_gradients_of_the_forward_emulated(monkeypatch):
     torch.testing.assert_close(got, q.grad, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.large
+@pytest.mark.large(gigabytes=10)
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
     """Views of 4 GB that are never written but where the tensors are."""
-    if not place.emulated and torch.cuda.mem_get_info()[0] < 10 << 30:
-        pytest.skip("needs 10 GB")
     case, inputs, out = far_apart(dim, place.device)
     (_, lse), _ = attend(place, case, inputs, out=out)
     check(case, inputs, out, lse)
@@ -433,7 +431,7 @@ def test_every_head_dim_on_a_gpu(d, dtype, rule, on_a_gpu):
 
 
 @pytest.mark.parametrize("cap_mb", [2, 64, 1024])
-@pytest.mark.parametrize("n", [4096, 16384])
+@pytest.mark.parametrize("n", [4096, pytest.param(16384, marks=pytest.mark.large(gigabytes=26))])
 def test_long_sequences_on_a_gpu(n, cap_mb, on_a_gpu, monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
     case = Case(heads_q=2, heads_kv=1, n_q=n, n_k=n, d=640, rule={"causal": True})

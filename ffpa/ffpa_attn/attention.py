@@ -86,12 +86,13 @@ def ffpa(
                 causal="top_left" is short for both.
     window      (left, right) keys around the diagonal, -1 = unbounded.
     softcap     scores become softcap * tanh(score / softcap); 0.0 = off.
-    mask        bool (True = take part) or additive, broadcastable to [B, Hq, Nq, Nk].
+    mask        bool (True = take part) or additive, broadcastable to [B, Hq, Nq, Nk]. Always by name: the fourth place is `o`.
     scale       default D ** -0.5.
     level       None picks the fastest kernel; 1, 2 or 3 forces the split-D mma kernels at that level.
     acc         "f32", "f16" or "mixed" (QK^T in f32, PV in f16): what tensor cores accumulate in.
     num_stages  1..4 pipeline stages of those kernels; None = automatic. Both say nothing where no such kernel runs.
-    out         where to write the result (`o` is the first release's name); no gradients then.
+    out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it: what
+                fits there is overwritten, what is no place for a result is refused.
 
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic.
     """
@@ -105,6 +106,8 @@ def ffpa(
         out, lse = ops.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
     else:
         out = checks.one_output(o, out)
+        if o is not None and mask is None:
+            checks.not_a_mask(o, q, k, v)
         checks.no_grad_with_out(out, q, k, v, mask)
         lse = ops.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
     return (out, lse) if return_lse else out
@@ -208,6 +211,8 @@ def explain(
     if mask is not None:
         checks.only_tensors(mask=mask)
     out = checks.one_output(o, out)
+    if o is not None and mask is None:
+        checks.not_a_mask(o, q, k, v)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     form = ops.Dense(checks.layout(layout), mask)
     form.check(q, k, v)

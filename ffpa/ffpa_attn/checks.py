@@ -173,10 +173,33 @@ def one_output(o, out):
     """`o` is the first release's name of `out`."""
     if o is not None and out is not None:
         raise ValueError("`o` and `out` are both given; they name the same output: pass one")
-    out = o if out is None else out
+    if o is not None:
+        only_tensors(o=o)
     if out is not None:
         only_tensors(out=out)
-    return out
+    return o if out is None else out
+
+
+def not_a_mask(o, *inputs) -> None:
+    """`o` is ffpa's fourth argument, and PyTorch's function has its mask there: what shows that it is no place for a result."""
+    q, _, v = inputs
+    if q.dim() != 4 or v.dim() != 4:
+        return  # the operator says so
+    shape = (*q.shape[:-1], v.shape[-1])
+    error = ValueError
+    if o.dtype not in DTYPES or (q.dtype in DTYPES and o.dtype != q.dtype):
+        error, fault = TypeError, f"has dtype {o.dtype} but `q` has {q.dtype}"
+    elif tuple(o.shape) != shape:
+        fault = f"has shape {_shape(o)}; a result has {shape}"
+    elif _is_expanded(o):
+        fault = f"is expanded (strides {o.stride()}): several of its elements share memory"
+    elif o.requires_grad:
+        fault = "requires grad"
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        fault = "is given but an input requires grad, and what is written to a tensor cannot be differentiated"
+    else:
+        return
+    raise error(f"`o`, the fourth argument, takes the result, and it {fault}; a mask? pass mask=...")
 
 
 def no_grad_with_out(out, *inputs) -> None:
@@ -451,13 +474,17 @@ def _surely_overlap(a, b) -> bool:
 def writable(out, **inputs) -> None:
     if out.numel() == 0:
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _is_expanded(out):
         raise ValueError(
             f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()"
         )
     for name, x in inputs.items():
         if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
             raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
+
+
+def _is_expanded(x) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> None:

@@ -39,8 +39,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, out, lse, *rest = saved
         rule = {
             name: value
             for name, value in ctx.options.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.autograd import forward_ad
 
 _MESSAGE = (
     b"ffpa's gradients cannot be differentiated again; where second derivatives are needed, call "
@@ -13,17 +14,29 @@ _MESSAGE = (
 
 
 def first_order_only(backward):
-    """A Function's backward, whose gradients raise when they are differentiated. (PyTorch's once_differentiable has them be
-    constants where what it is given requires no grad, as the gradient of a sum: a penalty on gradients then has none itself.)
+    """A Function's backward, whose gradients raise when they are differentiated. It is called with what the forward saved, which
+    hooks of PyTorch allow to be unpacked once, and the incoming gradients.
+
+    The error hangs on all that the gradients depend on: autograd leaves out what no path leads from to the inputs that a
+    caller names. So a forward saves its inputs, or one of its outputs, from which autograd finds them. (PyTorch's
+    once_differentiable hangs the error on leaves of its own, or on nothing where the incoming gradients are constants.)
     """
 
     @functools.wraps(backward)
     def once(ctx, *grads):
+        saved = ctx.saved_tensors
+        if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in grads):
+            raise RuntimeError(_MESSAGE.decode())
         with torch.no_grad():
-            results = backward(ctx, *grads)
+            results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
-        error = torch._C._functions.DelayedError(_MESSAGE, len(results))
-        return error(*(None if x is None else x.detach().requires_grad_() for x in results))
+        sources = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
+        error = torch._C._functions.DelayedError(_MESSAGE, len(results) + len(sources))
+        return error(*results, *sources)[: len(results)]
 
     return once
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None

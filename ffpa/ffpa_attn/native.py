@@ -14,6 +14,7 @@ import torch
 
 from . import archs, build, jit, toolchain
 from .spec import KernelSpec, ScaledCopy
+from .transient import is_transient
 
 _PACKAGE = Path(__file__).resolve().parent
 PYTHON_ONLY = (
@@ -59,7 +60,7 @@ def is_built(spec: KernelSpec, gpu: str) -> bool:
     return built is not None and any(archs.runs(target, gpu) for target in built["targets"])
 
 
-_unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that failed in this process, and why
+_unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that cannot be made ready in this process, and why
 
 
 def why_not(spec: KernelSpec, gpu: str) -> str | None:
@@ -117,10 +118,12 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
-    """Whether the kernel can be launched, compiled now if need be. One that fails is not tried again: `why_not` has it."""
+    """Whether the kernel can be launched, compiled now if need be. One that cannot is not tried again: `why_not` has it."""
     try:
         kernel(spec, gpu)
     except RuntimeError as error:
+        if is_transient(error):
+            raise
         _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
         return False
     return True

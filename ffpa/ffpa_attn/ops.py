@@ -115,12 +115,10 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     return choice
 
 
-def _without_triton(error: triton_launch.Unable, device: torch.device) -> None:
-    """Leaves this call, and all that follow, to the next candidate. What was interpreted failed for a reason of its own."""
-    if device.type == "cpu":
-        raise error
-    triton_attention.give_up(str(error))
-    _plans.clear()
+def _without_triton(error: triton_launch.Unable, key: tuple, plan: _Plan) -> None:
+    """Leaves this call, and all that follow of its kind, to the next candidate."""
+    triton_attention.give_up(plan.choice.problem, plan.choice.plan, str(error))
+    _plans.pop(key, None)
 
 
 def _frames_to_the_caller() -> int:
@@ -261,7 +259,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         if out.numel():
             _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
     except triton_launch.Unable as error:
-        _without_triton(error, q.device)
+        _without_triton(error, key, plan)
         return _forward(form, q, k, v, out, options)
     except torch.OutOfMemoryError as error:
         raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None
@@ -436,7 +434,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         d_mask = reference.align_mask(dmask) if mask_grad else None
         _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
     except triton_launch.Unable as error:
-        _without_triton(error, q.device)
+        _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
     except torch.OutOfMemoryError as error:
         of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
@@ -490,6 +488,10 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
             pairs = zip(scales, (q, k, v), strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
             _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+    except triton_launch.Unable as error:
+        _without_triton(error, key, plan)
+        v = v.mT if v_transposed else v
+        return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
     except torch.OutOfMemoryError as error:
         raise _no_memory(error, plan, flags, _bytes(plan.out_shape, out_dtype)) from None
     return out, lse

@@ -158,8 +158,8 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, out, lse = saved
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dq = sums = home = None  # sums: of the gradients of this rank's K and V

@@ -42,7 +42,7 @@ _allowed._dynamo_marked_constant = True
 def attention(q, k, v, mask, rule: dict) -> torch.Tensor:
     """ffpa's operator on float32; `rule` are its keyword arguments. The result lies in memory as q does."""
     # The compiler takes no tensor for two arguments; views of one it does.
-    return _Attention.apply(q, k.view_as(k), v.view_as(v), mask, rule)
+    return _Attention.apply(q, k.view_as(k), v.view_as(v), mask, rule)[0]
 
 
 class _Attention(torch.autograd.Function):
@@ -64,12 +64,12 @@ class _Attention(torch.autograd.Function):
         out = out.transpose(1, 2) if layout == "BNHD" else out
         ctx.save_for_backward(q, k, v, mask, out, lse, balance, of_v)
         ctx.rule = rule
-        return out * _of_queries(1 / of_v, group)
+        return out * _of_queries(1 / of_v, group), lse  # that gradients come from here, autograd learns by the LSE
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_out):
-        q, k, v, mask, out, lse, balance, of_v = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, _):
+        q, k, v, mask, out, lse, balance, of_v = saved
         group = q.shape[1] // k.shape[1]
         largest, largest_of_v = _of_group(_largest(grad_out, 2), group), _largest(v, 2) / of_v
         of_grad = _power_of_two(_LARGEST_OF_GRAD / largest)

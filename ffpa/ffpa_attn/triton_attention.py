@@ -51,7 +51,7 @@ class TritonPlan(NamedTuple):
 _PERSISTENT = {64: (Tiles(128, 64, 4, 1), 64), 128: (Tiles(128, 64, 4, 1), 32), 256: (Tiles(128, 32, 4, 1), 32)}
 
 
-_gave_up: list[str] = []  # once a kernel could not be compiled, until the process ends
+_gave_up: list[tuple[tuple, str]] = []  # kinds of calls whose kernels cannot run in this process, and why
 _LEAST_RELEASE = (3, 6)
 _LAUNCHES_WITHOUT_C = (3, 9)  # earlier ones compile what launches kernels
 
@@ -64,12 +64,26 @@ def _release() -> tuple[int, ...]:
     return _LAUNCHES_WITHOUT_C  # built by someone who has what it takes
 
 
-def give_up(reason: str) -> None:
-    _gave_up.append(reason)
+def give_up(p: Problem, plan: TritonPlan, reason: str) -> None:
+    """Leaves calls of this kind to others."""
+    _gave_up.append((_kind(p, plan), reason))
+
+
+def _kind(p: Problem, plan: TritonPlan) -> tuple:
+    """What kernels are compiled for, but for what lengths and strides decide."""
+    see = p.visibility
+    rule = see.left >= 0, see.right >= 0, see.top_left, p.mask, p.softcap > 0, p.scale >= LEAST_SCALE, p.needs_lse
+    return plan, p.device, p.arch, p.dtype, p.d_qk, p.d_v, p.packed is not None, *rule
+
+
+def if_able(p: Problem, plan: TritonPlan) -> TritonPlan | str:
+    """The plan, or why its kernels cannot run."""
+    return next((reason for kind, reason in _gave_up if kind == _kind(p, plan)), plan)
 
 
 @cache
-def _why_not_at_all() -> str | None:
+def why_not() -> str | None:
+    """Why Triton cannot run here at all."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'ffpa-attn[triton]'"
     if _release() < _LEAST_RELEASE:
@@ -77,9 +91,10 @@ def _why_not_at_all() -> str | None:
     return None
 
 
-def why_not() -> str | None:
-    """Why Triton cannot run here at all."""
-    return _gave_up[0] if _gave_up else _why_not_at_all()
+def interprets() -> bool:
+    """Whether CPU tensors go to kernels that no choice leads to."""
+    flags = env.run_flags()
+    return flags["FFPA_BACKEND"] == "triton" and flags["TRITON_INTERPRET"] and not torch.cuda.is_available()
 
 
 @cache
@@ -131,7 +146,8 @@ def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     tiles, slice_rows = _PERSISTENT[max(64, *widths)]
     scratch_bytes_of_a_core = tiles.rows * (widths[1] + 2) * 4
     most_cores = (flags["FFPA_WORKSPACE_MB"] << 20) // scratch_bytes_of_a_core
-    return TritonPlan("forward", widths, tiles, None, False, min(flags["FFPA_TRITON_CORES"], most_cores), slice_rows)
+    cores = min(flags["FFPA_TRITON_CORES"], most_cores)
+    return if_able(p, TritonPlan("forward", widths, tiles, None, False, cores, slice_rows))
 
 
 def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
@@ -168,7 +184,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     refused = next((answer for answer in found if isinstance(answer, str)), None)
     if refused:
         return refused
-    return TritonPlan(p.direction, widths, found[0], found[1] if len(found) > 1 else None, reads_by_descriptors(p))
+    over_keys = found[1] if len(found) > 1 else None
+    return if_able(p, TritonPlan(p.direction, widths, found[0], over_keys, reads_by_descriptors(p)))
 
 
 # ---- launches ----

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import archs, env, native, triton_attention
+from . import archs, native, triton_attention
 from .spec import FP8_BLOCK, LEAST_SCALE, Problem
 from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
 from .triton_launch import (
@@ -39,7 +39,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     tiles = tiles_of("fp8", p, widths)
     if isinstance(tiles, str):
         return tiles
-    return TritonPlan("fp8", widths, tiles, None, triton_attention.reads_by_descriptors(p))
+    plan = TritonPlan("fp8", widths, tiles, None, triton_attention.reads_by_descriptors(p))
+    return triton_attention.if_able(p, plan)
 
 
 def _in_sixteens(k: torch.Tensor) -> torch.Tensor | None:
@@ -127,9 +128,8 @@ def forward(plan: TritonPlan, q, k, v, q_scale, k_scale, v_scale, out, lse, rule
 
 def quantizes(x: torch.Tensor) -> bool:
     """Whether these kernels make 8-bit floats of x. A compiler makes kernels of its own, and autograd wants PyTorch's operators."""
-    forced = env.run_flags()["FFPA_BACKEND"] == "triton"
     on_gpu = x.is_cuda and not archs.why_not_on(ARCH, native.gpu_of(x.device))
-    wanted = (on_gpu or (forced and not torch.cuda.is_available())) and x.numel() > 0
+    wanted = (on_gpu or triton_attention.interprets()) and x.numel() > 0
     plain = type(x) is torch.Tensor and not torch.compiler.is_compiling()
     recorded = x.requires_grad and torch.is_grad_enabled()
     return wanted and plain and not recorded and not triton_attention.why_not()

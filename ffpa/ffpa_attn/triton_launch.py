@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import triton_interpreter
+from .transient import is_transient
 
 
 class Tiles(NamedTuple):
@@ -81,7 +82,10 @@ def kind_of(*tensors: torch.Tensor) -> tuple:
 
 
 class Unable(RuntimeError):
-    """Triton could not compile, or load, a kernel here."""
+    """Triton could not compile, or load, a kernel here, and no retry will."""
+
+
+_unable: dict[tuple, str] = {}  # kinds of kernels, and why each cannot run in this process
 
 
 class Launch(NamedTuple):
@@ -102,9 +106,23 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
     programs, numbers, options, tiles = how()
     constants = {**options, "ROWS": tiles.rows, "KEYS": tiles.keys}
     constants = {name: constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]}
+    kind = kernel.__name__, tiles, *constants.values(), *map(_type_of, tensors)
+    if kind in _unable:
+        raise Unable(_unable[kind])
     try:
         compiled = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
-    except Exception as error:  # of Triton's, LLVM's, ptxas's or the C compiler's
-        raise Unable(f"Triton failed here, at {kernel.__name__}: {error}") from error
+    except BaseException as error:
+        getattr(kernel, "device_caches", {}).clear()  # Triton takes a kernel whose loading failed for loaded
+        interpreted = tensors[-1].device.type == "cpu"  # and failed for a reason of its own
+        if is_transient(error) or interpreted:
+            raise
+        _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # or LLVM, ptxas or the C compiler did
+        raise Unable(_unable[kind]) from error
     if compiled is not None:  # by the interpreter
         memo[kernel.__name__] = compiled[programs, 1, 1], (*numbers, *constants.values())
+
+
+def _type_of(tensor) -> tuple:
+    """Of a tensor, or of what a descriptor describes."""
+    x = getattr(tensor, "base", tensor)
+    return x.dtype, x.device

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from . import env, triton_attention, triton_launch
+from . import triton_attention, triton_launch
 from .triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
 
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
@@ -17,12 +19,9 @@ def merge_into(out, top, total, more_out, more_lse, first: bool) -> None:
     top is the largest LSE so far, and total the sum of exponentials of all relative to it: their LSE is top + log(total), which of large
     numbers would be rounded at each merge.
     """
-    forced = env.run_flags()["FFPA_BACKEND"] == "triton" and not torch.cuda.is_available()
-    if (out.is_cuda or forced) and out.numel() and not triton_attention.why_not():
-        try:
+    if (out.is_cuda or triton_attention.interprets()) and out.numel() and not triton_attention.why_not():
+        with contextlib.suppress(triton_launch.Unable):
             return _by_triton(out, top, total, more_out, more_lse, first)
-        except triton_launch.Unable as error:
-            triton_attention.give_up(str(error))
     if first:
         top.fill_(-torch.inf)
         out.zero_()

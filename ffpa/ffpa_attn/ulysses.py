@@ -73,15 +73,16 @@ class _UlyssesAttention(torch.autograd.Function):
             k, v = (x.repeat_interleave(ctx.copies, 1) for x in (k, v))
         q, k, v = ranks.to_heads(q, k, v)
         out, lse = torch.ops.ffpa_attn.forward(q, k, v, **options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        out, lse = ranks.to_rows(out, lse[..., None])
-        return out, lse[..., 0]
+        rows_out, rows_lse = ranks.to_rows(out, lse[..., None])
+        rows_lse = rows_lse[..., 0]
+        ctx.save_for_backward(q, k, v, out, lse, rows_lse)  # the last for first_order_only alone
+        return rows_out, rows_lse
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx, saved, grad_out, grad_lse):
         """Both gradients are sent, zeros where a rank has no use for one: all must take part."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, _ = saved
         grad_out, grad_lse = ctx.ranks.to_heads(grad_out, grad_lse[..., None])
         dq, dk, dv, _ = torch.ops.ffpa_attn.backward(
             grad_out, grad_lse[..., 0], q, k, v, out, lse, **ctx.options, fp32_grads=ctx.copies > 1
