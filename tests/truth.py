@@ -188,8 +188,7 @@ class Block:
         self.empty = self.hidden.all(-1, keepdim=True)
         self.scores = scores.masked_fill(self.hidden, -torch.inf)
         self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
-        self.safe_lse = self.lse.masked_fill(self.empty, 0.0)
-        self.p = torch.exp(self.scores - self.safe_lse)
+        self.p = torch.softmax(self.scores.masked_fill(self.empty, 0.0), -1).masked_fill(self.empty, 0.0)
         self.o = self.p @ v64
         self._base_scores(bias, acc_qk)
         self.movement = None
