@@ -43,10 +43,17 @@ def running(p: Problem):
         if p.device != "cuda":
             torch.use_deterministic_algorithms(True)  # new memory holds NaN
             stack.callback(torch.use_deterministic_algorithms, False)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="ffpa_attn: ")
-        warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of infinities in the interpreter
+        said = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
         yield
+    failures = [str(w.message) for w in said if _is_failure(str(w.message))]
+    if failures:
+        raise Wrong(failures[0][:500])
+
+
+def _is_failure(text: str) -> bool:
+    """Of a warning, or a refusal: that a kernel could not be compiled, loaded or launched."""
+    return "ffpa_attn" in text and any(words in text for words in ("failed", "not ready", "Error"))
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
@@ -160,8 +167,8 @@ def run(p: Problem, x: tensors.Inputs):
                 else:
                     found = (*forward(p, x), {}, (None, None))
             except NotImplementedError as error:
-                if p.backend == "auto" and p.level is None:
-                    raise
+                if (p.backend == "auto" and p.level is None) or _is_failure(f"ffpa_attn {error}"):
+                    raise Wrong(str(error)) from None
                 raise Refused(str(error)) from None
             except ValueError as error:
                 if any(words in str(error) for words in _REFUSALS):

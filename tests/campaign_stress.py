@@ -332,6 +332,12 @@ def run_out_of_a_gpu(kind: Kind) -> list[str]:
     return wrong
 
 
+LARGE = [
+    Problem(backward=backward, heads_kv=8, n_q=8192, n_k=8192, d=d, d_v=d)
+    for d, backward in ((1024, False), (512, True), (1024, True))
+]
+
+
 # ---- all of it ----
 
 
@@ -390,6 +396,8 @@ def main() -> int:
             if failures >= args.failures:
                 break
         found["failed allocations"] = failures
+        for p in LARGE if args.device == "cuda" else ():
+            wrong += [f"{error}: {p!r}" for error in run_out_of_a_gpu(Kind(p))[:3]]
     found["seconds"] = round(time.monotonic() - start, 1)
     found["wrong"] = wrong
     if args.json:

@@ -197,7 +197,8 @@ def test_wrong_numbers_are_found(monkeypatch):
 
 def test_a_wrong_problem_is_made_smaller():
     p = generate(11, "cpu", "forward").with_(lengths_q=None, lengths_k=None, n_q=300, n_k=200, d=64, heads_kv=4, causal=True)
-    smaller = shrink(p, lambda x: x.n_q >= 7 and x.causal, 10.0)
+    smaller, ended, why = shrink(p, "at first", lambda x: ("wrong", "small") if x.n_q >= 7 and x.causal else ("right", ""), 10.0)
+    assert (ended, why) == ("wrong", "small")
     assert smaller.n_q == 7 and smaller.n_k == 1 and smaller.d == 8 and smaller.causal and smaller.heads_kv == 1
     assert repr(smaller) in as_test(smaller, "why")
     compile(as_test(smaller, "of two\nlines"), "test", "exec")
