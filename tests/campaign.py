@@ -114,7 +114,14 @@ def _work(args: argparse.Namespace) -> int:
             tell(shrinks=seed)
             smaller, ended, why = shrink(p, why, outcome, _SHRINK_SECONDS)
             source = as_test(smaller, why)
-        tell(seed=seed, ended=ended, why=why[:2000], source=source if ended in ("wrong", "fatal") else "", kind=_kind(p), seconds=seconds)
+        tell(
+            seed=seed,
+            ended=ended,
+            why=why[:2000],
+            source=source if ended in ("wrong", "fatal") else "",
+            kind=_kind(p),
+            seconds=seconds,
+        )
         if ended == "fatal":
             return 3
     return 0
@@ -122,7 +129,15 @@ def _work(args: argparse.Namespace) -> int:
 
 def _kind(p) -> str:
     form = "packed" if p.packed else "dense"
-    mask = "-" if p.mask is None else "bool" if p.mask.dtype == "bool" else "finite" if p.mask.hidden > -float("inf") else "additive"
+    mask = (
+        "-"
+        if p.mask is None
+        else "bool"
+        if p.mask.dtype == "bool"
+        else "finite"
+        if p.mask.hidden > -float("inf")
+        else "additive"
+    )
     pairs = p.pairs()
     size = next((name for name, most in (("0", 0), ("<1e4", 1e4), ("<1e6", 1e6)) if pairs <= most), "<1e8")
     what = "fp8" if p.dtype.startswith("e") else "backward" if p.backward else "forward"
@@ -204,7 +219,9 @@ class Campaign:
         if at["seed"] is not None and killed != ["over"]:
             p = generate(at["seed"], self.args.device, self.args.kind)
             why = "it hung" if killed else f"its process died with {process.returncode}"
-            self._note({"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0})
+            self._note(
+                {"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0}
+            )
         return at["index"] + self.args.processes
 
     def _note(self, told: dict) -> None:
@@ -215,7 +232,10 @@ class Campaign:
                 self.refusals[told["why"][:160].split("; ")[0]] += 1
             elif told["ended"] != "right":
                 self.found.append(told)
-                print(f"\n{told['ended'].upper()} seed {told['seed']} ({told['kind']}): {told['why']}\n{told['source']}", flush=True)
+                print(
+                    f"\n{told['ended'].upper()} seed {told['seed']} ({told['kind']}): {told['why']}\n{told['source']}",
+                    flush=True,
+                )
 
     def summary(self) -> dict:
         seconds = time.monotonic() - self.start

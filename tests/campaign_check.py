@@ -210,9 +210,7 @@ def _check_dense(p, x, out, lse, gradients, grads) -> None:
     got = {name: heads_first(p, g) for name, g in gradients.items() if name != "dmask"}
     if "dmask" in gradients:
         got["dmask"] = gradients["dmask"][(None,) * (4 - x.mask.dim())]
-    want = truth.expected(
-        q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_acc(p), **p.rule
-    )
+    want = truth.expected(q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_acc(p), **p.rule)
     _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
 
 

@@ -52,7 +52,9 @@ def _simpler(p: Problem) -> Iterator[Problem]:
             yield p.with_(**{field.name: default})
 
 
-def shrink(p: Problem, why: str, outcome: Callable[[Problem], tuple[str, str]], seconds: float) -> tuple[Problem, str, str]:
+def shrink(
+    p: Problem, why: str, outcome: Callable[[Problem], tuple[str, str]], seconds: float
+) -> tuple[Problem, str, str]:
     """(the smallest found by then, "wrong", why it is). One that ends the process, "fatal", is taken at once."""
     end = time.monotonic() + seconds
     found = True

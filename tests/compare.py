@@ -136,7 +136,12 @@ class Movement(NamedTuple):
         of_score = change * lowered.abs() + (p + change) * of_delta
         of_slope = (2 * capped.abs() * self.by / self.softcap**2).clamp_max(1.0) * self.large if self.softcap else 0.0
         of_product = of_score * (slope + of_slope) + d_score.abs() * of_slope
-        return {"dq": of_product @ k.abs(), "dk": of_product.mT @ q.abs(), "dv": change.mT @ grad.abs(), "dmask": of_score}
+        return {
+            "dq": of_product @ k.abs(),
+            "dk": of_product.mT @ q.abs(),
+            "dv": change.mT @ grad.abs(),
+            "dmask": of_score,
+        }
 
 
 def _between(scores, by, low_sum, high_sum) -> tuple[torch.Tensor, torch.Tensor]:

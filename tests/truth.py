@@ -144,9 +144,13 @@ def sums(
             if name in ("dk", "dv"):
                 found[name].add(heads, part)
             elif name == "dmask":
-                _add_to_mask(found[name], heads, rows, heads_kv, part.each(lambda x: x.view(*shape, n_k)))
+                _add_to_mask(
+                    found[name], heads, rows, heads_kv, part.each(lambda x, shape=(*shape, n_k): x.view(shape))
+                )
             else:
-                found[name].add((heads, slice(None), rows), part.each(lambda x: x.view(*shape, *x.shape[2:])))
+                found[name].add(
+                    (heads, slice(None), rows), part.each(lambda x, shape=shape: x.view(*shape, *x.shape[2:]))
+                )
 
     if not n_k:
         lse.want.fill_(-torch.inf)
@@ -193,12 +197,16 @@ class Block:
         self._base_scores(bias, acc_qk)
         self.movement = None
         if bool(self.large.any()):
-            self.movement = compare.Movement.of(q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias)
+            self.movement = compare.Movement.of(
+                q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias
+            )
 
     def _base_scores(self, bias, acc_qk) -> None:
         """As compare.baseline has them."""
         exact = self.q.float() @ self.k.float().mT
-        product = exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        product = (
+            exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        )
         self.large = compare.is_large(self.scores, product.isfinite() | self.hidden)
         scores = torch.where(self.large, exact, product) * self.scale
         if self.softcap:
@@ -208,7 +216,11 @@ class Block:
         self.base_scores = torch.where(self.empty, 0.0, scores.masked_fill(self.hidden, -torch.inf))
         self.base_p = torch.where(self.empty, 0.0, torch.softmax(self.base_scores, -1))
         self.p16 = self.base_p.to(self.q.dtype)
-        product = self.p16.float() @ self.v.float() if self.acc_pv == "f32" else compare._matmul(self.p16, self.v, self.acc_pv)
+        product = (
+            self.p16.float() @ self.v.float()
+            if self.acc_pv == "f32"
+            else compare._matmul(self.p16, self.v, self.acc_pv)
+        )
         self.base_o = product.to(self.q.dtype)
 
     def out(self) -> Part:
@@ -257,11 +269,15 @@ class Block:
         if not of_mask:
             del parts["dmask"]
         if self.movement is not None:
-            moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
+            moved = self.movement.gradients(
+                self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped
+            )
             parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
         if self.few:
             errors = self._errors(grad64, dp, ds, slope)
-            parts = {name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()}
+            parts = {
+                name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()
+            }
         return parts
 
     def _errors(self, grad, dp, ds, slope) -> dict:
@@ -275,7 +291,10 @@ class Block:
         of_ds = (self.unit * ds).square()
         sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
         return {
-            "dq": (scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()), abs(scale) * (sums @ k.abs())),
+            "dq": (
+                scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()),
+                abs(scale) * (sums @ k.abs()),
+            ),
             "dk": (
                 scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
                 abs(scale) * (sums.mT @ q.abs()),
