@@ -88,9 +88,12 @@ def expected(q, k, v, **how) -> dict[str, Expected]:
 
 def sums(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
-    grad=None, grad_lse=None,
+    grad=None, grad_lse=None, ordered=True,
 ) -> dict[str, Sum]:  # fmt: skip
-    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable."""
+    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable.
+
+    ordered: whether sums of products have one order, so that keys that are alike have the same.
+    """
     batch, heads_q, n_q, d = q.shape
     heads_kv, n_k, d_v = v.shape[1:]
     group = heads_q // heads_kv
@@ -133,7 +136,7 @@ def sums(
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
-            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
+            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW, ordered=ordered,
         )  # fmt: skip
         parts = {"out": block.out(), "lse": block.log_sum()}
         if grad is not None:
@@ -181,7 +184,7 @@ def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
 class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
-    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few):
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few, ordered):
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
@@ -198,7 +201,7 @@ class Block:
         self.movement = None
         if bool(self.large.any()):
             self.movement = compare.Movement.of(
-                q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias
+                q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias, ordered
             )
 
     def _base_scores(self, bias, acc_qk) -> None:
