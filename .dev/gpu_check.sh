@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: build with all cores, conform, the whole suite, a short benchmark; results in $1 (build/gpu_check),
-# a short table last. SANITIZE=1 adds a compute-sanitizer pass over the kernels; SKIP="conform tests bench small" leaves steps out.
+# On a machine with a GPU: build with all cores, conform, the whole suite, random problems (SECONDS_OF_PROBLEMS of them, 300), calls
+# repeated, a short benchmark; results in $1 (build/gpu_check), a short table last. SEED=N draws other problems. SANITIZE=1 adds a
+# compute-sanitizer pass over the kernels; SKIP="conform tests campaign stress bench small" leaves steps out.
 set -u
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || exit 1
@@ -24,6 +25,10 @@ step build "$PY" -m pip install --quiet --disable-pip-version-check --no-build-i
 step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
 step tests env PYTEST_ADDOPTS="-q -p no:cacheprovider --deselect tests/wheel/test_install.py" bash .dev/test.sh
+processes=$(nproc)
+[ "$processes" -le 16 ] || processes=16
+step campaign "$PY" tests/campaign.py --seconds "${SECONDS_OF_PROBLEMS:-300}" --processes "$processes" --seed "${SEED:-0}" --json "$out/campaign.json"
+step stress "$PY" tests/campaign_stress.py --json "$out/stress.json"
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 step small env FFPA_BACKEND=triton "$PY" bench/small.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do

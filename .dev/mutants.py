@@ -111,6 +111,20 @@ MUTANTS = [
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
+        ("P above 1 where the LSE was rounded down", ".clamp_max_(0.0).exp_()", ".exp_()"),
+    ),
+    *_in(
+        "out_of_memory.py",
+        "tests/test_campaign.py -k 'fail or least'",
+        ("the least workspace is half of the first that works", "    return enough\n", "    return max(enough // 2, 1)\n"),
+        ("any backend counts as the same", ".backend == choice.backend", ".backend != ''"),
+        ("the cap is left out", "({_CAP}={cap})", "(the cap)"),
+    ),
+    *_in(
+        "ops.py",
+        "tests/test_campaign.py -k 'fail'",
+        ("the forward passes PyTorch's error on", "        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None\n", "        raise\n"),
+        ("the backward passes PyTorch's error on", "        raise _no_memory(error, plan, flags, results) from None\n", "        raise\n"),
     ),
     *_in(
         "reference.py",

@@ -62,7 +62,8 @@ def _set_up(device: str) -> None:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    return "CUDA error" in str(error) or "device-side assert" in str(error) or "AcceleratorError" in type(error).__name__
+    words = ("CUDA error", "device-side assert", "Triton Error [CUDA]", "illegal memory access", "misaligned address")
+    return "AcceleratorError" in type(error).__name__ or any(said in str(error) for said in words)
 
 
 def _leave_memory_to_others() -> None:
@@ -75,7 +76,7 @@ def _leave_memory_to_others() -> None:
 def outcome(p) -> tuple[str, str]:
     """("right" | "refused" | "wrong" | "fatal", why)"""
     import torch
-    from campaign_check import Refused, check
+    from campaign_check import Refused, Wrong, check
 
     try:
         check(p)
@@ -83,11 +84,9 @@ def outcome(p) -> tuple[str, str]:
         return "refused", str(error)
     except torch.OutOfMemoryError as error:  # other processes have the memory
         return "refused", f"out of memory: {str(error)[:60]}"
-    except AssertionError as error:
-        return "wrong", str(error) or traceback.format_exc()[-500:]
     except Exception as error:
-        where = "".join(traceback.format_tb(error.__traceback__)[-2:])
-        return "fatal" if _is_fatal(error) else "wrong", f"{type(error).__name__}: {error}\n{where}"
+        where = "" if isinstance(error, Wrong) else "\n" + "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return "fatal" if _is_fatal(error) else "wrong", f"{type(error).__name__}: {error}{where}"
     return "right", ""
 
 
@@ -113,10 +112,16 @@ def _work(args: argparse.Namespace) -> int:
             from campaign_shrink import as_test, shrink
 
             tell(shrinks=seed)
-            smaller = shrink(p, lambda x: outcome(x)[0] in ("wrong", "fatal"), _SHRINK_SECONDS)
-            why = outcome(smaller)[1] or why
+            smaller, ended, why = shrink(p, why, outcome, _SHRINK_SECONDS)
             source = as_test(smaller, why)
-        tell(seed=seed, ended=ended, why=why[:2000], source=source if ended in ("wrong", "fatal") else "", kind=_kind(p), seconds=seconds)
+        tell(
+            seed=seed,
+            ended=ended,
+            why=why[:2000],
+            source=source if ended in ("wrong", "fatal") else "",
+            kind=_kind(p),
+            seconds=seconds,
+        )
         if ended == "fatal":
             return 3
     return 0
@@ -124,7 +129,15 @@ def _work(args: argparse.Namespace) -> int:
 
 def _kind(p) -> str:
     form = "packed" if p.packed else "dense"
-    mask = "-" if p.mask is None else "bool" if p.mask.dtype == "bool" else "finite" if p.mask.hidden > -float("inf") else "additive"
+    mask = (
+        "-"
+        if p.mask is None
+        else "bool"
+        if p.mask.dtype == "bool"
+        else "finite"
+        if p.mask.hidden > -float("inf")
+        else "additive"
+    )
     pairs = p.pairs()
     size = next((name for name, most in (("0", 0), ("<1e4", 1e4), ("<1e6", 1e6)) if pairs <= most), "<1e8")
     what = "fp8" if p.dtype.startswith("e") else "backward" if p.backward else "forward"
@@ -206,7 +219,9 @@ class Campaign:
         if at["seed"] is not None and killed != ["over"]:
             p = generate(at["seed"], self.args.device, self.args.kind)
             why = "it hung" if killed else f"its process died with {process.returncode}"
-            self._note({"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0})
+            self._note(
+                {"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0}
+            )
         return at["index"] + self.args.processes
 
     def _note(self, told: dict) -> None:
@@ -217,7 +232,10 @@ class Campaign:
                 self.refusals[told["why"][:160].split("; ")[0]] += 1
             elif told["ended"] != "right":
                 self.found.append(told)
-                print(f"\n{told['ended'].upper()} seed {told['seed']} ({told['kind']}): {told['why']}\n{told['source']}", flush=True)
+                print(
+                    f"\n{told['ended'].upper()} seed {told['seed']} ({told['kind']}): {told['why']}\n{told['source']}",
+                    flush=True,
+                )
 
     def summary(self) -> dict:
         seconds = time.monotonic() - self.start

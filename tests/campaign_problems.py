@@ -20,7 +20,11 @@ class Layout:
     """How a tensor lies in memory: which dims are outer, what lies between, how far from an even address it begins."""
 
     order: str = "BHN"  # outermost first; the head dim is innermost
-    slack: tuple[int, int, int] = (0, 0, 0)  # entries, heads and rows that nobody asked for; a row's are elements, in eights
+    slack: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # entries, heads and rows that nobody asked for; a row's are elements, in eights
     offset: int = 0  # elements, in eights
     shared: str = ""  # of "B" and "H": of stride 0
 
@@ -169,11 +173,11 @@ def _columns(r: random.Random, most: int, pool) -> int:
 
 def _head_dims(r: random.Random, device: str, backend: str) -> tuple[int, int]:
     most = 256 if backend == "triton" else 2048
-    if backend == "triton" and device == "cuda" and r.random() < 0.8:  # each pair is compiled anew, which takes seconds
-        return r.choice(_TRITON_PAIRS)
+    if device == "cuda" and (backend == "triton" or (backend == "auto" and r.random() < 0.5)) and r.random() < 0.85:
+        return r.choice(_TRITON_PAIRS)  # others are compiled for one problem, which takes seconds
     common = (64, 80, 96, 128, 192, 256, 320, 512, 576, 40, 72, 104, 136, 200, 8, 24)
     wide = (512, 640, 768, 1024, 1152, 1536, 2048, 576, 520, 648)
-    pool = common if r.random() < 0.7 else wide
+    pool = common if r.random() < 0.7 and not (device == "cuda" and backend == "auto") else wide
     d = _columns(r, most, pool)
     kind = r.random()
     if kind < 0.6:
@@ -297,7 +301,16 @@ def _as_sdpa_knows(r: random.Random, p: Problem) -> Problem:
     align = "bottom_right" if not causal or p.n_q == p.n_k else "top_left"
     scale = p.scale if p.scale is None or p.scale > 0 else None
     return p.with_(
-        return_lse=False, mask=None, softcap=0.0, group=1, d_v=p.d, window=(-1, -1), causal=causal, align=align, scale=scale, n_k=max(p.n_k, 1)
+        return_lse=False,
+        mask=None,
+        softcap=0.0,
+        group=1,
+        d_v=p.d,
+        window=(-1, -1),
+        causal=causal,
+        align=align,
+        scale=scale,
+        n_k=max(p.n_k, 1),
     )
 
 
@@ -309,7 +322,12 @@ def _how(r: random.Random, p: Problem) -> dict:
             how["level"] = r.choice((1, 2, 3) if p.d_v <= 1024 else (2, 3))
         if r.random() < 0.3 and p.device == "cuda":
             how["num_stages"] = r.choice((1, 2, 3, 4))
-        if r.random() < 0.15 and p.pairs() * p.d < 2e7 and p.numbers == "plain" and p.size_q == p.size_k == p.size_v == 1.0:
+        if (
+            r.random() < 0.15
+            and p.pairs() * p.d < 2e7
+            and p.numbers == "plain"
+            and p.size_q == p.size_k == p.size_v == 1.0
+        ):
             how["acc"] = r.choice(("f16", "mixed")) if p.dtype == "f16" else "f32"
         if r.random() < 0.1 and p.device == "cuda" and not how.get("num_stages"):
             flags.append(r.choice(_EXPERIMENTS))
@@ -330,6 +348,8 @@ def _packed(r: random.Random, device: str, most: int) -> dict:
     found = {"lengths_q": lengths[0], "lengths_k": lengths[1], "spare": r.choice((0, 0, 1, 9))}
     if device == "cuda" and count > 1:
         found["odd_offsets"] = r.choice(("",) * 7 + ("first", "last", "falls"))
+        if found["odd_offsets"] == "last":  # it would take in the spare rows
+            found["spare"] = 0
     least = -5 if device == "cuda" else 0
     found["longest"] = tuple(r.choice((0, 0, 0, least, 3, 1000)) for _ in range(2))
     return found
@@ -412,8 +432,10 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
     if p.numbers != "plain" or p.size_q != 1.0 or p.size_k != 1.0:
         if p.scale not in (None, -0.1, 0.05, 1.0, -0.3):
             p = p.with_(scale=None)
-    even = backend == "triton" and device == "cuda" and r.random() < 0.7
-    p = p.with_(**{n: _layout(r, p.batch, h, even) for n, h in (("q", p.heads_q), ("k", p.heads_kv), ("v", p.heads_kv))})
+    even = backend in ("triton", "auto") and device == "cuda" and r.random() < 0.7
+    p = p.with_(
+        **{n: _layout(r, p.batch, h, even) for n, h in (("q", p.heads_q), ("k", p.heads_kv), ("v", p.heads_kv))}
+    )
     if not backward and r.random() < 0.3:
         layout = _layout(r, p.batch, p.heads_q, even)
         p = p.with_(out=replace(layout, shared=""))
@@ -429,7 +451,9 @@ def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
     """One in three has two tiles each way, or more; others are small. Few are wide."""
     wide = 640 if r.random() < 0.1 else 64 if r.random() < 0.7 else 256
     p = p.with_(d=min(p.d, wide), d_v=min(p.d_v, wide))
-    p = p.with_(batch=min(p.batch, 2), heads_kv=min(p.heads_kv, 2), group=min(p.group, 2) if r.random() < 0.8 else p.group)
+    p = p.with_(
+        batch=min(p.batch, 2), heads_kv=min(p.heads_kv, 2), group=min(p.group, 2) if r.random() < 0.8 else p.group
+    )
     if r.random() < 0.35:
         p = p.with_(batch=1, heads_kv=1, group=r.choice((1, 1, 2)))
         return p.with_(n_q=max(p.n_q, r.randint(129, 200)), n_k=max(p.n_k, r.randint(129, 300)))
@@ -437,7 +461,12 @@ def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
 
 
 def _fp8(r: random.Random, seed: int, device: str) -> Problem:
-    backend = {"cuda": r.choice(("auto", "hopper", "triton")), "emulator": "hopper", "interpreter": "triton", "cpu": "reference"}[device]
+    backend = {
+        "cuda": r.choice(("auto", "hopper", "triton")),
+        "emulator": "hopper",
+        "interpreter": "triton",
+        "cpu": "reference",
+    }[device]
     most = 256 if backend == "triton" else 512
     heads_kv, group = _heads(r)
     d = min(most, r.choice((64, 128, 72, 96, 256, 512, 8 * r.randint(1, 64))))

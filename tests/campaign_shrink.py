@@ -52,19 +52,24 @@ def _simpler(p: Problem) -> Iterator[Problem]:
             yield p.with_(**{field.name: default})
 
 
-def shrink(p: Problem, is_wrong: Callable[[Problem], bool], seconds: float) -> Problem:
-    """The smallest found by then."""
+def shrink(
+    p: Problem, why: str, outcome: Callable[[Problem], tuple[str, str]], seconds: float
+) -> tuple[Problem, str, str]:
+    """(the smallest found by then, "wrong", why it is). One that ends the process, "fatal", is taken at once."""
     end = time.monotonic() + seconds
     found = True
     while found:
         found = False
         for candidate in _simpler(p):
             if time.monotonic() > end:
-                return p
-            if is_wrong(candidate):
-                p, found = candidate, True
+                return p, "wrong", why
+            ended, said = outcome(candidate)
+            if ended == "fatal":
+                return candidate, ended, said
+            if ended == "wrong":
+                p, why, found = candidate, said, True
                 break
-    return p
+    return p, "wrong", why
 
 
 def as_test(p: Problem, why: str) -> str:

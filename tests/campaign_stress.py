@@ -52,12 +52,19 @@ class Kind:
         return [out] if lse is None else [out, lse]
 
 
-def kinds(count: int, device: str, first_seed: int, wanted: Callable[[Problem], bool] = lambda p: True) -> Iterator[Kind]:
+def kinds(
+    count: int, device: str, first_seed: int, wanted: Callable[[Problem], bool] = lambda p: True
+) -> Iterator[Kind]:
     """Of calls that run; half of them with gradients."""
     found, seen = 0, set()
     for seed in itertools.count(first_seed):
         p = generate(seed, device, "backward" if found % 2 else "forward")
-        if p.dtype in FP8 or not 0 < p.pairs() <= (_MOST_PAIRS if device == "cuda" else 2e4) or p.numbers == "nan_row" or not wanted(p):
+        if (
+            p.dtype in FP8
+            or not 0 < p.pairs() <= (_MOST_PAIRS if device == "cuda" else 2e4)
+            or p.numbers == "nan_row"
+            or not wanted(p)
+        ):
             continue
         kind = Kind(p)
         try:
@@ -197,7 +204,9 @@ def cold_captures() -> list[str]:
     for backend, d, backward in itertools.product(("auto", "mma", "triton"), (64, 256, 512, 1024), (False, True)):
         if backend == "triton" and d > 256:
             continue
-        p = Problem(seed=d, backend=backend, backward=backward, heads_kv=2, group=2, n_q=300, n_k=300, d=d, d_v=d, causal=True)
+        p = Problem(
+            seed=d, backend=backend, backward=backward, heads_kv=2, group=2, n_q=300, n_k=300, d=d, d_v=d, causal=True
+        )
         kind = Kind(p)
         if backward:
             out = torch.empty(1, 4, 300, d, dtype=torch.bfloat16, device="cuda")
@@ -251,7 +260,9 @@ def failing_allocation(k: int):
             if sys._getframe(1).f_globals.get("__name__", "").startswith(ffpa_attn.__name__ + "."):
                 count += 1
                 if count == k:
-                    raise torch.OutOfMemoryError(f"CUDA out of memory. Allocation {k} was made to fail.\nMore was said.")
+                    raise torch.OutOfMemoryError(
+                        f"CUDA out of memory. Allocation {k} was made to fail.\nMore was said."
+                    )
             return allocate(*args, **options)
 
         return allocated
@@ -261,7 +272,7 @@ def failing_allocation(k: int):
     try:
         for (where, name), allocate in zip(places, before, strict=True):
             setattr(where, name, failing(allocate))
-        yield lambda: count
+        yield
     finally:
         for (where, name), allocate in zip(places, before, strict=True):
             setattr(where, name, allocate)
@@ -280,7 +291,7 @@ def run_out(kind: Kind) -> tuple[int, list[str]]:
             gc.collect()
             before, said = _bytes_in_use(kind), None
             try:
-                with failing_allocation(k) as count:
+                with failing_allocation(k):
                     got = kind()
                     del got
             except torch.OutOfMemoryError as error:
@@ -312,7 +323,9 @@ def run_out_of_a_gpu(kind: Kind) -> list[str]:
             said = None
             torch.cuda.empty_cache()
             try:
-                torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (room << 20)) / total))
+                torch.cuda.set_per_process_memory_fraction(
+                    min(1.0, (torch.cuda.memory_reserved() + (room << 20)) / total)
+                )
                 got = kind()
                 torch.cuda.synchronize()
                 del got
@@ -330,6 +343,12 @@ def run_out_of_a_gpu(kind: Kind) -> list[str]:
             if not same_bits(kind(), want):
                 wrong.append(f"{room} MiB of room: the next call is wrong")
     return wrong
+
+
+LARGE = [
+    Problem(backward=backward, heads_kv=8, n_q=8192, n_k=8192, d=d, d_v=d)
+    for d, backward in ((1024, False), (512, True), (1024, True))
+]
 
 
 # ---- all of it ----
@@ -390,6 +409,8 @@ def main() -> int:
             if failures >= args.failures:
                 break
         found["failed allocations"] = failures
+        for p in LARGE if args.device == "cuda" else ():
+            wrong += [f"{error}: {p!r}" for error in run_out_of_a_gpu(Kind(p))[:3]]
     found["seconds"] = round(time.monotonic() - start, 1)
     found["wrong"] = wrong
     if args.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,9 @@ def bits(shape, seed: int, device) -> torch.Tensor:
     x = torch.arange(math.prod(shape), device=device).add_(_signed(seed * 0x632BE59BD9B4E019 % (1 << 64)))
     x.mul_(_STEP)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)  # zeros come in, whatever the sign
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(
+            factor
+        )  # zeros come in, whatever the sign
     return x.view(shape)
 
 
@@ -55,7 +58,9 @@ def place(numbers: torch.Tensor, layout: Layout, dims: str = "BHN") -> Placed:
         shared = dim in layout.shared and size[dim] > 1
         strides[dim] = 0 if shared else step
         step *= 1 if shared else size[dim] + extra[dim]
-    block = torch.full((_MARGIN + layout.offset + step + _MARGIN,), torch.nan, dtype=numbers.dtype, device=numbers.device)
+    block = torch.full(
+        (_MARGIN + layout.offset + step + _MARGIN,), torch.nan, dtype=numbers.dtype, device=numbers.device
+    )
     view = block.as_strided(numbers.shape, [*(strides[dim] for dim in dims), 1], _MARGIN + layout.offset)
     target = view
     for dim in dims:  # what is shared is written once
@@ -74,7 +79,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def make_mask(mask: Mask, p: Problem, device) -> torch.Tensor:
     full = (p.batch, p.heads_q, p.n_q, p.n_k)
     shape = [n if own else 1 for n, own in zip(full, mask.own, strict=True)]
-    batch, heads, rows, keys = shape
+    batch, _, rows, keys = shape
     at = torch.arange(keys, device=device).view(1, 1, 1, keys)
     entry = torch.arange(batch, device=device).view(batch, 1, 1, 1)
     hidden = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -158,10 +163,8 @@ def _offsets(p: Problem, rows: int, keys: int, device):
         elif p.odd_offsets == "falls":
             at[-1] = at[-2] - 3
         clamped = [min(max(x, 0), total) for x in at]
-        starts.append([(a, max(0, min(b - a, longest))) for a, b in zip(clamped, clamped[1:], strict=False)])
+        starts.append([(a, max(0, min(b - a, longest))) for a, b in pairwise(clamped)])
         sides.append((torch.tensor(at, dtype=torch.int32, device=device), longest))
     (cu_q, longest_q), (cu_k, longest_k) = sides
-    spans = [
-        (slice(a, a + n), slice(b, b + m)) for (a, n), (b, m) in zip(*starts, strict=True)
-    ]
+    spans = [(slice(a, a + n), slice(b, b + m)) for (a, n), (b, m) in zip(*starts, strict=True)]
     return (cu_q, cu_k, longest_q, longest_k), spans

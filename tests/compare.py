@@ -80,7 +80,8 @@ class Movement(NamedTuple):
     `by` bounds how far: the sum of products moves by an ulp of the sum of their sizes (tensor cores cut sums off), the score
     by half an ulp each time that it is rounded: scaled, with its mask added, in base 2; four times more by a softcap. So P lies
     between exp(low - greatest sum) and exp(high - least sum), whatever scores do together. Keys that are all alike have the
-    same product, so that P moves by what comes later alone.
+    same product where sums have one order (`ordered`: on tensor cores, not in a CPU's BLAS), so that P moves by what comes
+    later alone.
 
     The backward's P is exp(score - LSE) of an LSE in float32, the caller's: its rounding moves scores once more, and the
     scores are computed again. Such a P need not add up to 1, yet is never more than 1.
@@ -94,7 +95,7 @@ class Movement(NamedTuple):
     softcap: float
 
     @classmethod
-    def of(cls, q, k, scores, capped, lse, large, scale, softcap, bias) -> Movement:
+    def of(cls, q, k, scores, capped, lse, large, scale, softcap, bias, ordered) -> Movement:
         """scores: -inf where hidden; capped: before the mask is added."""
         hidden = scores == -torch.inf
         of_products = (q.float().abs() @ k.float().abs().mT).double() * abs(scale)
@@ -102,7 +103,7 @@ class Movement(NamedTuple):
         of_products = of_products.masked_fill(hidden, 0.0)
         later = 3 * 2.0**-24 * scores.masked_fill(hidden, 0.0).abs()
         by = of_products + later
-        alike = (k == k[..., :1, :]).all(-1).all(-1)[..., None, None]
+        alike = (k == k[..., :1, :]).all(-1).all(-1)[..., None, None] & ordered
         apart = torch.where(alike, later if bias is not None else 0.0, by)
         low, high = torch.logsumexp(scores - by, -1, keepdim=True), torch.logsumexp(scores + by, -1, keepdim=True)
         rounding = 2.0**-23 * lse.abs()
@@ -136,7 +137,12 @@ class Movement(NamedTuple):
         of_score = change * lowered.abs() + (p + change) * of_delta
         of_slope = (2 * capped.abs() * self.by / self.softcap**2).clamp_max(1.0) * self.large if self.softcap else 0.0
         of_product = of_score * (slope + of_slope) + d_score.abs() * of_slope
-        return {"dq": of_product @ k.abs(), "dk": of_product.mT @ q.abs(), "dv": change.mT @ grad.abs(), "dmask": of_score}
+        return {
+            "dq": of_product @ k.abs(),
+            "dk": of_product.mT @ q.abs(),
+            "dv": change.mT @ grad.abs(),
+            "dmask": of_score,
+        }
 
 
 def _between(scores, by, low_sum, high_sum) -> tuple[torch.Tensor, torch.Tensor]:

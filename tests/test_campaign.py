@@ -4,7 +4,9 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import campaign
 import campaign_check
@@ -17,10 +19,9 @@ import pytest
 import test_numerics
 import torch
 import truth
-from campaign_check import check
 from campaign_problems import DEVICES, FP8, Layout, Mask, Problem, generate
 from campaign_shrink import as_test, shrink
-from ffpa_attn import emulated, env, ops
+from ffpa_attn import emulated, env, ops, out_of_memory
 from ffpa_attn.spec import ScaledCopy, aot_specs
 
 
@@ -35,10 +36,14 @@ def new_plans(monkeypatch):
 def dense(seed: int) -> Problem:
     """A small problem that autograd through the oracle can do."""
     p = generate(seed, "cpu", "backward")
-    p = p.with_(dtype="bf16", n_q=min(p.n_q, 40), n_k=min(p.n_k, 50), d=min(p.d, 64), d_v=min(p.d_v, 64), batch=max(p.batch, 1))
-    if p.packed:
-        p = p.with_(lengths_q=None, lengths_k=None, spare=0)
-    return p
+    p = p.with_(
+        dtype="bf16", n_q=min(p.n_q, 40), n_k=min(p.n_k, 50), d=min(p.d, 64), d_v=min(p.d_v, 64), batch=max(p.batch, 1)
+    )
+    if (
+        p.mask and -torch.inf < p.mask.hidden < -1e9
+    ):  # where float64 loses what float32 does, autograd's LSE has no gradient
+        p = p.with_(mask=replace(p.mask, hidden=-1e9))
+    return p.with_(lengths_q=None, lengths_k=None, spare=0)
 
 
 @pytest.mark.parametrize("most_scores", [1 << 22, 100], ids=["whole", "in blocks"])
@@ -60,11 +65,13 @@ def test_the_truth_is_the_oracles(most_scores, monkeypatch):
         found = truth.expected(q, k, v, mask=x.mask, grad=grads[0], grad_lse=grads[1], **p.rule)
         for name, g in (("out", out), ("lse", lse), *zip(("dq", "dk", "dv", "dmask"), want, strict=False)):
             size = float(g.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if g.numel() else 0.0
-            torch.testing.assert_close(found[name].want.reshape(g.shape), g.detach().double(), atol=1e-9 * size, rtol=1e-9, msg=f"{name}: {p}")
+            torch.testing.assert_close(
+                found[name].want.reshape(g.shape), g.detach().double(), atol=1e-9 * size, rtol=1e-9, msg=f"{name}: {p}"
+            )
             seen += size > 0
         base = compare.baseline(q, k, v, mask=x.mask, **p.rule)[0]
         difference = (found["out"].bases[0] - base).abs()
-        assert not base.numel() or difference.max() <= 2 * compare._ULP[base.dtype] * v.abs().max(), p
+        assert not base.numel() or not v.numel() or difference.max() <= 2 * compare._ULP[base.dtype] * v.abs().max(), p
     assert seen > 200
 
 
@@ -96,12 +103,14 @@ def test_what_large_scores_may_move(size, dtype):
 def test_equal_keys_share_their_rounding():
     """Products of keys that are alike are alike too: P does not move, however large they are."""
     q, k, v = (tensors.normal((1, 1, 8, 64), seed, "cpu") for seed in (1, 2, 3))
-    q, k, v = (q * 3000).to(torch.float16), (k[:, :, :1] * 3000).expand(k.shape).to(torch.float16), v.to(torch.float16)
-    found, out, _ = rows_of(q, k, v)
-    assert found["out"].moved is not None and not found["out"].moved.any()
-    compare.assert_close("out", out.half(), *found["out"])
+    q, k, v = (q * 3000).half(), (k[:, :, :1] * 3000).expand(k.shape).half(), v.half()
+    want = truth.expected(q, k, v)["out"]
+    assert want.moved is not None and want.moved.max() < 1e-6
+    assert truth.expected(q, k, v, ordered=False)["out"].moved.max() > 0.1
+    out = v.float().mean(2, keepdim=True).expand(v.shape).half()
+    compare.assert_close("out", out, *want)
     with pytest.raises(AssertionError):
-        compare.assert_close("out", out.half() * 0, *found["out"])
+        compare.assert_close("out", out * 0, *want)
 
 
 @pytest.mark.parametrize("hidden", [torch.finfo(torch.bfloat16).min, -1e9, -1e30])
@@ -117,7 +126,13 @@ def test_a_hidden_key_moves_nobody_else(hidden):
 def test_ordinary_scores_move_nothing():
     for seed in range(200):
         p = generate(seed, "cpu", "forward")
-        if p.packed or p.dtype in FP8 or p.mask or p.size_q * p.size_k * abs(p.scale or 1) > 1.0 or p.numbers == "nan_row":
+        if (
+            p.packed
+            or p.dtype in FP8
+            or p.mask
+            or p.size_q * p.size_k * abs(p.scale or 1) > 1.0
+            or p.numbers == "nan_row"
+        ):
             continue
         x = tensors.make(p, "cpu")
         found = truth.expected(*(campaign_check.heads_first(p, t) for t in (x.q, x.k, x.v)), **p.rule)
@@ -162,7 +177,7 @@ def test_layouts_hold_what_was_asked_for_and_nan_around():
             continue
         x = tensors.make(p, "cpu")
         for t, block in zip((x.q, x.k, x.v), x.blocks, strict=True):
-            if t.numel() and not 0 in t.stride():
+            if t.numel() and 0 not in t.stride():
                 assert int(block.isnan().sum()) == block.numel() - t.numel() + int(t.isnan().sum())
             assert not ffpa_attn.checks.rows_problem(t) or t.numel() == 0
 
@@ -195,8 +210,13 @@ def test_wrong_numbers_are_found(monkeypatch):
 
 
 def test_a_wrong_problem_is_made_smaller():
-    p = generate(11, "cpu", "forward").with_(lengths_q=None, lengths_k=None, n_q=300, n_k=200, d=64, heads_kv=4, causal=True)
-    smaller = shrink(p, lambda x: x.n_q >= 7 and x.causal, 10.0)
+    p = generate(11, "cpu", "forward").with_(
+        lengths_q=None, lengths_k=None, n_q=300, n_k=200, d=64, heads_kv=4, causal=True
+    )
+    smaller, ended, why = shrink(
+        p, "at first", lambda x: ("wrong", "small") if x.n_q >= 7 and x.causal else ("right", ""), 10.0
+    )
+    assert (ended, why) == ("wrong", "small")
     assert smaller.n_q == 7 and smaller.n_k == 1 and smaller.d == 8 and smaller.causal and smaller.heads_kv == 1
     assert repr(smaller) in as_test(smaller, "why")
     compile(as_test(smaller, "of two\nlines"), "test", "exec")
@@ -210,10 +230,16 @@ def run_campaign(*args: str) -> tuple[int, dict, str]:
 
 def test_the_program(tmp_path):
     summary = tmp_path / "summary.json"
-    code, said = run_campaign("--device", "cpu", "--seconds", "100", "--problems", "30", "--processes", "2", "--json", str(summary))
+    code, said = run_campaign(
+        "--device", "cpu", "--seconds", "100", "--problems", "30", "--processes", "2", "--json", str(summary)
+    )
     found = json.loads(summary.read_text())
     assert code == 0, said
-    assert found["right"] >= 30 and found["wrong"] == 0 and sum(map(sum, (x.values() for x in found["kinds"].values()))) == found["problems"]
+    assert (
+        found["right"] >= 30
+        and found["wrong"] == 0
+        and sum(map(sum, (x.values() for x in found["kinds"].values()))) == found["problems"]
+    )
     code, said = run_campaign("--device", "cpu", "--only", "3")
     assert code == 0 and repr(generate(3, "cpu")) in said and "right" in said
 
@@ -222,7 +248,9 @@ def test_the_program(tmp_path):
 
 RUN_OUT = {
     "reference": Problem(device="cpu", backend="reference", backward=True, n_q=30, n_k=40, heads_kv=2, grad_lse=True),
-    "reference packed": Problem(device="cpu", backend="reference", backward=True, lengths_q=(9, 0, 20), lengths_k=(9, 4, 20)),
+    "reference packed": Problem(
+        device="cpu", backend="reference", backward=True, lengths_q=(9, 0, 20), lengths_k=(9, 4, 20)
+    ),
     "mma, level 3": Problem(device="emulator", backend="mma", level=3, n_q=30, n_k=40),
     "backward on mma": Problem(device="emulator", backend="mma", backward=True, n_q=30, n_k=40),
     "backward on hopper": Problem(device="emulator", backend="hopper", backward=True, n_q=30, n_k=40, arch="sm_90a"),
@@ -243,31 +271,41 @@ def test_the_least_workspace_is_one_that_works(columns):
     if columns > 72:
         p = p.with_(d_v=4200)
     kind = campaign_stress.Kind(p)
-    with campaign_check.running(p), campaign_stress.failing_allocation(1), pytest.raises(torch.OutOfMemoryError) as error:
+    with (
+        campaign_check.running(p),
+        campaign_stress.failing_allocation(1),
+        pytest.raises(torch.OutOfMemoryError) as error,
+    ):
         kind()
     least = int(re.search(r"set FFPA_WORKSPACE_MB=(\d+), the least", str(error.value))[1])
     assert least == (1 if columns == 72 else 2) and "workspace of " in str(error.value)
     with campaign_check.running(p.with_(flags=(("FFPA_WORKSPACE_MB", str(least)),))):
         kind()
     if least > 1:
-        with campaign_check.running(p.with_(flags=(("FFPA_WORKSPACE_MB", str(least - 1)),))), pytest.raises(NotImplementedError):
+        with (
+            campaign_check.running(p.with_(flags=(("FFPA_WORKSPACE_MB", str(least - 1)),))),
+            pytest.raises(NotImplementedError),
+        ):
             kind()
 
 
+def test_the_least_workspace_keeps_the_backend(monkeypatch):
+    """Another one would run with less."""
+    monkeypatch.setattr(
+        out_of_memory, "choose", lambda p, flags: Answer(p, "mma" if flags["FFPA_WORKSPACE_MB"] >= 37 else "reference")
+    )
+    assert [out_of_memory.least_cap(Answer(None, "mma"), {"FFPA_WORKSPACE_MB": cap}) for cap in (37, 38, 1024)] == [
+        37
+    ] * 3
+    assert out_of_memory.least_cap(Answer(None, "reference"), {"FFPA_WORKSPACE_MB": 30}) == 1
+
+
+class Answer(NamedTuple):
+    problem: Problem | None
+    backend: str
+
+
 # ---- seeds ----
-
-FOUND = {
-    "P above 1, as the LSE was rounded down, in the reference path": Problem(
-        seed=30000009, device="cpu", backend="reference", backward=True, dtype="f16", n_q=1, n_k=3, d=152, d_v=8, causal=True,
-        align="top_left", size_q=1925.4791986388811, size_k=1925.4791986388811,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(FOUND))
-def test_found(name):
-    check(FOUND[name])
-
 
 SEEDS = {"emulator": 150, "interpreter": 40, "cpu": 500}  # about a minute each
 

@@ -67,6 +67,17 @@ def test_gradients(case: Case, device):
         compare.assert_close(name, *three)
 
 
+def test_no_probability_is_above_1(device, monkeypatch):
+    """Though a score is above the LSE: of 10^8 the next float32 below is 8 less, and e^8 is 2981."""
+    monkeypatch.setenv("FFPA_BACKEND", "reference")
+    q, k = (torch.full((1, 1, n, 64), 4000.0, dtype=torch.float16, device=device) for n in (3, 1))
+    out, lse = ffpa_attn.ffpa(q, k, k, return_lse=True)
+    below = torch.nextafter(lse, torch.zeros_like(lse))
+    g = torch.ones_like(out)
+    dv = torch.ops.ffpa_attn.backward(g, None, q, k, k, out, below)[2]
+    assert torch.equal(dv, torch.full_like(dv, 3.0))
+
+
 def by_sequence(case: PackedCase, function, q, k, v):
     """A dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
     outs, lses, start_q, start_k = [], [], 0, 0

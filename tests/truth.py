@@ -88,9 +88,12 @@ def expected(q, k, v, **how) -> dict[str, Expected]:
 
 def sums(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
-    grad=None, grad_lse=None,
+    grad=None, grad_lse=None, ordered=True,
 ) -> dict[str, Sum]:  # fmt: skip
-    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable."""
+    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable.
+
+    ordered: whether sums of products have one order, so that keys that are alike have the same.
+    """
     batch, heads_q, n_q, d = q.shape
     heads_kv, n_k, d_v = v.shape[1:]
     group = heads_q // heads_kv
@@ -133,7 +136,7 @@ def sums(
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
-            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
+            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW, ordered=ordered,
         )  # fmt: skip
         parts = {"out": block.out(), "lse": block.log_sum()}
         if grad is not None:
@@ -144,9 +147,13 @@ def sums(
             if name in ("dk", "dv"):
                 found[name].add(heads, part)
             elif name == "dmask":
-                _add_to_mask(found[name], heads, rows, heads_kv, part.each(lambda x: x.view(*shape, n_k)))
+                _add_to_mask(
+                    found[name], heads, rows, heads_kv, part.each(lambda x, shape=(*shape, n_k): x.view(shape))
+                )
             else:
-                found[name].add((heads, slice(None), rows), part.each(lambda x: x.view(*shape, *x.shape[2:])))
+                found[name].add(
+                    (heads, slice(None), rows), part.each(lambda x, shape=shape: x.view(*shape, *x.shape[2:]))
+                )
 
     if not n_k:
         lse.want.fill_(-torch.inf)
@@ -177,7 +184,7 @@ def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
 class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
-    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few):
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few, ordered):
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
@@ -188,18 +195,21 @@ class Block:
         self.empty = self.hidden.all(-1, keepdim=True)
         self.scores = scores.masked_fill(self.hidden, -torch.inf)
         self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
-        self.safe_lse = self.lse.masked_fill(self.empty, 0.0)
-        self.p = torch.exp(self.scores - self.safe_lse)
+        self.p = torch.softmax(self.scores.masked_fill(self.empty, 0.0), -1).masked_fill(self.empty, 0.0)
         self.o = self.p @ v64
         self._base_scores(bias, acc_qk)
         self.movement = None
         if bool(self.large.any()):
-            self.movement = compare.Movement.of(q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias)
+            self.movement = compare.Movement.of(
+                q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias, ordered
+            )
 
     def _base_scores(self, bias, acc_qk) -> None:
         """As compare.baseline has them."""
         exact = self.q.float() @ self.k.float().mT
-        product = exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        product = (
+            exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
+        )
         self.large = compare.is_large(self.scores, product.isfinite() | self.hidden)
         scores = torch.where(self.large, exact, product) * self.scale
         if self.softcap:
@@ -209,7 +219,11 @@ class Block:
         self.base_scores = torch.where(self.empty, 0.0, scores.masked_fill(self.hidden, -torch.inf))
         self.base_p = torch.where(self.empty, 0.0, torch.softmax(self.base_scores, -1))
         self.p16 = self.base_p.to(self.q.dtype)
-        product = self.p16.float() @ self.v.float() if self.acc_pv == "f32" else compare._matmul(self.p16, self.v, self.acc_pv)
+        product = (
+            self.p16.float() @ self.v.float()
+            if self.acc_pv == "f32"
+            else compare._matmul(self.p16, self.v, self.acc_pv)
+        )
         self.base_o = product.to(self.q.dtype)
 
     def out(self) -> Part:
@@ -258,11 +272,15 @@ class Block:
         if not of_mask:
             del parts["dmask"]
         if self.movement is not None:
-            moved = self.movement.gradients(self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped)
+            moved = self.movement.gradients(
+                self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped
+            )
             parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
         if self.few:
             errors = self._errors(grad64, dp, ds, slope)
-            parts = {name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()}
+            parts = {
+                name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()
+            }
         return parts
 
     def _errors(self, grad, dp, ds, slope) -> dict:
@@ -276,7 +294,10 @@ class Block:
         of_ds = (self.unit * ds).square()
         sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
         return {
-            "dq": (scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()), abs(scale) * (sums @ k.abs())),
+            "dq": (
+                scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()),
+                abs(scale) * (sums @ k.abs()),
+            ),
             "dk": (
                 scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
                 abs(scale) * (sums.mT @ q.abs()),
