@@ -60,7 +60,8 @@ _STRUCTURES = {
 }
 
 
-def compiled(kernel, tiles: Tiles, arch: str, options: dict):
+def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
+    """odd: rows are apart by odd multiples of 16 bytes."""
     constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
@@ -85,11 +86,13 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict):
         return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
+    if constants.get("MASK") == "bool":
+        signature["mask"] = "*u8"
     attributes = {}
     for i, name in enumerate(kernel.arg_names):  # as a launch finds it: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
         if isinstance(signature[name], triton_kernels.Strides):
-            attributes |= {(i, j): aligned for j in range(3)}
+            attributes |= {} if odd else {(i, j): aligned for j in range(3)}
         elif signature[name] == "*bf16":
             attributes[(i,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
