@@ -11,9 +11,7 @@ bytes; causal, masked, capped; forward and gradients.
 import argparse
 import itertools
 import os
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -139,7 +137,6 @@ def run(kind: Kind) -> None:
 def compile_kind(kind: Kind, arch: str) -> list[str]:
     """What the kernels of a kind do that they must not."""
     import sass_descriptors
-    import triton
     import triton_offline
     from ffpa_attn import env, triton_attention, triton_kernels
     from ffpa_attn.spec import Problem, Visibility
@@ -167,11 +164,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     ):
         result = triton_offline.compiled(kernel, tiles, arch, options, odd=kind.source != "descriptors")
         if arch == "sm_90":
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-                cubin.write(result.asm["cubin"])
-                cubin.flush()
-                command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name]
-                sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            sass = triton_offline.disassembled(result)
             wrong = sass_descriptors.wrong(sass, result.asm["ptx"], result.metadata.shared)
             found += [f"{kernel.__name__}: {line}" for line in wrong[:1]]
         if not options["TMA"] and "cp.async.cg.shared.global" not in result.asm["ptx"] and tiles.stages > 1:
