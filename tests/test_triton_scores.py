@@ -189,3 +189,17 @@ def test_gradients_of_large_scores(scale, masked, device, backend):
     assert all(x.isfinite().all() for x in got)
     if masked:
         assert (got[2].abs() <= 1.01 * grad.abs().float().sum(2, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_equal_scores_of_8_bits(dtype, scale, device, backend):
+    """A mean of V."""
+    if backend == "persistent":
+        pytest.skip("it takes no 8-bit floats")
+    _, _, v = inputs(_bf16, device)
+    q, k = (torch.full((1, 2, n, 64), 448.0, device=device).to(dtype) for n in (100, 150))
+    out, lse = ffpa_attn.ffpa_fp8(q, k, v.to(dtype), scale=scale, causal=True, return_lse=True, out_dtype=_f32)
+    want, want_lse, _ = softmax_of(scores_of(q, k, {"scale": scale, "causal": True}), v.to(dtype))
+    assert (out - want).abs().max() < 2e-3
+    assert ((lse - want_lse).abs() <= 2.0**-22 * want_lse.abs() + 1e-4).all()
