@@ -94,6 +94,21 @@ def test_kernels_compile_for_gpus(arch):
         assert products > 0 or name.startswith(("statistics", "arrange", "block_maxima", "quantize", "merge")), name
 
 
+def test_odd_rows_are_copied_by_16_bytes():
+    """Rows apart by odd multiples of 16 bytes too, of narrow values, and where one stage is asked for: by single elements they came
+    through one place, and ptxas 12.8 lost the descriptors of what lay there.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).with_name("triton_offline.py"), "sm_90", "odd"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 3
+    for name, (copies, wrong) in found.items():
+        assert copies >= 8, f"{name} has {copies} copies of 16 bytes"
+        assert not wrong, (name, wrong)
+
+
 def test_tiles_are_what_kernels_count_on():
     """Statistics of rows are padded to 128, and 8-bit keys come in blocks of sixteen that share a scale."""
     kinds = [(work, row) for (work, _), row in MEASURED["sm_90"].items()] + list(DEFAULT.items())

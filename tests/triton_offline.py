@@ -1,15 +1,19 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90` prints one JSON object,
 kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a load before them],
-for the tiles that a plan would take. With gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
+for the tiles that a plan would take. `sm_90 odd`: of rows apart by odd multiples of 16 bytes, narrow values, and one stage asked
+for, kernel -> [how many copies of 16 bytes, what products may read that is no tile]. With gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
 """
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
+import sass_descriptors
 import triton
 from ffpa_attn import (
     env,
@@ -63,7 +67,8 @@ _STRUCTURES = {
 }
 
 
-def compiled(kernel, tiles: Tiles, arch: str, options: dict):
+def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
+    """odd: rows are apart by odd multiples of 16 bytes."""
     constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
@@ -88,11 +93,13 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict):
         return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
+    if constants.get("MASK") == "bool":
+        signature["mask"] = "*u8"
     attributes = {}
     for i, name in enumerate(kernel.arg_names):  # as a launch finds it: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
         if isinstance(signature[name], triton_kernels.Strides):
-            attributes |= {(i, j): aligned for j in range(3)}
+            attributes |= {} if odd else {(i, j): aligned for j in range(3)}
         elif signature[name] == "*bf16":
             attributes[(i,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -105,6 +112,37 @@ def hasty_stores(ptx: str) -> int:
     """Stores to global memory while other warps may not yet have done the loads that stand before them."""
     order = "".join(name[0] for name in re.findall(r"\b(?:ld\.global|st\.global|bar(?:rier)?\.sync)\b", ptx))
     return sum("l" in between for between in re.findall(r"([lb]*)s", order) if "b" not in between[between.rfind("l") :])
+
+
+def disassembled(result) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(result.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def of_odd_rows(arch: str) -> dict[str, list]:
+    found = {}
+    problem = Problem(
+        "forward", "cuda", arch, "bf16", 1, 8, 1, 70, 83, 40, 16, None, Visibility(-1, -1, True), 0.05, 0.0, None, True, None,
+        "f32", 1,
+    )  # fmt: skip
+    for direction in ("forward", "backward"):
+        plan = triton_attention.plan(problem._replace(direction=direction), env.run_flags())
+        options = {"D_QK": 40, "D_V": 16, "WIDTH_QK": plan.widths[0], "WIDTH_V": plan.widths[1], "TMA": False}
+        kernels = [(triton_kernels.forward_kernel, plan.over_rows)]
+        if direction == "backward":
+            kernels = [
+                (triton_kernels.rows_gradient_kernel, plan.over_rows),
+                (triton_kernels.keys_gradient_kernel, plan.over_keys),
+            ]
+        for kernel, tiles in kernels:
+            result = compiled(kernel, tiles, arch, PLAIN | {"PACKED": True} | options, odd=True)
+            copies = len(re.findall(r"cp\.async\.c\w\.shared\.global .*, 0x10", result.asm["ptx"]))
+            wrong = sass_descriptors.wrong(disassembled(result), result.asm["ptx"], result.metadata.shared)
+            found[kernel.__name__] = [copies, wrong]
+    return found
 
 
 def main(arch: str) -> dict[str, list[int]]:
@@ -156,4 +194,4 @@ def main(arch: str) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(of_odd_rows(sys.argv[1]) if sys.argv[2:] == ["odd"] else main(sys.argv[1])))

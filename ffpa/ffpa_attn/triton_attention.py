@@ -19,7 +19,7 @@ import torch
 
 from . import archs, env
 from .spec import LEAST_SCALE, Problem
-from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, launch, running, strides
+from .triton_launch import Launch, Memo, Tiles, describer, has_descriptor, has_rows, launch, running, strides
 from .triton_tiles import DEFAULT, MEASURED
 
 MOST_COLUMNS = 256
@@ -117,6 +117,11 @@ def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str) -> int:
     return elements * (1 if work == "fp8" else 2) + _SLACK_BYTES
 
 
+def _stages(asked: int, arch: str) -> int:
+    """Of one stage K and V come to the same place, and Triton 3.6's ptxas then loses where products find them."""
+    return max(asked, 2) if arch == "sm_90" else asked
+
+
 def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
     """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own."""
     widest, arch = max(64, *widths), p.arch or "sm_80"
@@ -124,7 +129,7 @@ def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
     if measured and not p.num_stages:
         return Tiles(*measured)
     for found in DEFAULT[work][widest]:
-        tiles = Tiles(*found)._replace(stages=p.num_stages or found[3])
+        tiles = Tiles(*found)._replace(stages=_stages(p.num_stages or found[3], arch))
         if smem_bytes(tiles, widths, work) <= archs.shared_memory_bytes(arch):
             return tiles
     return f"{p.num_stages} stages of {max(widths)} columns do not fit the shared memory of {p.arch}"
@@ -321,7 +326,7 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
     from .triton_kernels import keys_gradient_kernel, rows_gradient_kernel, statistics_kernel
 
     packed = offsets is not None
-    if grad.stride(-1) != 1:  # that of a sum is one number, expanded
+    if not has_rows(grad):  # that of a sum is one number, expanded
         grad = grad.contiguous()
     q, k, v, grad, out, dq, dk, dv, lse = (
         _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 
 from .triton_kernels import (
+    FAR,
     INF,
     LOG2E,
     Rows,
     _edge_tile,
     _load,
     _offset,
+    _rounded_product,
     _rows,
     _sequence,
     _store,
@@ -126,10 +128,10 @@ def _as_arranged(p, ROWS: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _attend(
     acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first, rows, at, rule,
-    RAW: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, EDGE: tl.constexpr,
+    FAST: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, EDGE: tl.constexpr,
     P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys; row_max is an exponent of 2."""
+    """One more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in the units of scores."""
     if V_AS_IT_IS:
         k_tile = k.source.load([k.head + first // 16, 0, 0, 0, 0]).reshape([KEYS, q_tile.shape[1]])
     else:
@@ -142,23 +144,24 @@ def _attend(
     natural = scale
     if K_SCALE == "block":
         natural *= tl.load(k_scales + first // SCALE_BLOCK * k_block)
-    if RAW:
-        natural = tl.maximum(natural, LEAST_SCALE)  # 0 of hidden keys' -INF would be NaN
-    unit = natural * LOG2E
     if CAPPED:
-        s = _tanh(s * (natural / rule.softcap)) * rule.softcap
-        unit = LOG2E
-    elif not RAW:
-        s = s * unit
-        unit = 1.0
+        s = _rounded_product(_tanh(s * (natural / rule.softcap)), rule.softcap)
+    elif not FAST:
+        s = _rounded_product(s, natural)
     if EDGE:
         s = _visible(s, rows[:, None], _keys(first, KEYS, V_AS_IT_IS)[None, :], at, rule)
-    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
-    reference = new_max
-    if EDGE:
-        reference = tl.where(new_max == -INF, 0.0, new_max)
-    p = tl.exp2(s * unit - (reference - P_EXPONENT)[:, None])
-    alpha = tl.exp2(row_max - reference)
+    if FAST:
+        unit = tl.maximum(natural, LEAST_SCALE) * LOG2E  # 0 of hidden keys' -INF would be NaN
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - (new_max - P_EXPONENT)[:, None])
+        alpha = tl.exp2(row_max - new_max)
+    else:
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        reference = new_max
+        if EDGE:
+            reference = tl.where(new_max == -INF, 0.0, new_max)
+        p = tl.exp2((s - reference[:, None]) * LOG2E + P_EXPONENT)
+        alpha = tl.exp2((row_max - reference) * LOG2E)
     p_tile = _as_arranged(p.to(q_tile.dtype), q_tile.shape[0], KEYS)
     row_sum = row_sum * alpha[:, None] + tl.dot(p_tile, ones, max_num_imprecise_acc=KEYS)
     if LSE:
@@ -167,6 +170,34 @@ def _attend(
     if V_SCALE == "block":
         product *= tl.load(v_scales + first // SCALE_BLOCK * v_block)
     return acc * alpha[:, None] + product, new_max, row_sum, exact_sum
+
+
+@triton.jit
+def _attend_all(
+    q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first_row, rows, at, rule, EDGES: tl.constexpr,
+    FAST: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """All keys that the rows see: (O times the sum, the maximum as _attend has it, the sum of the rounded P, that of P)."""
+    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
+    row_sum = tl.zeros([ROWS, _SUM_COLUMNS], tl.float32)
+    exact_sum = tl.zeros([ROWS], tl.float32)
+    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+    for first in range(all_begin, all_end, KEYS):
+        acc, row_max, row_sum, exact_sum = _attend(
+            acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first, rows, at,
+            rule, FAST, CAPPED, LSE, TMA, K_SCALE, V_SCALE, False, P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
+        )  # fmt: skip
+    if EDGES:
+        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+            acc, row_max, row_sum, exact_sum = _attend(
+                acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block,
+                _edge_tile(edge, all_begin, all_end), rows, at, rule, FAST, CAPPED, LSE, TMA, K_SCALE, V_SCALE, True,
+                P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
+            )  # fmt: skip
+    return acc, row_max, row_sum, exact_sum
 
 
 @triton.jit
@@ -204,23 +235,21 @@ def fp8_forward_kernel(
     q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
     ones = tl.trans(tl.full([_SUM_COLUMNS, KEYS], 1.0, tl.float32).to(q_tile.dtype))
     rows = first_row + tl.arange(0, ROWS)
-    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
-    row_max = tl.full([ROWS], -INF, tl.float32)
-    row_sum = tl.zeros([ROWS, _SUM_COLUMNS], tl.float32)
-    exact_sum = tl.zeros([ROWS], tl.float32)
-    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
-    for first in range(all_begin, all_end, KEYS):
-        acc, row_max, row_sum, exact_sum = _attend(
-            acc, row_max, row_sum, exact_sum, q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row,
-            v_scale_strides.row, first, rows, at, rule, RAW, CAPPED, LSE, TMA, K_SCALE, V_SCALE, False, P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
-        )  # fmt: skip
-    if EDGES:
-        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
-            acc, row_max, row_sum, exact_sum = _attend(
-                acc, row_max, row_sum, exact_sum, q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales,
-                k_scale_strides.row, v_scale_strides.row, _edge_tile(edge, all_begin, all_end), rows, at, rule, RAW, CAPPED,
-                LSE, TMA, K_SCALE, V_SCALE, True, P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
+    acc, row_max, row_sum, exact_sum = _attend_all(
+        q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row, v_scale_strides.row, first_row, rows,
+        at, rule, EDGES, RAW, CAPPED, LSE, TMA, K_SCALE, V_SCALE, P_EXPONENT, V_AS_IT_IS, D_QK, WIDTH_V, ROWS, KEYS,
+    )  # fmt: skip
+    top = row_max
+    if RAW:
+        top = row_max / LOG2E
+        far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
+        if tl.max(far.to(tl.int32), 0) > 0:  # or they see no key
+            acc, row_max, row_sum, exact_sum = _attend_all(
+                q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row, v_scale_strides.row, first_row,
+                rows, at, rule, EDGES, False, CAPPED, LSE, TMA, K_SCALE, V_SCALE, P_EXPONENT, V_AS_IT_IS, D_QK, WIDTH_V, ROWS,
+                KEYS,
             )  # fmt: skip
+            top = row_max
     total = tl.max(row_sum, 1)  # of columns that are all alike
     seen = total != 0
     values = acc * (1.0 / tl.where(seen, total, 1.0))[:, None]
@@ -232,5 +261,5 @@ def fp8_forward_kernel(
         )  # NaN stays
     _store(out_rows, first_row, values, ROWS, WIDTH_V, D_V)
     if LSE:
-        value = tl.where(seen, (row_max - P_EXPONENT) / LOG2E + tl.log(tl.where(seen, exact_sum, 1.0)), -INF)
+        value = tl.where(seen, top + (tl.log(tl.where(seen, exact_sum, 1.0)) - P_EXPONENT / LOG2E), -INF)
         tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)

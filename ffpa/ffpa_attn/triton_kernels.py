@@ -15,6 +15,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
+FAR = tl.constexpr(2.0**20)  # an exponent of 2, beyond which a float leaves more than 1/16 of it unsaid
+LOST = tl.constexpr(2.0**24)  # ... and beyond which an LSE says nothing of what P is
 
 
 # ---- what a launch hands over ----
@@ -105,6 +107,16 @@ def _sequence(offsets_q, offsets_k, sizes, sequence, PACKED: tl.constexpr, TOP_L
 
 
 @triton.jit
+def _aligned(step, source):
+    """A stride, in a form that shows what rows of 16-bit floats always have: they begin at 16 bytes. The compiler asks numbers
+    for multiples of 16 alone, and read other rows by single elements, with no copies under way.
+    """
+    if source.dtype.element_ty.primitive_bitwidth == 16:
+        step = step // 8 * 8
+    return step
+
+
+@triton.jit
 def _offset(strides, batch, head, first):
     """Of a row in its tensor: in 64 bits."""
     return batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head + first.to(tl.int64) * strides.row
@@ -112,9 +124,13 @@ def _offset(strides, batch, head, first):
 
 @triton.jit
 def _rows(source, strides, batch, head, first, length, TMA: tl.constexpr):
+    step = strides.row
     if not TMA:
-        source += _offset(strides, batch, head, first)
-    return Rows(source, batch, head, strides.row, length)
+        step = _aligned(step, source)
+        source += _offset(
+            Strides(_aligned(strides.batch, source), _aligned(strides.head, source), step), batch, head, first
+        )
+    return Rows(source, batch, head, step, length)
 
 
 @triton.jit
@@ -184,6 +200,12 @@ def _unit(rule, RAW: tl.constexpr):
 
 
 @triton.jit
+def _rounded_product(x, factor):
+    """x * factor, the same number for all who use it: a compiler joins no such sum to another, as it joins a product."""
+    return tl.fma(x, factor, 0.0)
+
+
+@triton.jit
 def _visible(s, rows, keys, at, rule):
     """Scores, -INF where a row does not see a key: [rows, keys], or transposed (of rows that are there, or whose P is 0).
 
@@ -205,9 +227,9 @@ def _scores(
     tanh = s
     if CAPPED:
         tanh = _tanh(s * (rule.scale / rule.softcap))
-        s = tanh * rule.softcap
+        s = _rounded_product(tanh, rule.softcap)
     elif not RAW:
-        s = s * rule.scale
+        s = _rounded_product(s, rule.scale)
     if MASK != "none":
         pointers = mask + rows.to(tl.int64) * mask_strides.row + keys.to(tl.int64) * mask_strides.key
         inside = (rows < at.n_q) & (keys < at.n_k)
@@ -226,24 +248,55 @@ def _scores(
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q_tile, k, v, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr,
-    TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, EDGE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys."""
+    """One more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in the units of scores."""
     unit = _unit(rule, RAW)
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s = tl.dot(q_tile, tl.trans(k_tile))
     keys = first + tl.arange(0, KEYS)
     s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    reference = new_max * unit
-    if EDGE or MASK != "none":
-        reference = tl.where(new_max == -INF, 0.0, reference)  # of rows that have seen no key yet
-    p = tl.exp2(s * unit - reference[:, None])
-    alpha = tl.exp2(row_max * unit - reference)
+    if FAST:
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+    else:
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        reference = new_max
+        if EDGE or MASK != "none":
+            reference = tl.where(new_max == -INF, 0.0, new_max)  # of rows that have seen no key yet
+        p = tl.exp2((s - reference[:, None]) * unit)
+        alpha = tl.exp2((row_max - reference) * unit)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     v_tile = _load(v, first, KEYS, acc.shape[1], D_V, TMA)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
     return acc, new_max, row_sum
+
+
+@triton.jit
+def _attend_all(
+    q_tile, k, v, first_row, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr, TMA: tl.constexpr,
+    EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH_V: tl.constexpr,
+):  # fmt: skip
+    """All keys that the rows see: (O times the sum, the maximum as _attend has it, the sum)."""
+    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+    for first in range(all_begin, all_end, KEYS):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, k, v, first, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK,
+            FAST, False, KEYS,
+        )  # fmt: skip
+    if EDGES:
+        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q_tile, k, v, _edge_tile(edge, all_begin, all_end), rows, at, rule, mask, mask_strides,
+                D_QK, D_V, TMA, RAW, CAPPED, MASK, FAST, True, KEYS,
+            )  # fmt: skip
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -268,25 +321,23 @@ def forward_kernel(
 
         q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
         rows = first_row + tl.arange(0, ROWS)
-        acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
-        row_max = tl.full([ROWS], -INF, tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
-        all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
-        for first in range(all_begin, all_end, KEYS):
-            acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q_tile, k_rows, v_rows, first, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW,
-                CAPPED, MASK, False, KEYS,
-            )  # fmt: skip
-        if EDGES:
-            for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
-                acc, row_max, row_sum = _attend(
-                    acc, row_max, row_sum, q_tile, k_rows, v_rows, _edge_tile(edge, all_begin, all_end), rows, at, rule, mask,
-                    mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
+        acc, row_max, row_sum = _attend_all(
+            q_tile, k_rows, v_rows, first_row, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, EDGES, RAW, CAPPED, MASK,
+            RAW, ROWS, KEYS, WIDTH_V,
+        )  # fmt: skip
+        top = row_max
+        if RAW:
+            top = row_max / LOG2E
+            far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
+            if tl.max(far.to(tl.int32), 0) > 0:  # or they see no key
+                acc, row_max, row_sum = _attend_all(
+                    q_tile, k_rows, v_rows, first_row, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, EDGES, RAW, CAPPED,
+                    MASK, False, ROWS, KEYS, WIDTH_V,
                 )  # fmt: skip
+                top = row_max * rule.scale
         seen = row_sum != 0  # or is NaN
         _store(out_rows, first_row, acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], ROWS, WIDTH_V, D_V)
         if LSE:
-            top = row_max * rule.scale if RAW else row_max
             value = tl.where(seen, top + tl.log(tl.where(seen, row_sum, 1.0)), -INF)
             tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)
 
@@ -297,10 +348,11 @@ def forward_kernel(
 @triton.jit
 def statistics_kernel(
     out, grad, grad_lse, lse, exponents, delta, out_strides, grad_strides, grad_lse_strides, lse_strides, strides, sizes,
-    GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row, and of those that pad them to whole tiles: the LSE as an exponent of 2, INF, which makes P 0, of blind rows,
-    those that see no key; and delta, the sum over columns of out * grad, less the gradient of the LSE: what dP is lowered by.
+    """Of each row, and of those that pad them to whole tiles: the LSE (RAW: as an exponent of 2), INF, which makes P 0, of blind
+    rows, those that see no key, and RAW of those whose P is lost; and delta, the sum over columns of out * grad, less the
+    gradient of the LSE: what dP is lowered by.
     """
     row_blocks = strides.head // ROWS
     program = tl.program_id(0)
@@ -316,9 +368,12 @@ def statistics_kernel(
         lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
         total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
     row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
+    if RAW:
+        row_lse *= LOG2E
+        row_lse = tl.where(tl.abs(row_lse) < LOST, row_lse, row_lse + (-INF))
     blind = row_lse == -INF
     first = _offset(strides, batch, head, start)
-    tl.store(exponents + first + rows, tl.where(blind, INF, row_lse * LOG2E))
+    tl.store(exponents + first + rows, tl.where(blind, INF, row_lse))
     tl.store(delta + first + rows, tl.where(blind, 0.0, total))
 
 
@@ -329,7 +384,10 @@ def _p_and_ds(
 ):  # fmt: skip
     """P, and the gradient of the products less their scale, of products and dP in either orientation."""
     s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
-    p = tl.exp2(s * _unit(rule, RAW) - exponent)
+    if RAW:
+        p = tl.exp2(s * _unit(rule, RAW) - exponent)
+    else:  # 1 at most, however the LSE was rounded
+        p = tl.exp2(tl.minimum((s - exponent) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL))
     ds = p * (dp - row_delta)
     if CAPPED:
         ds *= 1 - tanh * tanh

@@ -37,11 +37,16 @@ def running(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
+def has_rows(x: torch.Tensor) -> bool:
+    """Whether kernels can read it: rows, heads and batch entries that begin at 16 bytes, their columns side by side."""
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+
+
 def has_descriptor(x: torch.Tensor) -> bool:
-    """Whether TMA can read it: rows, heads and batch entries that begin at 16 bytes, none of them read twice."""
-    steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-    return x.numel() > 0 and aligned
+    """Whether TMA can read it: none of its rows twice."""
+    twice = any(stride <= 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
+    return x.numel() > 0 and has_rows(x) and not twice
 
 
 def describer(x: torch.Tensor, *block: int) -> Callable[[torch.Tensor], Any]:

@@ -40,9 +40,9 @@ def _attend_slice(
     row_sum = tl.load(sum_gmem + slots, mask=there, other=0.0)
     acc = tl.load(acc_pointers, mask=there[:, None], other=0.0)
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    reference = tl.where(new_max == -INF, 0.0, new_max * unit)  # of rows that have seen no key yet
-    p = tl.exp2(s * unit - reference[:, None])
-    alpha = tl.exp2(row_max * unit - reference)
+    reference = tl.where(new_max == -INF, 0.0, new_max)  # of rows that have seen no key yet
+    p = tl.exp2((s - reference[:, None]) * unit)
+    alpha = tl.exp2((row_max - reference) * unit)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
     tl.debug_barrier()  # all have read the slice: it may be overwritten
     tl.store(max_gmem + slots, new_max)

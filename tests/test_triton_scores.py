@@ -1,0 +1,205 @@
+"""Scores and masks of any finite size in the Triton kernels: what softmax in float32 of float32 scores is, they give."""
+
+import math
+
+import ffpa_attn
+import pytest
+import torch
+from ffpa_attn import ops
+
+pytest.importorskip("triton", reason="Triton is an extra")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+_f16, _bf16, _f32 = torch.float16, torch.bfloat16, torch.float32
+ULP = 2.0**-23
+
+
+@pytest.fixture(autouse=True, params=["forward", "persistent"])
+def backend(request, monkeypatch):
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu" and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
+    monkeypatch.setenv("FFPA_BACKEND", "triton")
+    if request.param == "persistent":
+        monkeypatch.setenv("FFPA_TRITON_CORES", "3")
+    ops._plans.clear()
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return request.param
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["apart", "contracted"])
+def contracted(request, monkeypatch):
+    """A product and the sum that takes it rounded once, as GPUs' compilers do where they can, or each by itself."""
+    if request.param and torch.cuda.is_available():
+        pytest.skip("a GPU's compiler decides that by itself")
+    builder = interpreter.InterpreterBuilder
+    multiply, plain = builder.create_fmul, {"create_fadd": builder.create_fadd, "create_fsub": builder.create_fsub}
+
+    def product(self, a, b):
+        result = multiply(self, a, b)
+        if result.data.dtype == "float32":
+            result.exact = a.data.astype("float64") * b.data.astype("float64")
+        return result
+
+    def add(self, a, b, name):
+        result = plain[name](self, a, b)
+        if hasattr(a, "exact") or hasattr(b, "exact"):
+            a, b = (getattr(x, "exact", x.data.astype("float64")) for x in (a, b))
+            result.data = (a + b if name == "create_fadd" else a - b).astype("float32")
+        return result
+
+    if request.param:
+        monkeypatch.setattr(builder, "create_fmul", product)
+        for name in plain:
+            monkeypatch.setattr(builder, name, lambda self, a, b, name=name: add(self, a, b, name))
+
+
+def scores_of(q, k, rule) -> torch.Tensor:
+    """float32, hidden ones -inf."""
+    scores = (q.float() @ k.float().mT) * rule.get("scale", q.shape[-1] ** -0.5)
+    mask = rule.get("mask")
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    if rule.get("causal"):
+        n_q, n_k = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(n_q, n_k, device=q.device).tril(n_k - n_q) == 0, -torch.inf)
+    return scores
+
+
+def softmax_of(scores, v):
+    """What a float32 softmax gives, and how far the rounding of each score may take it: by columns of V, a row's spread."""
+    p = scores.softmax(-1)
+    rounding = (scores.where(scores.isfinite(), 0.0).abs() * ULP).clamp(max=80)
+    low, high = (scores - rounding).softmax(-1), (scores + rounding).softmax(-1)
+    moved = torch.maximum((low - p).abs(), (high - p).abs()) if float(rounding.max()) < 1 else p * 0
+    spread = (moved + p * 2 * rounding.amax(-1, keepdim=True).clamp(max=1)).sum(-1, keepdim=True)
+    return p @ v.float(), scores.logsumexp(-1), spread.clamp(max=2) * v.float().abs().amax((-1, -2), keepdim=True)
+
+
+def check(q, k, v, exact: bool, **rule):
+    """exact: rounding moves all scores of a row alike, or so few that P stays."""
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **rule)
+    want, want_lse, allowed = softmax_of(scores_of(q, k, rule), v)
+    assert out.isfinite().all() and lse.isfinite().all()
+    slack = (2.0**-7 if q.dtype == _bf16 else 2.0**-9) * (1 + want.abs())
+    error = (out.float() - want).abs()
+    assert (error <= slack + (0 if exact else allowed)).all(), f"off by {error.max():.3g}"
+    sums = (q.float().abs() @ k.float().abs().mT).amax(-1) * abs(rule.get("scale", q.shape[-1] ** -0.5))
+    assert ((lse - want_lse).abs() <= 2.0**-22 * torch.maximum(sums, want_lse.abs()) + 1e-4).all()
+
+
+def inputs(dtype, device, n_q=100, n_k=150, d=64):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(1, 2, n, d, generator=generator).to(device, dtype) for n in (n_q, n_k, n_k)]
+
+
+MASKED = [
+    (_f16, torch.finfo(_f16).min), (_bf16, torch.finfo(_bf16).min), (_bf16, torch.finfo(_f32).min), (_f16, -1e9),
+    (_bf16, -1e10), (_f16, -1.5e9), (_bf16, -3e10), (_bf16, -1e30), (_f16, 1e30), (_bf16, 1e30),
+]  # fmt: skip
+
+
+def mask_of(value, dtype, device, where):
+    own = _f32 if abs(value) > torch.finfo(dtype).max else dtype
+    return torch.zeros(1, 1, 100, 150, dtype=own, device=device).masked_fill_(where.to(device), value)
+
+
+@pytest.mark.parametrize(("dtype", "value"), MASKED, ids=str)
+@pytest.mark.parametrize("what", ["left padding", "whole rows", "every other key"])
+def test_finite_masks(dtype, value, what, device, backend):
+    """Rows that see padding alone take part in it, as in a float32 softmax."""
+    if backend == "persistent":
+        pytest.skip("it takes no mask")
+    keys, rows = torch.arange(150), torch.arange(100)[:, None]
+    where = {
+        "left padding": (keys < 90) & (rows >= 0),
+        "whole rows": (rows % 3 == 0) & (keys >= 0),
+        "every other key": (keys % 2 == 0) & (rows >= 0),
+    }[what]
+    q, k, v = inputs(dtype, device)
+    for causal in (False, True):
+        if causal and what == "left padding":
+            where = where & (rows > 60)
+        check(q, k, v, False, mask=mask_of(value, dtype, device, where), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("score", [3e4, 1e6, 3e7, 4e8, 8e8, 5e9, -3e4, -1e6, -8e8])
+def test_equal_scores_of_any_size(score, causal, device):
+    """From finite inputs of 16 bits: a mean of V."""
+    _, _, v = inputs(_f16, device)
+    size = min(abs(score) / 64, 3e4)
+    q, k = (
+        torch.full((1, 2, 100, 64), size, dtype=_f16, device=device),
+        torch.ones(1, 2, 150, 64, dtype=_f16, device=device),
+    )
+    check(q * math.copysign(1, score), k, v, True, scale=abs(score) / (size * 64), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9, -1e6])
+def test_distinct_scores_of_any_size(dtype, scale, device):
+    """One key wins."""
+    q, k, v = inputs(dtype, device)
+    check(q, k, v, False, scale=scale)
+
+
+@pytest.mark.parametrize("rule", [{}, {"causal": True}, {"scale": 1e5}], ids=str)
+def test_scores_that_climb_from_far_below(rule, device):
+    """Tile after tile: what a first tile has left does not spoil what comes."""
+    _, _, v = inputs(_f16, device)
+    q = torch.full((1, 2, 100, 64), 100.0, dtype=_f16, device=device)
+    k = torch.linspace(-6e4, 0, 150, device=device).to(_f16).view(1, 1, -1, 1).expand(1, 2, 150, 64).contiguous()
+    check(q, k, v, False, **rule)
+
+
+def gradients(q, k, v, grad, **rule):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(ffpa_attn.ffpa(*leaves, **rule), leaves, grad)
+
+
+@pytest.mark.parametrize(("dtype", "value"), MASKED[:8], ids=str)
+def test_gradients_beside_masked_rows(dtype, value, device, backend):
+    """Rows whose dO is 0 pass on nothing, whatever their LSE is, and the others what they would without them."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    rows = torch.arange(100)[:, None]
+    padded = (rows < 30) & (torch.arange(150) >= 0)
+    q, k, v = inputs(dtype, device)
+    grad = torch.randn_like(q)
+    grad[:, :, :30] = 0
+    got = gradients(q, k, v, grad, mask=mask_of(value, dtype, device, padded))
+    want = gradients(q[:, :, 30:], k, v, grad[:, :, 30:])
+    assert not got[0][:, :, :30].any()
+    tolerance = 2.0**-6 if dtype == _bf16 else 2.0**-9
+    for mine, theirs in zip((got[0][:, :, 30:], *got[1:]), want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9])
+def test_gradients_of_large_scores(scale, masked, device, backend):
+    """Finite; and with a mask, whose kernels compare scores with the LSE as they are, of a P of 1 at most."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    q, k, v = inputs(_bf16, device)
+    rule = {"scale": scale} | ({"mask": torch.ones(1, 1, 100, 150, dtype=torch.bool, device=device)} if masked else {})
+    grad = torch.randn_like(q)
+    got = gradients(q, k, v, grad, **rule)
+    assert all(x.isfinite().all() for x in got)
+    if masked:
+        assert (got[2].abs() <= 1.01 * grad.abs().float().sum(2, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_equal_scores_of_8_bits(dtype, scale, device, backend):
+    """A mean of V."""
+    if backend == "persistent":
+        pytest.skip("it takes no 8-bit floats")
+    _, _, v = inputs(_bf16, device)
+    q, k = (torch.full((1, 2, n, 64), 448.0, device=device).to(dtype) for n in (100, 150))
+    out, lse = ffpa_attn.ffpa_fp8(q, k, v.to(dtype), scale=scale, causal=True, return_lse=True, out_dtype=_f32)
+    want, want_lse, _ = softmax_of(scores_of(q, k, {"scale": scale, "causal": True}), v.to(dtype))
+    assert (out - want).abs().max() < 2e-3
+    assert ((lse - want_lse).abs() <= 2.0**-22 * want_lse.abs() + 1e-4).all()
