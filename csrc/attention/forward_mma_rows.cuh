@@ -154,6 +154,17 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       row_sum[m][h] = 0;
     }
   }
+  // A row whose reference is large has each tile looked at: its raw products may have to become logits.
+  bool large = false;
+  const auto has_large = [&](const float (&x)[kM][2], float factor) {
+    bool found = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) found |= std::fabs(x[m][h]) * factor > kMostFusedLogit && x[m][h] > -kLargestFloat;
+    }
+    return found;
+  };
   // In base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room.
   constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
@@ -219,9 +230,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
     }
 
-    float tile_max[kM][2];
     float factor = plain ? params.score_factor : 1.0f;
-    bool large = false;
+    float tile_max[kM][2];  // of raw products, where they are plain
+    bool mends = large;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
@@ -231,38 +242,29 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
         most = larger_of(most, ptx::shfl_xor(most, 1));
         tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
-        large |= std::fabs(tile_max[m][h]) * factor > kMostFusedLogit;
+        mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
       }
     }
-    if (plain && ptx::vote_any(large)) {
-      FFPA_UNROLL
-      for (int m = 0; m < kM; ++m) {
+    if (ptx::vote_any(mends)) {
+      if (plain && ptx::vote_any(has_large(tile_max, factor))) {
         FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
+        for (int m = 0; m < kM; ++m) {
           FFPA_UNROLL
-          for (float& score : s[m][n]) score = product_to_logit(params, score);
+          for (int n = 0; n < kScoreN; ++n) {
+            FFPA_UNROLL
+            for (float& score : s[m][n]) score = product_to_logit(params, score);
+          }
+          FFPA_UNROLL
+          for (float& score : tile_max[m]) score = product_to_logit(params, score);
         }
-        FFPA_UNROLL
-        for (float& score : tile_max[m]) score = product_to_logit(params, score);
+        factor = 1;
       }
-      factor = 1;
-    }
-    bool grew = false;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        tile_max[m][h] *= factor;
-        grew |= tile_max[m][h] - reference[m][h] > kMostGrowth;
-      }
-    }
-    if (ptx::vote_any(grew)) {
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
         float alpha[2];
         FFPA_UNROLL
         for (int h = 0; h < 2; ++h) {
-          const float most = larger_of(reference[m][h], tile_max[m][h]);
+          const float most = larger_of(reference[m][h], tile_max[m][h] * factor);
           alpha[h] = ptx::ex2(reference[m][h] - most);
           reference[m][h] = most;
           row_sum[m][h] *= alpha[h];
@@ -270,6 +272,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         FFPA_UNROLL
         for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], alpha);
       }
+      large = has_large(reference, 1);
     }
 
     // ---- 3. O += P V ----
@@ -305,7 +308,8 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const bool is_part = params.splits > 1;
   const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;  // of the head
   float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
-  float* lse_gmem = block.lse();
+  float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
+  float* lse_gmem = is_part ? nullptr : block.lse();
   const int last_row = block.last_row();
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -317,10 +321,10 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
       const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
       const int row = block.first_row() + row_of_block;
-      if (is_part && lane % 4 == 0 && row <= last_row) {
-        ptx::st_global_8(params.partial_sums(block.split()) + 2 * (partial_row + row),
-                         {float_bits(reference[m][h]), float_bits(sum)});
-      } else if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
+      if (sums_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
+        ptx::st_global_8(sums_gmem + 2 * row, {float_bits(reference[m][h]), float_bits(sum)});
+      }
+      if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
         const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // no key: lg2(0) = -inf
         ptx::st_global_4(lse_gmem + row, float_bits(lse));
       }

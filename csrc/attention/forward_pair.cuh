@@ -291,8 +291,7 @@ class ForwardPair {
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
               slots_.release();
-              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
-              ptx::wgmma_wait_group<0>();
+              to_probabilities<true, true>(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
               slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);
               queue_their_product(out, at.group());
