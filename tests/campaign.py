@@ -120,6 +120,7 @@ def _work(args: argparse.Namespace) -> int:
             why=why[:2000],
             source=source if ended in ("wrong", "fatal") else "",
             kind=_kind(p),
+            two_tiles=p.has_two_tiles(),
             seconds=seconds,
         )
         if ended == "fatal":
@@ -155,6 +156,7 @@ class Campaign:
         self.start = time.monotonic()
         self.counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         self.found: list[dict] = []
+        self.two_tiles = 0
         self.refusals: collections.Counter = collections.Counter()
         self.slowest: list[tuple[float, int]] = []
         self.lock = threading.Lock()
@@ -219,14 +221,14 @@ class Campaign:
         if at["seed"] is not None and killed != ["over"]:
             p = generate(at["seed"], self.args.device, self.args.kind)
             why = "it hung" if killed else f"its process died with {process.returncode}"
-            self._note(
-                {"seed": at["seed"], "ended": "fatal", "why": why, "source": repr(p), "kind": _kind(p), "seconds": 0.0}
-            )
+            rest = {"why": why, "source": repr(p), "kind": _kind(p), "two_tiles": p.has_two_tiles(), "seconds": 0.0}
+            self._note({"seed": at["seed"], "ended": "fatal", **rest})
         return at["index"] + self.args.processes
 
     def _note(self, told: dict) -> None:
         with self.lock:
             self.counts[told["kind"]][told["ended"]] += 1
+            self.two_tiles += told["two_tiles"]
             self.slowest = sorted([*self.slowest, (told["seconds"], told["seed"])], reverse=True)[:10]
             if told["ended"] == "refused":
                 self.refusals[told["why"][:160].split("; ")[0]] += 1
@@ -242,6 +244,7 @@ class Campaign:
         return {
             "problems": self.problems,
             "right": self.total("right"),
+            "two_tiles": self.two_tiles,
             "refused": self.total("refused"),
             "wrong": len(self.found),
             "seconds": round(seconds, 1),
@@ -261,7 +264,7 @@ def _print(summary: dict) -> None:
             by_part[name].update(by)
     for name, by in sorted(by_part.items()):
         print(f"{name:28} {sum(by.values()):8} problems " + " ".join(f"{n} {ended}" for ended, n in sorted(by.items())))
-    keys = ("problems", "right", "refused", "wrong", "seconds", "per_second")
+    keys = ("problems", "right", "two_tiles", "refused", "wrong", "seconds", "per_second")
     print(", ".join(f"{name} {summary[name]}" for name in keys))
 
 

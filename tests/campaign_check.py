@@ -39,7 +39,7 @@ def running(p: Problem):
         if p.device == "emulator":
             from ffpa_attn.testing import emulate
 
-            stack.enter_context(emulate(p.arch, seed=p.schedule))
+            stack.enter_context(emulate(p.arch, seed=p.schedule, exact=p.exact))
         if p.device != "cuda":
             torch.use_deterministic_algorithms(True)  # new memory holds NaN
             stack.callback(torch.use_deterministic_algorithms, False)

@@ -118,7 +118,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor | None
     offsets: tuple  # of packed sequences
     spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
-    blocks: list[torch.Tensor]
+    blocks: list[torch.Tensor]  # what no call may write to
 
 
 def make(p: Problem, device) -> Inputs:
@@ -146,7 +146,8 @@ def make(p: Problem, device) -> Inputs:
         placed.append((view, block))
     mask = make_mask(p.mask, p, device) if p.mask else None
     offsets, spans = _offsets(p, rows, keys, device) if p.packed else ((), [])
-    return Inputs(*(view for view, _ in placed), mask, offsets, spans, [block for _, block in placed])
+    blocks = [block for _, block in placed] + [mask] * (mask is not None)
+    return Inputs(*(view for view, _ in placed), mask, offsets, spans, blocks)
 
 
 def _offsets(p: Problem, rows: int, keys: int, device):

@@ -3,7 +3,7 @@
 The yardstick is PyTorch itself: the same computation, matmuls in the input type and softmax in float32. A result may
 err twice as much as that, plus one unit in the last place; NaN and infinities must sit exactly where the oracle has them.
 
-Rows that see a score beyond 10^4 have another yardstick, softmax in float32 of float32 scores, as a product in float16
+Rows that see a score beyond 10^4, or one whose terms are that large, have another yardstick, softmax in float32 of float32 scores, as a product in float16
 overflows; and there float32 itself no longer tells scores apart, so that what its rounding may change is allowed too
 (`Movement`). Everywhere else that is nothing.
 """
@@ -69,9 +69,24 @@ def baseline(
     return (out.transpose(1, 2) if layout == "BNHD" else out), lse
 
 
-def is_large(scores: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """[.., rows, 1]: rows that see a score beyond LARGE, or a product that is not `finite` in the input type."""
-    return ((scores.abs() > LARGE) & (scores != -torch.inf) | ~finite).any(-1, keepdim=True)
+def is_large(scores: torch.Tensor, finite: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
+    """[.., rows, 1]: rows that see a score beyond LARGE, or a product that is not `finite` in the input type, or one whose terms
+    are large though their sum is not.
+    """
+    large = (scores.abs() > LARGE) & (scores != -torch.inf) | ~finite
+    if sizes is not None:
+        large = large | (sizes > LARGE) & (scores != -torch.inf)
+    return large.any(-1, keepdim=True)
+
+
+def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """The sums of the sizes of the terms of each score, or None where all are small."""
+    if not q.numel() or not k.numel():
+        return None
+    largest = float(q.abs().amax().nan_to_num(torch.inf).double() * k.abs().amax().nan_to_num(torch.inf).double())
+    if largest * q.shape[-1] * abs(scale) <= LARGE:
+        return None
+    return (q.float().abs() @ k.float().abs().mT).double() * abs(scale)
 
 
 class Movement(NamedTuple):
@@ -95,11 +110,13 @@ class Movement(NamedTuple):
     softcap: float
 
     @classmethod
-    def of(cls, q, k, scores, capped, lse, large, scale, softcap, bias, ordered) -> Movement:
-        """scores: -inf where hidden; capped: before the mask is added."""
+    def of(cls, k, sizes, raw, scores, lse, large, softcap, bias, ordered) -> Movement:
+        """sizes: of products, None where they are small; raw: the scaled products; scores: -inf where hidden."""
         hidden = scores == -torch.inf
-        of_products = (q.float().abs() @ k.float().abs().mT).double() * abs(scale)
-        of_products = 2.0**-23 * of_products + 2.0**-24 * capped.abs() * (5 if softcap else 1)
+        of_products = 2.0**-24 * raw.abs() + 2.0**-23 * (raw.abs() if sizes is None else sizes)
+        if softcap:  # it lets large products move by little
+            capped, *ends = (softcap * torch.tanh((raw + x) / softcap) for x in (0.0, of_products, -of_products))
+            of_products = torch.maximum(*((end - capped).abs() for end in ends)) + 2.0**-22 * capped.abs()
         of_products = of_products.masked_fill(hidden, 0.0)
         later = 3 * 2.0**-24 * scores.masked_fill(hidden, 0.0).abs()
         by = of_products + later

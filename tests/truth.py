@@ -188,8 +188,8 @@ class Block:
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
-        raw = q64 @ k64.mT * scale
-        self.capped = softcap * torch.tanh(raw / softcap) if softcap else raw
+        self.raw = q64 @ k64.mT * scale
+        self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
         scores = self.capped if bias is None else self.capped + bias.double()
         self.hidden = ~seen
         self.empty = self.hidden.all(-1, keepdim=True)
@@ -201,7 +201,7 @@ class Block:
         self.movement = None
         if bool(self.large.any()):
             self.movement = compare.Movement.of(
-                q, k, self.scores, self.capped, self.lse, self.large, scale, softcap, bias, ordered
+                k, self.sizes, self.raw, self.scores, self.lse, self.large, softcap, bias, ordered
             )
 
     def _base_scores(self, bias, acc_qk) -> None:
@@ -210,7 +210,8 @@ class Block:
         product = (
             exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
         )
-        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden)
+        self.sizes = compare.sizes_of_products(self.q, self.k, self.scale)
+        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes)
         scores = torch.where(self.large, exact, product) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
