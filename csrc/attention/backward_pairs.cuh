@@ -42,17 +42,16 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
 // of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. The same for
 // all lanes.
 FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
-  const bool all_small =
-      ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
+  const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
   return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
-// Logits of pairs from their raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
-// and kN fragments of keys; `row` and `key` are where the first of the scores lie. Packed is all as [fragment][half of
-// rows], a pair of keys each.
+// Scores of pairs from their raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of
+// 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. Packed is all as [fragment][half
+// of rows], a pair of keys each. Gives the factor that makes them logits: 1 where large ones had to become logits.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
-FFPA_DEVICE void apply_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
-                             bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes) {
+FFPA_DEVICE float apply_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
+                              bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes) {
   if (attention.softcap > 0) {
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
@@ -65,24 +64,26 @@ FFPA_DEVICE void apply_rules(float (&scores)[1][kN][4], const AttentionParams& a
       slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
     }
   }
-  scores_to_logits<Fragments>(scores, attention, rows, all_seen, row, key, lane);
+  products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
+  const auto is_large = [&](int h) { return lse2[h] != kInfinity && !(std::fabs(lse2[h]) <= kMostFusedLogit); };
+  const bool large = is_large(0) || is_large(1);
   FFPA_UNROLL
   for (int n = 0; n < kN; ++n) {
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      // A row that sees no key may have NaN here. Elsewhere rounding may lift a large score past its row's LSE, and P
-      // past 1: by 2^64 where they are about 10^9.
-      float& logit = scores[0][n][e];
-      if (lse2[e / 2] == kInfinity) {
-        logit = -kInfinity;
-      } else if (logit > lse2[e / 2]) {
-        logit = lse2[e / 2];
+      float& score = scores[0][n][e];
+      if (large) {
+        // Rounding may lift a large score past its row's LSE, and P past 1: by 2^64 where they are about 10^9.
+        score = in_base_2(score);
+        if (score > lse2[e / 2]) score = lse2[e / 2];
       }
+      if (lse2[e / 2] == kInfinity) score = -kInfinity;  // of a row that sees no key: it may be NaN
     }
   }
+  return large ? 1.0f : kLog2e;
 }
 
-// P of pairs, packed, from logits: scores times a factor.
+// P of pairs, packed, from what a factor makes logits.
 template <class Element, int kN>
 FFPA_DEVICE void finish_p(const float (&scores)[1][kN][4], float factor, const float (&lse2)[2], uint32_t* p) {
   FFPA_UNROLL

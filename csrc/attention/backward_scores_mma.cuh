@@ -199,13 +199,14 @@ class BackwardScoresMma {
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
+        float factor = attention_.score_factor;
         if (!plain) {
-          apply_rules<Element, Fragments>(scores, attention_, tile.rows, all_seen,
-                                          tile.rows.first + core_.warp_row() + m * 16,
-                                          tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup),
-                                          lse2[m], core_.lane(), slopes[group]);
+          factor = apply_rules<Element, Fragments>(
+              scores, attention_, tile.rows, all_seen, tile.rows.first + core_.warp_row() + m * 16,
+              tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup), lse2[m], core_.lane(),
+              slopes[group]);
         }
-        finish_p<Element>(scores, plain ? attention_.score_factor : 1.0f, lse2[m], p[group]);
+        finish_p<Element>(scores, factor, lse2[m], p[group]);
       }
       store(params_.p + at, p);
       if (!has_softcap()) continue;

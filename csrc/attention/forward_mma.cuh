@@ -56,9 +56,6 @@ class ForwardMma {
   static constexpr int kTeamWarps = Config::kTeamWarps;
   static constexpr bool kOwnRings = Config::kOwnRings;
 
-  // Products that are f16 sums become logits at once: two of them share a register, and what decides later takes more.
-  static constexpr bool kHalfProducts = sizeof(typename Config::AccQk) == 2;
-
   // Of one warp, in fragments: S [kScoreM × kScoreN] and O [kOutM × kOutN].
   static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
   static constexpr int kOutM = Config::kTeamRows / 16, kOutN = Config::kOutWarpPairs * 2;
@@ -227,30 +224,20 @@ class ForwardMma {
   FFPA_DEVICE void attend_to(int tile) {
     Scores scores;
     compute_scores(scores);
-    float factor = to_logits(scores, tile * kKeys);
-    publish_maxima(scores, factor);
+    const LogitScale to_logits = to_scores(scores, tile * kKeys);
+    float factor = to_logits.factor;
+    publish_maxima(scores, to_logits, factor);
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
     compute_probabilities(scores, factor);
     sync_team();  // P and α are there
   }
 
-  // The factor that raw products still need to be logits; it is 1 where they have become logits by more than a factor.
-  FFPA_DEVICE float to_logits(Scores& scores, int key) const {
-    const bool all_seen = all_rows_see(block_, key, kKeys), no_mask = params_.mask.kind == MaskKind::kNone;
-    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) {
-      if (!kHalfProducts) return params_.score_factor;
-      FFPA_UNROLL
-      for (int m = 0; m < kScoreM; ++m) {
-        FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          FFPA_UNROLL
-          for (float& score : scores[m][n]) score = product_to_logit(params_, score);
-        }
-      }
-      return 1;
-    }
-    scores_to_logits(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
-    return 1;
+  // Products stay as they are where a positive factor is all they need.
+  FFPA_DEVICE LogitScale to_scores(Scores& scores, int key) const {
+    const bool all_seen = all_rows_see(block_, key, kKeys);
+    if (are_plain(params_, all_seen)) return scale_of_products(params_);
+    products_to_scores(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
+    return scale_of_scores();
   }
 
   FFPA_DEVICE void compute_scores(Scores& scores) {
@@ -282,8 +269,8 @@ class ForwardMma {
     }
   }
 
-  // The largest logits of the warp's keys, for the other warps. Large raw products become logits, and their factor 1.
-  FFPA_DEVICE void publish_maxima(Scores& scores, float& factor) const {
+  // The largest logits of the warp's keys, for the other warps. Large scores become logits, and their factor 1.
+  FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
     float maxima[kScoreM][2], largest = 0;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
@@ -300,16 +287,16 @@ class ForwardMma {
         largest = larger_of(largest, std::fabs(maximum));
       }
     }
-    if (!kHalfProducts && factor != 1 && largest * factor > kMostFusedLogit) {
+    if (ptx::vote_any(largest * factor > kMostFusedLogit)) {
       FFPA_UNROLL
       for (int m = 0; m < kScoreM; ++m) {
         FFPA_UNROLL
         for (int n = 0; n < kScoreN; ++n) {
           FFPA_UNROLL
-          for (float& score : scores[m][n]) score = product_to_logit(params_, score);
+          for (float& score : scores[m][n]) score = to_logits.logit(score);
         }
         FFPA_UNROLL
-        for (float& score : maxima[m]) score = product_to_logit(params_, score);
+        for (float& score : maxima[m]) score = to_logits.logit(score);
       }
       factor = 1;
     }

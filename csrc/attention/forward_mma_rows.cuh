@@ -154,24 +154,13 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       row_sum[m][h] = 0;
     }
   }
-  // A row whose reference is large has each tile looked at: its raw products may have to become logits.
-  bool large = false;
-  const auto has_large = [&](const float (&x)[kM][2], float factor) {
-    bool found = false;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) found |= std::fabs(x[m][h]) * factor > kMostFusedLogit && x[m][h] > -kLargestFloat;
-    }
-    return found;
-  };
   // In base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room.
   constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
   // Plain scores only need a positive factor. They are left as they are: the exponent's multiply-add applies it at no
   // cost.
-  const bool plain =
-      !Config::kLogits || (params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0);
+  const bool plain = !Config::kLogits || are_plain(params, true);
+  const LogitScale to_logits = plain ? scale_of_products(params) : scale_of_scores();
 
   // Addresses of a lane, from which every fragment lies at a constant distance.
   const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
@@ -225,14 +214,13 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     const int first_key = tile_index * kKeys;
     const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
     if (Config::kLogits && !plain) {
-      scores_to_logits(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
+      products_to_scores(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
     } else if (!all_seen) {
       hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
     }
 
-    float factor = plain ? params.score_factor : 1.0f;
-    float tile_max[kM][2];  // of raw products, where they are plain
-    bool mends = large;
+    float factor = to_logits.factor, tile_max[kM][2];
+    bool mends = false, large = false;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
@@ -243,19 +231,20 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         most = larger_of(most, ptx::shfl_xor(most, 1));
         tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
         mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
+        large |= std::fabs(tile_max[m][h]) * factor > kMostFusedLogit && tile_max[m][h] > -kInfinity;
       }
     }
-    if (ptx::vote_any(mends)) {
-      if (plain && ptx::vote_any(has_large(tile_max, factor))) {
+    if (ptx::vote_any(mends || large)) {
+      if (ptx::vote_any(large)) {  // scores become logits
         FFPA_UNROLL
         for (int m = 0; m < kM; ++m) {
           FFPA_UNROLL
           for (int n = 0; n < kScoreN; ++n) {
             FFPA_UNROLL
-            for (float& score : s[m][n]) score = product_to_logit(params, score);
+            for (float& score : s[m][n]) score = to_logits.logit(score);
           }
           FFPA_UNROLL
-          for (float& score : tile_max[m]) score = product_to_logit(params, score);
+          for (float& score : tile_max[m]) score = to_logits.logit(score);
         }
         factor = 1;
       }
@@ -272,7 +261,6 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         FFPA_UNROLL
         for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], alpha);
       }
-      large = has_large(reference, 1);
     }
 
     // ---- 3. O += P V ----

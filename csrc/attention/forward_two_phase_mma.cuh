@@ -204,8 +204,9 @@ class ForwardTwoPhaseMma {
       derive_from_thread();
       Scores scores;
       scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
-      float factor = to_logits(scores, (chunk.first_tile + tile) * kKeys);
-      const bool moved = follow(scores, factor, state);
+      const LogitScale to_logits = to_scores(scores, (chunk.first_tile + tile) * kKeys);
+      float factor = to_logits.factor;
+      const bool moved = follow(scores, to_logits, factor, state);
       if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
       if (quarter() == 0) {
         keep_references(tile, state);
@@ -247,12 +248,11 @@ class ForwardTwoPhaseMma {
             range.end - range.begin - first, columns - column};
   }
 
-  // What is still to be multiplied to have logits: nothing, or in the plain case a positive factor, which then costs
-  // nothing.
-  FFPA_DEVICE float to_logits(Scores& sums, int key) const {
+  // Products stay as they are where a positive factor is all they need.
+  FFPA_DEVICE LogitScale to_scores(Scores& sums, int key) const {
     const HeadRows rows = kept().get();
-    const bool all_seen = all_rows_see(rows, key, kKeys), no_mask = params_.mask.kind == MaskKind::kNone;
-    if (all_seen && no_mask && !(params_.softcap > 0) && params_.score_factor > 0) return params_.score_factor;
+    const bool all_seen = all_rows_see(rows, key, kKeys);
+    if (are_plain(params_, all_seen)) return scale_of_products(params_);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
@@ -260,18 +260,18 @@ class ForwardTwoPhaseMma {
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][first + n].get(scores[0][n]);
-        scores_to_logits<Fragments>(scores, params_, rows, all_seen, rows.first + first_row() + m * 16,
-                                    key + scores_.warp_column() + Fragments::column_of(first), lane_);
+        products_to_scores<Fragments>(scores, params_, rows, all_seen, rows.first + first_row() + m * 16,
+                                      key + scores_.warp_column() + Fragments::column_of(first), lane_);
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][first + n].set(scores[0][n]);
       }
     }
-    return 1;
+    return scale_of_scores();
   }
 
-  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved. Large raw
-  // products become logits, and their factor 1.
-  FFPA_DEVICE bool follow(Scores& scores, float& factor, RowState& state) const {
+  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved. Large
+  // scores become logits, and their factor 1.
+  FFPA_DEVICE bool follow(Scores& scores, const LogitScale& to_logits, float& factor, RowState& state) const {
     OfRows parts;
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
@@ -290,17 +290,17 @@ class ForwardTwoPhaseMma {
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
     const bool large = larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit;
-    if (factor != 1 && ptx::vote_any(large)) {  // the same for the four warps
+    if (ptx::vote_any(large)) {  // the same for the four warps
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
         FFPA_UNROLL
         for (int n = 0; n < ScoreCore::kN; ++n) {
           FFPA_UNROLL
-          for (float& score : scores[m][n].c) score = product_to_logit(params_, score);
+          for (float& score : scores[m][n].c) score = to_logits.logit(score);
         }
       }
       FFPA_UNROLL
-      for (float& score : maximum) score = product_to_logit(params_, score);
+      for (float& score : maximum) score = to_logits.logit(score);
       factor = 1;
     }
     const bool moved = state.follow(0, maximum[0] * factor);

@@ -84,43 +84,44 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
 // Makes P of raw products, which `scale` makes those of Q and K, for the rows from `row` of the tile on; says whether
 // what there is of O has another reference. P is 2^exponent where a row is at its reference.
 //
-// kProductsFirst: exponentials wait for the products that still run. Where O is wide that is faster by 2 to 4%, where it
-// is narrower slower by as much; the compiler, left alone, waits too.
+// kProductsFirst: exponentials wait for the products that still run. Where O is wide that is faster by 2 to 4%, where
+// it is narrower slower by as much; the compiler, left alone, waits too.
 template <bool kMasks = true, bool kProductsFirst = false, int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
                                   int key, int row, RowState& state, int lane, float scale = 1, float exponent = 0,
                                   float lazy_growth = RowState::kLazyGrowth) {
   const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
-  const bool plain = all_seen && params.softcap == 0 && (!kMasks || params.mask.kind == MaskKind::kNone) &&
-                     params.score_factor * scale > 0;
+  const bool plain = are_plain<kMasks>(params, all_seen, scale);
   if (!plain) {
-    if (scale != 1) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= scale; });
-    }
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      scores_to_logits<tile::AdjacentFragments, kMasks>(scores[step], params, rows, all_seen, rows.first + row,
-                                                        key + step * tile::kBox, lane);
+      products_to_scores<tile::AdjacentFragments, kMasks, true>(scores[step], params, rows, all_seen, rows.first + row,
+                                                                key + step * tile::kBox, lane, scale);
     }
   }
+  const LogitScale to_logits = plain ? scale_of_products(params, scale) : scale_of_scores();
+  float maximum[2], factor = to_logits.factor;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    maximum[h] = -kInfinity;
+    for_each_of_row(scores, h, [&](float& score) { maximum[h] = larger_of(maximum[h], score); });
+    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
+    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
+  }
+  const bool large = ptx::vote_any(larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit);
+  if (large) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      for_each_of_row(scores, h, [&](float& score) { score = to_logits.logit(score); });
+      maximum[h] = to_logits.logit(maximum[h]);
+    }
+    factor = 1;
+  }
+  if (kProductsFirst) ptx::wgmma_wait_group<0>();
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float factor = plain ? params.score_factor * scale : 1.0f;
-    float maximum = -kInfinity;
-    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-    const bool large = ptx::vote_any(std::fabs(maximum) * factor > kMostFusedLogit);
-    if (plain && large) {
-      const auto to_logit = [&](float& score) { score = product_to_logit(params, ptx::mul_rn(score, scale)); };
-      for_each_of_row(scores, h, to_logit);
-      to_logit(maximum);
-      factor = 1;
-    }
-    moved |= state.follow(h, maximum * factor, lazy_growth);
-    if (kProductsFirst && h == 0) ptx::wgmma_wait_group<0>();
+    moved |= state.follow(h, maximum[h] * factor, lazy_growth);
     float reference = finite_reference(state.reference[h]) - exponent;
     if (large && exponent != 0) {  // a large reference would swallow the exponent
       for_each_of_row(scores, h, [&](float& score) { score -= finite_reference(state.reference[h]); });

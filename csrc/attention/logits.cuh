@@ -30,8 +30,17 @@ FFPA_DEVICE float in_natural_units(float logit) {
   return std::fabs(logit) <= kFlatLogit ? ptx::mul_rn(logit, kLn2) : 2 * (logit - std::copysign(kFlatOffset, logit));
 }
 
-// Exponents may be fused from raw products, raw · factor - reference, while the row's maximum is a logit of this size
-// at most: the reference then lacks 2^-11 of the maximum's product. Beyond, raw products become logits first.
+// Exponents may be fused from what is no logit yet, x · factor - reference, while the row's maximum is a logit of this
+// size at most: the reference then lacks 2^-11 of the maximum's product. Beyond, all become logits first.
 inline constexpr float kMostFusedLogit = 0x1p14f;
+
+// What raw products, or scores, still are to be multiplied with.
+struct LogitScale {
+  float natural;  // gives scores: 1 where they are
+  float factor;   // gives logits that are small
+
+  FFPA_DEVICE float logit(float x) const { return in_base_2(ptx::mul_rn(x, natural)); }
+};
+FFPA_DEVICE LogitScale scale_of_scores() { return {1, kLog2e}; }
 
 }  // namespace ffpa

@@ -1,9 +1,10 @@
-// From raw products q · k to what softmax takes: logits in base 2 (logits.cuh),
+// From raw products q · k to what softmax takes,
 //
-//   logit = (cap(scale · q·k) + mask) · log2(e),  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
-//   -inf where the row does not see the key, or a bool mask says no.
+//   score = cap(scale · q·k) + mask,  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
+//   -inf where the row does not see the key, or a bool mask says no;
 //
-// Each step rounds as softmax of float32 scores does, and only where that is said: mul_rn keeps compilers from fusing.
+// each step rounded as softmax of float32 scores rounds it. Logits (logits.cuh) are made of scores where exponents are
+// computed; where a positive factor is all that a product needs (they are plain), of products.
 // A Block says which batch entry and head the scores are of, how many rows and keys it has, and which of them meet: a
 // KeptRowBlock, or a tile with the same names.
 //
@@ -54,7 +55,15 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
   }
 }
 
-template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
+// -inf hides a pair whatever its score is. `kApart`: the sum waits for its own branch, as the product in it is
+// volatile. Computed ahead for many scores at once, sums would not fit the registers that wgmma's accumulators leave.
+template <bool kApart>
+FFPA_DEVICE float add_mask(float score, float mask) {
+  if (mask == -kInfinity) return mask;
+  return (kApart ? ptx::mul_rn(score, 1.0f) : score) + mask;
+}
+
+template <class Fragments, bool kApart, int kM, int kN, class Block>
 FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
                              int key, int lane) {
   const MaskView& mask = params.mask;
@@ -83,14 +92,16 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
       if (mask.kind == MaskKind::kBool) {
         apply([](float score, const uint8_t* at) { return ptx::ld_global_1(at) ? score : -kInfinity; });
       } else if (mask.kind == MaskKind::kFloat) {
-        apply([](float score, const uint8_t* at) { return score + float_from_bits(ptx::ld_global_4(at)); });
+        apply([](float score, const uint8_t* at) {
+          return add_mask<kApart>(score, float_from_bits(ptx::ld_global_4(at)));
+        });
       } else {
         const bool half = mask.kind == MaskKind::kHalf;
         apply([&](float score, const uint8_t* at) {
           const uint32_t bits = ptx::ld_global_2(at);
           float as_half, unused;
           ptx::unpack<Half>(bits, as_half, unused);
-          return score + (half ? as_half : float_from_bits(bits << 16));
+          return add_mask<kApart>(score, half ? as_half : float_from_bits(bits << 16));
         });
       }
     }
@@ -105,26 +116,33 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
   });
 }
 
-// The logit of a raw product where there is neither softcap nor mask.
-FFPA_DEVICE float product_to_logit(const AttentionParams& params, float product) {
-  return in_base_2(ptx::mul_rn(product, params.scale));
+FFPA_DEVICE LogitScale scale_of_products(const AttentionParams& params, float scale = 1) {
+  return {params.scale * scale, params.score_factor * scale};
 }
 
-// `all_seen`: every row sees every key of the tile. `kMasks`: there may be one; what reads it takes registers.
-template <class Fragments = tile::AdjacentFragments, bool kMasks = true, int kM, int kN, class Block>
-FFPA_DEVICE void scores_to_logits(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
-                                  bool all_seen, int row, int key, int lane) {
-  const bool masked = kMasks && params.mask.kind != MaskKind::kNone;
+// Whether products need no more than a positive factor. `kMasks`: there may be a mask.
+template <bool kMasks = true>
+FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen, float scale = 1) {
+  const bool no_mask = !kMasks || params.mask.kind == MaskKind::kNone;
+  return all_seen && no_mask && !(params.softcap > 0) && params.score_factor * scale > 0;
+}
+
+// `all_seen`: every row sees every key of the tile. `kMasks`: there may be a mask; what reads it takes registers.
+// `scale` is what makes products those of Q and K.
+template <class Fragments = tile::AdjacentFragments, bool kMasks = true, bool kApart = false, int kM, int kN,
+          class Block>
+FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
+                                    bool all_seen, int row, int key, int lane, float scale = 1) {
   if (params.softcap > 0) {
     for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) {
-      score = params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor));
+      score = params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor * scale));
     });
   } else {
     for_each_score<Fragments>(scores, row, key, lane,
-                              [&](float& score, int, int) { score = ptx::mul_rn(score, params.scale); });
+                              [&](float& score, int, int) { score = ptx::mul_rn(score, params.scale * scale); });
   }
-  if (masked) mask_scores<Fragments>(scores, params, block, row, key, lane);
-  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) { score = in_base_2(score); });
+  if (kMasks && params.mask.kind != MaskKind::kNone)
+    mask_scores<Fragments, kApart>(scores, params, block, row, key, lane);
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 

@@ -240,7 +240,7 @@ def _apply_masks(scores, rule: Rule, seq: Sequence, heads: slice, rows: Block, k
     if mask is not None and mask.dtype == torch.bool:
         by_head.masked_fill_(~mask, -_INF)
     elif mask is not None:
-        by_head.add_(mask)
+        by_head.add_(mask).masked_fill_(mask == -_INF, -_INF)  # whatever the score is
     hidden = _hidden(seq, rule.visibility, rows, keys, scores.device)
     if hidden is not None:
         by_head.masked_fill_(hidden, -_INF)

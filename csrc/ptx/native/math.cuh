@@ -5,8 +5,8 @@
 
 namespace ffpa::ptx {
 
-// "Floating Point Instructions: ex2, lg2, rcp, tanh, mul". `.ftz` variants: one instruction; without it the compiler adds a
-// scaling sequence for subnormals, which a softmax has no use for. Not volatile: pure functions.
+// "Floating Point Instructions: ex2, lg2, rcp, tanh, mul". `.ftz` variants: one instruction; without it the compiler
+// adds a scaling sequence for subnormals, which a softmax has no use for. Not volatile: pure functions.
 
 // 2^x, at most 2 ulp off.
 FFPA_DEVICE float ex2(float x) {
@@ -23,8 +23,8 @@ FFPA_DEVICE float lg2(float x) {
 }
 
 // x · y, rounded to nearest. Unlike a plain product, the compiler never makes a fused multiply-add of it, which would
-// round elsewhere: for products that two places must have alike. Volatile, so that a product stays in the branch that asks
-// for it: those of all scores at once, computed ahead of a rare branch, took 500 bytes of spilled registers.
+// round elsewhere: for products that two places must have alike. Volatile, so that a product stays in the branch that
+// asks for it: those of all scores at once, computed ahead of a rare branch, took 500 bytes of spilled registers.
 FFPA_DEVICE float mul_rn(float x, float y) {
   float product;
   asm volatile("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
