@@ -11,7 +11,7 @@ import compare
 import ffpa_attn
 import torch
 import truth
-from campaign_problems import FP8, Problem
+from campaign_problems import EMULATED, FP8, Problem
 from ffpa_attn import env, ops
 
 
@@ -36,10 +36,12 @@ def running(p: Problem):
     with contextlib.ExitStack() as stack:
         for name, value in flags.items():
             stack.enter_context(env.overridden(name, value))
-        if p.device == "emulator":
+        if p.device in EMULATED:
             from ffpa_attn.testing import emulate
 
-            stack.enter_context(emulate(p.arch, seed=p.schedule, exact=p.exact))
+            if p.device == "fused":  # a compiler's choices do not depend on the instance: few of them do
+                stack.enter_context(env.overridden("ENABLE_FFPA_DEBUG", "1"))
+            stack.enter_context(emulate(p.arch, seed=p.schedule, exact=p.exact, fused=p.device == "fused"))
         if p.device != "cuda":
             torch.use_deterministic_algorithms(True)  # new memory holds NaN
             stack.callback(torch.use_deterministic_algorithms, False)
@@ -216,7 +218,7 @@ def _check_dense(p, x, out, lse, gradients, grads) -> None:
 
 def _sums(p: Problem) -> dict:
     """How sums are formed: the reference path's by a BLAS, and those of the interpreter too."""
-    ordered = p.device in ("cuda", "emulator") and p.backend != "reference"
+    ordered = p.device in ("cuda", *EMULATED) and p.backend != "reference"
     return {
         "acc_qk": "f16" if p.acc == "f16" else "f32",
         "acc_pv": "f32" if p.acc == "f32" else "f16",

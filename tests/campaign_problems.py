@@ -13,7 +13,9 @@ BITS16 = ("f16", "bf16")
 FP8 = ("e4m3", "e5m2")
 KINDS = ("forward", "backward", "packed", "fp8", "masks", "large")
 _TWO_TILES = (129, 257)  # rows and keys: no tile is larger than 128 by 256
-DEVICES = ("cuda", "emulator", "interpreter", "cpu")
+DEVICES = ("cuda", "emulator", "fused", "interpreter", "cpu")  # fused: the emulator, its multiply-adds as nvcc has them
+
+EMULATED = ("emulator", "fused")
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ _EDGES = (16, 32, 64, 128, 256, 512, 1024)
 _LIMITS = {  # rows or keys, pairs of all heads, pairs times columns, elements of a tensor
     "cuda": (9000, 2e7, 3e9, 2e7),
     "emulator": (700, 1.2e5, 2e7, 3e5),
+    "fused": (700, 1.2e5, 2e7, 3e5),
     "interpreter": (400, 2e5, 2e7, 3e5),
     "cpu": (600, 3e5, 3e7, 5e5),
 }
@@ -297,7 +300,7 @@ _EXPERIMENTS = (
 def _backend(r: random.Random, device: str, kind: str | None) -> str:
     if device == "cuda":
         return r.choice(("auto",) * 6 + ("hopper",) * 6 + ("mma",) * 6 + ("triton",) * 5 + ("sdpa", "reference"))
-    if device == "emulator":
+    if device in EMULATED:
         return r.choice(("mma", "hopper"))
     return "triton" if device == "interpreter" else "reference"
 
@@ -324,7 +327,7 @@ def _as_sdpa_knows(r: random.Random, p: Problem) -> Problem:
 def _how(r: random.Random, p: Problem) -> dict:
     """Levels, stages, accumulators, flags: what the mma family alone knows."""
     how, flags = {}, []
-    if p.backend == "mma" and not p.backward and p.device in ("cuda", "emulator"):
+    if p.backend == "mma" and not p.backward and p.device in ("cuda", *EMULATED):
         if r.random() < 0.5:
             how["level"] = r.choice((1, 2, 3) if p.d_v <= 1024 else (2, 3))
         if r.random() < 0.3 and p.device == "cuda":
@@ -425,7 +428,7 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
     )
     if r.random() < 0.15 and not packed:  # decoding
         p = p.with_(n_q=r.choice((1, 1, 2, 4)))
-    if device in ("emulator", "interpreter"):
+    if device in (*EMULATED, "interpreter"):
         p = _for_slow_devices(r, p)
     if packed:
         p = p.with_(**_packed(r, device, most), layout="BHND")
@@ -452,7 +455,7 @@ def generate(seed: int, device: str = "cuda", kind: str | None = None) -> Proble
             wanted += "m"
         p = p.with_(wanted=wanted)
     p = p.with_(**_how(r, p))
-    return p.with_(exact=device == "emulator" and p.pairs() < 2e4 and r.random() < 0.2)
+    return p.with_(exact=device in EMULATED and p.pairs() < 2e4 and r.random() < 0.2)
 
 
 def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
@@ -474,6 +477,7 @@ def _fp8(r: random.Random, seed: int, device: str) -> Problem:
     backend = {
         "cuda": r.choice(("auto", "hopper", "triton")),
         "emulator": "hopper",
+        "fused": "hopper",
         "interpreter": "triton",
         "cpu": "reference",
     }[device]
