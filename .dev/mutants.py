@@ -44,6 +44,11 @@ def _fused(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, "tests/test_fused.py -k 'd64 and not cuda and not large'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _large_scores(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/test_large_scores.py -k '(fused or parts or bits) and not triton and not reference'"
+    return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def _pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
@@ -111,7 +116,7 @@ MUTANTS = [
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
-        ("P above 1 where the LSE was rounded down", ".clamp_max_(0.0).exp_()", ".exp_()"),
+        ("P above 1 where the LSE was rounded down", ".clamp_(max=0).exp_()", ".exp_()"),
     ),
     *_in(
         "out_of_memory.py",
@@ -192,7 +197,7 @@ MUTANTS = [
         ("P inside the ring's last slot", "Config::all_slots_bytes(params)),", "Config::all_slots_bytes(params) - 1024),"),
         ("maxima read before they are there", "sync_team();  // the maxima", "//"),
         ("P and factors read before they are there", "sync_team();  // P and", "//"),
-        ("sums read before they are there", "    sync_team();\n    float* lse_gmem", "    float* lse_gmem"),
+        ("sums read before they are there", "    sync_team();\n    const bool is_part", "    const bool is_part"),
         ("both teams at one barrier", "ptx::bar_sync(1 + team_, kTeamWarps * 32)", "ptx::bar_sync(1, kTeamWarps * 32)"),
         ("row block read before it is there", "    ptx::sync_block();  // the row block is there, and the barriers of the ring are\n", ""),
         ("next item begun while the last is in use", "ptx::sync_block();  // nobody reads Q", "//"),
@@ -212,7 +217,7 @@ MUTANTS = [
         ("columns of the first group in every item", "first_column_ = item % groups * kColumns;", "first_column_ = 0;"),
         ("row that has seen no key: -inf minus -inf", "maximum == -kInfinity ? 0.0f : maximum", "maximum"),
         ("maxima of the first warp ignored", "for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {\n          maximum", "for (int warp = 1; warp < Config::kScoreWarpsByKeys; ++warp) {\n          maximum"),
-        ("maxima of half of the lanes ignored", "maximum = max_of(maximum, ptx::shfl_xor(maximum, 2));", ""),
+        ("maxima of half of the lanes ignored", "maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));", ""),
         ("sums of the last warp ignored", "for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum", "for (int warp = 0; warp < Config::kScoreWarpsByKeys - 1; ++warp) sum"),
         ("sums of half of the lanes ignored", "sum += ptx::shfl_xor(sum, 2);", ""),
         ("reference does not stay while the maximum grows little", "if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];", "row_max_[m][h] = maximum - row_max_[m][h] > kLazyGrowth ? row_max_[m][h] : maximum;"),
@@ -234,11 +239,11 @@ MUTANTS = [
         ("columns of the next warp's fragments", "? pair * kTeamWarps : 0) + team_warp_) * 16", "? pair * kTeamWarps : 0) + (team_warp_ + 1) % kTeamWarps) * 16 * (pair > 0 || team_warp_ > 0)"),
         ("fragments written to the wrong column", "pair_column(fragment / 2) + fragment % 2 * 8", "pair_column(fragment / 2) + (fragment + 1) % 2 * 8"),
         ("row without keys divided by 0", "const float inverse = sum > 0 ? 1 / sum : 0.0f;\n        uint16_t*", "const float inverse = 1 / sum;\n        uint16_t*"),
-        ("kernel's LSE in log2", "ptx::lg2(row_sum(row))) * kLn2", "ptx::lg2(row_sum(row)))"),
+        ("kernel's LSE in log2", "in_natural_units(row_max_[m][h] + ptx::lg2(row_sum(row)))", "(row_max_[m][h] + ptx::lg2(row_sum(row)))"),
         ("kernel's LSE without the maximum", "(row_max_[m][h] + ptx::lg2", "(ptx::lg2"),
         ("LSE from every column group", "first_column_ > 0 || score_warp_by_keys() > 0", "score_warp_by_keys() > 0"),
         ("LSE from the last column group", "first_column_ > 0 || score_warp_by_keys() > 0", "first_column_ == 0 || score_warp_by_keys() > 0"),
-        ("LSE written past the last row", "if (first_row + row > last_row) continue;\n        const float lse", "if (first_row + row > last_row + 1) continue;\n        const float lse"),
+        ("LSE written past the last row", "if (first_row + row > last_row) continue;\n        if (is_part)", "if (first_row + row > last_row + 1) continue;\n        if (is_part)"),
         ("output written past the last row", "row_exists = first_row + row <= last_row;", "row_exists = first_row + row <= last_row + 1;"),
         ("output written past the last column", "first_column + column < params_.d_v;", "first_column + column < params_.d_v + 8;"),
         ("output's last columns not written", "first_column + column < params_.d_v;", "first_column + column < params_.d_v - 8;"),
@@ -296,16 +301,15 @@ MUTANTS = [
     ),
     *_kernel(
         "attention/score_rules.cuh",
-        ("scale forgotten", "score *= params.score_factor", "(void)score"),
+        ("scale forgotten", "score = ptx::mul_rn(score, params.scale * scale)", "(void)score"),
         ("hidden keys shown", "if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;", "(void)r, (void)k;"),
         ("key right of the diagonal seen", "k > r + farthest", "k > r + farthest + 1"),
         ("key on the diagonal hidden", "k > r + farthest", "k >= r + farthest"),
         ("key left of the window seen", "k < r + nearest", "k < r + nearest - 1"),
         ("first key of the window hidden", "k < r + nearest", "k <= r + nearest"),
         ("key past the end seen", "|| k >= n_k)", "|| k > n_k)"),
-        ("softcap without scale", "tanh_of(score * params.score_factor)", "tanh_of(score)"),
-        ("softcap never reached", "params.softcap * tanh_of(score * params.score_factor)", "params.softcap * (score * params.score_factor)"),
-        ("softcap in natural units", "* tanh_of(score * params.score_factor) * kLog2e", "* tanh_of(score * params.score_factor)"),
+        ("softcap without scale", "tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "tanh_of(score)"),
+        ("softcap never reached", "params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "params.softcap * (score * params.score_factor)"),
         ("softcap not scaled back", "params.softcap * tanh_of", "tanh_of"),
         ("tanh's polynomial without its cubic term", "- 0.33332598f", ""),
         ("tanh's polynomial too far out", "< 0.6f ?", "< 1.2f ?"),
@@ -431,9 +435,9 @@ MUTANTS = [
     *_in(
         "csrc/attention/merge_splits.cuh",
         "tests/test_mma_splits.py tests/test_mma_packed.py -k 'emulated and d512 and not level2 and not 1536'",
-        ("merge: last part ignored", "split < params.splits; ++split) {\n      const float weight", "split < params.splits - 1; ++split) {\n      const float weight"),
-        ("merge: all parts weigh the same", "ptx::ex2((lse_of(split) - lse) * kLog2e)", "1.0f / params.splits"),
-        ("merge: LSE in base 2", "ptx::lg2(sum) * kLn2;", "ptx::lg2(sum);"),
+        ("merge: last part ignored", "split < params.splits; ++split) {\n      const float share", "split < params.splits - 1; ++split) {\n      const float share"),
+        ("merge: all parts weigh the same", "x.sum * growth(x.reference, reference)", "1.0f"),
+        ("merge: LSE in base 2", "in_natural_units(reference + ptx::lg2(sum))", "(reference + ptx::lg2(sum))"),
         ("merge: rows of the first sequence for all", "(rows.begin + row) * params.out.row_stride", "row * params.out.row_stride"),
         ("merge: rows past a sequence's end", "if (rows.begin + row >= rows.end) return;", ""),
         ("merge: LSE of another head", "head * params.lse_head_stride", "0"),
@@ -444,21 +448,21 @@ MUTANTS = [
         "tests/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
         ("rows: scores of hidden keys kept", "hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);", ""),
         ("rows: the last key of a tile hidden", "first_key + kKeys <= common_end", "first_key + kKeys < common_end + kKeys"),
-        ("rows: maximum of half of the lanes", "most = larger_of(most, ptx::shfl_xor(most, 2)) * factor;", "most = most * factor;"),
+        ("rows: maximum of half of the lanes", "tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));", "tile_max[m][h] = most;"),
         ("rows: sum of half of the lanes", "sum += ptx::shfl_xor(sum, 2);", ""),
         ("rows: O not rescaled", "tile::scale_rows(o[m][n], alpha);", "(void)alpha;"),
         ("rows: sum not rescaled", "row_sum[m][h] *= alpha[h];", ""),
-        ("rows: reference never follows", "grew |= most - reference[m][h] > kMostGrowth;", "grew |= reference[m][h] == -kLargestFloat;"),
+        ("rows: reference never follows", "mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;", "mends |= reference[m][h] == -kLargestFloat;"),
         ("rows: reference lazy with f16 sums", "sizeof(float) ? 8.0f : 0.0f", "sizeof(float) ? 8.0f : 20.0f"),
         ("rows: K used before it is there", "wait_for_next_tile();  // K of", "//"),
         ("rows: V used before it is there", "wait_for_next_tile();  // V of", "//"),
         ("rows: V of the next tile in this one's slot", "v_slots_smem + slot_before, tile_index", "v_slots_smem + slot, tile_index"),
         ("rows: K of another slot", "k_slots_smem + slot, tile_index + stages", "k_slots_smem + slot_before, tile_index + stages"),
         ("rows: P's second half from the first", "s[m][2 * depth + half][e] * factor", "s[m][2 * depth][e] * factor"),
-        ("rows: factor of scores forgotten", "const float factor = plain ? params.score_factor : 1.0f;", "const float factor = 1.0f;"),
-        ("rows: rules thought plain", "params.softcap == 0 && params.mask.kind == MaskKind::kNone && params.score_factor > 0", "params.softcap == 0"),
-        ("rows: negative scales thought plain", "&& params.score_factor > 0", ""),
-        ("rows: LSE in base 2", "(reference[m][h] + ptx::lg2(sum)) * kLn2", "(reference[m][h] + ptx::lg2(sum))"),
+        ("rows: factor of scores forgotten", "float factor = to_logits.factor, tile_max", "float factor = 1.0f, tile_max"),
+        ("rows: rules thought plain", "!Config::kLogits || are_plain(params, true)", "!Config::kLogits || params.softcap == 0"),
+        ("rows: negative scales thought plain", "!Config::kLogits || are_plain(params, true)", "!Config::kLogits || (params.softcap == 0 && params.mask.kind == MaskKind::kNone)"),
+        ("rows: LSE in base 2", "in_natural_units(reference[m][h] + ptx::lg2(sum))", "(reference[m][h] + ptx::lg2(sum))"),
         ("rows: row without keys divided by 0", "sum > 0 ? ptx::rcp(sum) : 0.0f", "ptx::rcp(sum)"),
         ("rows: LSE past the last row", "lane % 4 == 0 && row <= last_row", "lane % 4 == 0 && row <= last_row + 1"),
         ("rows: output past the last row", "last_row + 1 - first_row_of_warp", "last_row + 2 - first_row_of_warp"),
@@ -648,7 +652,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_rows.cuh",
         ("backward rows: dLSE with the wrong sign", "delta -= float_from_bits", "delta += float_from_bits"),
-        ("backward rows: LSE in base e", "lse * kLog2e", "lse"),
+        ("backward rows: LSE in base e", "in_base_2(lse)", "lse"),
         ("backward rows: rows without keys count", "live |= uint32_t(sees_keys) << i;", "live |= 1u << i;"),
         ("backward rows: what lies behind a sequence counts", "live |= uint32_t(!attention.is_packed()) << i;", "live |= 1u << i;"),
         ("backward rows: columns past the first 256 are left out", "column < attention.d_v; column += 32 * 8", "column < min_of(attention.d_v, 256); column += 32 * 8"),
@@ -656,7 +660,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_pairs.cuh",
         ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
-        ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) scores", "if (false) scores"),
+        ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) score", "if (false) score"),
         ("backward pairs: slopes of pairs that do not count", "where_not_0(p[i], slopes[i])", "slopes[i]"),
         ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - delta[i % 2],", "of_pair[i % 2 * 2],"),
         ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
@@ -673,8 +677,8 @@ MUTANTS = [
     ),
     *_backward(
         "csrc/attention/backward_pairs.cuh",
-        ("backward pairs: rows that an LSE leaves out are plain", "return all_seen && all_count", "return all_seen"),
-        ("backward pairs: one row of a lane counts for both", "lse2[0] != kInfinity && lse2[1] != kInfinity", "lse2[0] != kInfinity"),
+        ("backward pairs: rows that an LSE leaves out are plain", "return all_seen && all_small", "return all_seen"),
+        ("backward pairs: one row of a lane counts for both", "std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit", "std::fabs(lse2[0]) <= kMostFusedLogit"),
         ("backward pairs: dP as fp16", "if constexpr (std::is_same_v<Element, Half>)", "if constexpr (false)"),
         only="not cuda and (leaves_out or beyond_its_range)",
     ),
@@ -725,7 +729,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_scores_wgmma.cuh",
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
-        ("backward scores: logits times the factor again", "plain ? attention_.score_factor : 1.0f", "attention_.score_factor"),
+        ("backward scores: logits times the factor again", "            factor = apply_rules<Element>", "            apply_rules<Element>"),
     ),
     *_backward(
         "csrc/attention/score_tile_queue.cuh",
@@ -853,7 +857,6 @@ MUTANTS = [
         ("two-phase: from every move the product begins anew", "max_of(chunk.steps(tile, next), 1), tile > 0);", "max_of(chunk.steps(tile, next), 1));"),
         ("two-phase: a reference kept for one tile alone", "scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;", "scratch().references(ptx::block_x()) + row;"),
         ("two-phase: O of chunks not rescaled", "growth(before[1], state.reference[1])", "1.0f"),
-        ("two-phase: maxima of a thread's keys", "      maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
         ("two-phase: nobody waits for P to be written", "            stores.wait();\n", ""),
         ("two-phase: P announced, not fenced", "            ptx::fence_proxy_async_global();\n", ""),
         ("two-phase: the producer does not wait for P", "            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();\n            bring_values(producer, kept.get(), chunk);", "            bring_values(producer, kept.get(), chunk);\n            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();"),
@@ -898,14 +901,46 @@ MUTANTS = [
         ("fused: slots before they have landed", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n    const uint64_t boxes", "    const uint64_t boxes"),
         ("fused: a slot given back twice", "      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));\n      released_.advance();\n", "      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));\n"),
     ),
+    *_large_scores(
+        "csrc/attention/logits.cuh",
+        ("large scores: the largest overflow in base 2", "if (std::fabs(score) <= kFlatScore) return", "return"),
+        ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
+        ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+    ),
+    *_large_scores(
+        "csrc/attention/score_rules.cuh",
+        ("rules: negative scales are plain", " && params.score_factor * scale > 0;", ";"),
+        ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
+    ),
+    *_large_scores(
+        "csrc/attention/fused_steps.cuh",
+        ("fused: large scores keep their factor", "    factor = 1;\n  }\n  if (kProductsFirst)", "  }\n  if (kProductsFirst)"),
+        ("fused: the exponent of 8 bits is swallowed", "if (large && exponent != 0)", "if (false)"),
+    ),
+    *_large_scores(
+        "csrc/attention/forward_mma_rows.cuh",
+        ("rows: large scores that do not grow are left as they are", "mends || large", "mends"),
+    ),
+    *_large_scores(
+        "csrc/attention/merge_splits.cuh",
+        ("merge: NaN becomes 0", "sum == 0 ? 0 : 1 / sum", "sum > 0 ? 1 / sum : 0"),
+        ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
+    ),
+    *_large_scores(
+        "csrc/attention/backward_pairs.cuh",
+        ("backward pairs: P above 1", "if (score > lse2[e / 2]) score = lse2[e / 2];", ""),
+    ),
+    *_large_scores(
+        "csrc/attention/backward_rows.cuh",
+        ("backward rows: the LSE overflows", "in_base_2(lse)", "lse * kLog2e"),
+    ),
     *_fused(
         "csrc/attention/fused_steps.cuh",
         ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
-        ("fused: all tiles are plain", "all_seen && params.softcap == 0", "params.softcap == 0"),
-        ("fused: negative scales are plain", " &&\n                     params.score_factor * scale > 0;", ";"),
-        ("fused: maxima of a thread's keys", "    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n", ""),
+        ("fused: all tiles are plain", "are_plain<kMasks>(params, all_seen, scale)", "are_plain<kMasks>(params, true, scale)"),
+        ("fused: maxima of a thread's keys", "    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
     ),
     *_pair(
         "csrc/attention/forward_pair.cuh",
@@ -985,7 +1020,7 @@ MUTANTS = [
         ("two-phase mma: maxima read before they are there", "    sync_quarters();\n    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL", "    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL"),
         ("two-phase mma: sums of a quarter of the keys", "    share(state.sum, [](float a, float b) { return a + b; });\n", ""),
         ("two-phase mma: a reference kept for one tile alone", "keep_references(tile, state)", "keep_references(0, state)"),
-        ("two-phase mma: a negative scale taken for plain", " && params_.score_factor > 0) return", ") return"),
+        ("two-phase mma: a negative scale taken for plain", "if (are_plain(params_, all_seen)) return", "if (all_seen && params_.mask.kind == MaskKind::kNone && !(params_.softcap > 0)) return"),
         ("two-phase mma: P without the scale", "c[2 * h + 1] * factor - reference", "c[2 * h + 1] - reference"),
         ("two-phase mma: the same keys again", "begin_keys(chunk.first_tile + tile + 1)", "begin_keys(chunk.first_tile + tile)"),
         ("two-phase mma: V behind a packed sequence as it is", "return key < b_.rows && chunk * tile::kChunkElements < b_.columns;", "return chunk * tile::kChunkElements < b_.columns;"),
@@ -1067,10 +1102,9 @@ MUTANTS = [
     ),
     *_fp8(
         "csrc/attention/fused_steps.cuh",
-        ("fp8: logits of raw scores", "if (scale != 1) {", "if (false) {"),
-        ("fp8: raw scores scaled twice", "plain ? params.score_factor * scale : 1.0f", "plain ? params.score_factor * scale : scale"),
+        ("fp8: logits of raw scores", "key + step * tile::kBox, lane, scale);", "key + step * tile::kBox, lane);"),
         ("fp8: P of another exponent", " - exponent;", " - 1;"),
-        ("fp8: references wait to grow", "maximum * factor, lazy_growth)", "maximum * factor)"),
+        ("fp8: references wait to grow", "maximum[h] * factor, lazy_growth)", "maximum[h] * factor)"),
     ),
     *_fp8(
         "csrc/attention/arrange_values.cuh",

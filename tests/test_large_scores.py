@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from ffpa_attn import archs, ffpa, ffpa_varlen, mma, native, ops
+from ffpa_attn import archs, ffpa, ffpa_fp8, ffpa_varlen, mma, native, ops
 from ffpa_attn.testing import emulate
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -105,6 +105,32 @@ def test_equal_scores_whose_logits_a_float_does_not_hold(attend):
             score = float(q[0, 0, 0].double() @ k[0, 0, 0].double()) * scale
             want_lse = torch.full((1, 1, N_Q), score + float(torch.tensor(N_K).log()))
             expect(*attend(ffpa, q, k, v, scale=scale, return_lse=True), want, want_lse)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e3, 1e6, 1e20])
+def test_equal_scores_in_8_bits(scale, attend):
+    """P of 8 bits is scaled up, by an exponent that a large reference would swallow."""
+    if attend.backend == "mma":
+        pytest.skip("mma kernels know no 8-bit floats")
+    d = 64 if attend.backend == "triton" else 192
+    q, k = torch.full((1, 1, N_Q, d), 96.0), torch.full((1, 1, N_K, d), 120.0)
+    v = values(N_K, d, BF16).clamp(-3, 3)
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    want = v.double().mean(2, keepdim=True).float().expand(1, 1, N_Q, d)
+    out, lse = attend(ffpa_fp8, q, k, v, scale=scale, return_lse=True)
+    assert (out.float() - want).abs().max() <= 2**-6
+    torch.testing.assert_close(lse, torch.full_like(lse, 96.0 * 120 * d * scale + float(torch.tensor(N_K).log())), rtol=2**-20, atol=0)
+
+
+def test_minus_infinity_in_a_mask_hides_nan(attend):
+    for d in dims_of(attend):
+        q, k, v = values(N_Q, d, BF16), values(N_K, d, BF16), values(N_K, d, BF16)
+        q[..., 5, :] = torch.nan
+        mask = torch.zeros(1, 1, N_Q, N_K)
+        mask[..., 5, :] = -torch.inf
+        out, lse = attend(ffpa, q, k, v, mask=mask, return_lse=True)
+        assert not out[..., 5, :].any() and torch.isneginf(lse[..., 5]).all()
+        assert torch.isfinite(out).all() and torch.isfinite(lse[..., 6:]).all()
 
 
 MASKS = [(F16, -1e9), (BF16, -1e10), (F16, -1.5e9), (BF16, -3e10), (BF16, -1e30), (F16, 1e30), *[(BF16, SMALLEST[x]) for x in SMALLEST]]  # fmt: skip
