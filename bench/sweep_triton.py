@@ -83,8 +83,10 @@ class Calls:
             self.no_scale = torch.ones((), device="cuda").expand(*q.shape[:2], -(-n // FP8_BLOCK))
         elif work != "forward":
             self._forward(self.plan, {})
-            first = {one: candidates(one, width, gpu())[0] for one in ("rows", "keys")}
-            self.plan = self.plan._replace(direction="backward", over_rows=first["rows"], over_keys=first["keys"])
+            first = {one: candidates(one, width, gpu())[0] for one in ("rows", "keys", "far")}
+            self.plan = self.plan._replace(
+                direction="backward", over_rows=first["rows"], over_keys=first["keys"], far=first["far"]
+            )
 
     def run(self, tiles: Tiles) -> None:
         plan = self.plan._replace(**{"over_keys" if self.work == "keys" else "over_rows": tiles})

@@ -23,7 +23,7 @@ PYTHON_LAYERS = (
     ("backward_mask", "build", "cache"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
-    ("triton_fp8_kernels", "triton_launch"),
+    ("triton_backward_kernels", "triton_fp8_kernels", "triton_launch"),
     ("triton_persistent", "triton_merge_kernels"),
     ("forward_call",),
     ("mma", "triton_attention", "row_tiles"),

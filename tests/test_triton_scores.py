@@ -5,7 +5,7 @@ import math
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import ops
+from ffpa_attn import ops, triton_attention
 
 pytest.importorskip("triton", reason="Triton is an extra")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -179,7 +179,7 @@ def test_gradients_beside_masked_rows(dtype, value, device, backend):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [1e3, 1e6, 1e9])
 def test_gradients_of_large_scores(scale, masked, device, backend):
-    """Finite; and with a mask, whose kernels compare scores with the LSE as they are, of a P of 1 at most."""
+    """Finite, and of a P of 1 at most."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     q, k, v = inputs(_bf16, device)
@@ -187,8 +187,124 @@ def test_gradients_of_large_scores(scale, masked, device, backend):
     grad = torch.randn_like(q)
     got = gradients(q, k, v, grad, **rule)
     assert all(x.isfinite().all() for x in got)
-    if masked:
-        assert (got[2].abs() <= 1.01 * grad.abs().float().sum(2, keepdim=True)).all()
+    assert (got[2].abs() <= 1.01 * grad.abs().float().sum(2, keepdim=True)).all()
+
+
+SIZES = [3e4, 1e6, 4e8, 1e9]
+SCALE = 1.1
+
+
+def one_key_takes_all(size, dtype, device, n_q=100, n_k=150):
+    """(q, k, v, dO, dLSE; dQ, dK, dV) of two query heads to one of keys: each row of the second has one key, of sixteen, whose score
+    is about size, and others of half of it; the first has scores and gradients of 0. All sums are of numbers that floats hold,
+    so nothing may be off by a bit.
+    """
+    d, generator = 64, torch.Generator().manual_seed(2)
+    root = 2.0 ** int(math.log2(size) / 2)
+    rows, classes = torch.arange(n_q), torch.arange(16)
+    q, k = torch.zeros(1, 2, n_q, d), torch.full((1, 1, n_k, d), 0.84375 * root)
+    q[:, 1, rows, rows % 16] = root
+    k[:, :, 3 * classes, classes] = 1.7109375 * root
+    v = torch.randint(-2, 3, (1, 1, n_k, d), generator=generator)
+    grad = torch.randint(-1, 2, (1, 2, n_q, d), generator=generator)
+    grad_lse = torch.zeros(1, 2, n_q)
+    grad[:, 0] = 0
+    grad_lse[:, 1, :16] = torch.tensor([1.0, -1.0] * 8)
+    dq = grad_lse[..., None] * k[:, :, rows % 16 * 3] * SCALE
+    dk, dv = torch.zeros_like(k), torch.zeros(1, 1, n_k, d)
+    dk.index_add_(2, rows % 16 * 3, (grad_lse[..., None] * q).sum(1, keepdim=True))
+    dv.index_add_(2, rows % 16 * 3, grad.sum(1, keepdim=True).float())
+    tensors = q, k, v, grad, grad_lse, dq, dk * SCALE, dv
+    return [x.to(device, torch.float32 if x is grad_lse else dtype) for x in tensors]
+
+
+def expect_bits(got, want):
+    for name, mine, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert torch.equal(mine, wanted), f"{name} is off by {(mine.float() - wanted.float()).abs().max():.3g}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_where_one_key_takes_all(size, dtype, causal, device, backend, monkeypatch):
+    """P of that key is 1, whatever the score: dV has dO, Q and K have what comes through the LSE, and all else is 0."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    if causal:
+        monkeypatch.setattr(triton_attention, "_FAR_PROGRAMS", 2)  # which take turns
+    q, k, v, grad, grad_lse, *want = one_key_takes_all(size, dtype, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    results = ffpa_attn.ffpa(*leaves, scale=SCALE, causal=causal, return_lse=True)
+    expect_bits(torch.autograd.grad(results, leaves, (grad, grad_lse)), want)
+
+
+def packed_gradients(*parts, causal):
+    """Of sequences, each (q, k, v, dO, dLSE) of a batch of one: dQ, dK, dV of each."""
+    tensors = [torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(4)]
+    grad_lse = torch.cat([part[4][0] for part in parts], -1)
+    lengths = [[part[i].shape[2] for part in parts] for i in (0, 1)]
+    ends = [torch.tensor([0, *n], device=grad_lse.device).cumsum(0).int() for n in lengths]
+    leaves = [x.contiguous().requires_grad_() for x in tensors[:3]]
+    results = ffpa_attn.ffpa_varlen(*leaves, *ends, *map(max, lengths), scale=SCALE, causal=causal, return_lse=True)
+    got = torch.autograd.grad(results, leaves, (tensors[3], grad_lse))
+    split = [x.split(lengths[i > 0]) for i, x in enumerate(got)]
+    return [[x[i].transpose(0, 1)[None] for x in split] for i in range(len(parts))]
+
+
+def small_scores(dtype, device, n_q, n_k):
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, n_q), (1, n_k), (1, n_k), (2, n_q)
+    tensors = [torch.randn(1, h, n, 64, generator=generator).to(device, dtype) for h, n in shapes]
+    return [*tensors, torch.zeros(1, 2, n_q, device=device)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_packed_gradients_where_one_key_takes_all(size, dtype, causal, device, backend):
+    """And the sequence before, which shares blocks of rows with it, has the bits that it has beside any other."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    *large, dq, dk, dv = one_key_takes_all(size, dtype, device)
+    small = small_scores(dtype, device, 37, 70)
+    before, got = packed_gradients(small, large, causal=causal)
+    expect_bits(got, (dq, dk, dv))
+    expect_bits(before, packed_gradients(small, small_scores(dtype, device, 100, 150), causal=causal)[0])
+
+
+@pytest.mark.parametrize("n_k", [150, 70])
+def test_gradients_beside_one_large_score(n_k, device, backend):
+    """Other batch entries and heads of K keep their bits, and rows of its own head what they had; rows without keys pass on
+    nothing, and NaN stays NaN.
+    """
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    q, k, v = (torch.cat([x, x.flip(2)]) for x in inputs(_bf16, device, n_k=n_k))
+    grad = torch.randn_like(q)
+    grad[0, 0, 60] = 0
+    small = gradients(q, k, v, grad, causal=True)
+    q[0, 0, 60] *= 3e4
+    grad[..., : max(100 - n_k, 0), :] = torch.nan
+    got = gradients(q, k, v, grad, causal=True)
+    for mine, before in zip(got, small, strict=True):
+        assert torch.equal(mine[1], before[1]) and torch.equal(mine[0, 1], before[0, 1])
+        torch.testing.assert_close(mine, before, rtol=2.0**-6, atol=2.0**-9)
+    q[0, 0, 61] = torch.nan
+    dq, dk, dv = gradients(q, k, v, grad, causal=True)
+    assert dq[0, 0, 61].isnan().all() and dq[0, 0, :61].isfinite().all() and dq[0, 0, 62:].isfinite().all()
+    seen_by_it = 61 + n_k - 100 + 1
+    assert dk[0, 0, :seen_by_it].isnan().all() and dv[0, 0, :seen_by_it].isnan().all()
+
+
+def test_an_infinite_lse_is_not_blind(device, backend):
+    """A caller's, of scores past all floats: NaN, and not 0."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    q, k, v = inputs(_bf16, device)
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    lse[0, 0, 3] = torch.inf
+    dq, _, _, _ = torch.ops.ffpa_attn.backward(torch.ones_like(out), None, q, k, v, out, lse)
+    assert dq[0, 0, 3].isnan().all() and dq[0, 0, :3].isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 3e4])

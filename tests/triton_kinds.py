@@ -138,7 +138,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     """What the kernels of a kind do that they must not."""
     import sass_descriptors
     import triton_offline
-    from ffpa_attn import env, triton_attention, triton_kernels
+    from ffpa_attn import env, triton_attention, triton_backward_kernels, triton_kernels
     from ffpa_attn.spec import Problem, Visibility
 
     problem = Problem(
@@ -159,8 +159,9 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     found = []
     for kernel, tiles in (
         (triton_kernels.forward_kernel, forward.over_rows),
-        (triton_kernels.rows_gradient_kernel, backward.over_rows),
-        (triton_kernels.keys_gradient_kernel, backward.over_keys),
+        (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
+        (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
+        *([(triton_backward_kernels.far_gradients_kernel, backward.far)] if options["RAW"] else []),
     ):
         result = triton_offline.compiled(kernel, tiles, arch, options, odd=kind.source != "descriptors")
         if arch == "sm_90":

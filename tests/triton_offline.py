@@ -18,6 +18,7 @@ import triton
 from ffpa_attn import (
     env,
     triton_attention,
+    triton_backward_kernels,
     triton_fp8,
     triton_fp8_kernels,
     triton_kernels,
@@ -51,11 +52,24 @@ EVERY_RULE = {
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
     **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
-    **dict.fromkeys(("more_out_step", "more_lse_step"), "i32"),
+    **dict.fromkeys(("more_out_step", "more_lse_step", "parts"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
     **dict.fromkeys(
-        ("grad_lse", "lse", "more_lse", "top", "total", "exponents", "delta", "acc_gmem", "max_gmem", "sum_gmem"),
+        (
+            "grad_lse",
+            "lse",
+            "more_lse",
+            "top",
+            "total",
+            "exponents",
+            "naturals",
+            "largest",
+            "delta",
+            "acc_gmem",
+            "max_gmem",
+            "sum_gmem",
+        ),
         "*fp32",
     ),
 }
@@ -134,8 +148,9 @@ def of_odd_rows(arch: str) -> dict[str, list]:
         kernels = [(triton_kernels.forward_kernel, plan.over_rows)]
         if direction == "backward":
             kernels = [
-                (triton_kernels.rows_gradient_kernel, plan.over_rows),
-                (triton_kernels.keys_gradient_kernel, plan.over_keys),
+                (triton_backward_kernels.rows_gradient_kernel, plan.over_rows),
+                (triton_backward_kernels.keys_gradient_kernel, plan.over_keys),
+                (triton_backward_kernels.far_gradients_kernel, plan.far),
             ]
         for kernel, tiles in kernels:
             result = compiled(kernel, tiles, arch, PLAIN | {"PACKED": True} | options, odd=True)
@@ -174,9 +189,10 @@ def main(arch: str) -> dict[str, list[int]]:
         options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
         kernels = (
             (triton_kernels.forward_kernel, forward.over_rows),
-            (triton_kernels.rows_gradient_kernel, backward.over_rows),
-            (triton_kernels.keys_gradient_kernel, backward.over_keys),
-            (triton_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
+            (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
+            (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
+            (triton_backward_kernels.far_gradients_kernel, backward.far),
+            (triton_backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
             (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
             (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
             (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),

@@ -94,7 +94,9 @@ def ffpa(
     out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it: what
                 fits there is overwritten, what is no place for a result is refused.
 
-    A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic.
+    A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
+    exp(score - LSE), as FlashAttention does: a float32 LSE leaves P open by a factor of 1 ± |LSE| / 2^24, so gradients of
+    scores beyond about 1e5 that several keys share are as coarse; a key that takes its row alone has P = 1 at any size.
     """
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:

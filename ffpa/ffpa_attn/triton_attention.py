@@ -24,9 +24,9 @@ from .triton_tiles import DEFAULT, MEASURED
 
 MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
-_STATISTICS_ROWS = 64
 _MOST_ROWS = 128  # of a tile
 _SLACK_BYTES = 1 << 10
+_FAR_PROGRAMS = 512  # about so many look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
 
 
@@ -38,6 +38,7 @@ class TritonPlan(NamedTuple):
     descriptors: bool  # reads by TMA where the tensors allow it
     cores: int | None = None  # at most so many programs, which stay: the persistent forward
     slice_rows: int | None = None  # of its row block, what is on chip at once
+    far: Tiles | None = None  # dQ, dK and dV where scores are too large for the others
 
     @property
     def kernel(self) -> str:
@@ -123,7 +124,7 @@ def _stages(asked: int, arch: str) -> int:
 
 
 def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
-    """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own."""
+    """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own, and "far" ones in turn."""
     widest, arch = max(64, *widths), p.arch or "sm_80"
     measured = MEASURED.get(arch, {}).get((work, p.visibility.right >= 0), {}).get(widest)
     if measured and not p.num_stages:
@@ -184,13 +185,13 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     if p.direction == "forward" and flags["FFPA_TRITON_CORES"]:
         return _persistent_plan(p, flags)
     widths = width(p.d_qk), width(p.d_v)
-    works = ("forward",) if p.direction == "forward" else ("rows", "keys")
+    works = ("forward",) if p.direction == "forward" else ("rows", "keys", "far")
     found = [tiles_of(work, p, widths) for work in works]
     refused = next((answer for answer in found if isinstance(answer, str)), None)
     if refused:
         return refused
-    over_keys = found[1] if len(found) > 1 else None
-    return if_able(p, TritonPlan(p.direction, widths, found[0], over_keys, reads_by_descriptors(p)))
+    over_rows, over_keys, far = found if len(found) > 1 else (found[0], None, None)
+    return if_able(p, TritonPlan(p.direction, widths, over_rows, over_keys, reads_by_descriptors(p), far=far))
 
 
 # ---- launches ----
@@ -263,6 +264,14 @@ class _Kind:
         edges = self.hides or self.longest_k % tiles.keys != 0
         return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
 
+    def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        """Of the kernel whose programs own keys, and then rows, if any of their head are far."""
+        heads = self.heads_kv * self.sequences
+        parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
+        edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(heads * parts, (parts, *numbers, *self.numbers), options, tiles)
+
     def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
         programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
         edges = self.hides or self.longest_q % tiles.rows != 0
@@ -323,7 +332,8 @@ def forward(plan: TritonPlan, q, k, v, out, lse, mask, offsets, rule, memo: Memo
 
 def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
     """dq, dk, dv: of any contents."""
-    from .triton_kernels import keys_gradient_kernel, rows_gradient_kernel, statistics_kernel
+    from . import triton_backward_kernels as kernels
+    from .triton_kernels import Strides
 
     packed = offsets is not None
     if not has_rows(grad):  # that of a sum is one number, expanded
@@ -334,7 +344,11 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
     mask = _mask_of(mask)
     # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
     padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
-    exponents, delta = torch.empty(2, *lse.shape[:2], padded, dtype=torch.float32, device=q.device)
+    rows = lse.shape[0] * lse.shape[1] * padded
+    blocks = rows // kernels.STATISTICS_ROWS.value
+    statistics = torch.empty(3 * rows + blocks, dtype=torch.float32, device=q.device)
+    exponents, naturals, delta, largest = statistics.split((rows, rows, rows, blocks))
+    statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
     with_lse = grad_lse is not None
     grad_lse = _dense(grad_lse, packed) if with_lse else lse
     if "kind" not in memo:
@@ -351,23 +365,37 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
     over_rows, over_keys = plan.over_rows, plan.over_keys
 
     def how_statistics() -> Launch:
-        programs = exponents.numel() // _STATISTICS_ROWS
-        numbers = *strides(out, grad, grad_lse, lse, exponents), kind.numbers[1]
-        return Launch(programs, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(_STATISTICS_ROWS, 0, 4, 1))
+        numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
+        return Launch(
+            blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
+        )
 
     with running(q.device):
-        launch(memo, statistics_kernel, (out, grad, grad_lse, lse, exponents, delta), how_statistics)
+        launch(
+            memo,
+            kernels.statistics_kernel,
+            (out, grad, grad_lse, lse, exponents, naturals, largest, delta),
+            how_statistics,
+        )
         tensors = *kind.sources(over_keys, q, k, v, grad), exponents, delta, dk, dv, *rest
         launch(
             memo,
-            keys_gradient_kernel,
+            kernels.keys_gradient_kernel,
             tensors,
-            lambda: kind.over_keys(over_keys, strides(q, k, v, grad, exponents, dk, dv)),
+            lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
         )
         tensors = *kind.sources(over_rows, q, k, v, grad), exponents, delta, dq, *rest
         launch(
             memo,
-            rows_gradient_kernel,
+            kernels.rows_gradient_kernel,
             tensors,
-            lambda: kind.over_rows(over_rows, strides(q, k, v, grad, exponents, dq)),
+            lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
         )
+        if kind.options["RAW"]:
+            tensors = *kind.sources(plan.far, q, k, v, grad), naturals, largest, delta, dq, dk, dv, *rest
+            launch(
+                memo,
+                kernels.far_gradients_kernel,
+                tensors,
+                lambda: kind.far(plan.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
+            )

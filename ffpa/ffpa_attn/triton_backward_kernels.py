@@ -1,0 +1,299 @@
+"""The gradients for small head dims in Triton: of Q by rows, of K and V by keys, what both need of each row, and both once more
+where scores are too large for the fast arithmetic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import (
+    FAR,
+    INF,
+    LOG2E,
+    _edge_tile,
+    _load,
+    _offset,
+    _rows,
+    _scores,
+    _sequence,
+    _store,
+    _tiles,
+    _unit,
+)
+
+NAN = tl.constexpr(float("nan"))
+STATISTICS_ROWS = tl.constexpr(64)  # that a program prepares, and that have one maximum
+_LSES = tl.constexpr(1024)  # read at once
+
+
+@triton.jit
+def statistics_kernel(
+    out, grad, grad_lse, lse, exponents, naturals, largest, delta, out_strides, grad_strides, grad_lse_strides, lse_strides,
+    strides, sizes, RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
+):  # fmt: skip
+    """Of each row, and of those that pad them to whole tiles: the LSE (RAW: as an exponent of 2, and in natural units), INF, which
+    makes P 0, of blind rows, those that see no key; and delta, the sum over columns of out * grad, less the gradient of the
+    LSE: what dP is lowered by. RAW: of each block of rows the largest LSE, whatever its sign.
+    """
+    row_blocks = strides.head // STATISTICS_ROWS
+    program = tl.program_id(0)
+    head, batch = program // row_blocks % sizes.heads, program // row_blocks // sizes.heads
+    first_row, start = program % row_blocks * STATISTICS_ROWS, tl.zeros([], tl.int32)
+    out_rows = _rows(out, out_strides, batch, head, start, sizes.total_q, False)
+    grad_rows = _rows(grad, grad_strides, batch, head, start, sizes.total_q, False)
+    product = _load(out_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32)
+    total = tl.sum(product * _load(grad_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32), 1)
+    rows = first_row + tl.arange(0, STATISTICS_ROWS)
+    inside = rows < sizes.total_q
+    if GRAD_LSE:
+        lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
+        total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
+    row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
+    blind = row_lse == -INF
+    natural = tl.where(blind, INF, tl.where(row_lse == INF, NAN, row_lse))  # scores past all floats are not blind
+    places = _offset(strides, batch, head, start) + rows
+    if RAW:
+        tl.store(exponents + places, natural * LOG2E)
+        tl.store(naturals + places, natural)
+        tl.store(largest + program, tl.max(tl.where(_is_far(natural), tl.abs(natural), 0.0), 0))
+    else:
+        tl.store(exponents + places, natural)
+    tl.store(delta + places, tl.where(blind, 0.0, total))
+
+
+@triton.jit
+def _is_far(lse):
+    return (tl.abs(lse) > FAR / LOG2E) & (tl.abs(lse) < INF)
+
+
+@triton.jit
+def _p_and_ds(
+    s, dp, exponent, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """P, and the gradient of the products less their scale, of products and dP in either orientation."""
+    s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    if RAW:
+        p = tl.exp2(s * _unit(rule, RAW) - exponent)
+    else:  # 1 at most, however the LSE was rounded
+        p = tl.exp2(tl.minimum((s - exponent) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    ds = p * (dp - row_delta)
+    if CAPPED:
+        ds *= 1 - tanh * tanh
+    return p, ds
+
+
+@triton.jit
+def _add_rows(
+    dk, dv, q, k_tile, v_tile, grad, exponents, delta, first, keys, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of rows. Everything transposed, [keys, rows], so that P and dS are left operands as they come."""
+    q_tile = _load(q, first, ROWS, k_tile.shape[1], D_QK, TMA)
+    grad_tile = _load(grad, first, ROWS, v_tile.shape[1], D_V, TMA)
+    rows = first + tl.arange(0, ROWS)
+    if MASK != "none" or (BLIND and EDGE):  # their P is 0, and 0 times NaN would be NaN
+        sighted = (tl.load(exponents + rows, mask=rows < at.n_q, other=INF) != INF)[:, None]
+        q_tile = tl.where(sighted, q_tile, 0.0)
+        grad_tile = tl.where(sighted, grad_tile, 0.0)
+    s = tl.dot(k_tile, tl.trans(q_tile))
+    dp = tl.dot(v_tile, tl.trans(grad_tile))
+    if PACKED and EDGE:  # rows of the next sequence, whatever there is
+        inside = rows < at.n_q
+        exponent = tl.load(exponents + rows, mask=inside, other=INF)
+        row_delta = tl.load(delta + rows, mask=inside, other=0.0)
+    else:
+        exponent, row_delta = tl.load(exponents + rows), tl.load(delta + rows)
+    p, ds = _p_and_ds(
+        s, dp, exponent[None, :], row_delta[None, :], rows[None, :], keys[:, None], at, rule, mask, mask_strides, RAW, CAPPED,
+        MASK, EDGE,
+    )  # fmt: skip
+    dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
+    return dk, dv
+
+
+@triton.jit
+def _keys_gradient(
+    q, k, v, grad, exponents, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, EDGES: tl.constexpr,
+    BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a block of keys, summed over the query heads of its group in their order. BLIND: by the rule, some rows are."""
+    k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+    v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+    dk_rows = _rows(dk, dk_strides, at.batch, head_kv, at.start_k, at.n_k, False)
+    dv_rows = _rows(dv, dv_strides, at.batch, head_kv, at.start_k, at.n_k, False)
+
+    k_tile = _load(k_rows, first_key, KEYS, WIDTH_QK, D_QK, TMA)
+    v_tile = _load(v_rows, first_key, KEYS, WIDTH_V, D_V, TMA)
+    keys = first_key + tl.arange(0, KEYS)
+    dk_sum = tl.zeros([KEYS, WIDTH_QK], tl.float32)
+    dv_sum = tl.zeros([KEYS, WIDTH_V], tl.float32)
+    # A key sees the rows from `right` before its own to `left` after it.
+    all_begin, all_end, begin, end = _tiles(first_key - at.shift, KEYS, at.n_q, rule.right, rule.left, ROWS)
+    for member in range(sizes.group):
+        head = head_kv * sizes.group + member
+        q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        statistics = _offset(statistics_strides, at.batch, head, at.start_q)
+        head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+        for first in range(all_begin, all_end, ROWS):
+            dk_sum, dv_sum = _add_rows(
+                dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics, first, keys, at,
+                rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, False, ROWS,
+            )  # fmt: skip
+        if EDGES:
+            for edge in tl.range(begin, end - (all_end - all_begin), ROWS, disable_licm=True):
+                dk_sum, dv_sum = _add_rows(
+                    dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics,
+                    _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND,
+                    TMA, RAW, CAPPED, MASK, True, ROWS,
+                )  # fmt: skip
+    _store(dk_rows, first_key, dk_sum * rule.scale, KEYS, WIDTH_QK, D_QK)
+    _store(dv_rows, first_key, dv_sum, KEYS, WIDTH_V, D_V)
+
+
+@triton.jit
+def keys_gradient_kernel(
+    q, k, v, grad, exponents, delta, dk, dv, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr,
+    EDGES: tl.constexpr, BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr,
+    D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    key_blocks = tl.cdiv(sizes.longest_k, KEYS)
+    heads_kv = sizes.heads // sizes.group
+    program = tl.program_id(0)
+    head_kv = program // key_blocks % heads_kv
+    first_key = program % key_blocks * KEYS
+    at = _sequence(offsets_q, offsets_k, sizes, program // key_blocks // heads_kv, PACKED, TOP_LEFT)
+    if first_key < at.n_k:
+        _keys_gradient(
+            q, k, v, grad, exponents, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
+            statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED, EDGES, BLIND, RAW, CAPPED, MASK, TMA,
+            D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_keys(
+    dq, q_tile, k, v, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    D_V: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of keys."""
+    k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    v_tile = _load(v, first, KEYS, grad_tile.shape[1], D_V, TMA)
+    s = tl.dot(q_tile, tl.trans(k_tile))
+    dp = tl.dot(grad_tile, tl.trans(v_tile))
+    keys = first + tl.arange(0, KEYS)
+    _, ds = _p_and_ds(
+        s, dp, exponent[:, None], row_delta[:, None], rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED,
+        MASK, EDGE,
+    )  # fmt: skip
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq)
+
+
+@triton.jit
+def _rows_gradient(
+    q, k, v, grad, exponents, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dq_strides, mask_strides, sizes, rule, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block of rows."""
+    head_kv = head // sizes.group
+    q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+    k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+    v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+    grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
+    dq_rows = _rows(dq, dq_strides, at.batch, head, at.start_q, at.n_q, False)
+    mask += at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+    statistics = _offset(statistics_strides, at.batch, head, at.start_q)
+
+    q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
+    grad_tile = _load(grad_rows, first_row, ROWS, WIDTH_V, D_V, TMA)
+    rows = first_row + tl.arange(0, ROWS)
+    exponent, row_delta = tl.load(exponents + statistics + rows), tl.load(delta + statistics + rows)
+    dq_sum = tl.zeros([ROWS, WIDTH_QK], tl.float32)
+    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+    for first in range(all_begin, all_end, KEYS):
+        dq_sum = _add_keys(
+            dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK,
+            D_V, TMA, RAW, CAPPED, MASK, False, KEYS,
+        )  # fmt: skip
+    if EDGES:
+        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+            dq_sum = _add_keys(
+                dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, _edge_tile(edge, all_begin, all_end), rows,
+                at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
+            )  # fmt: skip
+    dq_sum = tl.where(exponent[:, None] == INF, 0.0, dq_sum * rule.scale)  # of blind rows, whatever they hold
+    _store(dq_rows, first_row, dq_sum, ROWS, WIDTH_QK, D_QK)
+
+
+@triton.jit
+def rows_gradient_kernel(
+    q, k, v, grad, exponents, delta, dq, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    statistics_strides, dq_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr,
+    RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
+    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(sizes.longest_q, ROWS)
+    program = tl.program_id(0)
+    head = program // row_blocks % sizes.heads
+    first_row = (row_blocks - 1 - program % row_blocks) * ROWS
+    at = _sequence(offsets_q, offsets_k, sizes, program // row_blocks // sizes.heads, PACKED, TOP_LEFT)
+    if first_row < at.n_q:
+        _rows_gradient(
+            q, k, v, grad, exponents, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
+            statistics_strides, dq_strides, mask_strides, sizes, rule, EDGES, RAW, CAPPED, MASK, TMA, D_QK, D_V, WIDTH_QK,
+            WIDTH_V, ROWS, KEYS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _has_far(naturals, largest, strides, at, first_head, heads, PACKED: tl.constexpr):
+    """Whether any row of a sequence is far, in so many heads. Packed sequences share blocks, and ask each of their rows."""
+    BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS
+    lses = (naturals if PACKED else largest) + _offset(strides, at.batch, first_head, at.start_q) // BLOCK
+    count = tl.cdiv(at.n_q, BLOCK).to(tl.int64)
+    found = tl.zeros([_LSES], tl.int32)
+    for first in range(0, heads * count, _LSES):
+        i = first + tl.arange(0, _LSES)
+        places = i // count * (strides.head // BLOCK) + i % count
+        found |= _is_far(tl.load(lses + places, mask=i < heads * count, other=0.0)).to(tl.int32)
+    return tl.max(found, 0) > 0
+
+
+@triton.jit
+def far_gradients_kernel(
+    q, k, v, grad, naturals, largest, delta, dq, dk, dv, mask, offsets_q, offsets_k, parts, q_strides, k_strides, v_strides,
+    grad_strides, statistics_strides, dq_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr,
+    TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
+    WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """RAW gradients once more, from scores and LSEs in natural units, of each head of K (and the heads of Q that share it) in which
+    a row is far. So many programs take turns at the blocks of a head; where no row is far they end before they begin.
+    """
+    program = tl.program_id(0)
+    heads_kv = sizes.heads // sizes.group
+    part, head_kv = program % parts, program // parts % heads_kv
+    at = _sequence(offsets_q, offsets_k, sizes, program // parts // heads_kv, PACKED, TOP_LEFT)
+    if _has_far(naturals, largest, statistics_strides, at, head_kv * sizes.group, sizes.group, PACKED):
+        for block in range(part, tl.cdiv(at.n_k, KEYS), parts):
+            _keys_gradient(
+                q, k, v, grad, naturals, delta, dk, dv, mask, at, head_kv, block * KEYS, q_strides, k_strides, v_strides,
+                grad_strides, statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED, EDGES, BLIND, False,
+                False, "none", TMA, D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
+        row_blocks = tl.cdiv(at.n_q, ROWS)
+        for block in range(part, sizes.group * row_blocks, parts):
+            _rows_gradient(
+                q, k, v, grad, naturals, delta, dq, mask, at, head_kv * sizes.group + block // row_blocks,
+                block % row_blocks * ROWS, q_strides, k_strides, v_strides, grad_strides, statistics_strides, dq_strides,
+                mask_strides, sizes, rule, EDGES, False, False, "none", TMA, D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
+            )  # fmt: skip
