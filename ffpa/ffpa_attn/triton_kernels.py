@@ -235,7 +235,8 @@ def _scores(
         if MASK == "bool":
             s = tl.where(tl.load(pointers, mask=inside, other=0) != 0, s, -INF)
         else:
-            s += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            added = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            s = tl.where(added == -INF, -INF, s + added)  # whatever the score is
     if EDGE:
         s = _visible(s, rows, keys, at, rule)
     return s, tanh
