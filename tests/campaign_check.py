@@ -7,10 +7,10 @@ import os
 import warnings
 
 import campaign_tensors as tensors
+import campaign_truth as truth
 import compare
 import ffpa_attn
 import torch
-import truth
 from campaign_problems import EMULATED, FP8, Problem
 from ffpa_attn import env, ops
 

@@ -13,13 +13,13 @@ import campaign
 import campaign_check
 import campaign_stress
 import campaign_tensors as tensors
+import campaign_truth as truth
 import compare
 import ffpa_attn
 import oracle
 import pytest
 import test_numerics
 import torch
-import truth
 from campaign_problems import DEVICES, FP8, Layout, Mask, Problem, generate
 from campaign_shrink import as_test, shrink
 from ffpa_attn import emulated, env, ops, out_of_memory
@@ -255,7 +255,7 @@ def test_processes_that_die_or_hang(tmp_path):
     here = Path(__file__).parent
     (tmp_path / "ffpa").symlink_to(here.parent / "ffpa")
     (tmp_path / "tests").mkdir()
-    for name in ("campaign*.py", "truth.py", "compare.py", "oracle.py"):
+    for name in ("campaign*.py", "compare.py", "oracle.py"):
         for path in here.glob(name):
             (tmp_path / "tests" / path.name).write_text(path.read_text())
     sabotage = """
@@ -359,7 +359,13 @@ class Answer(NamedTuple):
 
 # ---- seeds ----
 
-SEEDS = {"emulator": 400, "fused": 200, "interpreter": 80, "cpu": 800, "cuda": 800}  # about a minute each, or half of one
+SEEDS = {
+    "emulator": 400,
+    "fused": 200,
+    "interpreter": 80,
+    "cpu": 800,
+    "cuda": 800,
+}  # about a minute each, or half of one
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The Triton kernels for small head dims: every case of the matrix, in Triton's interpreter where there is no GPU."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -373,3 +374,21 @@ def test_bits_repeat(device):
         ffpa_attn.ffpa(*leaves, **case.rule).square().sum().backward()
         runs.append([x.grad for x in leaves])
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+def test_no_kernel_reads_a_global_nan():
+    """Triton compares what a kernel read of its module when it was compiled with what is there now, and NaN is no NaN's equal:
+    on a GPU the second call of such a kernel fails.
+    """
+    modules = [
+        importlib.import_module(f"ffpa_attn.{path.stem}")
+        for path in Path(triton_attention.__file__).parent.glob("triton_*.py")
+    ]
+    constants = {
+        f"{module.__name__}.{name}": getattr(value, "value", value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, (float, triton.language.constexpr))
+    }
+    assert len(constants) > 3
+    assert not [name for name, value in constants.items() if value != value]

@@ -81,6 +81,7 @@ struct AttentionParams {
   int splits;
   float* partial;
 
+  FFPA_HOST_DEVICE bool has_rules() const { return softcap > 0 || mask.kind != MaskKind::kNone; }
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
   FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }

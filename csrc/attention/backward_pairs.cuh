@@ -73,9 +73,9 @@ FFPA_DEVICE float apply_rules(float (&scores)[1][kN][4], const AttentionParams& 
     for (int e = 0; e < 4; ++e) {
       float& score = scores[0][n][e];
       if (large) {
-        // Rounding may lift a large score past its row's LSE, and P past 1: by 2^64 where they are about 10^9.
+        // The LSE's own score, as near as rounding leaves it, has P = 1: where they are about 10^9 it moves them by 64.
         score = in_base_2(score);
-        if (score > lse2[e / 2]) score = lse2[e / 2];
+        if (score > lse2[e / 2] - std::fabs(lse2[e / 2]) * kRoundings) score = lse2[e / 2];
       }
       if (lse2[e / 2] == kInfinity) score = -kInfinity;  // of a row that sees no key: it may be NaN
     }

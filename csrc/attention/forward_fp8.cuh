@@ -426,7 +426,7 @@ class ForwardFp8 {
       const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
                         float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
       finish_row(params_, rows, rows.first + row_of(h, at), state.of_out[h] - kPExponent, sum,
-                 at.group == 0 && lane_ % 4 == 0);
+                 at.group == 0 && lane_ % 4 == 0, params_.has_rules());
       factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
     }
     meet_other_group();  // these sums have been read

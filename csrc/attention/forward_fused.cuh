@@ -218,9 +218,7 @@ class ForwardFused {
               ptx::wgmma_wait_group<1>();
               slots_.release(kSlotsOfKeys);
               const float before[2] = {state.reference[0], state.reference[1]};
-              constexpr bool kProductsFirst = Config::kColumns > 256;
-              const bool moved =
-                  to_probabilities<true, kProductsFirst>(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
+              const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
               slots_.release(kSlotsOfValues);
               if (moved) rescale(out, before, state.reference);

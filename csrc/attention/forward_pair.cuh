@@ -291,7 +291,8 @@ class ForwardPair {
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
               slots_.release();
-              to_probabilities<true, true>(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              ptx::wgmma_wait_group<0>();
               slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);
               queue_their_product(out, at.group());
@@ -513,8 +514,8 @@ class ForwardPair {
     receive(at, Config::kWarpNoteBytes);
     for_each_half([&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
-      state.sum[h] =
-          finish_row(params_, rows, rows.first + at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes);
+      state.sum[h] = finish_row(params_, rows, rows.first + at.row() + r, state.reference[h],
+                                state.sum[h] + note(at, r), writes, params_.has_rules());
     });
     acknowledge(at.group());
   }

@@ -356,8 +356,8 @@ class ForwardTwoPhaseMma {
     share(state.sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      state.sum[i] =
-          finish_row(params_, rows, rows.first + row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0);
+      state.sum[i] = finish_row(params_, rows, rows.first + row_of_lane(i), state.reference[i], state.sum[i],
+                                quarter() == 0, true);
     }
   }
 

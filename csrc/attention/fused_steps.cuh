@@ -17,7 +17,6 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
@@ -83,54 +82,46 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
 
 // Makes P of raw products, which `scale` makes those of Q and K, for the rows from `row` of the tile on; says whether
 // what there is of O has another reference. P is 2^exponent where a row is at its reference.
-//
-// kProductsFirst: exponentials wait for the products that still run. Where O is wide that is faster by 2 to 4%, where
-// it is narrower slower by as much; the compiler, left alone, waits too.
-template <bool kMasks = true, bool kProductsFirst = false, int kSteps>
+template <bool kMasks = true, int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
                                   int key, int row, RowState& state, int lane, float scale = 1, float exponent = 0,
                                   float lazy_growth = RowState::kLazyGrowth) {
   const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
-  const bool plain = are_plain<kMasks>(params, all_seen, scale);
-  if (!plain) {
+  const bool has_rules = params.softcap > 0 || (kMasks && params.mask.kind != MaskKind::kNone);
+  const float factor = params.score_factor * scale;
+  const auto for_each_of_step = [&](int step, const auto& function) {
     FFPA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      products_to_scores<tile::AdjacentFragments, kMasks, true>(scores[step], params, rows, all_seen, rows.first + row,
-                                                                key + step * tile::kBox, lane, scale);
+    for (auto& fragment : scores[step][0]) {
+      FFPA_UNROLL
+      for (float& score : fragment) function(score);
     }
-  }
-  const LogitScale to_logits = plain ? scale_of_products(params, scale) : scale_of_scores();
-  float maximum[2], factor = to_logits.factor;
+  };
   FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    maximum[h] = -kInfinity;
-    for_each_of_row(scores, h, [&](float& score) { maximum[h] = larger_of(maximum[h], score); });
-    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 1));
-    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));
-  }
-  const bool large = ptx::vote_any(larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit);
-  if (large) {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      for_each_of_row(scores, h, [&](float& score) { score = to_logits.logit(score); });
-      maximum[h] = to_logits.logit(maximum[h]);
+  for (int step = 0; step < kSteps; ++step) {
+    const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+    if (has_rules) {
+      products_to_scores<tile::AdjacentFragments, kMasks, true>(scores[step], params, rows, all_seen, first_row,
+                                                                first_key, lane, scale);
+      for_each_of_step(step, [](float& score) { score = in_base_2(score); });
+    } else {
+      for_each_of_step(step, [&](float& score) { score = ptx::mul_rn(score, factor); });
+      if (!all_seen) hide_unseen(scores[step], rows, first_row, first_key, lane);
     }
-    factor = 1;
   }
-  if (kProductsFirst) ptx::wgmma_wait_group<0>();
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    moved |= state.follow(h, maximum[h] * factor, lazy_growth);
-    float reference = finite_reference(state.reference[h]) - exponent;
-    if (large && exponent != 0) {  // a large reference would swallow the exponent
-      for_each_of_row(scores, h, [&](float& score) { score -= finite_reference(state.reference[h]); });
-      reference = -exponent;
-    }
+    float maximum = -kInfinity;
+    for_each_of_row(scores, h, [&](float& logit) { maximum = larger_of(maximum, logit); });
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+    moved |= state.follow(h, maximum, lazy_growth);
+    const float reference = finite_reference(state.reference[h]);
     float sum = 0;
-    for_each_of_row(scores, h, [&](float& score) {
-      score = ptx::ex2(score * factor - reference);
-      sum += score;
+    for_each_of_row(scores, h, [&](float& logit) {
+      const float below = logit - reference;  // before the exponent is added, which a large reference would swallow
+      logit = ptx::ex2(exponent == 0 ? below : below + exponent);
+      sum += logit;
     });
     state.sum[h] += sum;
   }

@@ -42,13 +42,15 @@ struct RowState {
   }
 };
 
-// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE.
+// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE. `flat`:
+// logits are those of in_base_2, which products of a factor alone are not.
 FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
-                             bool writes) {
+                             bool writes, bool flat) {
   if (params.lse != nullptr && writes && r <= rows.last) {
     float* lse =
         params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
-    ptx::st_global_4(lse + r, float_bits(in_natural_units(reference + ptx::lg2(sum))));  // no key: -inf
+    const float logit = reference + ptx::lg2(sum);  // no key: -inf
+    ptx::st_global_4(lse + r, float_bits(flat ? in_natural_units(logit) : logit * kLn2));
   }
   return sum > 0 ? 1 / sum : 0.0f;
 }
@@ -62,7 +64,7 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows
     sum += ptx::shfl_xor(sum, 1);
     sum += ptx::shfl_xor(sum, 2);
     const int r = rows.first + row + tile::c_coordinate(lane, 2 * h).row;
-    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0);
+    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0, params.has_rules());
   }
 }
 

@@ -25,6 +25,7 @@ from .spec import FP8_BLOCK, Visibility
 Block = tuple[int, int]  # [first, past the last)
 
 _INF = math.inf
+_ROUNDINGS = 2.0**-22  # of a score and its row's LSE, relative to them
 _ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
 _FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
 _BACKWARD_BYTES_PER_SCORE = 28  # f32 P, dP, dS and a temporary, 16-bit copies, masks
@@ -367,8 +368,9 @@ class _Gradients:
         capped = _cap(_matmul(q, k.mT, q.dtype), self.rule)
         # d cap(x) / dx = 1 - (cap(x) / softcap)^2
         slope = capped.div(self.rule.softcap).square_().neg_().add_(1.0) if self.rule.softcap else None
-        # Rounding may lift a large score past its row's LSE: by 64 where they are about 10^9.
-        p = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse).clamp_(max=0).exp_()
+        below = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse)
+        # The LSE's own score, as near as rounding leaves it, has P = 1: where they are about 10^9 it moves them by 64.
+        p = below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0).exp_()
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 

@@ -22,7 +22,7 @@ from .triton_kernels import (
     _unit,
 )
 
-NAN = tl.constexpr(float("nan"))
+ROUNDINGS = tl.constexpr(2.0**-22)  # of a score and its row's LSE, relative to them, by whichever kernels
 STATISTICS_ROWS = tl.constexpr(64)  # that a program prepares, and that have one maximum
 _LSES = tl.constexpr(1024)  # read at once
 
@@ -51,7 +51,9 @@ def statistics_kernel(
         total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
     row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
     blind = row_lse == -INF
-    natural = tl.where(blind, INF, tl.where(row_lse == INF, NAN, row_lse))  # scores past all floats are not blind
+    natural = tl.where(
+        blind, INF, tl.where(row_lse == INF, float("nan"), row_lse)
+    )  # scores past all floats are not blind
     places = _offset(strides, batch, head, start) + rows
     if RAW:
         tl.store(exponents + places, natural * LOG2E)
@@ -76,8 +78,9 @@ def _p_and_ds(
     s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
     if RAW:
         p = tl.exp2(s * _unit(rule, RAW) - exponent)
-    else:  # 1 at most, however the LSE was rounded
-        p = tl.exp2(tl.minimum((s - exponent) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    else:  # the LSE's own score, as near as rounding leaves it: 1 is P's most
+        below = s - exponent
+        p = tl.exp2(tl.where(below > tl.abs(exponent) * -ROUNDINGS, 0.0, below * LOG2E))
     ds = p * (dp - row_delta)
     if CAPPED:
         ds *= 1 - tanh * tanh

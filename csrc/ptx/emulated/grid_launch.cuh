@@ -1,6 +1,8 @@
 // Emulated side of ptx/grid_launch.cuh.
 #pragma once
 
+#include <mutex>
+#include <set>
 #include <string>
 
 #include "ptx/emulated/machine/run.h"
@@ -8,11 +10,13 @@
 
 namespace ffpa::ptx {
 
-// Of this thread's last failed launch. One for all kernels: each module of the emulator has its thread-locals in the
-// little space that the loader reserves (machine.h).
-inline std::string& launch_message() {
-  static thread_local std::string message;
-  return message;
+// Keeps what a failed launch says, for whoever asks: failures are few. It is no thread-local of its own, as each module
+// of the emulator has those in the little space that the loader reserves (machine.h).
+inline const char* kept_message(const std::string& message) {
+  static std::mutex mutex;
+  static std::set<std::string> messages;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return messages.insert(message).first->c_str();
 }
 
 // Runs the grid to its end under emu::current_options() and adds to the session's report. A report with errors is a
@@ -30,8 +34,7 @@ LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape
   const emu::Report report = emu::run_grid(grid, [&] { kernel(arguments...); }, emu::current_options());
   emu::add_to_session(report);
   if (report.ok()) return {};
-  launch_message() = "emulator: " + report.summary();
-  return {1, launch_message().c_str()};
+  return {1, kept_message("emulator: " + report.summary())};
 }
 
 }  // namespace ffpa::ptx
