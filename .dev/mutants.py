@@ -116,7 +116,7 @@ MUTANTS = [
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
-        ("P above 1 where the LSE was rounded down", ".clamp_(max=0).exp_()", ".exp_()"),
+        ('P above 1 where the LSE was rounded down', 'below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0).exp_()', 'below.exp_()'),
     ),
     *_in(
         "out_of_memory.py",
@@ -308,6 +308,7 @@ MUTANTS = [
         ("key left of the window seen", "k < r + nearest", "k < r + nearest - 1"),
         ("first key of the window hidden", "k < r + nearest", "k <= r + nearest"),
         ("key past the end seen", "|| k >= n_k)", "|| k > n_k)"),
+        ("rules: negative scales are plain", " && params.score_factor * scale > 0;", ";"),
         ("softcap without scale", "tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "tanh_of(score)"),
         ("softcap never reached", "params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "params.softcap * (score * params.score_factor)"),
         ("softcap not scaled back", "params.softcap * tanh_of", "tanh_of"),
@@ -502,7 +503,7 @@ MUTANTS = [
         "tests/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: dK of the next sequence's rows", "if PACKED and EDGE:", "if False:"),
         ("triton: gradient of the LSE forgotten", "total -= tl.load(lse_grads", "total -= 0 * tl.load(lse_grads"),
-        ("triton: gradients of rows without keys", "tl.where(blind, INF, ", "tl.where(False, INF, "),
+        ('triton: gradients of rows without keys', '        blind, INF, tl.where(row_lse', '        False, INF, tl.where(row_lse'),
         ("triton: delta of rows without keys", "tl.where(blind, 0.0, total)", "total"),
         ("triton: Q of rows without keys", "q_tile = tl.where(sighted, q_tile, 0.0)", "q_tile = q_tile"),
         ("triton: dO of rows without keys", "grad_tile = tl.where(sighted, grad_tile, 0.0)", "grad_tile = grad_tile"),
@@ -515,13 +516,13 @@ MUTANTS = [
     *_in(
         "triton_backward_kernels.py",
         "tests/test_triton_scores.py -k 'gradients and contracted'",
-        ("triton: P of rounded LSEs past 1", "tl.minimum((s - exponent) * LOG2E, 0.0, propagate_nan=tl.PropagateNan.ALL)", "(s - exponent) * LOG2E"),
+        ('triton: P of rounded LSEs past 1', 'tl.where(below > tl.abs(exponent) * -ROUNDINGS, 0.0, below * LOG2E)', 'below * LOG2E'),
         ("triton: far rows where a float says nothing", "tl.abs(lse) > FAR / LOG2E", "tl.abs(lse) > 2048 * FAR / LOG2E"),
         ("triton: far rows of the first head alone", "range(0, heads * count, _LSES)", "range(0, count, _LSES)"),
         ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
         ("triton: dQ of far rows of the first head alone", "range(part, sizes.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
         ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, KEYS), parts)", "for block in range(part, part + 1, parts)"),
-        ("triton: scores past all floats taken for blind", "tl.where(row_lse == INF, NAN, row_lse)", "row_lse"),
+        ('triton: scores past all floats taken for blind', 'tl.where(row_lse == INF, float("nan"), row_lse)', 'row_lse'),
     ),
     *_in(
         "triton_attention.py",
@@ -549,7 +550,7 @@ MUTANTS = [
         ("fp8: one scale of K forgotten", "        scale *= tl.load(k_scales)", "        scale *= 1.0"),
         ("fp8: O not rescaled", "return acc * alpha[:, None] + product", "return acc + product"),
         ("fp8: outputs past the largest", "    if LARGEST_OUT < INF:", "    if False:"),
-        ("fp8: scales of nothing", "    if RAW:\n        natural = tl.maximum", "    if False:\n        natural = tl.maximum"),
+        ("fp8: scales of nothing", "tl.maximum(natural, LEAST_SCALE) * LOG2E", "natural * LOG2E"),
         ("fp8: the LSE of NaN", "seen = total != 0", "seen = total > 0"),
     ),
     *_in(
@@ -922,13 +923,12 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/score_rules.cuh",
-        ("rules: negative scales are plain", " && params.score_factor * scale > 0;", ";"),
         ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
     ),
     *_large_scores(
         "csrc/attention/fused_steps.cuh",
-        ("fused: large scores keep their factor", "    factor = 1;\n  }\n  if (kProductsFirst)", "  }\n  if (kProductsFirst)"),
-        ("fused: the exponent of 8 bits is swallowed", "if (large && exponent != 0)", "if (false)"),
+        ('fused: large scores keep their factor', 'score = ptx::mul_rn(score, factor); });', 'score = score * factor; });'),
+        ('fused: the exponent of 8 bits is swallowed', 'const float below = logit - reference;', 'const float below = logit - (reference - exponent) - exponent;'),
     ),
     *_large_scores(
         "csrc/attention/forward_mma_rows.cuh",
@@ -941,7 +941,7 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/backward_pairs.cuh",
-        ("backward pairs: P above 1", "if (score > lse2[e / 2]) score = lse2[e / 2];", ""),
+        ('backward pairs: P above 1', 'if (score > lse2[e / 2] - std::fabs(lse2[e / 2]) * kRoundings) score = lse2[e / 2];', ''),
     ),
     *_large_scores(
         "csrc/attention/backward_rows.cuh",
@@ -952,8 +952,8 @@ MUTANTS = [
         ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
-        ("fused: all tiles are plain", "are_plain<kMasks>(params, all_seen, scale)", "are_plain<kMasks>(params, true, scale)"),
-        ("fused: maxima of a thread's keys", "    maximum[h] = larger_of(maximum[h], ptx::shfl_xor(maximum[h], 2));\n", ""),
+        ('fused: all tiles are plain', 'const bool has_rules = params.softcap > 0 ||', 'const bool has_rules = false && params.softcap > 0 ||'),
+        ("fused: maxima of a thread's keys", '    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n', ''),
     ),
     *_pair(
         "csrc/attention/forward_pair.cuh",
@@ -1115,9 +1115,9 @@ MUTANTS = [
     ),
     *_fp8(
         "csrc/attention/fused_steps.cuh",
-        ("fp8: logits of raw scores", "key + step * tile::kBox, lane, scale);", "key + step * tile::kBox, lane);"),
-        ("fp8: P of another exponent", " - exponent;", " - 1;"),
-        ("fp8: references wait to grow", "maximum[h] * factor, lazy_growth)", "maximum[h] * factor)"),
+        ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
+        ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
+        ('fp8: references wait to grow', 'state.follow(h, maximum, lazy_growth)', 'state.follow(h, maximum)'),
     ),
     *_fp8(
         "csrc/attention/arrange_values.cuh",
@@ -1265,7 +1265,7 @@ MUTANTS = [
         ("exchange: copied where the last one may be read", "memory.wait(to, number)", "memory.wait(to, number - 1)"),
         ("exchange: ranks of all for those of a group", "dist.get_rank(group), dist.get_world_size(group)", "dist.get_rank(), dist.get_world_size()"),
         ("exchange: goes on after an error", "        if self.in_a_call:\n", "        if False:\n"),
-        ("exchange: never ends a call", "        self.in_a_call = False\n\n    def _start", "        pass\n\n    def _start"),
+        ('exchange: never ends a call', '        self.in_a_call = False\n        if self.stream:', '        if self.stream:'),
         ("exchange: read before it has come", "            if received:\n                memory.wait", "            if False:\n                memory.wait"),
         ("exchange: ready without saying so", "            memory.write(source, self.rank, number)", "            pass"),
         ("exchange: two words are one", "[[words + i", "[[i"),
@@ -1457,7 +1457,7 @@ MUTANTS = [
     *_in(
         "integrations/fallback.py",
         "tests/test_transformers.py -k 'missing or their_own or compiles'",
-        ("fallback: strict ignored", 'if env.run_flags()["FFPA_STRICT"]:', "if False:"),
+        ('fallback: strict ignored', 'return env.run_flags()["FFPA_STRICT"]', 'return False'),
         ("fallback: said at every layer", "if said is None or said() is not model:", "if True:"),
         ("fallback: said by compiled code", "if torch.compiler.is_compiling():", "if False:"),
         ("fallback: said at every traced layer", "if kind not in _said_of_traced:", "if True:"),
