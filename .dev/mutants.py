@@ -920,6 +920,7 @@ MUTANTS = [
         ("large scores: the largest overflow in base 2", "if (std::fabs(score) <= kFlatScore) return", "return"),
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+        ("large scores: an LSE's own score counts within a quarter of what rounding does", "0x1p-21f", "0x1p-23f"),
     ),
     *_large_scores(
         "csrc/attention/score_rules.cuh",
@@ -941,7 +942,7 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/backward_pairs.cuh",
-        ('backward pairs: P above 1', 'if (score > lse2[e / 2] - std::fabs(lse2[e / 2]) * kRoundings) score = lse2[e / 2];', ''),
+        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
     ),
     *_large_scores(
         "csrc/attention/backward_rows.cuh",

@@ -131,14 +131,14 @@ def kinds_where_one_rank_calls_a_known_one():
             for rows in (8, 4, 8):
                 attention(*whole_and_own(rows)[1], group)
             computing.reset_mock()
-            agreement._agreements[group].patience = 1
+            agreement._agreements[group].patience = 5
             mine = whole_and_own(8)[1]
             if first:
                 attention(*mine, group)
                 assert computing.called
             else:
                 with pytest.raises(
-                    RuntimeError, match="within 1 s rank 0 of the group did not come, or came with a call of a kind"
+                    RuntimeError, match="within 5 s rank 0 of the group did not come, or came with a call of a kind"
                 ):
                     attention(*(x[:, :, :2] for x in mine), group)
                 for _ in range(2):

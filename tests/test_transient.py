@@ -118,6 +118,23 @@ def test_a_launch_that_will_not(error):
         kernel.launched()
 
 
+def test_what_a_caller_is_handling_is_no_cause(monkeypatch):
+    """It tries again after it ran out of memory, and meets what no retry changes."""
+    kernel = Kernel()
+    kernel.failing = next(iter(LASTING.values()))()
+    try:
+        raise torch.OutOfMemoryError("of the call before")
+    except torch.OutOfMemoryError:
+        with pytest.raises(Unable):
+            kernel.launched()
+
+        def failing(spec, gpu):
+            raise RuntimeError("ffpa_attn: ptxas does not like it")
+
+        monkeypatch.setattr(native, "kernel", failing)
+        assert not native.make_ready(ScaledCopy("f16", 8), "sm_90")
+
+
 @transient
 def test_a_kernel_that_may_get_ready(error, monkeypatch):
     error, spec = error(), ScaledCopy("f16", 8)
@@ -134,13 +151,16 @@ def test_a_kernel_that_may_get_ready(error, monkeypatch):
 @lasting
 def test_a_kernel_that_does_not_get_ready(error, monkeypatch):
     error, spec = error(), ScaledCopy("f16", 8)
-    if not isinstance(error, RuntimeError):
-        return  # none of ours: it reaches the caller
 
     def kernel(spec, gpu):
         raise error
 
     monkeypatch.setattr(native, "kernel", kernel)
+    if not isinstance(error, RuntimeError):  # none of ours: it reaches the caller
+        with pytest.raises(type(error)) as caught:
+            native.make_ready(spec, "sm_90")
+        assert caught.value is error and not native._unready
+        return
     assert not native.make_ready(spec, "sm_90")
     assert str(error) in native._unready[spec, "sm_90"]
 

@@ -75,7 +75,8 @@ FFPA_DEVICE float apply_rules(float (&scores)[1][kN][4], const AttentionParams& 
       if (large) {
         // The LSE's own score, as near as rounding leaves it, has P = 1: where they are about 10^9 it moves them by 64.
         score = in_base_2(score);
-        if (score > lse2[e / 2] - std::fabs(lse2[e / 2]) * kRoundings) score = lse2[e / 2];
+        const float own = lse2[e / 2];
+        if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;
       }
       if (lse2[e / 2] == kInfinity) score = -kInfinity;  // of a row that sees no key: it may be NaN
     }

@@ -57,8 +57,8 @@ struct ForwardMmaRowsConfig : Fields {
   static_assert(kWarpRows % 16 == 0 && kWarpRows * kWarps == kRows, "warps own whole fragments of rows");
   static_assert(kKeys % 16 == 0 && kHeadDim % 32 == 0, "K and V are read in fragments of 16 × 16");
 
-  // Scores that need more than a positive factor become logits first, which takes registers that two fragments of rows
-  // do not leave.
+  // Products that need more than a positive factor become scores first, which takes registers that two fragments of
+  // rows do not leave.
   static constexpr bool kLogits = kWarpRows == 16;
 
   // B fragments are loaded so many pairs before their products: about one latency of ldmatrix.

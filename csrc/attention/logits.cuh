@@ -34,9 +34,9 @@ FFPA_DEVICE float in_natural_units(float logit) {
 // size at most: the reference then lacks 2^-11 of the maximum's product. Beyond, all become logits first.
 inline constexpr float kMostFusedLogit = 0x1p14f;
 
-// How far a score and its row's LSE may be apart, relative to them, that would be one: kernels of several kinds round
-// them.
-inline constexpr float kRoundings = 0x1p-22f;
+// Kernels of several kinds round a score and its row's LSE. The two count as equal where they are no further apart than
+// this, relative to them.
+inline constexpr float kRoundings = 0x1p-21f;
 
 // What raw products, or scores, still are to be multiplied with.
 struct LogitScale {

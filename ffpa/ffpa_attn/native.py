@@ -6,6 +6,7 @@ Nothing here touches a GPU before a kernel is asked for, so importing is safe be
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,11 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
     """Whether the kernel can be launched, compiled now if need be. One that cannot is not tried again: `why_not` has it."""
+    handled = sys.exc_info()[1]
     try:
         kernel(spec, gpu)
     except RuntimeError as error:
-        if is_transient(error):
+        if is_transient(error, handled):
             raise
         _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
         return False

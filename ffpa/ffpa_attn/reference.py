@@ -25,7 +25,7 @@ from .spec import FP8_BLOCK, Visibility
 Block = tuple[int, int]  # [first, past the last)
 
 _INF = math.inf
-_ROUNDINGS = 2.0**-22  # of a score and its row's LSE, relative to them
+_ROUNDINGS = 2.0**-21  # of a score and its row's LSE, relative to them
 _ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
 _FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
 _BACKWARD_BYTES_PER_SCORE = 28  # f32 P, dP, dS and a temporary, 16-bit copies, masks

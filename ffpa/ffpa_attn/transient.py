@@ -23,8 +23,10 @@ _OF_A_KERNEL = (
 _OF_COMPILERS = ("No space left on device", "annot allocate memory", "Too many open files", "signal 9", "signal 15")
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether memory that is free again, another state of the GPU or of the machine, may change what came of it."""
+def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Whether memory that is free again, another state of the GPU or of the machine, may change what came of it. `handled` is what
+    somebody was handling already, perhaps by this very retry: it is no cause.
+    """
     if not isinstance(error, Exception) or isinstance(
         error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
     ):
@@ -42,4 +44,4 @@ def is_transient(error: BaseException) -> bool:
     missing = isinstance(
         cause, FileNotFoundError
     )  # who raises another error for it has looked for a tool, and there is none
-    return cause is not None and not missing and is_transient(cause)
+    return cause is not None and cause is not handled and not missing and is_transient(cause, handled)

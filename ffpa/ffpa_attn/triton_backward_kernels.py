@@ -22,7 +22,7 @@ from .triton_kernels import (
     _unit,
 )
 
-ROUNDINGS = tl.constexpr(2.0**-22)  # of a score and its row's LSE, relative to them, by whichever kernels
+ROUNDINGS = tl.constexpr(2.0**-21)  # of a score and its row's LSE, relative to them, by whichever kernels
 STATISTICS_ROWS = tl.constexpr(64)  # that a program prepares, and that have one maximum
 _LSES = tl.constexpr(1024)  # read at once
 

@@ -7,6 +7,7 @@ Triton is imported).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -114,12 +115,13 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
     kind = kernel.__name__, tiles, *constants.values(), *map(_type_of, tensors)
     if kind in _unable:
         raise Unable(_unable[kind])
+    handled = sys.exc_info()[1]
     try:
         compiled = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
     except BaseException as error:
         getattr(kernel, "device_caches", {}).clear()  # Triton takes a kernel whose loading failed for loaded
         interpreted = tensors[-1].device.type == "cpu"  # and failed for a reason of its own
-        if is_transient(error) or interpreted:
+        if is_transient(error, handled) or interpreted:
             raise
         _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # or LLVM, ptxas or the C compiler did
         raise Unable(_unable[kind]) from error
