@@ -1371,7 +1371,7 @@ MUTANTS = [
     *_in(
         "triton_launch.py",
         "tests/test_transient.py",
-        ("launch: what may pass is remembered", "if is_transient(error) or", "if isinstance(error, KeyboardInterrupt) or"),
+        ("launch: what may pass is remembered", "if is_transient(error, handled) or", "if isinstance(error, KeyboardInterrupt) or"),
         ("launch: a half loaded kernel is kept", "        getattr(kernel, \"device_caches\", {}).clear()", "        pass"),
         ("launch: one kind's failure is all others'", "*constants.values(), *map(_type_of, tensors)\n", "*map(_type_of, tensors)\n"),
         ("launch: a failure is forgotten", "    if kind in _unable:", "    if False:"),
@@ -1379,14 +1379,14 @@ MUTANTS = [
     *_in(
         "native.py",
         "tests/test_transient.py",
-        ("make ready: what may pass is remembered", "        if is_transient(error):\n            raise\n", ""),
+        ("make ready: what may pass is remembered", "        if is_transient(error, handled):\n            raise\n", ""),
     ),
     *_in(
         "transient.py",
         "tests/test_transient.py",
         ("transient: a kernel's image is", "return not any(words in text for words in _OF_A_KERNEL)", "return True"),
-        ("transient: causes do not count", "return cause is not None and not missing and is_transient(cause)", "return False"),
-        ("transient: a tool that is not there is", "cause is not None and not missing and", "cause is not None and"),
+        ("transient: causes do not count", "return cause is not None and cause is not handled and not missing and is_transient(cause, handled)", "return False"),
+        ("transient: a tool that is not there is", "cause is not handled and not missing and", "cause is not None and"),
         ("transient: every error of the system is", "return error.errno in _OF_THE_SYSTEM", "return True"),
     ),
     *_in(
