@@ -69,7 +69,7 @@ class Agreement:
         self.calls.clear()
 
     def _told_by_all(self, kind: dict) -> list[tuple[list[int], dict]]:
-        """Of each rank: the calls since the last comparison, and the one that it makes now."""
+        """What each rank tells: the calls it made since the last comparison, and the one that it makes now."""
         self.comparisons += 1
         at = f"{self.comparisons}/"
         self.store.set(f"{at}{self.rank}", pickle.dumps((self.calls, kind)))
