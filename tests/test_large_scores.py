@@ -205,6 +205,73 @@ def test_gradients_where_one_key_takes_all(dtype, size, attend):
         torch.testing.assert_close(dv.float(), want, rtol=1e-2, atol=1e-2)
 
 
+def gradients_in_float64(q, k, v, mask, scale: float, grad):
+    """Of softmax of the scores as float32 has them."""
+    scores = (q.double() @ k.double().mT * scale).float()
+    scores = (scores if mask is None else scores + mask.float()).double()
+    p = torch.softmax(scores, -1)
+    dp = grad.double() @ v.double().mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    return ds @ k.double(), ds.mT @ q.double(), p.mT @ grad.double()
+
+
+def expect_gradients(got, want, rtol: float) -> None:
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=rtol, atol=rtol * max(float(y.abs().max()), 1e-3))
+
+
+@pytest.mark.parametrize("dtype, value", MASKS, ids=str)
+def test_gradients_of_rows_that_finite_masks_hide(dtype, value, attend):
+    """Each key of such a row has its part of P, though the row's LSE is rounded to the score that they share."""
+    for d in dims_of(attend):
+        q, k, v = values(N_Q, d, dtype), values(N_K + 1, d, dtype)[:, :, 1:], values(N_K, d, dtype)
+        mask = torch.zeros(1, 1, N_Q, N_K)
+        mask[..., ::2, :] = value
+        mask[..., 1::2, : N_K // 2] = value
+        grad = values(N_Q, d, dtype)
+
+        def gradients(q, k, v, mask, grad):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(ffpa(q, k, v, mask=mask, causal=True), (q, k, v), grad)
+
+        got = attend(gradients, q.clone(), k.clone(), v.clone(), mask, grad)
+        seen = torch.ones(N_Q, N_K).tril(N_K - N_Q).bool()
+        want = gradients_in_float64(q, k, v, mask.masked_fill(~seen, -torch.inf), d**-0.5, grad)
+        expect_gradients(got, want, 2e-2)
+
+
+@pytest.mark.parametrize("dtype, size", SIZES, ids=str)
+def test_gradients_of_keys_that_share_the_largest_score(dtype, size, attend):
+    for d in dims_of(attend):
+        q, k, v, *_ = tied(size, d, dtype)
+        grad = values(N_Q, d, dtype)
+
+        def gradients(q, k, v, grad):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(ffpa(q, k, v, scale=1.0), (q, k, v), grad)
+
+        _, _, dv = attend(gradients, *(x.clone() for x in (q, k, v)), grad)
+        *_, want = gradients_in_float64(q, k, v, None, 1.0, grad)
+        expect_gradients([dv], [want], 2e-2)
+
+
+def test_gradients_of_keys_that_hardly_count(attend):
+    """P of 10^-6, of which float16 has four bits, does not lose them before it meets dP."""
+    for d in dims_of(attend):
+        q, k, v, grad = (values(n, d, F16) for n in (N_Q, N_K + 1, N_K, N_Q))
+        q, k, grad = q.abs().fill_(0.125), k[:, :, 1:] / 8, 64 * grad
+        k[..., 7, :] = 14 / (0.125 * d)
+
+        def gradients(q, k, v, grad):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(ffpa(q, k, v, scale=1.0), (q, k, v), grad)
+
+        _, dk, _ = attend(gradients, *(x.clone() for x in (q, k, v)), grad)
+        _, want, _ = gradients_in_float64(q, k, v, None, 1.0, grad)
+        rest = [i for i in range(N_K) if i != 7]
+        expect_gradients([dk[..., rest, :]], [want[..., rest, :]], 4e-3)
+
+
 @pytest.mark.parametrize(
     "d, a, b", [(1000, 49888, 36384), (848, 42240, 38336), (760, 51328, 55232), (320, 43936, 45632), (64, 33333, 7777)]
 )

@@ -9,6 +9,7 @@
 #include "attention/backward_params.h"
 #include "attention/backward_tiles.cuh"
 #include "attention/logits.cuh"
+#include "attention/row_shares.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -21,21 +22,41 @@
 
 namespace ffpa {
 
-// Of rows row + lane / 4 and 8 further, rows of the head.
-template <class Block>
-FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane, float (&lse2)[2],
-                                 float (&delta)[2]) {
+// function(half of rows, statistics) of row row + lane / 4 of the head and the one 8 further, where they exist.
+template <class Block, class Function>
+FFPA_DEVICE void for_statistics(const BackwardParams& params, const Block& rows, int row, int lane,
+                                const Function& function) {
   const AttentionParams& attention = params.attention;
   const int64_t first =
       rows.batch() * attention.lse_batch_stride + rows.head() * attention.lse_head_stride + rows.q_begin();
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const int r = row + tile::c_coordinate(lane, 2 * h).row;
-    uint32_t bits[2] = {float_bits(kInfinity), 0};  // a row that does not exist: P = 0
-    if (r <= rows.last_row()) ptx::ld_global_8(bits, params.statistics + 2 * (first + r));
+    if (r <= rows.last_row()) function(h, params.statistics + kRowStatistics * (first + r));
+  }
+}
+
+template <class Block>
+FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane, float (&lse2)[2],
+                                 float (&delta)[2]) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    lse2[h] = kInfinity;  // a row that does not exist: P = 0
+    delta[h] = 0;
+  }
+  for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
+    uint32_t bits[2];
+    ptx::ld_global_8(bits, statistics);
     lse2[h] = float_from_bits(bits[0]);
     delta[h] = float_from_bits(bits[1]);
-  }
+  });
+}
+
+template <class Block>
+FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, int row, int lane, float (&shares)[2]) {
+  for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
+    shares[h] = float_from_bits(ptx::ld_global_4(statistics + 2));
+  });
 }
 
 // Whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may say
@@ -46,12 +67,24 @@ FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const
   return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
-// Scores of pairs from their raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of
-// 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. Packed is all as [fragment][half
-// of rows], a pair of keys each. Gives the factor that makes them logits: 1 where large ones had to become logits.
+// Exponents of P from raw products that are plain, in place.
+template <class Element, int kN>
+FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
+  FFPA_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    FFPA_UNROLL
+    for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
+  }
+}
+
+// Exponents of P from raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
+// and kN fragments of keys; `row` and `key` are where the first of them lie. Packed is all as [fragment][half of rows],
+// a pair of keys each.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
-FFPA_DEVICE float apply_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
-                              bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes) {
+FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardParams& params, const Block& rows,
+                                    bool all_seen, int row, int key, const float (&lse2)[2], int lane,
+                                    uint32_t* slopes) {
+  const AttentionParams& attention = params.attention;
   if (attention.softcap > 0) {
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
@@ -65,33 +98,33 @@ FFPA_DEVICE float apply_rules(float (&scores)[1][kN][4], const AttentionParams& 
     }
   }
   products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
-  const auto is_large = [&](int h) { return lse2[h] != kInfinity && !(std::fabs(lse2[h]) <= kMostFusedLogit); };
-  const bool large = is_large(0) || is_large(1);
+  const bool far = ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
+  float shares[2] = {0, 0};
+  if (far) load_shares(params, rows, row, lane, shares);
   FFPA_UNROLL
   for (int n = 0; n < kN; ++n) {
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      float& score = scores[0][n][e];
-      if (large) {
-        // The LSE's own score, as near as rounding leaves it, has P = 1: where they are about 10^9 it moves them by 64.
-        score = in_base_2(score);
-        const float own = lse2[e / 2];
-        if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;
+      float& x = scores[0][n][e];
+      const float own = lse2[e / 2];
+      if (far) {
+        const float logit = in_base_2(x);
+        x = (is_far(own) ? exponent_of_far(logit, own) : logit - own) - shares[e / 2] + kExponentOfP<Element>;
+      } else {
+        x = x * kLog2e - (own - kExponentOfP<Element>);
       }
-      if (lse2[e / 2] == kInfinity) score = -kInfinity;  // of a row that sees no key: it may be NaN
+      if (own == kInfinity) x = -kInfinity;  // of a row that sees no key: it may be NaN
     }
   }
-  return large ? 1.0f : kLog2e;
 }
 
-// P of pairs, packed, from what a factor makes logits.
+// P of pairs, packed, from its exponents.
 template <class Element, int kN>
-FFPA_DEVICE void finish_p(const float (&scores)[1][kN][4], float factor, const float (&lse2)[2], uint32_t* p) {
+FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p) {
   FFPA_UNROLL
   for (int i = 0; i < kN * 2; ++i) {
-    const float (&of_pair)[4] = scores[0][i / 2];
-    p[i] = ptx::pack<Element>(ptx::ex2(of_pair[i % 2 * 2] * factor - lse2[i % 2]),
-                              ptx::ex2(of_pair[i % 2 * 2 + 1] * factor - lse2[i % 2]));
+    const float (&of_pair)[2] = reinterpret_cast<const float (&)[2]>(exponents[0][i / 2][i % 2 * 2]);
+    p[i] = ptx::pack<Element>(ptx::ex2(of_pair[0]), ptx::ex2(of_pair[1]));
   }
 }
 
@@ -106,14 +139,16 @@ FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
   for (int i = 0; i < kCount; ++i) p[i] = ptx::multiply<Element>(p[i], where_not_0(p[i], slopes[i]));
 }
 
-// dS = P ∘ (dP - δ), packed. Where not all pairs count, dP may be NaN where P is 0.
+// dS = P ∘ (dP - δ), packed, of P as it is stored. Where not all pairs count, dP may be NaN where P is 0.
 template <class Element, int kN>
 FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool all_count, const float (&delta)[2],
                            uint32_t* ds) {
   FFPA_UNROLL
   for (int i = 0; i < kN * 2; ++i) {
     const float (&of_pair)[4] = dp[0][i / 2];
-    const float low = of_pair[i % 2 * 2] - delta[i % 2], high = of_pair[i % 2 * 2 + 1] - delta[i % 2];
+    constexpr float kUnit = kUnitOfP<Element>;
+    const float low = of_pair[i % 2 * 2] * kUnit - delta[i % 2] * kUnit;
+    const float high = of_pair[i % 2 * 2 + 1] * kUnit - delta[i % 2] * kUnit;
     if constexpr (std::is_same_v<Element, Half>) {  // they may be more than it holds, where P is small
       float p_low, p_high;
       ptx::unpack<Half>(p[i], p_low, p_high);

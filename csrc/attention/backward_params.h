@@ -1,6 +1,6 @@
 // What the kernels of the backward are told. They share one workspace, a chunk of the problem after the other:
 //
-//   backward_rows       of every row of dO and O: LSE in base 2, and δ = dO·O - dLSE
+//   backward_rows       of every row of dO and O: LSE in base 2, δ = dO·O - dLSE, and its share
 //   backward_scores     of every (row, key) tile that has visible pairs: P and dS, into the workspace
 //   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
@@ -17,11 +17,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/attention_params.h"
 #include "attention/packed_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "base/types.h"
 
 namespace ffpa {
 
@@ -29,6 +31,13 @@ inline constexpr int kRowTile = 256;    // what rows are counted in: as many as 
 inline constexpr int kKeyTile = 256;    // the same of keys; those of a tile of P
 inline constexpr int kScoreRows = 128;  // rows of a tile of P
 inline constexpr int kLiveRows = 64;    // rows in a word of live_rows
+inline constexpr int kRowStatistics = 4;
+
+// The workspace holds 2^this times P. In halves P of a long row would lose digits: below 2^-14 they have fewer.
+template <class Element>
+inline constexpr int kExponentOfP = std::is_same_v<Element, Half> ? 12 : 0;
+template <class Element>
+inline constexpr float kUnitOfP = 1.0f / (1 << kExponentOfP<Element>);
 
 // [batch, heads, rows, columns] of 16-bit elements, or of floats; columns are adjacent, strides count elements.
 struct GradientView {
@@ -46,13 +55,13 @@ struct BackwardParams {
   bool float_gradients;
   float scale;  // dQ = scale · dS K
 
-  float* statistics;    // [as lse][2]: LSE · log2(e), +inf where that is -inf; δ
+  float* statistics;    // [as lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; share; nothing
   uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
 
   int first_entry, entries;  // of the chunk
   int first_tile, end_tile;  // of the row tiles of each
   int first_key, end_key;    // multiples of kKeyTile
-  uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]
+  uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]; times 2^kExponentOfP
   uint16_t* ds;
   float* partial;  // sums of dQ of the chunk's rows; or those of dK and dV, in the order of fragments, of its keys; or,
                    // of packed sequences, of the keys of the longest twice: the first one in a chunk may go on from an

@@ -1,13 +1,15 @@
-// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, and whether it counts at
-// all.
+// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, its share
+// (row_shares.cuh), and whether it counts at all.
 //
 // dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
 // LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
 #pragma once
 
 #include "attention/backward_params.h"
+#include "attention/head_rows.cuh"
 #include "attention/logits.cuh"
 #include "attention/row_block.cuh"
+#include "attention/row_shares.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -52,9 +54,11 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const int warp = ptx::thread_x() / 32, lane = ptx::lane_id();
   const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
 
+  const int first_row = word * kLiveRows + warp * Config::kWarpRows;
+  float own_lse2 = kInfinity, own_delta = 0;  // of the row that the lane writes
   uint32_t live = 0;
   for (int i = 0; i < Config::kWarpRows; ++i) {
-    const int row = word * kLiveRows + warp * Config::kWarpRows + i;
+    const int row = first_row + i;
     // What lies behind a packed sequence belongs to another one; behind the last row of a tensor copies find zeros.
     if (row >= entry.n_q()) {
       live |= uint32_t(!attention.is_packed()) << i;
@@ -83,10 +87,17 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     if (params.grad_lse != nullptr) delta -= float_from_bits(ptx::ld_global_4(params.grad_lse + lse_row + row));
     const bool sees_keys = lse != -kInfinity;
     live |= uint32_t(sees_keys) << i;
-    if (lane == 0) {
-      ptx::st_global_8(params.statistics + 2 * (lse_row + row),
-                       {float_bits(sees_keys ? in_base_2(lse) : kInfinity), float_bits(sees_keys ? delta : 0.0f)});
+    if (lane == i && sees_keys) {
+      own_lse2 = in_base_2(lse);
+      own_delta = delta;
     }
+  }
+  const HeadRows rows = {entry, batch, head, first_row, min_of(first_row + Config::kWarpRows, entry.n_q()) - 1};
+  float share = 0;
+  if (ptx::vote_any(is_far(own_lse2))) share = shares_of_rows<Element>(attention, rows, own_lse2, lane);
+  if (first_row + lane <= rows.last) {
+    ptx::st_global_16(params.statistics + kRowStatistics * (lse_row + first_row + lane),
+                      {float_bits(own_lse2), float_bits(own_delta), float_bits(share), 0});
   }
   uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();
   if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word_of_head) + warp, uint16_t(live));

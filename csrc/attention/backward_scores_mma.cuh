@@ -199,14 +199,15 @@ class BackwardScoresMma {
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
-        float factor = attention_.score_factor;
-        if (!plain) {
-          factor = apply_rules<Element, Fragments>(
-              scores, attention_, tile.rows, all_seen, tile.rows.first + core_.warp_row() + m * 16,
+        if (plain) {
+          exponents_of_plain<Element>(scores, attention_.score_factor, lse2[m]);
+        } else {
+          exponents_by_rules<Element, Fragments>(
+              scores, params_, tile.rows, all_seen, tile.rows.first + core_.warp_row() + m * 16,
               tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup), lse2[m], core_.lane(),
               slopes[group]);
         }
-        finish_p<Element>(scores, factor, lse2[m], p[group]);
+        finish_p<Element>(scores, p[group]);
       }
       store(params_.p + at, p);
       if (!has_softcap()) continue;

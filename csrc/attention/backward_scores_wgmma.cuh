@@ -171,17 +171,18 @@ class BackwardScoresWgmma {
       for (int box = 0; box < kBoxes; ++box) {
         const int fragment = box * kBoxFragments;
         tile::PackedRows slopes;
-        float factor = attention_.score_factor;
-        if (!plain) {
+        if (plain) {
+          exponents_of_plain<Element>(pairs_of<kBoxFragments>(sums, fragment), attention_.score_factor, lse2);
+        } else {
           FFPA_UNROLL
           for (int part = 0; part < kBoxFragments; part += kPartFragments) {
-            factor = apply_rules<Element>(pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen,
-                                          tile.first_row() + row, tile.first_key() + (fragment + part) * 8, lse2, lane_,
-                                          slopes + part * 2);
+            exponents_by_rules<Element>(pairs_of<kPartFragments>(sums, fragment + part), params_, tile, all_seen,
+                                        tile.first_row() + row, tile.first_key() + (fragment + part) * 8, lse2, lane_,
+                                        slopes + part * 2);
           }
         }
         tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
-        finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), factor, lse2, p_of_box);
+        finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), p_of_box);
         store(arguments_.p, box, p_of_box);
         if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);
       }

@@ -190,7 +190,7 @@ def backward(
 
     p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
     partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
-    statistics = empty(*lse.shape, 2, dtype=torch.float32)
+    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # as backward_params.h has them
     heads, n_q = q.shape[:-2].numel(), q.shape[-2]
     live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # as packed_tiles.cuh
     live_rows = empty(heads * live_words, dtype=torch.int64)
