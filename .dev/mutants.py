@@ -925,6 +925,8 @@ MUTANTS = [
     *_large_scores(
         "csrc/attention/score_rules.cuh",
         ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
+        ("rules: rows without keys have large scores", " && maximum > -kInfinity", ""),
+        ("rules: logits keep the factor of scores", "  factor = 1;\n", ""),
     ),
     *_large_scores(
         "csrc/attention/fused_steps.cuh",
@@ -1022,6 +1024,11 @@ MUTANTS = [
         ("item queue: overwritten before all have read", "      ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
         ("item queue: read before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
         ("item queue: the other parity", "return items_ / kPlaces % 2;", "return items_ % 2;"),
+    ),
+    *_two_phase(
+        "csrc/attention/forward_two_phase_mma.cuh",
+        ("two-phase mma: logits keep the factor of scores", "      factor = 1;\n", ""),
+        only="mma and not cuda and (large or any_size)",
     ),
     *_two_phase(
         "csrc/attention/forward_two_phase_mma.cuh",

@@ -138,6 +138,20 @@ def test_minus_infinity_in_a_mask_hides_nan(attend):
         assert torch.isfinite(out).all() and torch.isfinite(lse[..., 6:]).all()
 
 
+def test_rows_that_see_nothing_leave_others_alone(attend):
+    """To the last bit: a row without keys has no largest score, and not one that is large."""
+    for d in dims_of(attend):
+        q, k, v = values(N_Q, d, F16), values(N_K + 1, d, F16)[:, :, 1:], values(N_K, d, F16)
+        q[..., 0] = k[..., 0] = 64.0  # all scores are of hundreds, where it shows which products are rounded
+        mask = torch.zeros(1, 1, N_Q, N_K)
+        want = attend(ffpa, q, k, v, mask=mask, return_lse=True)
+        mask[..., ::2, :] = -torch.inf
+        got = attend(ffpa, q, k, v, mask=mask, return_lse=True)
+        for both in zip(got, want, strict=True):
+            torch.testing.assert_close(*(x[:, :, 1::2] for x in both), rtol=0, atol=0)
+        assert not got[0][:, :, ::2].any() and torch.isneginf(got[1][:, :, ::2]).all()
+
+
 MASKS = [(F16, -1e9), (BF16, -1e10), (F16, -1.5e9), (BF16, -3e10), (BF16, -1e30), (F16, 1e30), *[(BF16, SMALLEST[x]) for x in SMALLEST]]  # fmt: skip
 
 
