@@ -120,6 +120,17 @@ MUTANTS = [
     ),
     *_in(
         "out_of_memory.py",
+        "tests/test_out_of_memory.py",
+        ("a workspace of 0 can be less", "if workspace == 0:", "if False:"),
+        ("a workspace nobody knows yet is 0", "4 * floats if calls else None", "4 * floats"),
+    ),
+    *_in(
+        "triton_attention.py",
+        "tests/test_out_of_memory.py",
+        ("triton: accumulators are no workspace", "return (self.cores or 0) * ", "return 0 * "),
+    ),
+    *_in(
+        "out_of_memory.py",
         "tests/test_campaign.py -k 'fail or least'",
         ("the least workspace is half of the first that works", "    return enough\n", "    return max(enough // 2, 1)\n"),
         ("any backend counts as the same", ".backend == choice.backend", ".backend != ''"),
