@@ -931,6 +931,10 @@ MUTANTS = [
         ("large scores: the largest overflow in base 2", "if (std::fabs(score) <= kFlatScore) return", "return"),
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+    ),
+    *_in(
+        "csrc/attention/logits.cuh",
+        "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'",
         ("large scores: an LSE's own score counts within a quarter of what rounding does", "0x1p-21f", "0x1p-23f"),
     ),
     *_large_scores(
@@ -941,7 +945,7 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/fused_steps.cuh",
-        ('fused: large scores keep their factor', 'score = ptx::mul_rn(score, factor); });', 'score = score * factor; });'),
+        ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
         ('fused: the exponent of 8 bits is swallowed', 'const float below = logit - reference;', 'const float below = logit - (reference - exponent) - exponent;'),
     ),
     *_large_scores(
