@@ -49,6 +49,10 @@ def _large_scores(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _any_rounding(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return _in(file, "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'", *edits)
+
+
 def _pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
@@ -155,15 +159,6 @@ MUTANTS = [
         "tests/test_ops.py",
         ("autocast type of the wrong device", "dtype = torch.get_autocast_dtype(device)", "dtype = torch.float16"),
         ("LSE not computed for a gradient", '{**options, "return_lse": True}', "{**options}"),
-    ),
-    *_in(
-        "ops.py",
-        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
-        ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
-        ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
-        ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
-        ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
-        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
         ("past autocast", '        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")\n', ""),
         ("past autograd", "        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))\n", ""),
         ("past dispatch modes", "        or _C._len_torch_dispatch_stack()\n", ""),
@@ -175,6 +170,19 @@ MUTANTS = [
         ("past meta tensors", "        or not (q.is_cuda or q.is_cpu)\n", ""),
         ("past subclasses", "(type(x) is not torch.Tensor or _C._dispatch_keys", "(_C._dispatch_keys"),
         ("past tensors of other keys", " or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN", ""),
+    ),
+    *_in(
+        "ops.py",
+        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
+        ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
+        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
+    ),
+    *_in(
+        "forms.py",
+        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
+        ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
     ),
     *_in(
         "choice.py",
@@ -932,9 +940,12 @@ MUTANTS = [
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
     ),
-    *_in(
+    *_any_rounding(
+        "csrc/attention/backward_pairs.cuh",
+        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
+    ),
+    *_any_rounding(
         "csrc/attention/logits.cuh",
-        "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'",
         ("large scores: an LSE's own score counts within a quarter of what rounding does", "0x1p-21f", "0x1p-23f"),
     ),
     *_large_scores(
@@ -954,12 +965,8 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/merge_splits.cuh",
-        ("merge: NaN becomes 0", "sum == 0 ? 0 : 1 / sum", "sum > 0 ? 1 / sum : 0"),
+        ("merge: NaN becomes 0", "return x.sum * growth(", "return (x.sum > 0 ? x.sum : 0.0f) * growth("),
         ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
-    ),
-    *_large_scores(
-        "csrc/attention/backward_pairs.cuh",
-        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
     ),
     *_large_scores(
         "csrc/attention/backward_rows.cuh",
