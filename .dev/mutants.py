@@ -541,7 +541,6 @@ MUTANTS = [
         ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
         ("triton: dQ of far rows of the first head alone", "range(part, sizes.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
         ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, KEYS), parts)", "for block in range(part, part + 1, parts)"),
-        ('triton: scores past all floats taken for blind', 'tl.where(row_lse == INF, float("nan"), row_lse)', 'row_lse'),
     ),
     *_in(
         "triton_attention.py",
@@ -940,6 +939,11 @@ MUTANTS = [
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
     ),
+    *_in(
+        "triton_backward_kernels.py",
+        "tests/test_large_scores.py -k 'infinite_lse and triton'",
+        ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
+    ),
     *_any_rounding(
         "csrc/attention/backward_pairs.cuh",
         ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
@@ -957,7 +961,6 @@ MUTANTS = [
     *_large_scores(
         "csrc/attention/fused_steps.cuh",
         ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
-        ('fused: the exponent of 8 bits is swallowed', 'const float below = logit - reference;', 'const float below = logit - (reference - exponent) - exponent;'),
     ),
     *_large_scores(
         "csrc/attention/forward_mma_rows.cuh",

@@ -305,6 +305,9 @@ _BACKWARD = {
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
+    """Of the whole row's out and LSE, which may be merged from several calls: P is exp(score - LSE), at most 1. An infinite LSE of
+    either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
+    """
     flags = env.run_flags()
     key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
     plan = _plans.get(key) or _remember(
