@@ -49,6 +49,10 @@ def _large_scores(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def _any_rounding(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return _in(file, "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'", *edits)
+
+
 def _pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
@@ -120,6 +124,17 @@ MUTANTS = [
     ),
     *_in(
         "out_of_memory.py",
+        "tests/test_out_of_memory.py",
+        ("a workspace of 0 can be less", "if workspace == 0:", "if False:"),
+        ("a workspace nobody knows yet is 0", "4 * floats if calls else None", "4 * floats"),
+    ),
+    *_in(
+        "triton_attention.py",
+        "tests/test_out_of_memory.py",
+        ("triton: accumulators are no workspace", "return (self.cores or 0) * ", "return 0 * "),
+    ),
+    *_in(
+        "out_of_memory.py",
         "tests/test_campaign.py -k 'fail or least'",
         ("the least workspace is half of the first that works", "    return enough\n", "    return max(enough // 2, 1)\n"),
         ("any backend counts as the same", ".backend == choice.backend", ".backend != ''"),
@@ -144,15 +159,6 @@ MUTANTS = [
         "tests/test_ops.py",
         ("autocast type of the wrong device", "dtype = torch.get_autocast_dtype(device)", "dtype = torch.float16"),
         ("LSE not computed for a gradient", '{**options, "return_lse": True}', "{**options}"),
-    ),
-    *_in(
-        "ops.py",
-        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
-        ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
-        ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
-        ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
-        ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
-        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
         ("past autocast", '        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")\n', ""),
         ("past autograd", "        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))\n", ""),
         ("past dispatch modes", "        or _C._len_torch_dispatch_stack()\n", ""),
@@ -164,6 +170,19 @@ MUTANTS = [
         ("past meta tensors", "        or not (q.is_cuda or q.is_cpu)\n", ""),
         ("past subclasses", "(type(x) is not torch.Tensor or _C._dispatch_keys", "(_C._dispatch_keys"),
         ("past tensors of other keys", " or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN", ""),
+    ),
+    *_in(
+        "ops.py",
+        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
+        ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
+        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
+    ),
+    *_in(
+        "forms.py",
+        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
+        ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
     ),
     *_in(
         "choice.py",
@@ -522,7 +541,6 @@ MUTANTS = [
         ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
         ("triton: dQ of far rows of the first head alone", "range(part, sizes.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
         ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, KEYS), parts)", "for block in range(part, part + 1, parts)"),
-        ('triton: scores past all floats taken for blind', 'tl.where(row_lse == INF, float("nan"), row_lse)', 'row_lse'),
     ),
     *_in(
         "triton_attention.py",
@@ -920,16 +938,29 @@ MUTANTS = [
         ("large scores: the largest overflow in base 2", "if (std::fabs(score) <= kFlatScore) return", "return"),
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+    ),
+    *_in(
+        "triton_backward_kernels.py",
+        "tests/test_large_scores.py -k 'infinite_lse and triton'",
+        ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
+    ),
+    *_any_rounding(
+        "csrc/attention/backward_pairs.cuh",
+        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
+    ),
+    *_any_rounding(
+        "csrc/attention/logits.cuh",
         ("large scores: an LSE's own score counts within a quarter of what rounding does", "0x1p-21f", "0x1p-23f"),
     ),
     *_large_scores(
         "csrc/attention/score_rules.cuh",
         ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
+        ("rules: rows without keys have large scores", " && maximum > -kInfinity", ""),
+        ("rules: logits keep the factor of scores", "  factor = 1;\n", ""),
     ),
     *_large_scores(
         "csrc/attention/fused_steps.cuh",
-        ('fused: large scores keep their factor', 'score = ptx::mul_rn(score, factor); });', 'score = score * factor; });'),
-        ('fused: the exponent of 8 bits is swallowed', 'const float below = logit - reference;', 'const float below = logit - (reference - exponent) - exponent;'),
+        ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
     ),
     *_large_scores(
         "csrc/attention/forward_mma_rows.cuh",
@@ -937,12 +968,8 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/merge_splits.cuh",
-        ("merge: NaN becomes 0", "sum == 0 ? 0 : 1 / sum", "sum > 0 ? 1 / sum : 0"),
+        ("merge: NaN becomes 0", "return x.sum * growth(", "return (x.sum > 0 ? x.sum : 0.0f) * growth("),
         ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
-    ),
-    *_large_scores(
-        "csrc/attention/backward_pairs.cuh",
-        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
     ),
     *_large_scores(
         "csrc/attention/backward_rows.cuh",
@@ -1022,6 +1049,11 @@ MUTANTS = [
         ("item queue: overwritten before all have read", "      ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
         ("item queue: read before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
         ("item queue: the other parity", "return items_ / kPlaces % 2;", "return items_ % 2;"),
+    ),
+    *_two_phase(
+        "csrc/attention/forward_two_phase_mma.cuh",
+        ("two-phase mma: logits keep the factor of scores", "      factor = 1;\n", ""),
+        only="mma and not cuda and (large or any_size)",
     ),
     *_two_phase(
         "csrc/attention/forward_two_phase_mma.cuh",

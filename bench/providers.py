@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from ffpa_attn import env, explain, ffpa, ffpa_varlen, ops
+from ffpa_attn import env, explain, ffpa, ffpa_varlen, forms
 from ffpa_attn.choice import Choice, choose
 from ffpa_attn.spec import ACCS, LEVELS, STAGES
 from provider import SDPA_TAG, Provider, Unavailable
@@ -28,7 +28,7 @@ def _explain(w: Workload, x: Inputs, **forced) -> Choice:
     if not w.packed:
         return explain(x.q, x.k, x.v, causal=w.causal, direction=direction, **forced)
     options = {"causal": w.causal, "return_lse": w.backward, **forced}
-    return choose(ops.describe(ops.Packed(*x.offsets), direction, x.q, x.k, x.v, options), env.run_flags())
+    return choose(forms.describe(forms.Packed(*x.offsets), direction, x.q, x.k, x.v, options), env.run_flags())
 
 
 def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:

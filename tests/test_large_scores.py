@@ -138,6 +138,20 @@ def test_minus_infinity_in_a_mask_hides_nan(attend):
         assert torch.isfinite(out).all() and torch.isfinite(lse[..., 6:]).all()
 
 
+def test_rows_that_see_nothing_leave_others_alone(attend):
+    """To the last bit: a row without keys has no largest score, and not one that is large."""
+    for d in dims_of(attend):
+        q, k, v = values(N_Q, d, F16), values(N_K + 1, d, F16)[:, :, 1:], values(N_K, d, F16)
+        q[..., 0] = k[..., 0] = 64.0  # all scores are of hundreds, where it shows which products are rounded
+        mask = torch.zeros(1, 1, N_Q, N_K)
+        want = attend(ffpa, q, k, v, mask=mask, return_lse=True)
+        mask[..., ::2, :] = -torch.inf
+        got = attend(ffpa, q, k, v, mask=mask, return_lse=True)
+        for both in zip(got, want, strict=True):
+            torch.testing.assert_close(*(x[:, :, 1::2] for x in both), rtol=0, atol=0)
+        assert not got[0][:, :, ::2].any() and torch.isneginf(got[1][:, :, ::2]).all()
+
+
 MASKS = [(F16, -1e9), (BF16, -1e10), (F16, -1.5e9), (BF16, -3e10), (BF16, -1e30), (F16, 1e30), *[(BF16, SMALLEST[x]) for x in SMALLEST]]  # fmt: skip
 
 
@@ -289,6 +303,20 @@ def test_one_key_takes_all_at_any_rounding(d, a, b, attend):
     _, _, dv = attend(gradients, q.to(F16), k.to(F16), v, grad)
     torch.testing.assert_close(dv[..., 7, :].float(), grad.float().sum(2), rtol=1e-2, atol=1e-2)
     assert not dv[..., :7, :].any()
+
+
+def test_an_infinite_lse_says_that_a_row_sees_no_key(attend):
+    """A caller's, of either sign: no gradient comes from the row."""
+    for d in dims_of(attend):
+        q, k, v = values(N_Q, d, BF16), values(N_K + 1, d, BF16)[:, :, 1:], values(N_K, d, BF16)
+        out, lse = attend(ffpa, q, k, v, return_lse=True)
+        grad, both = values(N_Q, d, BF16), []
+        for infinite in (torch.inf, -torch.inf):
+            lse[..., 5] = infinite
+            both.append(attend(torch.ops.ffpa_attn.backward, grad, None, q, k, v, out, lse)[:3])
+        assert not both[0][0][..., 5, :].any() and both[0][0][..., 6, :].any()
+        for x, y in zip(*both, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])

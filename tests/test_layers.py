@@ -31,7 +31,7 @@ PYTHON_LAYERS = (
     ("triton_fp8", "checks"),
     ("backward",),
     ("choice", "reference", "sharding"),
-    ("dispatch_keys", "out_of_memory"),
+    ("dispatch_keys", "forms", "out_of_memory"),
     ("ops",),
     ("attention", "exchange", "fp8", "sequence_shards", "tf32"),
     ("sdpa_override",),

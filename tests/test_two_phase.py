@@ -8,6 +8,7 @@ from typing import NamedTuple
 import compare
 import oracle
 import pytest
+import test_large_scores as large
 import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
@@ -87,9 +88,9 @@ def in_places(name: str, values, few, ids=str):
     )
 
 
-def run(place: Place, function, seed: int = 0):
+def run(place: Place, function, seed: int = 0, fused: bool = False):
     """What `function` gives, by our kernel for certain; and the emulator's report."""
-    with emulate(ARCHS[place.backend], seed=seed) if place.emulated else nullcontext() as reports:
+    with emulate(ARCHS[place.backend], seed=seed, fused=fused) if place.emulated else nullcontext() as reports:
         result = function()
     if reports is None:
         torch.cuda.synchronize()
@@ -286,6 +287,70 @@ def test_any_cap(backend, cap, blocks, chunk_keys, rule, forced, monkeypatch):
     check(case, inputs, out, lse)
     assert cuts[-1].scratch_bytes <= cap and report["blocks"] == cuts[-1].blocks
     assert cuts[-1][:2] == (blocks, chunk_keys) or "window" in rule
+
+
+# ---- scores of any size (test_large_scores.py has what they should give) ----
+
+
+@pytest.fixture(params=[False, True], ids=["", "fused"])
+def attend_large(request, place, monkeypatch):
+    """attend_large(q, k, v, **options) in two phases, in the emulator also with multiply-adds fused as nvcc has them."""
+    if request.param and not place.emulated:
+        pytest.skip("a GPU runs what nvcc made")
+    if request.param:
+        monkeypatch.setenv("ENABLE_FFPA_DEBUG", "1")  # few kernels to compile
+
+    def attend(q, k, v, mask=None, **options):
+        tensors = [x if x is None else x.to(place.device) for x in (q, k, v, mask)]
+        function = partial(ffpa, *tensors[:3], mask=tensors[3], return_lse=True, **options)
+        return [x.cpu() for x in run(place, function, seed=3, fused=request.param)[0]]
+
+    return attend
+
+
+LARGE_D = 72  # a step of columns, and a tail
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
+@pytest.mark.parametrize("dtype, size", large.SIZES, ids=str)
+def test_large_scores_that_are_equal(dtype, size, sign, attend_large):
+    q, k, v, *want = large.tied(size, LARGE_D, dtype, sign)
+    large.expect(*attend_large(q, k, v, scale=1.0), *want)
+
+
+def test_large_scores_whose_logits_a_float_does_not_hold(attend_large):
+    q, k = (torch.full((1, 1, n, LARGE_D), a, dtype=F16) for n, a in ((70, 40960.0), (300, 6000.0)))
+    v = large.values(300, LARGE_D, F16)
+    score = float(q[0, 0, 0].double() @ k[0, 0, 0].double())
+    want = v.double().mean(2, keepdim=True).float().expand(q.shape)
+    lse = torch.full((1, 1, 70), score + float(torch.tensor(300).log()))
+    large.expect(*attend_large(q, k, v, scale=1.0), want, lse)
+
+
+@pytest.mark.parametrize("dtype, value", large.MASKS, ids=str)
+def test_masks_of_any_size(dtype, value, attend_large):
+    """Left padding, and rows that see nothing else."""
+    q, k, v = (large.values(n, LARGE_D, dtype)[:, :, -300:] for n in (70, 301, 300))
+    mask = torch.zeros(1, 1, 70, 300)
+    mask[..., ::2, :] = value
+    mask[..., 1::2, :150] = value
+    large.expect(*attend_large(q, k, v, mask), *large.softmax_in_float32(q, k, v, mask, LARGE_D**-0.5))
+
+
+def test_nan_stays_nan_and_rows_without_keys_leave_others_alone(attend_large):
+    """To the last bit."""
+    q, k, v = (large.values(n, LARGE_D, F16)[:, :, -300:] for n in (70, 301, 300))
+    q[..., 0] = k[..., 0] = 64.0
+    q[:, :, 5] = torch.nan
+    mask = torch.zeros(1, 1, 70, 300)
+    want = attend_large(q, k, v, mask)
+    mask[..., ::2, :] = -torch.inf
+    out, lse = attend_large(q, k, v, mask)
+    for both in zip((out, lse), want, strict=True):
+        torch.testing.assert_close(*(x[:, :, 1::2] for x in both), rtol=0, atol=0, equal_nan=True)
+    assert not out[:, :, ::2].any() and torch.isneginf(lse[:, :, ::2]).all()
+    assert torch.isnan(out[:, :, 5]).all() and torch.isnan(lse[:, :, 5]).all()
+    assert torch.isfinite(out[:, :, 7:]).all()
 
 
 def test_more_heads_than_the_cache_holds(place):

@@ -17,8 +17,6 @@
 // softmax.
 #pragma once
 
-#include <cmath>
-
 #include "attention/attention_params.h"
 #include "attention/forward_mma_config.cuh"
 #include "attention/logits.cuh"
@@ -271,7 +269,8 @@ class ForwardMma {
 
   // The largest logits of the warp's keys, for the other warps. Large scores become logits, and their factor 1.
   FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
-    float maxima[kScoreM][2], largest = 0;
+    float maxima[kScoreM][2];
+    bool large = false;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
@@ -284,22 +283,10 @@ class ForwardMma {
         }
         maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
         maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-        largest = larger_of(largest, std::fabs(maximum));
+        large |= is_large(maximum, factor);
       }
     }
-    if (ptx::vote_any(largest * factor > kMostFusedLogit)) {
-      FFPA_UNROLL
-      for (int m = 0; m < kScoreM; ++m) {
-        FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          FFPA_UNROLL
-          for (float& score : scores[m][n]) score = to_logits.logit(score);
-        }
-        FFPA_UNROLL
-        for (float& score : maxima[m]) score = to_logits.logit(score);
-      }
-      factor = 1;
-    }
+    if (ptx::vote_any(large)) make_logits(scores, maxima, to_logits, factor);
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL

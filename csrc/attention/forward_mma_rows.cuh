@@ -11,8 +11,6 @@
 // each also says that the other operand's last tile has been used, and the copy of its next one starts behind it.
 #pragma once
 
-#include <cmath>
-
 #include "attention/attention_params.h"
 #include "attention/logits.cuh"
 #include "attention/row_block.cuh"
@@ -231,23 +229,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         most = larger_of(most, ptx::shfl_xor(most, 1));
         tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
         mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
-        large |= std::fabs(tile_max[m][h]) * factor > kMostFusedLogit && tile_max[m][h] > -kInfinity;
+        large |= is_large(tile_max[m][h], factor);
       }
     }
     if (ptx::vote_any(mends || large)) {
-      if (ptx::vote_any(large)) {  // scores become logits
-        FFPA_UNROLL
-        for (int m = 0; m < kM; ++m) {
-          FFPA_UNROLL
-          for (int n = 0; n < kScoreN; ++n) {
-            FFPA_UNROLL
-            for (float& score : s[m][n]) score = to_logits.logit(score);
-          }
-          FFPA_UNROLL
-          for (float& score : tile_max[m]) score = to_logits.logit(score);
-        }
-        factor = 1;
-      }
+      if (ptx::vote_any(large)) make_logits(s, tile_max, to_logits, factor);
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
         float alpha[2];

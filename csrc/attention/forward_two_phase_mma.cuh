@@ -10,7 +10,6 @@
 // the first steps of the next product are on their way.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "attention/attention_params.h"
@@ -289,7 +288,7 @@ class ForwardTwoPhaseMma {
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
-    const bool large = larger_of(std::fabs(maximum[0]), std::fabs(maximum[1])) * factor > kMostFusedLogit;
+    const bool large = is_large(maximum[0], factor) || is_large(maximum[1], factor);
     if (ptx::vote_any(large)) {  // the same for the four warps
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {

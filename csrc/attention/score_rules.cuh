@@ -146,4 +146,26 @@ FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionP
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 
+// Whether exponents are not to be fused where this is a row's maximum, before its factor. -inf is that of no score.
+FFPA_DEVICE bool is_large(float maximum, float factor) {
+  return std::fabs(maximum) * factor > kMostFusedLogit && maximum > -kInfinity;
+}
+
+// Scores and their rows' maxima become logits, and their factor 1.
+template <int kM, int kN>
+FFPA_DEVICE void make_logits(float (&scores)[kM][kN][4], float (&maxima)[kM][2], const LogitScale& to_logits,
+                             float& factor) {
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      FFPA_UNROLL
+      for (float& score : scores[m][n]) score = to_logits.logit(score);
+    }
+    FFPA_UNROLL
+    for (float& score : maxima[m]) score = to_logits.logit(score);
+  }
+  factor = 1;
+}
+
 }  // namespace ffpa

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import checks, env, ops
+from . import checks, env, forms, ops
 from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
@@ -94,6 +94,7 @@ def ffpa(
     out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it: what
                 fits there is overwritten, what is no place for a result is refused.
 
+    Scores may be as large as a float32 holds; in Hopper's kernels, with neither mask nor softcap, 2.36e38 at most.
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
     exp(score - LSE), as FlashAttention does: a float32 LSE leaves P open by a factor of 1 ± |LSE| / 2^24, so gradients of
     scores beyond about 1e5 that several keys share are as coarse; a key that takes its row alone has P = 1 at any size.
@@ -216,7 +217,7 @@ def explain(
     if o is not None and mask is None:
         checks.not_a_mask(o, q, k, v)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
-    form = ops.Dense(checks.layout(layout), mask)
+    form = forms.Dense(checks.layout(layout), mask)
     form.check(q, k, v)
     if not q.is_meta:
         checks.rows(q=q, k=k, v=v)
@@ -226,7 +227,7 @@ def explain(
     if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
         options = {**options, "return_lse": return_lse or needs_grad}
-    problem = ops.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
+    problem = forms.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
     return choose(problem, env.run_flags())
 
 

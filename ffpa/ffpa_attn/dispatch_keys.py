@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import _C
+from torch import _C, autograd
 from torch.autograd import forward_ad
 
 from .first_order import first_order_only
@@ -81,6 +81,40 @@ def place_dtensors(args) -> None:
         from . import sharding
 
         sharding.register()
+
+
+def have_work(q, *others) -> bool:
+    """Whether the dispatcher has more to do for a call than run an operator's body: for subclasses of tensors, for what traces,
+    records, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state()
+        or autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or not (q.is_cuda or q.is_cpu)
+        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))
+    ):
+        return True
+    for x in (q, *others):
+        if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
+            place_dtensors((q, *others))
+            return True
+    return False
+
+
+def _plain_keys() -> int:
+    plain = _C._dispatch_keys(torch.empty(0)).raw_repr()
+    for key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "AutocastCPU"):
+        plain |= _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
+    return plain
+
+
+_BEYOND_PLAIN = ~_plain_keys()
 
 
 _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()

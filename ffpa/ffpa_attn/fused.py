@@ -17,6 +17,7 @@ MOST_COLUMNS = PAIR_COLUMNS[-1]
 
 class FusedPlan(row_tiles.RowTilePlan):
     __slots__ = ()
+    workspace_bytes = 0  # but for what blocks share
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:

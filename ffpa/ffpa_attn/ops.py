@@ -13,8 +13,7 @@ import warnings
 from typing import NamedTuple
 
 import torch
-from torch import _C, autograd
-from torch.autograd import forward_ad
+from torch import _C
 from torch.nn.attention import SDPBackend
 
 from . import (
@@ -34,7 +33,8 @@ from . import (
     two_phase,
 )
 from .choice import CANDIDATES, Choice, choose
-from .spec import ROW_ALIGNMENT, Problem, Visibility
+from .forms import Dense, Packed, describe, seen
+from .spec import Problem
 
 _RULE = (
     "*, float? scale=None, bool causal=False, str align='bottom_right', int window_left=-1, int window_right=-1, "
@@ -84,11 +84,6 @@ _plans: dict[tuple, _Plan] = {}
 _warned: set[str] = set()
 
 
-def _seen(x) -> tuple | None:
-    """All that a check or a choice may depend on, in one hashable value."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT)
-
-
 def _decide(form, direction, q, k, v, options, flags) -> _Plan:
     problem = describe(form, direction, q, k, v, options)
     choice = _ready_choice(problem, flags)
@@ -136,119 +131,12 @@ def _remember(key: tuple, plan: _Plan) -> _Plan:
     return plan
 
 
-# ---- the two forms of a call: dense tensors, packed sequences ----
-
-
-class Dense:
-    """[B, H, N, D] or [B, N, H, D], with a mask or none."""
-
-    offsets = None
-
-    def __init__(self, layout: str, mask: torch.Tensor | None):
-        self.layout, self.mask = layout, mask
-
-    def key(self) -> tuple:
-        return (self.layout, _seen(self.mask))
-
-    def check(self, q, k, v) -> None:
-        checks.dense(q, k, v, self.mask, self.layout)
-
-    def check_values(self, q, k, flags) -> None:
-        pass
-
-    def sizes(self, q, k) -> tuple[int, int, int, int, int]:
-        """batch, heads_q, heads_kv, n_q, n_k"""
-        n, h = (2, 1) if self.layout == "BHND" else (1, 2)
-        return q.shape[0], q.shape[h], k.shape[h], q.shape[n], k.shape[n]
-
-    def packed(self, q, k) -> None:
-        return None
-
-    def lse_shape(self, q) -> tuple:
-        n, h = (2, 1) if self.layout == "BHND" else (1, 2)
-        return (q.shape[0], q.shape[h], q.shape[n])
-
-    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, N, D] as a view."""
-        return x if self.layout == "BHND" else x.transpose(1, 2)
-
-    def sequences(self, q, k):
-        return reference.dense_sequences(q, k, reference.align_mask(self.mask))
-
-
-class Packed:
-    """[T, H, D] with offsets [B + 1] of the sequences."""
-
-    mask = None
-    layout = "BHND"  # none to choose
-
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int):
-        self.offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-
-    def key(self) -> tuple:
-        cu_q, cu_k, max_q, max_k = self.offsets
-        return (_seen(cu_q), _seen(cu_k), max_q, max_k)
-
-    def check(self, q, k, v) -> None:
-        cu_q, cu_k, max_q, max_k = self.offsets
-        checks.packed(q, k, v, cu_q, cu_k)
-        checks.contiguous_offsets(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-        checks.max_seqlen("max_seqlen_q", max_q)
-        checks.max_seqlen("max_seqlen_k", max_k)
-
-    def check_values(self, q, k, flags) -> None:
-        """At every call where it costs no wait for a GPU; there only under FFPA_CHECK=1."""
-        cu_q, cu_k, max_q, max_k = self.offsets
-        if cu_q.device.type == "cpu" or flags["FFPA_CHECK"]:
-            checks.offsets_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
-            checks.offsets_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
-
-    def sizes(self, q, k) -> tuple[int, int, int, int, int]:
-        cu_q, _, max_q, max_k = self.offsets
-        return cu_q.shape[0] - 1, q.shape[1], k.shape[1], min(max_q, q.shape[0]), min(max_k, k.shape[0])
-
-    def packed(self, q, k) -> tuple[int, int]:
-        """Rows and keys of all sequences."""
-        return q.shape[0], k.shape[0]
-
-    def lse_shape(self, q) -> tuple:
-        return (q.shape[1], q.shape[0])
-
-    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[H, T, D] as a view."""
-        return x.transpose(0, 1)
-
-    def sequences(self, q, k):
-        return reference.packed_sequences(q, k, *self.offsets)
-
-
-def _scale(q, options) -> float:
-    scale = options.get("scale")
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-_DTYPES = checks.DTYPES | checks.FP8
-
-
-def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
-    """The problem of a call with checked arguments; device and arch as asked for, else those of the tensors."""
-    get = options.get
-    see = Visibility.of(
-        get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)
-    )
-    return Problem(
-        direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], form.packed(q, k), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
-        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
-    )  # fmt: skip
-
-
 # ---- forward ----
 
 
 def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     flags = env.run_flags()
-    key = (_seen(q), _seen(k), _seen(v), _seen(out), form.key(), flags, *options.items())
+    key = (seen(q), seen(k), seen(v), seen(out), form.key(), flags, *options.items())
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
@@ -417,8 +305,11 @@ _BACKWARD = {
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
+    """Of the whole row's out and LSE, which may be merged from several calls: P is exp(score - LSE), at most 1. An infinite LSE of
+    either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
+    """
     flags = env.run_flags()
-    key = (*map(_seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
+    key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
     plan = _plans.get(key) or _remember(
         key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
     )
@@ -477,7 +368,7 @@ def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, 
 def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
     flags = env.run_flags()
     scales = q_scale, k_scale, v_scale
-    key = ("fp8", *map(_seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
+    key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
     plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
     checks.fp8_scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
     v = v.mT if v_transposed else v
@@ -538,41 +429,11 @@ for _name, _body in _BODIES.items():
 
 
 def at_once(name: str, q, *others):
-    """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator. (It has more
-    to do for subclasses of tensors, for what traces, records, replaces or casts, and for tensors that are lazy negatives or zeros,
-    batched, sparse or nested.)
-    """
-    if (
-        torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state()
-        or autograd.profiler._is_profiler_enabled
-        or forward_ad._current_level >= 0
-        or not (q.is_cuda or q.is_cpu)
-        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
-        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))
-    ):
-        return _OPERATORS[name]
-    for x in (q, *others):
-        if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
-            dispatch_keys.place_dtensors((q, *others))
-            return _OPERATORS[name]
-    return _BODIES[name]
+    """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator."""
+    return (_OPERATORS if dispatch_keys.have_work(q, *others) else _BODIES)[name]
 
 
 _OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
-
-
-def _plain_keys() -> int:
-    plain = _C._dispatch_keys(torch.empty(0)).raw_repr()
-    for key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "AutocastCPU"):
-        plain |= _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
-    return plain
-
-
-_BEYOND_PLAIN = ~_plain_keys()
 
 
 # ---- fakes: shapes, types and the checks that need no memory ----

@@ -31,13 +31,11 @@ def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
     return enough
 
 
-def _workspace(choice: Choice, memo: Mapping, cap: int) -> str:
-    """How much the call asks for, as far as it is known before it runs."""
+def _workspace_bytes(choice: Choice, memo: Mapping) -> int | None:
+    """How much the call asks for, or None where only a call that runs finds out: no more than the cap."""
     calls = [call for call in memo.values() if isinstance(call, Call)]
-    if choice.plan is None:
-        return f"up to {cap} MiB"
     floats = sum((call.scratch or 0) + (call.partial or 0) for call in calls)
-    return _shown(getattr(choice.plan, "workspace_bytes", 4 * floats))
+    return getattr(choice.plan, "workspace_bytes", 4 * floats if calls else None)
 
 
 def _shown(count: int) -> str:
@@ -48,12 +46,19 @@ def explained(
     error: torch.OutOfMemoryError, choice: Choice, memo: Mapping, result_bytes: int, flags: Mapping[str, Any]
 ) -> torch.OutOfMemoryError:
     """The same error, with what can be done about it. `memo` is that of the call's plan."""
-    cap, least = flags[_CAP], least_cap(choice, flags)
+    cap, least, workspace = flags[_CAP], least_cap(choice, flags), _workspace_bytes(choice, memo)
+    asked = f"up to {cap} MiB" if workspace is None else _shown(workspace)
+    beside = f"its workspace of {asked} ({_CAP}={cap})"
     way_out = f"set {_CAP}={least}, the least that works for this call (smaller is slower), or free memory"
-    if least == cap:
+    if workspace == 0:
+        beside = "what it keeps of rows"
+        way_out = (
+            f"it has no workspace, and {_CAP}={least}, the least that works, takes no less than {cap}: free memory"
+        )
+    elif least == cap:
         way_out = f"{_CAP}={cap} is the least that works for this call: free memory"
     said = str(error).partition("\n")[0]
     return torch.OutOfMemoryError(
-        f"ffpa_attn: {choice.problem} on {choice.kernel}: no memory for its results of {_shown(result_bytes)} and its workspace "
-        f"of {_workspace(choice, memo, cap)} ({_CAP}={cap}); {way_out}. PyTorch says: {said}"
+        f"ffpa_attn: {choice.problem} on {choice.kernel}: no memory for its results of {_shown(result_bytes)} and {beside}; "
+        f"{way_out}. PyTorch says: {said}"
     )

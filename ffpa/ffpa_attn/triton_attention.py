@@ -46,6 +46,10 @@ class TritonPlan(NamedTuple):
         kind = self.direction if self.cores is None else f"persistent_{self.direction}"
         return f"triton_{kind}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
 
+    @property
+    def workspace_bytes(self) -> int:
+        return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
+
 
 # With rows of a slice. Half the shared memory of the smallest GPU; one stage, so that loads of scratch stay where its
 # barriers are.
@@ -140,6 +144,10 @@ def reads_by_descriptors(p: Problem) -> bool:
     return p.device == "cpu" or int(p.arch.removeprefix("sm_")) >= 90
 
 
+def _scratch_bytes_of_a_core(tiles: Tiles, widths: tuple[int, int]) -> int:
+    return tiles.rows * (widths[1] + 2) * 4  # O, maxima and sums
+
+
 def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     asked = f"the persistent Triton kernel (FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']})"
     if p.packed:
@@ -150,8 +158,7 @@ def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
         return f"{asked} has one stage, not {p.num_stages}"
     widths = width(p.d_qk), width(p.d_v)
     tiles, slice_rows = _PERSISTENT[max(64, *widths)]
-    scratch_bytes_of_a_core = tiles.rows * (widths[1] + 2) * 4
-    most_cores = (flags["FFPA_WORKSPACE_MB"] << 20) // scratch_bytes_of_a_core
+    most_cores = (flags["FFPA_WORKSPACE_MB"] << 20) // _scratch_bytes_of_a_core(tiles, widths)
     cores = min(flags["FFPA_TRITON_CORES"], most_cores)
     return if_able(p, TritonPlan("forward", widths, tiles, None, False, cores, slice_rows))
 

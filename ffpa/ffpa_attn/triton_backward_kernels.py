@@ -50,10 +50,8 @@ def statistics_kernel(
         lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
         total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
     row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
-    blind = row_lse == -INF
-    natural = tl.where(
-        blind, INF, tl.where(row_lse == INF, float("nan"), row_lse)
-    )  # scores past all floats are not blind
+    blind = tl.abs(row_lse) == INF
+    natural = tl.where(blind, INF, row_lse)
     places = _offset(strides, batch, head, start) + rows
     if RAW:
         tl.store(exponents + places, natural * LOG2E)
