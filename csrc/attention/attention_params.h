@@ -82,6 +82,10 @@ struct AttentionParams {
   float* partial;
 
   FFPA_HOST_DEVICE bool has_rules() const { return softcap > 0 || mask.kind != MaskKind::kNone; }
+  // Whether scores may be so large that a float does not hold their logits, or -inf by their own.
+  FFPA_HOST_DEVICE bool has_wide_mask() const {
+    return mask.kind == MaskKind::kFloat || mask.kind == MaskKind::kBFloat16;
+  }
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
   FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }

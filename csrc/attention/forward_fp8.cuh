@@ -317,8 +317,7 @@ class ForwardFp8 {
     multiply_queries(scores, slots);
     ptx::sync_warp();
     if (lane_ == 0) ptx::mbarrier_arrive(turn(1 - at.group));
-    constexpr bool kMasks = false;
-    to_probabilities<kMasks>(scores, params_, rows, tile * kKeys, at.row, state, lane_, scale, kPExponent, 0);
+    to_probabilities_of_8_bits(scores, params_, rows, tile * kKeys, at.row, state, lane_, scale, kPExponent);
     ptx::mbarrier_wait(p_empty(at.group), parity ^ 1);
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     const auto packed = [&](int i, int h) {  // of 16 keys
@@ -426,7 +425,7 @@ class ForwardFp8 {
       const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
                         float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
       finish_row(params_, rows, rows.first + row_of(h, at), state.of_out[h] - kPExponent, sum,
-                 at.group == 0 && lane_ % 4 == 0, params_.has_rules());
+                 at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
       factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
     }
     meet_other_group();  // these sums have been read

@@ -514,8 +514,9 @@ class ForwardPair {
     receive(at, Config::kWarpNoteBytes);
     for_each_half([&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
-      state.sum[h] = finish_row(params_, rows, rows.first + at.row() + r, state.reference[h],
-                                state.sum[h] + note(at, r), writes, params_.has_rules());
+      state.sum[h] =
+          finish_row(params_, rows, rows.first + at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
+                     [&](float logit) { return score_of_logit(params_, logit); });
     });
     acknowledge(at.group());
   }

@@ -356,7 +356,7 @@ class ForwardTwoPhaseMma {
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
       state.sum[i] = finish_row(params_, rows, rows.first + row_of_lane(i), state.reference[i], state.sum[i],
-                                quarter() == 0, true);
+                                quarter() == 0, [](float logit) { return in_natural_units(logit); });
     }
   }
 

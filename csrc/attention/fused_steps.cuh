@@ -80,52 +80,88 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
   }
 }
 
-// Makes P of raw products, which `scale` makes those of Q and K, for the rows from `row` of the tile on; says whether
-// what there is of O has another reference. P is 2^exponent where a row is at its reference.
-template <bool kMasks = true, int kSteps>
+// Makes P of raw products for the rows from `row` of the tile on; says whether what there is of O has another
+// reference.
+template <int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
-                                  int key, int row, RowState& state, int lane, float scale = 1, float exponent = 0,
-                                  float lazy_growth = RowState::kLazyGrowth) {
-  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
-  const bool has_rules = params.softcap > 0 || (kMasks && params.mask.kind != MaskKind::kNone);
-  const float factor = params.score_factor * scale;
-  const auto for_each_of_step = [&](int step, const auto& function) {
+                                  int key, int row, RowState& state, int lane) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox), raw = are_raw(params);
+  if (!raw || !all_seen) {
     FFPA_UNROLL
-    for (auto& fragment : scores[step][0]) {
-      FFPA_UNROLL
-      for (float& score : fragment) function(score);
+    for (int step = 0; step < kSteps; ++step) {
+      const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+      if (raw) {
+        hide_unseen(scores[step], rows, first_row, first_key, lane);
+        continue;
+      }
+      products_to_scores<tile::AdjacentFragments, true, true>(scores[step], params, rows, all_seen, first_row,
+                                                              first_key, lane);
+      if (!params.has_wide_mask()) continue;
+      for_each_score(scores[step], first_row, first_key, lane,
+                     [](float& score, int, int) { score = in_base_2(score); });
     }
-  };
+  }
+  const Slopes slopes = slopes_of(params);
+  bool moved = false;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    float maximum = -kInfinity;
+    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+    moved |= state.follow(h, slopes.logit(maximum));
+    const float reference = finite_reference(state.reference[h]), slope = slopes.at(reference);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& score) {
+      score = ptx::ex2(std::fma(score, slope, -reference));
+      sum += score;
+    });
+    state.sum[h] += sum;
+  }
+  return moved;
+}
+
+// The same of 8-bit floats, whose products `scale` makes those of Q and K: P is 2^exponent where a row is at its
+// reference, and no more, so that the reference is the maximum, and logits are rounded before it is taken.
+template <int kSteps>
+FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const AttentionParams& params,
+                                            const HeadRows& rows, int key, int row, RowState& state, int lane,
+                                            float scale, float exponent) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
+  const float factor = params.score_factor * scale;
   FFPA_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     const int first_row = rows.first + row, first_key = key + step * tile::kBox;
-    if (has_rules) {
-      products_to_scores<tile::AdjacentFragments, kMasks, true>(scores[step], params, rows, all_seen, first_row,
-                                                                first_key, lane, scale);
-      for_each_of_step(step, [](float& score) { score = in_base_2(score); });
+    const auto multiply_by = [&](float x) {
+      for_each_score(scores[step], first_row, first_key, lane,
+                     [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
+    };
+    if (params.softcap > 0) {
+      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, first_row, first_key,
+                                                         lane, scale);
+      multiply_by(kLog2e);
     } else {
-      for_each_of_step(step, [&](float& score) { score = ptx::mul_rn(score, factor); });
+      multiply_by(factor);
       if (!all_seen) hide_unseen(scores[step], rows, first_row, first_key, lane);
     }
   }
-  bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     float maximum = -kInfinity;
     for_each_of_row(scores, h, [&](float& logit) { maximum = larger_of(maximum, logit); });
     maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
     maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-    moved |= state.follow(h, maximum, lazy_growth);
+    constexpr float kLazyGrowth = 0;
+    state.follow(h, maximum, kLazyGrowth);
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {
       const float below = logit - reference;  // before the exponent is added, which a large reference would swallow
-      logit = ptx::ex2(exponent == 0 ? below : below + exponent);
+      logit = ptx::ex2(below + exponent);
       sum += logit;
     });
     state.sum[h] += sum;
   }
-  return moved;
 }
 
 template <class Element, int kSteps>

@@ -9,6 +9,7 @@
 
 #include "base/compiler.h"
 #include "base/math.h"
+#include "base/types.h"
 #include "ptx/math.cuh"
 
 namespace ffpa {
@@ -21,8 +22,8 @@ inline constexpr float kFlatOffset = kFlatLogit - kFlatScore / 2;
 
 // Infinities and NaN stay what they are.
 FFPA_DEVICE float in_base_2(float score) {
-  if (std::fabs(score) <= kFlatScore) return ptx::mul_rn(score, kLog2e);
-  return ptx::mul_rn(score, 0.5f) + std::copysign(kFlatOffset, score);
+  const float half = score / 2;
+  return smaller_of(larger_of(ptx::mul_rn(score, kLog2e), half - kFlatOffset), half + kFlatOffset);
 }
 
 // The score of a logit: in_base_2 makes the same logit of it again.
@@ -46,5 +47,22 @@ struct LogitScale {
   FFPA_DEVICE float logit(float x) const { return in_base_2(ptx::mul_rn(x, natural)); }
 };
 FFPA_DEVICE LogitScale scale_of_scores() { return {1, kLog2e}; }
+
+// How products, or scores, become exponents of P by one multiply-add that rounds once: x · slope - reference. It says
+// the same of all keys whatever their size, but the reference has to be near the largest logit, x · factor, and floats
+// beyond 2^27 are too far apart. So rows that are as large have a slope whose products are exact, a power of two: their
+// scores are as far apart, so that P hardly depends on it. It is no smaller than the factor: logits stay in order.
+struct Slopes {
+  float factor, coarse;
+
+  static constexpr float kMostFine = 0x1p27f;
+
+  static FFPA_DEVICE Slopes of(float factor) {
+    return {factor, float_from_bits((float_bits(factor) + 0x007fffff) & 0x7f800000)};
+  }
+  // Of a row whose largest logit, or reference, is this.
+  FFPA_DEVICE float at(float logit) const { return std::fabs(logit) <= kMostFine ? factor : coarse; }
+  FFPA_DEVICE float logit(float x) const { return x * at(x * factor); }
+};
 
 }  // namespace ffpa

@@ -9,7 +9,7 @@
 
 #include "attention/attention_params.h"
 #include "attention/head_rows.cuh"
-#include "attention/logits.cuh"
+#include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/math.cuh"
@@ -42,15 +42,16 @@ struct RowState {
   }
 };
 
-// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE. `flat`:
-// logits are those of in_base_2, which products of a factor alone are not.
+// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE; `score` makes
+// it of a logit.
+template <class Score>
 FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
-                             bool writes, bool flat) {
+                             bool writes, const Score& score) {
   if (params.lse != nullptr && writes && r <= rows.last) {
     float* lse =
         params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
     const float logit = reference + ptx::lg2(sum);  // no key: -inf
-    ptx::st_global_4(lse + r, float_bits(flat ? in_natural_units(logit) : logit * kLn2));
+    ptx::st_global_4(lse + r, float_bits(score(logit)));
   }
   return sum > 0 ? 1 / sum : 0.0f;
 }
@@ -64,7 +65,8 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows
     sum += ptx::shfl_xor(sum, 1);
     sum += ptx::shfl_xor(sum, 2);
     const int r = rows.first + row + tile::c_coordinate(lane, 2 * h).row;
-    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0, params.has_rules());
+    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0,
+                              [&](float logit) { return score_of_logit(params, logit); });
   }
 }
 

@@ -40,7 +40,7 @@ FFPA_DEVICE float tanh_of(float x) {
 }
 
 // function(score, row, key) for every score of the thread.
-template <class Fragments, int kM, int kN, class Function>
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Function>
 FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, int lane, Function function) {
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -125,6 +125,25 @@ template <bool kMasks = true>
 FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen, float scale = 1) {
   const bool no_mask = !kMasks || params.mask.kind == MaskKind::kNone;
   return all_seen && no_mask && !(params.softcap > 0) && params.score_factor * scale > 0;
+}
+
+// Whether exponents are made of products as they are, hidden ones aside, whatever the tile. Then a score needs no more
+// than a positive factor.
+FFPA_DEVICE bool are_raw(const AttentionParams& params) { return !params.has_rules() && params.score_factor > 0; }
+
+// Of what exponents are made of: products; or scores; or, where a float does not hold their logits, what in_base_2
+// makes.
+FFPA_DEVICE Slopes slopes_of(const AttentionParams& params) {
+  return are_raw(params) ? Slopes::of(params.score_factor) : params.has_wide_mask() ? Slopes{1, 1} : Slopes::of(kLog2e);
+}
+
+// The score of a logit by these slopes.
+FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
+  const Slopes slopes = slopes_of(params);
+  if (params.has_wide_mask()) return in_natural_units(logit);
+  if (std::fabs(logit) <= Slopes::kMostFine) return logit * kLn2;
+  const float largest = logit / slopes.coarse;
+  return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
 }
 
 // `all_seen`: every row sees every key of the tile. `kMasks`: there may be a mask; what reads it takes registers.

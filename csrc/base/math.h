@@ -53,6 +53,7 @@ FFPA_HOST_DEVICE constexpr T max_of(T a, T b) {
 
 // One instruction, which max_of is not: that gives `a` where one of them is NaN, this the other one.
 FFPA_HOST_DEVICE float larger_of(float a, float b) { return fmaxf(a, b); }
+FFPA_HOST_DEVICE float smaller_of(float a, float b) { return fminf(a, b); }
 
 template <class T>
 FFPA_HOST_DEVICE constexpr T clamp(T value, T low, T high) {
