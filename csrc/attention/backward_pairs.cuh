@@ -98,22 +98,20 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardPar
     }
   }
   products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
-  const bool far = ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
   float shares[2] = {0, 0};
-  if (far) load_shares(params, rows, row, lane, shares);
+  if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) load_shares(params, rows, row, lane, shares);
   FFPA_UNROLL
-  for (int n = 0; n < kN; ++n) {
+  for (int h = 0; h < 2; ++h) {
+    const bool far = is_far(lse2[h]), blind = lse2[h] == kInfinity;
+    const float lse = far ? in_natural_units(lse2[h]) : 0.0f;  // in the exponent, where no rounding shows
+    const float own = far ? -kRoundings * std::fabs(lse) : kInfinity;
+    const float rest = (far ? shares[h] : lse2[h]) - kExponentOfP<Element>;
     FFPA_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      float& x = scores[0][n][e];
-      const float own = lse2[e / 2];
-      if (far) {
-        const float logit = in_base_2(x);
-        x = (is_far(own) ? exponent_of_far(logit, own) : logit - own) - shares[e / 2] + kExponentOfP<Element>;
-      } else {
-        x = x * kLog2e - (own - kExponentOfP<Element>);
-      }
-      if (own == kInfinity) x = -kInfinity;  // of a row that sees no key: it may be NaN
+    for (int i = 0; i < kN * 2; ++i) {
+      float& x = scores[0][i / 2][2 * h + i % 2];
+      const float above = x - lse;
+      x = (above > own ? 0.0f : above) * kLog2e - rest;
+      if (blind) x = -kInfinity;  // it may be NaN
     }
   }
 }

@@ -24,10 +24,11 @@ namespace ffpa {
 // Of an LSE in base 2: the row has scores whose exponents the rounding of the LSE shows in.
 FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostFusedLogit); }
 
-// The exponent of P for a far row: 1 is P's most, and what the LSE's own score has, as near as rounding leaves it:
+// Of a far row, P's exponent is 0 at most, and 0 for scores that are its LSE's own, as near as rounding leaves it:
 // where scores are about 10^9 it moves them by 64.
-FFPA_DEVICE float exponent_of_far(float logit, float lse2) {
-  return logit > lse2 - std::fabs(lse2) * kRoundings ? 0.0f : logit - lse2;
+FFPA_DEVICE float exponent_of_far(float score, float lse) {
+  const float above = score - lse;
+  return above > -kRoundings * std::fabs(lse) ? 0.0f : above * kLog2e;
 }
 
 // Products q · k of 16 rows and the 8 keys from `key` on, straight from global memory. Rows and keys past the last ones
@@ -71,7 +72,7 @@ FFPA_DEVICE float shares_of_rows(const AttentionParams& params, const HeadRows& 
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) {
       const float own = lse2_of[e / 2];
-      if (is_far(own)) totals[e / 2] += ptx::ex2(exponent_of_far(in_base_2(scores[0][0][e]), own));
+      if (is_far(own)) totals[e / 2] += ptx::ex2(exponent_of_far(scores[0][0][e], in_natural_units(own)));
     }
   }
   float shares[2];
