@@ -120,7 +120,7 @@ MUTANTS = [
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
-        ('P above 1 where the LSE was rounded down', 'below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0).exp_()', 'below.exp_()'),
+        ("P above 1 where the LSE was rounded down", "        below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0)\n", ""),
     ),
     *_in(
         "out_of_memory.py",
@@ -145,6 +145,11 @@ MUTANTS = [
         "tests/test_campaign.py -k 'fail'",
         ("the forward passes PyTorch's error on", "        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None\n", "        raise\n"),
         ("the backward passes PyTorch's error on", "        raise _no_memory(error, plan, flags, results) from None\n", "        raise\n"),
+    ),
+    *_in(
+        "reference.py",
+        "tests/test_large_scores.py -k 'reference and gradients'",
+        ("keys that share a score have a P of 1 each", "below.sub_(share)", "below"),
     ),
     *_in(
         "reference.py",
@@ -522,7 +527,7 @@ MUTANTS = [
         "tests/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: dK of the next sequence's rows", "if PACKED and EDGE:", "if False:"),
         ("triton: gradient of the LSE forgotten", "total -= tl.load(lse_grads", "total -= 0 * tl.load(lse_grads"),
-        ('triton: gradients of rows without keys', '        blind, INF, tl.where(row_lse', '        False, INF, tl.where(row_lse'),
+        ('triton: gradients of rows without keys', 'natural = tl.where(blind, INF, row_lse)', 'natural = row_lse'),
         ("triton: delta of rows without keys", "tl.where(blind, 0.0, total)", "total"),
         ("triton: Q of rows without keys", "q_tile = tl.where(sighted, q_tile, 0.0)", "q_tile = q_tile"),
         ("triton: dO of rows without keys", "grad_tile = tl.where(sighted, grad_tile, 0.0)", "grad_tile = grad_tile"),
@@ -535,7 +540,8 @@ MUTANTS = [
     *_in(
         "triton_backward_kernels.py",
         "tests/test_triton_scores.py -k 'gradients and contracted'",
-        ('triton: P of rounded LSEs past 1', 'tl.where(below > tl.abs(exponent) * -ROUNDINGS, 0.0, below * LOG2E)', 'below * LOG2E'),
+        ('triton: P of rounded LSEs past 1', 'tl.where(below > tl.abs(lse) * -ROUNDINGS, 0.0, below * LOG2E)', 'below * LOG2E'),
+        ("triton: keys that share a score have a P of 1 each", "tl.exp2(_below(s, exponent) - share)", "tl.exp2(_below(s, exponent))"),
         ("triton: far rows where a float says nothing", "tl.abs(lse) > FAR / LOG2E", "tl.abs(lse) > 2048 * FAR / LOG2E"),
         ("triton: far rows of the first head alone", "range(0, heads * count, _LSES)", "range(0, count, _LSES)"),
         ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),

@@ -88,7 +88,7 @@ def test_kernels_compile_for_gpus(arch):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 33
+    assert len(found) == 36
     for name, (shared_bytes, products, hasty_stores) in found.items():
         assert shared_bytes <= archs.shared_memory_bytes(arch), name
         assert hasty_stores == 0 or not name.startswith("merge"), "its stores are to what other warps may yet read"
@@ -104,7 +104,7 @@ def test_odd_rows_are_copied_by_16_bytes():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 4
+    assert len(found) == 5
     for name, (copies, wrong) in found.items():
         assert copies >= 8, f"{name} has {copies} copies of 16 bytes"
         assert not wrong, (name, wrong)

@@ -272,6 +272,76 @@ def test_packed_gradients_where_one_key_takes_all(size, dtype, causal, device, b
     expect_bits(before, packed_gradients(small, small_scores(dtype, device, 100, 150), causal=causal)[0])
 
 
+def gradients_in_float64(q, k, v, grad, mask=None, scale=1.0, softcap=0.0, causal=False):
+    """Of softmax of the scores as float32 has them, of heads of Q that share one of K."""
+    q, k, v, grad = (x.double() for x in (q, k, v, grad))
+    capped = q @ k.mT * scale
+    slope = 1.0
+    if softcap:
+        capped = softcap * (capped / softcap).tanh()
+        slope = 1 - (capped / softcap) ** 2
+    scores = capped.float() if mask is None else capped.float() + mask
+    if causal:
+        n_q, n_k = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(n_q, n_k, device=q.device).tril(n_k - n_q) == 0, -torch.inf)
+    p = scores.double().softmax(-1)
+    dp = grad @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * slope * scale
+    return ds @ k, (ds.mT @ q).sum(1, keepdim=True), (p.mT @ grad).sum(1, keepdim=True)
+
+
+def expect_near(got, want, but_a_column: bool):
+    for name, mine, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
+        if but_a_column and name != "dv":
+            mine, wanted = mine[..., 1:], wanted[..., 1:]
+        error = float((mine.double() - wanted).abs().max())
+        assert error <= 2e-2 * max(float(wanted.abs().max()), 1e-3), f"{name} is off by {error:.3g}"
+
+
+def keys_that_share_one_score(dtype, device):
+    """(q, k, v, dO) of two query heads to one of keys: a third of the rows of the second has the score 2^29 with every key, by
+    a column in whose gradients the roundings of dS show.
+    """
+    q, k, v, grad, _ = small_scores(dtype, device, 100, 150)
+    q[..., 0], k[..., 0] = 0, 2.0**14
+    q[:, 1, ::3] = 0
+    q[:, 1, ::3, 0] = 2.0**15
+    return q, k, v, grad
+
+
+@pytest.mark.parametrize("rule", ["causal", "mask", "softcap"])
+@pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
+def test_gradients_of_keys_that_share_one_score(dtype, rule, device, backend):
+    """Each has its part of P, which the LSE does not say."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    if rule == "causal":
+        q, k, v, grad = keys_that_share_one_score(dtype, device)
+        options = {"causal": True, "scale": 1.0}
+    else:
+        q, k, v, grad, _ = small_scores(dtype, device, 100, 150)
+        mask = torch.zeros(1, 1, 100, 150, device=device)
+        mask[:, :, ::3] = -4e8
+        options = {"mask": mask, "scale": 0.125, "softcap": 20.0 if rule == "softcap" else 0.0}
+    expect_near(gradients(q, k, v, grad, **options), gradients_in_float64(q, k, v, grad, **options), rule == "causal")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
+def test_packed_gradients_of_keys_that_share_one_score(dtype, causal, device, backend):
+    """And the sequences around, which share blocks of rows with it, have the bits that they have beside any other."""
+    if backend == "persistent":
+        pytest.skip("it has no gradients of its own")
+    large = keys_that_share_one_score(dtype, device)
+    before, after = small_scores(dtype, device, 37, 70), small_scores(dtype, device, 5, 80)
+    no_grad_lse = torch.zeros(1, 2, 100, device=device)
+    around = packed_gradients(before, small_scores(dtype, device, 100, 150), after, causal=causal)
+    first, got, last = packed_gradients(before, (*large, no_grad_lse), after, causal=causal)
+    expect_near(got, gradients_in_float64(*large, scale=SCALE, causal=causal), True)
+    expect_bits(first, around[0])
+    expect_bits(last, around[2])
+
+
 @pytest.mark.parametrize("n_k", [150, 70])
 def test_gradients_beside_one_large_score(n_k, device, backend):
     """Other batch entries and heads of K keep their bits, and rows of its own head what they had; rows without keys pass on

@@ -161,6 +161,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
         (triton_kernels.forward_kernel, forward.over_rows),
         (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
         (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
+        (triton_backward_kernels.shares_kernel, backward.far),
         *([(triton_backward_kernels.far_gradients_kernel, backward.far)] if options["RAW"] else []),
     ):
         result = triton_offline.compiled(kernel, tiles, arch, options, odd=kind.source != "descriptors")

@@ -64,6 +64,7 @@ _POINTERS = {
             "total",
             "exponents",
             "naturals",
+            "shares",
             "largest",
             "delta",
             "acc_gmem",
@@ -151,6 +152,7 @@ def of_odd_rows(arch: str) -> dict[str, list]:
                 (triton_backward_kernels.rows_gradient_kernel, plan.over_rows),
                 (triton_backward_kernels.keys_gradient_kernel, plan.over_keys),
                 (triton_backward_kernels.far_gradients_kernel, plan.far),
+                (triton_backward_kernels.shares_kernel, plan.far),
             ]
         for kernel, tiles in kernels:
             result = compiled(kernel, tiles, arch, PLAIN | {"PACKED": True} | options, odd=True)
@@ -192,6 +194,7 @@ def main(arch: str) -> dict[str, list[int]]:
             (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
             (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
             (triton_backward_kernels.far_gradients_kernel, backward.far),
+            (triton_backward_kernels.shares_kernel, backward.far),
             (triton_backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
             (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
             (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),

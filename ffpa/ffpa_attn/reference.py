@@ -26,6 +26,7 @@ Block = tuple[int, int]  # [first, past the last)
 
 _INF = math.inf
 _ROUNDINGS = 2.0**-21  # of a score and its row's LSE, relative to them
+_FAR = 2.0**14 * math.log(2)  # an LSE whose rounding begins to show
 _ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
 _FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
 _BACKWARD_BYTES_PER_SCORE = 28  # f32 P, dP, dS and a temporary, 16-bit copies, masks
@@ -335,15 +336,21 @@ def _forward_rows(q, k, v, out, lse, seq, rule, heads, heads_q, rows, visible, p
 # ---- backward ----
 
 
+def _is_far(lse: torch.Tensor) -> torch.Tensor:
+    return (lse.abs() > _FAR) & lse.isfinite()
+
+
 class _Gradients:
     """What one call of the backward knows: inputs, and how to recompute a tile of P and dS from them."""
 
     def __init__(self, grad_out, grad_lse, q, k, v, out, lse, rule: Rule):
         self.grad_out, self.grad_lse, self.q, self.k, self.v, self.out, self.lse = grad_out, grad_lse, q, k, v, out, lse
         self.rule = rule
+        # What find_shares takes from exponents. Nobody waits for a GPU to hear that no row is far.
+        self.shares = torch.zeros_like(lse) if lse.is_cuda or _is_far(lse).any() else None
 
     def row_side(self, seq: Sequence, heads: slice, n: int, rows: Block):
-        """q, dO: [n, G * rows, D]; lse, delta: [n, G * rows, 1], where delta = rowsum(dO * O) - dLSE."""
+        """q, dO: [n, G * rows, D]; lse, delta, share: [n, G * rows, 1], where delta = rowsum(dO * O) - dLSE."""
         load, load_lse = seq.queries.load, seq.queries.load_lse
         q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
         lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
@@ -352,25 +359,45 @@ class _Gradients:
             delta -= _fold(load_lse(self.grad_lse, heads, rows), n)[..., None]
         # A row without keys passes on nothing, whatever it holds: P = exp(0 - inf) = 0.
         empty = lse == -_INF
-        return (
-            q.masked_fill(empty, 0),
-            d_out.masked_fill(empty, 0),
-            lse.masked_fill(empty, _INF),
-            delta.masked_fill_(empty, 0),
-        )
+        q, d_out, delta = (x.masked_fill(empty, 0) for x in (q, d_out, delta))
+        share = None if self.shares is None else _fold(load_lse(self.shares, heads, rows), n)[..., None].clamp(min=0)
+        return q, d_out, lse.masked_fill(empty, _INF), delta, share
 
     def key_side(self, seq: Sequence, heads: slice, keys: Block):
         return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
 
-    def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
-        """P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
-        (q, d_out, lse, delta), (k, v) = row_side, key_side
+    def p_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, k):
+        """P, and the slope of the softcap where there is one: [n, G * rows, keys], f32."""
+        q, _, lse, _, share = row_side
         capped = _cap(_matmul(q, k.mT, q.dtype), self.rule)
         # d cap(x) / dx = 1 - (cap(x) / softcap)^2
         slope = capped.div(self.rule.softcap).square_().neg_().add_(1.0) if self.rule.softcap else None
         below = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse)
-        # The LSE's own score, as near as rounding leaves it, has P = 1: where they are about 10^9 it moves them by 64.
-        p = below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0).exp_()
+        # What is as near as rounding leaves the LSE's own score counts as that: at 10^9 it moves them by 64.
+        below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0)
+        return (below if share is None else below.sub_(share)).exp_(), slope
+
+    def find_shares(self, seq: Sequence, plan: Plan) -> None:
+        """Of n keys that share one very large score each has exp(score - LSE) = 1, as the LSE, score + ln n, was rounded to the
+        score. What P adds up to says what to divide it by; below 1 it says nothing: other keys of the row may be elsewhere.
+        """
+        if self.shares is None:
+            return
+        group, heads_kv = self.q.shape[-3] // self.k.shape[-3], self.k.shape[-3]
+        for (h0, h1), rows in product(_blocks(0, heads_kv, plan.heads), _blocks(0, seq.queries.length, plan.rows)):
+            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
+            row_side = self.row_side(seq, heads_q, h1 - h0, rows)
+            total = torch.zeros_like(row_side[2])
+            for keys in _blocks(*_visible_keys(seq, self.rule.visibility, rows), plan.keys):
+                k, _ = self.key_side(seq, heads, keys)
+                total += self.p_and_slope(seq, heads_q, rows, keys, row_side, k)[0].sum(-1, keepdim=True)
+            share = total.log().where(_is_far(row_side[2]) & (total > 1), 0.0)
+            seq.queries.store_lse(self.shares, heads_q, rows, share.view(-1, rows[1] - rows[0]))
+
+    def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
+        """P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
+        (_, d_out, _, delta, _), (k, v) = row_side, key_side
+        p, slope = self.p_and_slope(seq, heads_q, rows, keys, row_side, k)
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 
@@ -381,6 +408,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, sequences, rule:
     group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
     for seq in sequences:
         plan = _backward_plan(cap, q, k, v, seq)
+        grads.find_shares(seq, plan)
         whole_rows = plan.keys >= seq.keys.length
         for h0, h1 in _blocks(0, heads_kv, plan.heads):
             heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
@@ -404,10 +432,10 @@ def _key_gradients(grads: _Gradients, seq, heads, heads_q, keys, plan, dk, dv, d
     for rows in _blocks(0, seq.queries.length, plan.rows):
         if not _meet(seq, grads.rule.visibility, rows, keys):
             continue
-        row_side = grads.row_side(seq, heads_q, n, rows)
+        q, d_out, *_ = row_side = grads.row_side(seq, heads_q, n, rows)
         p, _, ds = grads.tile(seq, heads_q, rows, keys, row_side, key_side)
-        sum_v += _matmul(p.mT, row_side[1], grads.v.dtype)
-        sum_k += _matmul(ds.mT, row_side[0], grads.q.dtype)
+        sum_v += _matmul(p.mT, d_out, grads.v.dtype)
+        sum_k += _matmul(ds.mT, q, grads.q.dtype)
         if dq is not None:
             tile_dq = _matmul(ds, key_side[0], grads.q.dtype).mul_(scale)
             seq.queries.store(dq, heads_q, rows, tile_dq.view(-1, rows[1] - rows[0], dq.shape[-1]))
@@ -420,11 +448,9 @@ def _query_gradients(grads: _Gradients, seq, heads, heads_q, rows, plan, dq) -> 
     row_side = grads.row_side(seq, heads_q, n, rows)
     sum_q = torch.zeros(row_side[0].shape, dtype=torch.float32, device=dq.device)
     for keys in _blocks(*_visible_keys(seq, grads.rule.visibility, rows), plan.keys):
-        key_side = grads.key_side(seq, heads, keys)
-        _, _, ds = grads.tile(seq, heads_q, rows, keys, row_side, key_side)
-        sum_q += _matmul(ds, key_side[0], grads.q.dtype)
-    sum_q.mul_(grads.rule.scale)
-    seq.queries.store(dq, heads_q, rows, sum_q.view(-1, rows[1] - rows[0], dq.shape[-1]))
+        k, _ = key_side = grads.key_side(seq, heads, keys)
+        sum_q += _matmul(grads.tile(seq, heads_q, rows, keys, row_side, key_side)[2], k, grads.q.dtype)
+    seq.queries.store(dq, heads_q, rows, sum_q.mul_(grads.rule.scale).view(-1, rows[1] - rows[0], dq.shape[-1]))
 
 
 def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rule, cap: int) -> None:
@@ -438,6 +464,8 @@ def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rul
         return
     group, heads_kv = q.shape[1] // k.shape[1], k.shape[1]
     plan = _backward_plan(cap, q, k, v, sequences[0])
+    for seq in sequences:
+        grads.find_shares(seq, plan)
     one_batch, one_head, one_row, one_key = (size == 1 for size in mask.shape)
 
     def sharers(length: int, step: int, shared: bool) -> list[tuple[Block, list[Block]]]:

@@ -272,7 +272,7 @@ class _Kind:
         return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
 
     def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
-        """Of the kernel whose programs own keys, and then rows, if any of their head are far."""
+        """Of the kernels whose programs take turns at the blocks of a head, if any of its rows are far."""
         heads = self.heads_kv * self.sequences
         parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
         edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
@@ -353,8 +353,8 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
     padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
     rows = lse.shape[0] * lse.shape[1] * padded
     blocks = rows // kernels.STATISTICS_ROWS.value
-    statistics = torch.empty(3 * rows + blocks, dtype=torch.float32, device=q.device)
-    exponents, naturals, delta, largest = statistics.split((rows, rows, rows, blocks))
+    statistics = torch.empty(4 * rows + blocks, dtype=torch.float32, device=q.device)
+    exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
     statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
     with_lse = grad_lse is not None
     grad_lse = _dense(grad_lse, packed) if with_lse else lse
@@ -381,17 +381,26 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
         launch(
             memo,
             kernels.statistics_kernel,
-            (out, grad, grad_lse, lse, exponents, naturals, largest, delta),
+            (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
             how_statistics,
         )
-        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, delta, dk, dv, *rest
+        far = kind.sources(plan.far, q, k, v, grad)
+        launch(
+            memo,
+            kernels.shares_kernel,
+            (*far[:2], naturals, shares, largest, *rest),
+            lambda: kind.far(plan.far, [*strides(q, k), statistics_strides]),
+        )
+        if not kind.options["RAW"]:
+            exponents = naturals
+        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
         launch(
             memo,
             kernels.keys_gradient_kernel,
             tensors,
             lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
         )
-        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, delta, dq, *rest
+        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
         launch(
             memo,
             kernels.rows_gradient_kernel,
@@ -399,7 +408,7 @@ def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, ma
             lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
         )
         if kind.options["RAW"]:
-            tensors = *kind.sources(plan.far, q, k, v, grad), naturals, largest, delta, dq, dk, dv, *rest
+            tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
             launch(
                 memo,
                 kernels.far_gradients_kernel,

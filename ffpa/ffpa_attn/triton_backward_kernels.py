@@ -1,5 +1,5 @@
-"""The gradients for small head dims in Triton: of Q by rows, of K and V by keys, what both need of each row, and both once more
-where scores are too large for the fast arithmetic.
+"""The gradients for small head dims in Triton: of Q by rows, of K and V by keys, what both need of each row, and what scores that
+are too large for the fast arithmetic, or for an LSE, take beyond.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LSES = tl.constexpr(1024)  # read at once
 
 @triton.jit
 def statistics_kernel(
-    out, grad, grad_lse, lse, exponents, naturals, largest, delta, out_strides, grad_strides, grad_lse_strides, lse_strides,
-    strides, sizes, RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
+    out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta, out_strides, grad_strides, grad_lse_strides,
+    lse_strides, strides, sizes, RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Of each row, and of those that pad them to whole tiles: the LSE (RAW: as an exponent of 2, and in natural units), INF, which
-    makes P 0, of blind rows, those that see no key; and delta, the sum over columns of out * grad, less the gradient of the
-    LSE: what dP is lowered by. RAW: of each block of rows the largest LSE, whatever its sign.
+    """Of each row, and of those that pad them to whole tiles: the LSE in natural units (RAW: as an exponent of 2, too), INF, which
+    makes P 0, of blind rows, those that see no key; a share of 0; and delta, the sum over columns of out * grad, less the
+    gradient of the LSE: what dP is lowered by. Of each block of rows the largest LSE, whatever its sign.
     """
     row_blocks = strides.head // STATISTICS_ROWS
     program = tl.program_id(0)
@@ -55,10 +55,9 @@ def statistics_kernel(
     places = _offset(strides, batch, head, start) + rows
     if RAW:
         tl.store(exponents + places, natural * LOG2E)
-        tl.store(naturals + places, natural)
-        tl.store(largest + program, tl.max(tl.where(_is_far(natural), tl.abs(natural), 0.0), 0))
-    else:
-        tl.store(exponents + places, natural)
+    tl.store(naturals + places, natural)
+    tl.store(shares + places, tl.zeros([STATISTICS_ROWS], tl.float32))
+    tl.store(largest + program, tl.max(tl.where(_is_far(natural), tl.abs(natural), 0.0), 0))
     tl.store(delta + places, tl.where(blind, 0.0, total))
 
 
@@ -68,17 +67,25 @@ def _is_far(lse):
 
 
 @triton.jit
+def _below(s, lse):
+    """How far a score is below its row's LSE, as an exponent of 2: the LSE's own, as near as rounding leaves it, is not. So 1 is
+    P's most.
+    """
+    below = s - lse
+    return tl.where(below > tl.abs(lse) * -ROUNDINGS, 0.0, below * LOG2E)
+
+
+@triton.jit
 def _p_and_ds(
-    s, dp, exponent, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    s, dp, exponent, share, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """P, and the gradient of the products less their scale, of products and dP in either orientation."""
     s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
     if RAW:
         p = tl.exp2(s * _unit(rule, RAW) - exponent)
-    else:  # the LSE's own score, as near as rounding leaves it: 1 is P's most
-        below = s - exponent
-        p = tl.exp2(tl.where(below > tl.abs(exponent) * -ROUNDINGS, 0.0, below * LOG2E))
+    else:
+        p = tl.exp2(_below(s, exponent) - share)
     ds = p * (dp - row_delta)
     if CAPPED:
         ds *= 1 - tanh * tanh
@@ -87,7 +94,7 @@ def _p_and_ds(
 
 @triton.jit
 def _add_rows(
-    dk, dv, q, k_tile, v_tile, grad, exponents, delta, first, keys, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    dk, dv, q, k_tile, v_tile, grad, exponents, shares, delta, first, keys, at, rule, mask, mask_strides, D_QK: tl.constexpr,
     D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -105,11 +112,13 @@ def _add_rows(
         inside = rows < at.n_q
         exponent = tl.load(exponents + rows, mask=inside, other=INF)
         row_delta = tl.load(delta + rows, mask=inside, other=0.0)
+        share = row_delta if RAW else tl.load(shares + rows, mask=inside, other=0.0)  # RAW asks for none
     else:
         exponent, row_delta = tl.load(exponents + rows), tl.load(delta + rows)
+        share = row_delta if RAW else tl.load(shares + rows)
     p, ds = _p_and_ds(
-        s, dp, exponent[None, :], row_delta[None, :], rows[None, :], keys[:, None], at, rule, mask, mask_strides, RAW, CAPPED,
-        MASK, EDGE,
+        s, dp, exponent[None, :], share[None, :], row_delta[None, :], rows[None, :], keys[:, None], at, rule, mask, mask_strides,
+        RAW, CAPPED, MASK, EDGE,
     )  # fmt: skip
     dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv)
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
@@ -118,7 +127,7 @@ def _add_rows(
 
 @triton.jit
 def _keys_gradient(
-    q, k, v, grad, exponents, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
+    q, k, v, grad, exponents, shares, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, EDGES: tl.constexpr,
     BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr,
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -144,15 +153,16 @@ def _keys_gradient(
         head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
         for first in range(all_begin, all_end, ROWS):
             dk_sum, dv_sum = _add_rows(
-                dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics, first, keys, at,
-                rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, False, ROWS,
+                dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, shares + statistics,
+                delta + statistics, first, keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED,
+                MASK, False, ROWS,
             )  # fmt: skip
         if EDGES:
             for edge in tl.range(begin, end - (all_end - all_begin), ROWS, disable_licm=True):
                 dk_sum, dv_sum = _add_rows(
-                    dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, delta + statistics,
-                    _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND,
-                    TMA, RAW, CAPPED, MASK, True, ROWS,
+                    dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, shares + statistics,
+                    delta + statistics, _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK,
+                    D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, True, ROWS,
                 )  # fmt: skip
     _store(dk_rows, first_key, dk_sum * rule.scale, KEYS, WIDTH_QK, D_QK)
     _store(dv_rows, first_key, dv_sum, KEYS, WIDTH_V, D_V)
@@ -160,7 +170,7 @@ def _keys_gradient(
 
 @triton.jit
 def keys_gradient_kernel(
-    q, k, v, grad, exponents, delta, dk, dv, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    q, k, v, grad, exponents, shares, delta, dk, dv, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr,
     EDGES: tl.constexpr, BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr,
     D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -173,15 +183,15 @@ def keys_gradient_kernel(
     at = _sequence(offsets_q, offsets_k, sizes, program // key_blocks // heads_kv, PACKED, TOP_LEFT)
     if first_key < at.n_k:
         _keys_gradient(
-            q, k, v, grad, exponents, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
-            statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED, EDGES, BLIND, RAW, CAPPED, MASK, TMA,
-            D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
+            q, k, v, grad, exponents, shares, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides,
+            grad_strides, statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED, EDGES, BLIND, RAW, CAPPED,
+            MASK, TMA, D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
 
 
 @triton.jit
 def _add_keys(
-    dq, q_tile, k, v, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr,
+    dq, q_tile, k, v, grad_tile, exponent, share, row_delta, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr,
     D_V: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -192,15 +202,15 @@ def _add_keys(
     dp = tl.dot(grad_tile, tl.trans(v_tile))
     keys = first + tl.arange(0, KEYS)
     _, ds = _p_and_ds(
-        s, dp, exponent[:, None], row_delta[:, None], rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED,
-        MASK, EDGE,
+        s, dp, exponent[:, None], share[:, None], row_delta[:, None], rows[:, None], keys[None, :], at, rule, mask, mask_strides,
+        RAW, CAPPED, MASK, EDGE,
     )  # fmt: skip
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq)
 
 
 @triton.jit
 def _rows_gradient(
-    q, k, v, grad, exponents, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
+    q, k, v, grad, exponents, shares, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dq_strides, mask_strides, sizes, rule, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -219,17 +229,18 @@ def _rows_gradient(
     grad_tile = _load(grad_rows, first_row, ROWS, WIDTH_V, D_V, TMA)
     rows = first_row + tl.arange(0, ROWS)
     exponent, row_delta = tl.load(exponents + statistics + rows), tl.load(delta + statistics + rows)
+    share = row_delta if RAW else tl.load(shares + statistics + rows)
     dq_sum = tl.zeros([ROWS, WIDTH_QK], tl.float32)
     all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
     for first in range(all_begin, all_end, KEYS):
         dq_sum = _add_keys(
-            dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, first, rows, at, rule, mask, mask_strides, D_QK,
+            dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, share, row_delta, first, rows, at, rule, mask, mask_strides, D_QK,
             D_V, TMA, RAW, CAPPED, MASK, False, KEYS,
         )  # fmt: skip
     if EDGES:
         for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
             dq_sum = _add_keys(
-                dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, row_delta, _edge_tile(edge, all_begin, all_end), rows,
+                dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, share, row_delta, _edge_tile(edge, all_begin, all_end), rows,
                 at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
             )  # fmt: skip
     dq_sum = tl.where(exponent[:, None] == INF, 0.0, dq_sum * rule.scale)  # of blind rows, whatever they hold
@@ -238,7 +249,7 @@ def _rows_gradient(
 
 @triton.jit
 def rows_gradient_kernel(
-    q, k, v, grad, exponents, delta, dq, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
+    q, k, v, grad, exponents, shares, delta, dq, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dq_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr,
     RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
     WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -250,7 +261,7 @@ def rows_gradient_kernel(
     at = _sequence(offsets_q, offsets_k, sizes, program // row_blocks // sizes.heads, PACKED, TOP_LEFT)
     if first_row < at.n_q:
         _rows_gradient(
-            q, k, v, grad, exponents, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
+            q, k, v, grad, exponents, shares, delta, dq, mask, at, head, first_row, q_strides, k_strides, v_strides, grad_strides,
             statistics_strides, dq_strides, mask_strides, sizes, rule, EDGES, RAW, CAPPED, MASK, TMA, D_QK, D_V, WIDTH_QK,
             WIDTH_V, ROWS, KEYS,
         )  # fmt: skip
@@ -271,9 +282,64 @@ def _has_far(naturals, largest, strides, at, first_head, heads, PACKED: tl.const
 
 
 @triton.jit
+def _add_p(
+    total, q_tile, k, lse, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, TMA: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of keys."""
+    k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    s, keys = tl.dot(q_tile, tl.trans(k_tile)), first + tl.arange(0, KEYS)
+    s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, False, CAPPED, MASK, EDGE)
+    return total + tl.sum(tl.exp2(_below(s, lse[:, None])), 1)
+
+
+@triton.jit
+def shares_kernel(
+    q, k, naturals, shares, largest, mask, offsets_q, offsets_k, parts, q_strides, k_strides, statistics_strides, mask_strides,
+    sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
+    TMA: tl.constexpr, D_QK: tl.constexpr, WIDTH_QK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of far rows, what their exponents of 2 are to be lowered by. Where n keys share one very large score, each has a P of 1, as
+    the LSE, score + ln n, was rounded to the score; the sum of P says what to divide by. Below 1 it says nothing: other keys
+    of the row may be elsewhere. So many programs take turns at the blocks of a head; where no row is far they end before they
+    begin.
+    """
+    program = tl.program_id(0)
+    heads_kv = sizes.heads // sizes.group
+    part, head_kv = program % parts, program // parts % heads_kv
+    at = _sequence(offsets_q, offsets_k, sizes, program // parts // heads_kv, PACKED, TOP_LEFT)
+    if _has_far(naturals, largest, statistics_strides, at, head_kv * sizes.group, sizes.group, PACKED):
+        k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        row_blocks = tl.cdiv(at.n_q, ROWS)
+        for block in range(part, sizes.group * row_blocks, parts):
+            head, first_row = head_kv * sizes.group + block // row_blocks, block % row_blocks * ROWS
+            rows = first_row + tl.arange(0, ROWS)
+            places = _offset(statistics_strides, at.batch, head, at.start_q) + rows
+            lse = tl.load(naturals + places, mask=rows < at.n_q, other=INF)
+            if tl.max(_is_far(lse).to(tl.int32), 0) > 0:
+                q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+                head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+                q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
+                total = tl.zeros([ROWS], tl.float32)
+                all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+                for first in range(all_begin, all_end, KEYS):
+                    total = _add_p(
+                        total, q_tile, k_rows, lse, first, rows, at, rule, head_mask, mask_strides, D_QK, TMA, CAPPED, MASK,
+                        False, KEYS,
+                    )  # fmt: skip
+                if EDGES:
+                    for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
+                        total = _add_p(
+                            total, q_tile, k_rows, lse, _edge_tile(edge, all_begin, all_end), rows, at, rule, head_mask,
+                            mask_strides, D_QK, TMA, CAPPED, MASK, True, KEYS,
+                        )  # fmt: skip
+                tl.store(shares + places, tl.log2(tl.maximum(total, 1.0)), mask=_is_far(lse))
+
+
+@triton.jit
 def far_gradients_kernel(
-    q, k, v, grad, naturals, largest, delta, dq, dk, dv, mask, offsets_q, offsets_k, parts, q_strides, k_strides, v_strides,
-    grad_strides, statistics_strides, dq_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr,
+    q, k, v, grad, naturals, shares, largest, delta, dq, dk, dv, mask, offsets_q, offsets_k, parts, q_strides, k_strides,
+    v_strides, grad_strides, statistics_strides, dq_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr,
     TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
     WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -287,14 +353,14 @@ def far_gradients_kernel(
     if _has_far(naturals, largest, statistics_strides, at, head_kv * sizes.group, sizes.group, PACKED):
         for block in range(part, tl.cdiv(at.n_k, KEYS), parts):
             _keys_gradient(
-                q, k, v, grad, naturals, delta, dk, dv, mask, at, head_kv, block * KEYS, q_strides, k_strides, v_strides,
+                q, k, v, grad, naturals, shares, delta, dk, dv, mask, at, head_kv, block * KEYS, q_strides, k_strides, v_strides,
                 grad_strides, statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED, EDGES, BLIND, False,
                 False, "none", TMA, D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
         row_blocks = tl.cdiv(at.n_q, ROWS)
         for block in range(part, sizes.group * row_blocks, parts):
             _rows_gradient(
-                q, k, v, grad, naturals, delta, dq, mask, at, head_kv * sizes.group + block // row_blocks,
+                q, k, v, grad, naturals, shares, delta, dq, mask, at, head_kv * sizes.group + block // row_blocks,
                 block % row_blocks * ROWS, q_strides, k_strides, v_strides, grad_strides, statistics_strides, dq_strides,
                 mask_strides, sizes, rule, EDGES, False, False, "none", TMA, D_QK, D_V, WIDTH_QK, WIDTH_V, ROWS, KEYS,
             )  # fmt: skip
