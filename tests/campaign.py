@@ -22,7 +22,9 @@ _HERE = Path(__file__).resolve().parent
 for _place in (_HERE.parent / "ffpa", _HERE):
     sys.path.insert(0, str(_place))
 
-from campaign_problems import DEVICES, KINDS, generate  # noqa: E402
+from campaign_draw import generate  # noqa: E402
+from campaign_families import SEEDS as _RUN  # noqa: E402  (so many in a row belong to one process: they share kernels)
+from campaign_problems import DEVICES, KINDS  # noqa: E402
 
 _SEEDS_OF_ONE = 10_000_000  # problems that belong to one --seed
 _MOST_REFUSED = 0.3
@@ -99,7 +101,8 @@ def _work(args: argparse.Namespace) -> int:
     def tell(**what) -> None:
         told.write(json.dumps(what) + "\n")
 
-    for index in range(args.first, _SEEDS_OF_ONE, args.processes):
+    index = args.first
+    while index < _SEEDS_OF_ONE:
         seed = args.seed * _SEEDS_OF_ONE + index
         tell(begins=seed, index=index)
         p = generate(seed, args.device, args.kind)
@@ -125,7 +128,14 @@ def _work(args: argparse.Namespace) -> int:
         )
         if ended == "fatal":
             return 3
+        index = _next(index, args.processes)
     return 0
+
+
+def _next(index: int, processes: int) -> int:
+    """Of a process's problems: the rest of a run, then that run whose turn it is."""
+    index += 1
+    return index if index % _RUN else index + (processes - 1) * _RUN
 
 
 def _kind(p) -> str:
@@ -180,7 +190,7 @@ class Campaign:
             thread.join()
 
     def _keep_one(self, worker: int) -> None:
-        first = worker
+        first = worker * _RUN
         while not self.over():
             first = self._one_process(worker, first)
 
@@ -189,7 +199,7 @@ class Campaign:
         given = [x for x in sys.argv[1:]]
         command = [sys.executable, str(_HERE / "campaign.py"), *given, "--worker", str(worker), "--first", str(first)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        at = {"seed": None, "index": first - self.args.processes, "since": time.monotonic(), "shrinks": False}
+        at = {"seed": None, "index": None, "since": time.monotonic(), "shrinks": False}
         killed = []
 
         def watch() -> None:
@@ -223,7 +233,7 @@ class Campaign:
             why = "it hung" if killed else f"its process died with {process.returncode}"
             rest = {"why": why, "source": repr(p), "kind": _kind(p), "two_tiles": p.has_two_tiles(), "seconds": 0.0}
             self._note({"seed": at["seed"], "ended": "fatal", **rest})
-        return at["index"] + self.args.processes
+        return first if at["index"] is None else _next(at["index"], self.args.processes)
 
     def _note(self, told: dict) -> None:
         with self.lock:

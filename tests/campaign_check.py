@@ -91,19 +91,21 @@ def call(p: Problem, x: tensors.Inputs, leaves, **more):
 _REFUSALS = ("exclude each other", "which means the mma family")
 
 
+def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
+    """What is given as `out`, full of 7."""
+    sevens = torch.full((p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v), 7.0, dtype=x.q.dtype, device=x.q.device)
+    if p.packed:
+        view, block = tensors.place(sevens[0], p.out, "HN")
+        return tensors.Placed(view.transpose(0, 1), block)
+    view, block = tensors.place(sevens, p.out)
+    return tensors.Placed(view.transpose(1, 2) if p.layout == "BNHD" else view, block)
+
+
 def forward(p: Problem, x: tensors.Inputs):
     """(out, lse or None)"""
     more, block, around = {}, None, None
     if p.out is not None:
-        shape = (p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v)
-        empty = torch.zeros(shape, dtype=x.q.dtype, device=x.q.device)
-        if p.packed:
-            view, block = tensors.place(empty[0], p.out, "HN")
-            view = view.transpose(0, 1)
-        else:
-            view, block = tensors.place(empty, p.out)
-            view = view.transpose(1, 2) if p.layout == "BNHD" else view
-        view.fill_(7.0)
+        view, block = own_output(p, x)
         before = as_integers(block).long().sum() - as_integers(view).long().sum()
         more["out"] = view
     out = call(p, x, (x.q, x.k, x.v, x.mask), return_lse=p.return_lse, **more)

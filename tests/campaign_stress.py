@@ -25,7 +25,8 @@ import campaign_check  # noqa: E402
 import campaign_tensors as tensors  # noqa: E402
 import torch  # noqa: E402
 from campaign_check import Refused, same_bits  # noqa: E402
-from campaign_problems import FP8, Problem, generate  # noqa: E402
+from campaign_draw import generate  # noqa: E402
+from campaign_problems import FP8, Problem  # noqa: E402
 from ffpa_attn import env  # noqa: E402
 
 _MOST_PAIRS = 3e6  # of what is repeated: small calls show races as well, and more often

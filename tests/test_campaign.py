@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import campaign
 import campaign_check
+import campaign_families as families
 import campaign_stress
 import campaign_tensors as tensors
 import campaign_truth as truth
@@ -20,7 +21,8 @@ import oracle
 import pytest
 import test_numerics
 import torch
-from campaign_problems import DEVICES, FP8, Layout, Mask, Problem, generate
+from campaign_draw import generate
+from campaign_problems import DEVICES, FP8, Layout, Mask, Problem
 from campaign_shrink import as_test, shrink
 from ffpa_attn import emulated, env, ops, out_of_memory
 from ffpa_attn.spec import BackwardProductsMma, BackwardProductsWgmma, ScaledCopy, aot_specs
@@ -174,6 +176,22 @@ def test_problems_cover_every_argument():
     refused_by_triton = [p for p in found if p.backend == "triton" and max(p.d, p.d_v) > 256]
     assert not refused_by_triton
     assert max(p.n_q for p in found) > 4000 and {p.d % 16 for p in found} == {0, 8}
+
+
+@pytest.mark.parametrize("kind", [None, "backward"])
+def test_families_share_kernels(kind):
+    """A thousand problems are four families: Triton compiles few kernels for them, and others for the next four."""
+    pytest.importorskip("triton", reason="Triton is an extra")
+    import campaign_kernels
+
+    found = []
+    for first in (10_000_000, 70_000_000):
+        problems = [p for p in (generate(first + i, "cuda", kind) for i in range(1000)) if p.dtype not in FP8]
+        of_each = [campaign_kernels.compiled(p) for p in problems if families.compiles(p)]
+        assert sum(map(bool, of_each)) > 150 and len({p.n_q for p in problems}) > 100
+        found.append(set().union(*of_each))
+        assert 4 <= len(found[-1]) <= 40
+    assert len(found[0] & found[1]) <= 3
 
 
 def test_layouts_hold_what_was_asked_for_and_nan_around():

@@ -1,0 +1,71 @@
+"""Which kernels Triton would compile for a problem on a Hopper GPU: told without one, from tensors that have no memory."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from unittest import mock
+
+import campaign_check
+import campaign_tensors as tensors
+import torch
+from campaign_problems import Problem
+from ffpa_attn import native, ops, triton_attention, triton_launch, triton_persistent
+
+_LARGE = 2**31
+
+
+def _seen_of(x):
+    """What Triton's compiler is told of an argument."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.storage_offset() * x.element_size() % 16 == 0
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, tuple(x.block_shape)
+    if isinstance(x, tuple):
+        return tuple(map(_seen_of, x))
+    if isinstance(x, int) and not isinstance(x, bool):
+        return x == 1, x % 16 == 0, abs(x) >= _LARGE
+    return type(x)
+
+
+def compiled(p: Problem) -> set[tuple]:
+    """Of 16-bit floats."""
+    found = set()
+
+    def launch(memo, kernel, given, how) -> None:
+        _, numbers, options, tiles = how()
+        options = {name: value for name, value in options.items() if name in kernel.arg_names}
+        found.add((kernel.__name__, tiles, *options.items(), *map(_seen_of, (*given, *numbers))))
+
+    def nothing(*_) -> None:
+        pass
+
+    with contextlib.ExitStack() as stack:
+        for module in (triton_attention, triton_persistent):
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+        stack.enter_context(mock.patch.object(triton_attention, "running", lambda device: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))
+        stack.enter_context(mock.patch.object(ops.checks, "writable", lambda *_, **__: None))  # all lie at address 0
+        stack.enter_context(mock.patch.object(native, "why_not", lambda *_: None))
+        stack.enter_context(mock.patch.object(native, "make_ready", lambda *_: True))
+        stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))
+        for bodies in (ops._FORWARD, ops._BACKWARD):
+            others = {name: nothing for name in bodies if name != "triton"}
+            stack.enter_context(mock.patch.dict(bodies, others))
+        stack.enter_context(campaign_check.running(p))
+        _call(p)
+    return found
+
+
+def _call(p: Problem) -> None:
+    x = tensors.make(p, "meta")
+    form = ops.Packed(*x.offsets) if p.packed else ops.Dense(p.layout, x.mask)
+    left, right = p.window
+    rule = {"causal": p.causal, "align": p.align, "scale": p.scale, "softcap": p.softcap}
+    rule |= {"window_left": left, "window_right": right}
+    options = rule | {"return_lse": p.return_lse or p.backward, "level": p.level, "acc": p.acc, "num_stages": p.num_stages}
+    given = None if p.out is None else campaign_check.own_output(p, x)[0]
+    out, lse = ops._forward(form, x.q, x.k, x.v, given, options)
+    if p.backward:
+        grad, grad_lse = campaign_check.random_gradients(p, out, lse, None)
+        ops._backward(form, grad, grad_lse, x.q, x.k, x.v, out, lse, False, False, rule)
