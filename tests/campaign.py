@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, default=None, help="of these alone")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--only", type=int, default=None, metavar="SEED", help="the problem of this seed alone")
+    parser.add_argument("--shrink", type=int, default=1, help="how many wrong problems a process makes smaller")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a problem counts as hung")
     parser.add_argument("--json", type=Path, default=None, help="where to write the summary")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
@@ -101,7 +102,7 @@ def _work(args: argparse.Namespace) -> int:
     def tell(**what) -> None:
         told.write(json.dumps(what) + "\n")
 
-    index = args.first
+    index, shrunk = args.first, 0
     while index < _SEEDS_OF_ONE:
         seed = args.seed * _SEEDS_OF_ONE + index
         tell(begins=seed, index=index)
@@ -111,7 +112,8 @@ def _work(args: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         _leave_memory_to_others()
         source = repr(p)
-        if ended == "wrong":
+        if ended == "wrong" and shrunk < args.shrink:
+            shrunk += 1
             from campaign_shrink import as_test, shrink
 
             tell(shrinks=seed)
