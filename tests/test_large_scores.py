@@ -269,6 +269,43 @@ def test_gradients_of_keys_that_share_the_largest_score(dtype, size, attend):
         expect_gradients([dv], [want], 2e-2)
 
 
+def test_gradients_where_all_keys_are_alike(attend):
+    """P adds up to 1 though scores of 10^5, and an LSE in float32, are rounded: what all keys share reaches no query."""
+    for d in dims_of(attend):
+        size, scale = 300.0, 0.8 / d**0.5
+        q, k, v, grad = (values(n, d, BF16) for n in (N_Q, N_K + 1, N_K, N_Q))
+        q, k = q * size, (k[:, :, :1] * size).expand(1, 1, N_K, d).contiguous()
+
+        def gradients(q, k, v, grad, scale=scale):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = ffpa(q, k, v, scale=scale, return_lse=True)
+            return torch.autograd.grad((out, lse), (q, k, v), (grad, torch.full_like(lse, 8.0)))
+
+        dq, _, dv = attend(gradients, *(x.clone() for x in (q, k, v)), grad)
+        want = 8 * scale * k[:, :, :1].float().expand(1, 1, N_Q, d)  # the LSE's
+        assert (dq.float() - want).abs().max() <= 2**-7 * want.abs().max()
+        torch.testing.assert_close(dv.float(), (grad.float().sum(2, keepdim=True) / N_K).expand(dv.shape), rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_under_a_small_softcap(attend):
+    """Slopes of 10^-5, of which float16 has few bits."""
+    for d in dims_of(attend):
+        q, k, v, grad = (values(n, d, F16) for n in (N_Q, N_K + 1, N_K, N_Q))
+        k = k[:, :, 1:]
+        q[..., 0], k[..., 0] = 0.5, 13.0
+        q[..., 1:] /= 64
+
+        def gradients(q, k, v, grad):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(ffpa(q, k, v, scale=1.0, softcap=1.0), (q, k, v), grad)
+
+        dq, _, _ = attend(gradients, *(x.clone() for x in (q, k, v)), 512 * grad)
+        x = [t.double().requires_grad_() for t in (q, k, v)]
+        p = torch.softmax(torch.tanh(x[0] @ x[1].mT), -1)
+        want = torch.autograd.grad(p @ x[2], x[0], 512 * grad.double())[0]
+        expect_gradients([dq], [want], 2e-2)
+
+
 def test_gradients_of_keys_that_hardly_count(attend):
     """P of 10^-6, of which float16 has four bits, does not lose them before it meets dP."""
     for d in dims_of(attend):

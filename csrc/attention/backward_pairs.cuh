@@ -53,9 +53,12 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
 }
 
 template <class Block>
-FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, int row, int lane, float (&shares)[2]) {
+FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, int row, int lane,
+                             RowShare (&shares)[2]) {
   for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
-    shares[h] = float_from_bits(ptx::ld_global_4(statistics + 2));
+    uint32_t bits[2];
+    ptx::ld_global_8(bits, statistics + 2);
+    shares[h] = {float_from_bits(bits[1]), float_from_bits(bits[0])};
   });
 }
 
@@ -66,6 +69,10 @@ FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const
   const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
   return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
+
+// Slopes of a softcap are kept so many times as large as they are: halves below 2^-14 have fewer digits.
+template <class Element>
+inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
 // Exponents of P from raw products that are plain, in place.
 template <class Element, int kN>
@@ -92,26 +99,25 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardPar
       FFPA_UNROLL
       for (int e = 0; e < 2; ++e) {
         const float t = tanh_of(ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor));
-        slope[e] = 1 - t * t;
+        slope[e] = (1 - t * t) * kSlopes<Element>;
       }
       slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
     }
   }
   products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
-  float shares[2] = {0, 0};
+  RowShare shares[2];
   if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) load_shares(params, rows, row, lane, shares);
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const bool far = is_far(lse2[h]), blind = lse2[h] == kInfinity;
-    const float lse = far ? in_natural_units(lse2[h]) : 0.0f;  // in the exponent, where no rounding shows
-    const float own = far ? -kRoundings * std::fabs(lse) : kInfinity;
-    const float rest = (far ? shares[h] : lse2[h]) - kExponentOfP<Element>;
+    const float reference = far ? shares[h].reference : 0.0f,
+                least_own = far ? shares[h].least_of_reference() : kInfinity;
+    const float rest = (far ? shares[h].share : lse2[h]) - kExponentOfP<Element>;
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
       float& x = scores[0][i / 2][2 * h + i % 2];
-      const float above = x - lse;
-      x = (above > own ? 0.0f : above) * kLog2e - rest;
-      if (blind) x = -kInfinity;  // it may be NaN
+      x = (x > least_own ? 0.0f : x - reference) * kLog2e - rest;  // RowShare::exponent, of far rows
+      if (blind) x = -kInfinity;                                   // it may be NaN
     }
   }
 }
@@ -134,7 +140,17 @@ FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
 template <class Element, int kCount>
 FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
   FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) p[i] = ptx::multiply<Element>(p[i], where_not_0(p[i], slopes[i]));
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t of_pair = where_not_0(p[i], slopes[i]);
+    if constexpr (kSlopes<Element> == 1) {
+      p[i] = ptx::multiply<Element>(p[i], of_pair);
+    } else {
+      float p_low, p_high, low, high;
+      ptx::unpack<Element>(p[i], p_low, p_high);
+      ptx::unpack<Element>(of_pair, low, high);
+      p[i] = ptx::pack<Element>(p_low * (low / kSlopes<Element>), p_high * (high / kSlopes<Element>));
+    }
+  }
 }
 
 // dS = P ∘ (dP - δ), packed, of P as it is stored. Where not all pairs count, dP may be NaN where P is 0.

@@ -1,6 +1,6 @@
 // What the kernels of the backward are told. They share one workspace, a chunk of the problem after the other:
 //
-//   backward_rows       of every row of dO and O: LSE in base 2, δ = dO·O - dLSE, and its share
+//   backward_rows       of every row of dO and O: LSE in base 2, δ = dO·O - dLSE, a RowShare
 //   backward_scores     of every (row, key) tile that has visible pairs: P and dS, into the workspace
 //   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
@@ -55,7 +55,7 @@ struct BackwardParams {
   bool float_gradients;
   float scale;  // dQ = scale · dS K
 
-  float* statistics;    // [as lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; share; nothing
+  float* statistics;    // [as lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; RowShare
   uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
 
   int first_entry, entries;  // of the chunk

@@ -1,5 +1,5 @@
-// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, its share
-// (row_shares.cuh), and whether it counts at all.
+// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
+// row comes from (row_shares.cuh), and whether it counts at all.
 //
 // dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
 // LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
@@ -55,7 +55,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
 
   const int first_row = word * kLiveRows + warp * Config::kWarpRows;
-  float own_lse2 = kInfinity, own_delta = 0;  // of the row that the lane writes
+  float own_lse = kInfinity, own_delta = 0;  // of the row that the lane writes
   uint32_t live = 0;
   for (int i = 0; i < Config::kWarpRows; ++i) {
     const int row = first_row + i;
@@ -88,16 +88,17 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     const bool sees_keys = lse != -kInfinity;
     live |= uint32_t(sees_keys) << i;
     if (lane == i && sees_keys) {
-      own_lse2 = in_base_2(lse);
+      own_lse = lse;
       own_delta = delta;
     }
   }
   const HeadRows rows = {entry, batch, head, first_row, min_of(first_row + Config::kWarpRows, entry.n_q()) - 1};
-  float share = 0;
-  if (ptx::vote_any(is_far(own_lse2))) share = shares_of_rows<Element>(attention, rows, own_lse2, lane);
+  const float lse2 = own_lse == kInfinity ? kInfinity : in_base_2(own_lse);
+  RowShare own;
+  if (ptx::vote_any(is_far(lse2))) own = share_of_rows<Element>(attention, rows, own_lse, lane);
   if (first_row + lane <= rows.last) {
     ptx::st_global_16(params.statistics + kRowStatistics * (lse_row + first_row + lane),
-                      {float_bits(own_lse2), float_bits(own_delta), float_bits(share), 0});
+                      {float_bits(lse2), float_bits(own_delta), float_bits(own.share), float_bits(own.reference)});
   }
   uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();
   if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word_of_head) + warp, uint16_t(live));

@@ -35,9 +35,10 @@ FFPA_DEVICE float in_natural_units(float logit) {
 // size at most: the reference then lacks 2^-11 of the maximum's product. Beyond, all become logits first.
 inline constexpr float kMostFusedLogit = 0x1p14f;
 
-// Kernels of several kinds round a score and its row's LSE. The two count as equal where they are no further apart than
-// this, relative to them.
-inline constexpr float kRoundings = 0x1p-21f;
+// Kernels of several kinds round scores and LSEs. An LSE is what its row's scores say, and a score the largest of its
+// row, where they are no further apart than this, relative to them.
+inline constexpr float kRoundingsOfLse = 0x1p-21f;
+inline constexpr float kRoundingsOfScore = 0x1p-22f;
 
 // What raw products, or scores, still are to be multiplied with.
 struct LogitScale {

@@ -1,6 +1,7 @@
-// Rows whose LSE, one float, cannot say how many keys share their largest score: of n keys at 10^9, or at the finfo.min
-// of a mask, it is the score itself. By such an LSE each of them has P = 1. What P then adds up to is found here, and
-// its logarithm, the row's share, goes into the exponents of P; it is 0 for all other rows.
+// Softmax of rows that are far: their scores are so large that rounding them, or an LSE in one float, shows in P, and
+// that the LSE cannot say how many keys share the largest score: of n keys at 10^9, or at the finfo.min of a mask, it
+// is the score itself. So P of a far row comes from its largest score and the logarithm of its sum, which are found
+// here.
 #pragma once
 
 #include <cmath>
@@ -21,14 +22,26 @@
 
 namespace ffpa {
 
-// Of an LSE in base 2: the row has scores whose exponents the rounding of the LSE shows in.
+// Of an LSE in base 2: rounding shows in the row's P.
 FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostFusedLogit); }
 
-// Of a far row, P's exponent is 0 at most, and 0 for scores that are its LSE's own, as near as rounding leaves it:
-// where scores are about 10^9 it moves them by 64.
-FFPA_DEVICE float exponent_of_far(float score, float lse) {
-  const float above = score - lse;
-  return above > -kRoundings * std::fabs(lse) ? 0.0f : above * kLog2e;
+// P = 2^(exponent(score) - share), of a far row.
+struct RowShare {
+  float reference = 0, share = 0;
+
+  // Scores that are the reference, as near as rounding leaves it, have all of a share: where scores are about 10^9 it
+  // moves them by 64.
+  FFPA_DEVICE float least_of_reference() const { return reference - std::fabs(reference) * kRoundingsOfScore; }
+  FFPA_DEVICE float exponent(float score) const {
+    return score > least_of_reference() ? 0.0f : (score - reference) * kLog2e;
+  }
+};
+
+// Of a row's largest score and the sum of P to it, if these are all that its LSE is of. Else the LSE stays, which is of
+// keys that are elsewhere, too.
+FFPA_DEVICE RowShare share_of_row(float largest, float sum, float lse) {
+  const float share = ptx::lg2(sum), off = largest - lse + share * kLn2;
+  return std::fabs(off) <= kRoundingsOfLse * std::fabs(lse) ? RowShare{largest, share} : RowShare{lse, 0};
 }
 
 // Products q · k of 16 rows and the 8 keys from `key` on, straight from global memory. Rows and keys past the last ones
@@ -57,34 +70,47 @@ FFPA_DEVICE void multiply_from_gmem(float (&products)[4], const AttentionParams&
   }
 }
 
-// The share of row rows.first + lane, for lanes below 16, whose LSE in base 2 is `lse2`; of at most 16 rows. By all
-// lanes.
-template <class Element>
-FFPA_DEVICE float shares_of_rows(const AttentionParams& params, const HeadRows& rows, float lse2, int lane) {
-  float lse2_of[2], totals[2] = {0, 0};  // of the rows that the lane's fragments hold
-  FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) lse2_of[h] = ptx::shfl_idx(lse2, tile::c_coordinate(lane, 2 * h).row);
+// function(score, half of rows) for all scores of at most 16 rows.
+template <class Element, class Function>
+FFPA_DEVICE void for_scores_of_rows(const AttentionParams& params, const HeadRows& rows, int lane,
+                                    const Function& function) {
   FFPA_NO_UNROLL
   for (int key = visible_keys_begin(rows); key < visible_keys_end(rows); key += tile::kMmaN) {
     float scores[1][1][4] = {};
     multiply_from_gmem<Element>(scores[0][0], params, rows, key, lane);
     products_to_scores(scores, params, rows, false, rows.first, key, lane);
     FFPA_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      const float own = lse2_of[e / 2];
-      if (is_far(own)) totals[e / 2] += ptx::ex2(exponent_of_far(scores[0][0][e], in_natural_units(own)));
-    }
+    for (int e = 0; e < 4; ++e) function(scores[0][0][e], e / 2);
   }
-  float shares[2];
+}
+
+// Of row rows.first + lane, for lanes below 16, whose LSE is `lse`; of at most 16 rows. By all lanes.
+template <class Element>
+FFPA_DEVICE RowShare share_of_rows(const AttentionParams& params, const HeadRows& rows, float lse, int lane) {
+  float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};  // of the rows that the lane's fragments hold
+  for_scores_of_rows<Element>(params, rows, lane,
+                              [&](float score, int h) { largest[h] = larger_of(largest[h], score); });
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     FFPA_UNROLL
-    for (int distance = 1; distance < 4; distance *= 2) totals[h] += ptx::shfl_xor(totals[h], distance);
-    shares[h] = totals[h] > 1 ? ptx::lg2(totals[h]) : 0.0f;  // less where the LSE is of keys that are elsewhere, too
+    for (int distance = 1; distance < 4; distance *= 2)
+      largest[h] = larger_of(largest[h], ptx::shfl_xor(largest[h], distance));
   }
-  const int source = lane % 8 * 4;  // the first lane that holds the row
-  const float low = ptx::shfl_idx(shares[0], source), high = ptx::shfl_idx(shares[1], source);
-  return lane < 8 ? low : high;
+  for_scores_of_rows<Element>(params, rows, lane, [&](float score, int h) {
+    if (score != -kInfinity) sum[h] += ptx::ex2(RowShare{largest[h]}.exponent(score));
+  });
+  float own_largest = 0, own_sum = 0;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    FFPA_UNROLL
+    for (int distance = 1; distance < 4; distance *= 2) sum[h] += ptx::shfl_xor(sum[h], distance);
+    const int source = lane % 8 * 4;  // the first lane that holds the row
+    const float largest_of_row = ptx::shfl_idx(largest[h], source), sum_of_row = ptx::shfl_idx(sum[h], source);
+    if (lane / 8 != h) continue;
+    own_largest = largest_of_row;
+    own_sum = sum_of_row;
+  }
+  return share_of_row(own_largest, own_sum, lse);
 }
 
 }  // namespace ffpa
