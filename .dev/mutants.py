@@ -53,6 +53,10 @@ def _any_rounding(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return _in(file, "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'", *edits)
 
 
+def _gradients(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return _in(file, "tests/test_large_scores.py -k 'gradients and (mma or hopper) and not fused'", *edits)
+
+
 def _pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return _in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
@@ -690,7 +694,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_rows.cuh",
         ("backward rows: dLSE with the wrong sign", "delta -= float_from_bits", "delta += float_from_bits"),
-        ("backward rows: LSE in base e", "in_base_2(lse)", "lse"),
+        ("backward rows: LSE in base e", "in_base_2(own_lse)", "own_lse"),
         ("backward rows: rows without keys count", "live |= uint32_t(sees_keys) << i;", "live |= 1u << i;"),
         ("backward rows: what lies behind a sequence counts", "live |= uint32_t(!attention.is_packed()) << i;", "live |= 1u << i;"),
         ("backward rows: columns past the first 256 are left out", "column < attention.d_v; column += 32 * 8", "column < min_of(attention.d_v, 256); column += 32 * 8"),
@@ -698,14 +702,14 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_pairs.cuh",
         ("backward pairs: pairs that do not count pass on NaN", "  if (all_count) return;", "  return;"),
-        ("backward pairs: rows without keys have P", "if (lse2[e / 2] == kInfinity) score", "if (false) score"),
+        ("backward pairs: rows without keys have P", "if (blind) x", "if (false) x"),
         ("backward pairs: slopes of pairs that do not count", "where_not_0(p[i], slopes[i])", "slopes[i]"),
-        ("backward pairs: dS without delta", "of_pair[i % 2 * 2] - delta[i % 2],", "of_pair[i % 2 * 2],"),
-        ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) ptx::ld_global_8", "ptx::ld_global_8"),
+        ("backward pairs: dS without delta", "of_pair[i % 2 * 2] * kUnit - delta[i % 2] * kUnit", "of_pair[i % 2 * 2] * kUnit"),
+        ("backward pairs: rows that do not exist are read", "if (r <= rows.last_row()) function", "function"),
     ),
     *_backward(
         "csrc/attention/backward_pairs.cuh",
-        ("backward pairs: dS without the derivative of the cap", "slope[e] = 1 - t * t;", "slope[e] = 1;"),
+        ("backward pairs: dS without the derivative of the cap", "slope[e] = slope_of_tanh(x) *", "slope[e] = 1 *"),
         only="hopper and not cuda and gradients and softcap",
     ),
     *_backward(
@@ -767,7 +771,6 @@ MUTANTS = [
     *_backward(
         "csrc/attention/backward_scores_wgmma.cuh",
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
-        ("backward scores: logits times the factor again", "            factor = apply_rules<Element>", "            apply_rules<Element>"),
     ),
     *_backward(
         "csrc/attention/score_tile_queue.cuh",
@@ -777,7 +780,7 @@ MUTANTS = [
     *_backward(
         "csrc/attention/gradient_writer.cuh",
         ("gradient writer: sums of earlier chunks are left out", "if (continues_) tile::add_fragment", "if (false) tile::add_fragment"),
-        ("gradient writer: dV scaled as dK", "tile.product == Product::kDv ? 1.0f : params.scale", "params.scale"),
+        ("gradient writer: dV scaled as dK", "tile.product == Product::kDv ? kUnitOfP<Element> : params.scale", "params.scale"),
     ),
     *_backward(
         "csrc/attention/backward_products_wgmma.cuh",
@@ -941,7 +944,9 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/logits.cuh",
-        ("large scores: the largest overflow in base 2", "if (std::fabs(score) <= kFlatScore) return", "return"),
+        ("large scores: the largest overflow in base 2", "half - kFlatOffset", "-kInfinity"),
+        ("slopes: no row is large", "0x1p27f", "0x1p120f"),
+        ("slopes: those of large rows are rounded products", ": coarse;", ": factor;"),
         ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
     ),
@@ -950,13 +955,29 @@ MUTANTS = [
         "tests/test_large_scores.py -k 'infinite_lse and triton'",
         ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
     ),
-    *_any_rounding(
+    *_gradients(
         "csrc/attention/backward_pairs.cuh",
-        ('backward pairs: P above 1', 'if (is_large(e / 2) && score > own - std::fabs(own) * kRoundings) score = own;', ''),
+        ("backward pairs: scores that are the largest, but for rounding, are not", "x > least_own ? 0.0f : x - reference", "x - reference"),
+        ("backward pairs: slopes of halves lose digits", "0x1p15f", "1"),
+        ("backward pairs: far rows by their LSE", "far ? shares[h].share : lse2[h]", "far ? 0.0f : lse2[h]"),
+    ),
+    *_gradients(
+        "csrc/attention/row_shares.cuh",
+        ("shares: keys share nothing", "RowShare{largest, share}", "RowShare{largest, 0}"),
+        ("shares: rows keep their LSE", "RowShare{largest, share}", "RowShare{lse, 0}"),
+        ("shares: rows 8 further have those of the first", "if (lane / 8 != h) continue;", "if (h != 0) continue;"),
+    ),
+    *_gradients(
+        "csrc/attention/score_rules.cuh",
+        ("rules: a slope is what tanh leaves", "return 4 * small * (inverse * inverse);", "const float t = tanh_of(x);\n  return 1 - t * t;"),
+    ),
+    *_gradients(
+        "csrc/attention/backward_params.h",
+        ("backward: P of halves loses digits", "Half> ? 12 : 0", "Half> ? 0 : 0"),
     ),
     *_any_rounding(
         "csrc/attention/logits.cuh",
-        ("large scores: an LSE's own score counts within a quarter of what rounding does", "0x1p-21f", "0x1p-23f"),
+        ("large scores: no score is the largest but for rounding", "0x1p-22f", "0x1p-60f"),
     ),
     *_large_scores(
         "csrc/attention/score_rules.cuh",
@@ -979,14 +1000,14 @@ MUTANTS = [
     ),
     *_large_scores(
         "csrc/attention/backward_rows.cuh",
-        ("backward rows: the LSE overflows", "in_base_2(lse)", "lse * kLog2e"),
+        ("backward rows: the LSE overflows", "in_base_2(own_lse)", "own_lse * kLog2e"),
     ),
     *_fused(
         "csrc/attention/fused_steps.cuh",
         ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
-        ('fused: all tiles are plain', 'const bool has_rules = params.softcap > 0 ||', 'const bool has_rules = false && params.softcap > 0 ||'),
+        ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
         ("fused: maxima of a thread's keys", '    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n', ''),
     ),
     *_pair(
@@ -1156,7 +1177,7 @@ MUTANTS = [
         "csrc/attention/fused_steps.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
-        ('fp8: references wait to grow', 'state.follow(h, maximum, lazy_growth)', 'state.follow(h, maximum)'),
+        ('fp8: references wait to grow', 'state.follow(h, maximum, kLazyGrowth)', 'state.follow(h, maximum)'),
     ),
     *_fp8(
         "csrc/attention/arrange_values.cuh",

@@ -98,8 +98,8 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardPar
       float slope[2];
       FFPA_UNROLL
       for (int e = 0; e < 2; ++e) {
-        const float t = tanh_of(ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor));
-        slope[e] = (1 - t * t) * kSlopes<Element>;
+        const float x = ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor);
+        slope[e] = slope_of_tanh(x) * kSlopes<Element>;
       }
       slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
     }
