@@ -16,7 +16,9 @@ import torch
 
 _MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
 _FEW = 512  # rows, or keys, of all heads: of fewer PyTorch's error may be small by luck
-_DEVIATIONS = 4.0  # of an error: what is allowed at least
+_FEW_OF_MASK = 4096  # its elements: each is a sum of many, but the largest error is that of few
+_ROUNDINGS = 3  # to 16 bits, of what a dS is of: P, dP - delta, and itself
+_LEAST_NORMAL = 2.0**-126  # exp2 of hardware gives 0 below it
 
 
 class Expected(NamedTuple):
@@ -68,7 +70,7 @@ class Sum:
         moved, variance, surely = self.rest
         least = None
         if variance is not None:
-            least = _DEVIATIONS * variance.sqrt() + (0.0 if surely is None else surely)
+            least = compare.deviations(variance.numel()) * variance.sqrt() + (0.0 if surely is None else surely)
         return Expected(self.want, tuple(base.to(self.dtype) for base in self.bases), moved, least)
 
 
@@ -136,12 +138,12 @@ def sums(
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
-            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW, ordered=ordered,
+            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW, ordered=ordered, mask=mask if additive else None,
         )  # fmt: skip
         parts = {"out": block.out(), "lse": block.log_sum()}
         if grad is not None:
             g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
-            parts |= block.gradients(of_block(grad, heads, rows), g_lse, additive)
+            parts |= block.gradients(of_block(grad, heads, rows), g_lse)
         shape = (count, group, length)
         for name, part in parts.items():
             if name in ("dk", "dv"):
@@ -184,9 +186,12 @@ def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
 class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
-    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few, ordered):
+    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few, ordered, mask):
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
-        self.scale, self.softcap, self.acc_pv, self.few = scale, softcap, acc_pv, few
+        self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
+        self.few = few
+        # Of one key P is 1 and dS is 0, which PyTorch may have without any error.
+        self.few_rows = torch.ones_like(seen[..., :1]) if few else seen.sum(-1, keepdim=True) == 1
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
         self.raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
@@ -240,7 +245,7 @@ class Block:
         moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
         return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
 
-    def gradients(self, grad, grad_lse, of_mask: bool) -> dict[str, Part]:
+    def gradients(self, grad, grad_lse) -> dict[str, Part]:
         """Of dq, dk, dv, and of the scores."""
         grad64, scale = grad.double(), self.scale
         d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
@@ -270,39 +275,68 @@ class Block:
             "dv": Part(self.p.mT @ grad64, [dv_base, dv_base]),
             "dmask": Part(d_score, [by_autograd, by_blocks.to(dtype).float()]),
         }
-        if not of_mask:
+        if self.mask is None:
             del parts["dmask"]
         if self.movement is not None:
             moved = self.movement.gradients(
                 self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped
             )
             parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
-        if self.few:
-            errors = self._errors(grad64, dp, ds, slope)
-            parts = {
-                name: part._replace(variance=errors[name][0], surely=errors[name][1]) for name, part in parts.items()
-            }
+        for name, lost in self._lost(grad64, lowered, slope).items():
+            if name in parts:
+                moved = parts[name].moved
+                parts[name] = parts[name]._replace(moved=lost if moved is None else moved + lost)
+        of_few_rows = bool(self.few_rows.any())
+        few_of_mask = self.mask is not None and self.mask.numel() < _FEW_OF_MASK
+        if of_few_rows or few_of_mask:
+            errors = self._errors(grad64, dp, ds, d_score, slope, of_few_rows, few_of_mask)
+            for name in parts.keys() & errors.keys():
+                variance, surely = errors[name]
+                parts[name] = parts[name]._replace(variance=variance, surely=surely)
         return parts
 
-    def _errors(self, grad, dp, ds, slope) -> dict:
-        """name -> (variance, what float32 sums may add): P and dS are rounded, and so is the output that delta is of, which
-        changes all dS of a row alike.
+    def _lost(self, grad, lowered, slope) -> dict:
+        """name -> what a P below the least normal number of float32 adds, which is 0 on hardware. Nothing, of ordinary scores."""
+        lost = torch.where(self.p < _LEAST_NORMAL, self.p, 0.0)
+        if not bool(lost.any()):
+            return {}
+        of_score = lost * lowered.abs()
+        of_product = abs(self.scale) * of_score * slope
+        return {
+            "dq": of_product @ self.k64.abs(),
+            "dk": of_product.mT @ self.q64.abs(),
+            "dv": lost.mT @ grad.abs(),
+            "dmask": of_score,
+        }
+
+    def _errors(self, grad, dp, ds, d_score, slope, of_few_rows: bool, few_of_mask: bool) -> dict:
+        """name -> (variance, what float32 sums may add), of the few rows; of a mask of few elements, of all rows. P, dP - delta and
+        dS are rounded, and so is the output that delta is of, which changes all dS of a row alike.
         """
         p, slope = self.p, slope if self.softcap else 1.0
         of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
         of_delta = of_delta + self.unit**2 * (p * dp).square().sum(-1, keepdim=True)
         k, q, scale = self.k64, self.q64, self.scale
-        of_ds = (self.unit * ds).square()
-        sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p * slope
-        return {
-            "dq": (
-                scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()),
-                abs(scale) * (sums @ k.abs()),
-            ),
-            "dk": (
-                scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
-                abs(scale) * (sums.mT @ q.abs()),
-            ),
-            "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
-            "dmask": (of_ds + of_delta * p.square(), sums),
-        }
+        sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p
+        errors = {}
+        if self.mask is not None:
+            alike = p.sum(-1, keepdim=True) if self.mask.shape[-1] == 1 else p  # an element that all keys share
+            of_mask = _ROUNDINGS * (self.unit * d_score).square() + of_delta * p * alike
+            rows = 1.0 if few_of_mask else self.few_rows
+            errors["dmask"] = (of_mask * rows, sums * rows)
+        if of_few_rows:
+            of_ds, of_delta, sums = (
+                x * self.few_rows for x in (_ROUNDINGS * (self.unit * ds).square(), of_delta, sums * slope)
+            )
+            errors |= {
+                "dq": (
+                    scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()),
+                    abs(scale) * (sums @ k.abs()),
+                ),
+                "dk": (
+                    scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
+                    abs(scale) * (sums.mT @ q.abs()),
+                ),
+                "dv": (self.unit**2 * ((p * self.few_rows).square().mT @ grad.square()), None),
+            }
+        return errors

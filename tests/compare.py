@@ -10,6 +10,7 @@ overflows; and there float32 itself no longer tells scores apart, so that what i
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import oracle
@@ -17,6 +18,7 @@ import torch
 
 LARGE = 1e4  # a score beyond, before or after its mask: a product in float16 is about to overflow
 
+_DEVIATIONS = 4.0  # of an error: what is allowed at least, of the largest and of their RMS
 _MMA_DEPTH = 16  # products that a tensor core adds up before it rounds the sum
 _ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 
@@ -178,7 +180,7 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     ulp = _ULP[base.dtype]
     got, want, bases = got.detach().double(), want.detach(), [base.detach().double() for base in bases]
-    sizes = want.nan_to_num(0.0, 0.0, 0.0).abs()
+    sizes, total = want.nan_to_num(0.0, 0.0, 0.0).abs(), want.numel()
     moved = torch.zeros_like(sizes) if moved is None else moved * (1 + ulp)
     least = torch.zeros_like(sizes) if least is None else least
     # Where PyTorch overflows, it is no yardstick.
@@ -201,8 +203,14 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
     rms, size, of_moved, of_least, *of_bases = (
         float(x.square().mean().sqrt()) for x in (error, want, moved, least, *base_errors)
     )
+    of_least *= _DEVIATIONS / deviations(total)  # that many numbers make the largest error larger, not their RMS
     rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
     assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
+
+
+def deviations(count: int) -> float:
+    """How many standard deviations the largest of so many normal errors may be: about sqrt(2 ln count), and one more."""
+    return max(_DEVIATIONS, 1 + math.sqrt(2 * math.log(max(count, 1))))
 
 
 def _worst(errors: list[torch.Tensor]) -> torch.Tensor:

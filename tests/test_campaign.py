@@ -147,6 +147,85 @@ def test_ordinary_scores_move_nothing():
         assert all(one.moved is None for one in found.values())
 
 
+def test_the_largest_of_many_errors():
+    """More numbers allow a larger one, and no more than that."""
+    largest = [float(tensors.normal((count,), 5, "cpu").abs().max()) for count in (10, 1000, 1_000_000)]
+    allowed = [compare.deviations(count) for count in (10, 1000, 1_000_000)]
+    assert all(one < limit < one + 3 for one, limit in zip(largest, allowed, strict=True))
+    assert compare.deviations(0) == compare.deviations(1) == 4.0
+
+
+@pytest.mark.parametrize("score, may_vanish", [(-89.0, True), (-70.0, False)])
+def test_a_p_below_normal_numbers_may_be_0(score, may_vanish):
+    """exp(-89) is 2e-39, which hardware's exp2 gives as 0; exp(-70) is 4e-31, which it does not."""
+    q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16) for n in (1, 2, 2))
+    q[..., 0], k[0, 0, 1, 1] = 1.0, 1.0
+    v[0, 0, 1] = 2.0
+    mask = torch.tensor([0.0, score]).reshape(1, 1, 1, 2)
+    found = truth.expected(q, k, v, mask=mask, grad=torch.ones_like(q))
+    for name, at in (("dq", ...), ("dk", (0, 0, 1)), ("dv", (0, 0, 1)), ("dmask", (..., 1))):
+        want, bases, moved, least = found[name]
+        got = want.to(bases[0].dtype)
+        compare.assert_close(name, got, want, bases, moved, least)
+        assert got[at].abs().max() > 0
+        got[at] = 0.0
+        with contextlib.nullcontext() if may_vanish else pytest.raises(AssertionError):
+            compare.assert_close(name, got, want, bases, moved, least)
+
+
+def test_rows_that_see_one_key_are_few_numbers():
+    """Through a window as of one key; the others have no allowance."""
+    q, k, v, grad = (tensors.normal((1, 1, 600, 16), seed, "cpu").half() for seed in (1, 2, 3, 4))
+    alone = truth.expected(q[:, :, 5:6], k[:, :, 5:6], v[:, :, 5:6], grad=grad[:, :, 5:6])
+    for window, few in (((0, 0), 600), ((1, 0), 1)):
+        found = truth.expected(q, k, v, window=window, grad=grad)
+        assert all(int((found[name].least > 0).any(-1).sum()) == few for name in ("dq", "dk", "dv"))
+        if few == 600:
+            ratio = found["dq"].least[0, 0, 5] / alone["dq"].least[0, 0, 0]
+            assert 1 <= ratio.min() and ratio.max() <= compare.deviations(600 * 16) / 4 * 1.001
+        assert found["out"].least is None
+    assert truth.expected(q, k, v, grad=grad)["dq"].least is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 600), (1, 1, 600, 1)])
+def test_masks_of_few_elements(shape):
+    """What rounds P, dP - delta, dS and the output to 16 bits passes; it errs by much of what is allowed; a tenth more does not pass."""
+    most = 0.0
+    for seed in range(12):
+        q, k, v, grad = (tensors.normal((1, 1, 600, 64), 9 * seed + i, "cpu").bfloat16() for i in range(4))
+        mask = tensors.normal(shape, seed, "cpu")
+        want, bases, moved, least = truth.expected(q, k, v, mask=mask, grad=grad)["dmask"]
+        p = torch.softmax(q.float() @ k.float().mT / 8 + mask, -1)
+        out = (p.bfloat16().float() @ v.float()).bfloat16().float()
+        lowered = grad.float() @ v.float().mT - (grad.float() * out).sum(-1, keepdim=True)
+        got = (p.bfloat16() * lowered.bfloat16()).double().sum_to_size(shape).float()
+        compare.assert_close("dmask", got, want, bases, moved, least)
+        most = max(most, float(((got - want).abs() / least).max()))
+        if shape[-1] > 1:
+            got.view(-1)[int(want.abs().argmax())] *= 1.1
+            with pytest.raises(AssertionError):
+                compare.assert_close("dmask", got, want, bases, moved, least)
+    assert 0.2 < most < 1.0
+
+
+@pytest.mark.parametrize("rows, rule", [(600, {}), (600, {"window": (0, 0)}), (600, {"causal": True}), (40, {})])
+def test_a_gradient_one_percent_off_is_found(rows, rule):
+    """In one row, or one column, of many numbers and of few."""
+    q, k, v, grad = (tensors.normal((1, 1, rows, 64), seed, "cpu").half() for seed in (1, 2, 3, 4))
+    grad_lse = tensors.normal((1, 1, rows), 5, "cpu")
+    found = truth.expected(q, k, v, grad=grad, grad_lse=grad_lse, **rule)
+    for name in ("dq", "dk", "dv"):
+        want, bases, moved, least = found[name]
+        right = want.half()
+        compare.assert_close(name, right, want, bases, moved, least)
+        row, column = divmod(int(want.abs().argmax()), 64)
+        for at in ((0, 0, row), (0, 0, slice(None), column)):
+            wrong = right.clone()
+            wrong[at] *= 1.01
+            with pytest.raises(AssertionError):
+                compare.assert_close(name, wrong, want, bases, moved, least)
+
+
 # ---- problems ----
 
 
