@@ -93,7 +93,9 @@ _REFUSALS = ("exclude each other", "which means the mma family")
 
 def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
     """What is given as `out`, full of 7."""
-    sevens = torch.full((p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v), 7.0, dtype=x.q.dtype, device=x.q.device)
+    sevens = torch.full(
+        (p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v), 7.0, dtype=x.q.dtype, device=x.q.device
+    )
     if p.packed:
         view, block = tensors.place(sevens[0], p.out, "HN")
         return tensors.Placed(view.transpose(0, 1), block)

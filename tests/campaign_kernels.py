@@ -10,7 +10,7 @@ import campaign_check
 import campaign_tensors as tensors
 import torch
 from campaign_problems import Problem
-from ffpa_attn import native, ops, triton_attention, triton_launch, triton_persistent
+from ffpa_attn import native, ops, triton_attention, triton_persistent
 
 _LARGE = 2**31
 
@@ -63,7 +63,12 @@ def _call(p: Problem) -> None:
     left, right = p.window
     rule = {"causal": p.causal, "align": p.align, "scale": p.scale, "softcap": p.softcap}
     rule |= {"window_left": left, "window_right": right}
-    options = rule | {"return_lse": p.return_lse or p.backward, "level": p.level, "acc": p.acc, "num_stages": p.num_stages}
+    options = rule | {
+        "return_lse": p.return_lse or p.backward,
+        "level": p.level,
+        "acc": p.acc,
+        "num_stages": p.num_stages,
+    }
     given = None if p.out is None else campaign_check.own_output(p, x)[0]
     out, lse = ops._forward(form, x.q, x.k, x.v, given, options)
     if p.backward:

@@ -284,7 +284,9 @@ def test_gradients_where_all_keys_are_alike(attend):
         dq, _, dv = attend(gradients, *(x.clone() for x in (q, k, v)), grad)
         want = 8 * scale * k[:, :, :1].float().expand(1, 1, N_Q, d)  # the LSE's
         assert (dq.float() - want).abs().max() <= 2**-7 * want.abs().max()
-        torch.testing.assert_close(dv.float(), (grad.float().sum(2, keepdim=True) / N_K).expand(dv.shape), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            dv.float(), (grad.float().sum(2, keepdim=True) / N_K).expand(dv.shape), rtol=2e-2, atol=2e-2
+        )
 
 
 def test_gradients_under_a_small_softcap(attend):

@@ -17,6 +17,7 @@ from .triton_kernels import (
     _rows,
     _scores,
     _sequence,
+    _slope_of_tanh,
     _store,
     _tiles,
     _unit,
@@ -75,7 +76,9 @@ def _p_and_ds(
     """P, and the gradient of the products less their scale, of products and dP in either orientation. Not RAW: exponent is in the
     units of scores, and no P is above 1, however the score or the LSE was rounded.
     """
-    s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    if CAPPED:
+        slope = _slope_of_tanh(s * (rule.scale / rule.softcap))
+    s = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
     if RAW:
         p = tl.exp2(s * _unit(rule, RAW) - exponent)
     else:
@@ -83,7 +86,7 @@ def _p_and_ds(
         p = tl.exp2(tl.where(below > 0, 0.0, below * LOG2E) - share)  # NaN stays
     ds = p * (dp - row_delta)
     if CAPPED:
-        ds *= 1 - tanh * tanh
+        ds *= slope
     return p, ds
 
 
@@ -284,7 +287,7 @@ def _add_p(
     """One more tile of keys: (the largest score, the sum of exp(score - largest))."""
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s, keys = tl.dot(q_tile, tl.trans(k_tile)), first + tl.arange(0, KEYS)
-    s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, False, CAPPED, MASK, EDGE)
+    s = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, False, CAPPED, MASK, EDGE)
     new_max = tl.maximum(row_max, tl.max(s, 1))
     total = total * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((s - new_max[:, None]) * LOG2E), 1)
     return new_max, total

@@ -193,6 +193,13 @@ def _tanh(x):
 
 
 @triton.jit
+def _slope_of_tanh(x):
+    """1 - tanh^2, with all its digits where tanh is almost 1."""
+    small = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    return 4 * small / ((1 + small) * (1 + small))
+
+
+@triton.jit
 def _unit(rule, RAW: tl.constexpr):
     """What a score from _scores times is its exponent of 2. RAW scores are products, to be scaled by the same step."""
     return rule.scale * LOG2E if RAW else LOG2E
@@ -222,11 +229,9 @@ def _visible(s, rows, keys, at, rule):
 def _scores(
     s, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr
 ):  # fmt: skip
-    """(scores, tanh) of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
-    tanh = s
+    """Scores of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
     if CAPPED:
-        tanh = _tanh(s * (rule.scale / rule.softcap))
-        s = _rounded_product(tanh, rule.softcap)
+        s = _rounded_product(_tanh(s * (rule.scale / rule.softcap)), rule.softcap)
     elif not RAW:
         s = _rounded_product(s, rule.scale)
     if MASK != "none":
@@ -239,7 +244,7 @@ def _scores(
             s = tl.where(added == -INF, -INF, s + added)  # whatever the score is
     if EDGE:
         s = _visible(s, rows, keys, at, rule)
-    return s, tanh
+    return s
 
 
 # ---- forward ----
@@ -256,7 +261,7 @@ def _attend(
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s = tl.dot(q_tile, tl.trans(k_tile))
     keys = first + tl.arange(0, KEYS)
-    s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    s = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
     if FAST:
         new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
         p = tl.exp2(s * unit - new_max[:, None])

@@ -32,7 +32,7 @@ def _attend_slice(
     acc_pointers = acc_gmem + slots[:, None] * v_tile.shape[1] + columns[None, :]
     unit = _unit(rule, RAW)
     q_tile = _load(q, first_row + first, SLICE, k_tile.shape[1], D_QK, False)
-    s, _ = _scores(  # no mask: q and rule stand for it and its strides
+    s = _scores(  # no mask: q and rule stand for it and its strides
         tl.dot(q_tile, tl.trans(k_tile)), rows[:, None], keys[None, :], at, rule, q.source, rule, RAW, CAPPED, "none", True
     )  # fmt: skip
     there = slots < written
