@@ -120,7 +120,7 @@ MUTANTS = [
         ("spare rows read", ".masked_fill_(~inside[:, None], 0)\n", "\n"),
         ("mask gradient loses a key/value head", "total += ds.sum", "total = ds.sum"),
         ("mask gradient with softcap's slope", "_, ds, _ = grads.tile", "_, _, ds = grads.tile"),
-        ("P above 1 where the LSE was rounded down", "        below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0)\n", ""),
+        ("P above 1 where the LSE was rounded down", ".clamp_(max=0).sub_(share)", ".sub_(share)"),
     ),
     *_in(
         "out_of_memory.py",
@@ -540,8 +540,9 @@ MUTANTS = [
     *_in(
         "triton_backward_kernels.py",
         "tests/test_triton_scores.py -k 'gradients and contracted'",
-        ('triton: P of rounded LSEs past 1', 'tl.where(below > tl.abs(lse) * -ROUNDINGS, 0.0, below * LOG2E)', 'below * LOG2E'),
-        ("triton: keys that share a score have a P of 1 each", "tl.exp2(_below(s, exponent) - share)", "tl.exp2(_below(s, exponent))"),
+        ("triton: keys that share a score have a P of 1 each", "below * LOG2E) - share)", "below * LOG2E))"),
+        ("triton: far rows of rounded LSEs", "own = all_here & ", "own = (total < 0) & "),
+        ("triton: a sum that a larger score does not lower", "total * tl.exp2((row_max - new_max) * LOG2E)", "total"),
         ("triton: far rows where a float says nothing", "tl.abs(lse) > FAR / LOG2E", "tl.abs(lse) > 2048 * FAR / LOG2E"),
         ("triton: far rows of the first head alone", "range(0, heads * count, _LSES)", "range(0, count, _LSES)"),
         ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),

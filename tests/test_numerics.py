@@ -72,10 +72,10 @@ def test_no_probability_is_above_1(device, monkeypatch):
     monkeypatch.setenv("FFPA_BACKEND", "reference")
     q, k = (torch.full((1, 1, n, 64), 4000.0, dtype=torch.float16, device=device) for n in (3, 1))
     out, lse = ffpa_attn.ffpa(q, k, k, return_lse=True)
-    below = torch.nextafter(lse, torch.zeros_like(lse))
     g = torch.ones_like(out)
-    dv = torch.ops.ffpa_attn.backward(g, None, q, k, k, out, below)[2]
-    assert torch.equal(dv, torch.full_like(dv, 3.0))
+    for below in (torch.nextafter(lse, torch.zeros_like(lse)), lse * (1 - 2.0**-18)):
+        dv = torch.ops.ffpa_attn.backward(g, None, q, k, k, out, below)[2]
+        assert torch.equal(dv, torch.full_like(dv, 3.0))
 
 
 def by_sequence(case: PackedCase, function, q, k, v):

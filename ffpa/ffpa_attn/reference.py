@@ -25,7 +25,7 @@ from .spec import FP8_BLOCK, Visibility
 Block = tuple[int, int]  # [first, past the last)
 
 _INF = math.inf
-_ROUNDINGS = 2.0**-21  # of a score and its row's LSE, relative to them
+_ROUNDINGS = 2.0**-21  # of an LSE, relative to it
 _FAR = 2.0**14 * math.log(2)  # an LSE whose rounding begins to show
 _ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
 _FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
@@ -346,11 +346,11 @@ class _Gradients:
     def __init__(self, grad_out, grad_lse, q, k, v, out, lse, rule: Rule):
         self.grad_out, self.grad_lse, self.q, self.k, self.v, self.out, self.lse = grad_out, grad_lse, q, k, v, out, lse
         self.rule = rule
-        # What find_shares takes from exponents. Nobody waits for a GPU to hear that no row is far.
-        self.shares = torch.zeros_like(lse) if lse.is_cuda or _is_far(lse).any() else None
+        self.far = lse.is_cuda or bool(_is_far(lse).any())  # nobody waits for a GPU to hear that no row is
+        self.largest, self.shares = torch.full_like(lse, -_INF), torch.zeros_like(lse)
 
     def row_side(self, seq: Sequence, heads: slice, n: int, rows: Block):
-        """q, dO: [n, G * rows, D]; lse, delta, share: [n, G * rows, 1], where delta = rowsum(dO * O) - dLSE."""
+        """q, dO: [n, G * rows, D]; reference (an LSE), delta = rowsum(dO * O) - dLSE, share: [n, G * rows, 1]."""
         load, load_lse = seq.queries.load, seq.queries.load_lse
         q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
         lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
@@ -360,44 +360,44 @@ class _Gradients:
         # A row without keys passes on nothing, whatever it holds: P = exp(0 - inf) = 0.
         empty = lse == -_INF
         q, d_out, delta = (x.masked_fill(empty, 0) for x in (q, d_out, delta))
-        share = None if self.shares is None else _fold(load_lse(self.shares, heads, rows), n)[..., None].clamp(min=0)
-        return q, d_out, lse.masked_fill(empty, _INF), delta, share
+        largest, share = (_fold(load_lse(x, heads, rows), n)[..., None] for x in (self.largest, self.shares))
+        reference = lse.masked_fill(empty, _INF).where(largest == -_INF, largest)
+        return q, d_out, reference, delta, share.clamp(min=0)
 
     def key_side(self, seq: Sequence, heads: slice, keys: Block):
         return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
 
-    def p_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, k):
-        """P, and the slope of the softcap where there is one: [n, G * rows, keys], f32."""
-        q, _, lse, _, share = row_side
+    def scores_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, q, k):
+        """Scores, and the slope of the softcap where there is one, 1 - (cap(x) / softcap)^2: [n, G * rows, keys], f32."""
         capped = _cap(_matmul(q, k.mT, q.dtype), self.rule)
-        # d cap(x) / dx = 1 - (cap(x) / softcap)^2
         slope = capped.div(self.rule.softcap).square_().neg_().add_(1.0) if self.rule.softcap else None
-        below = _apply_masks(capped, self.rule, seq, heads_q, rows, keys).sub_(lse)
-        # What is as near as rounding leaves the LSE's own score counts as that: at 10^9 it moves them by 64.
-        below.masked_fill_(below > lse.abs() * -_ROUNDINGS, 0.0)
-        return (below if share is None else below.sub_(share)).exp_(), slope
+        return _apply_masks(capped, self.rule, seq, heads_q, rows, keys), slope
 
     def find_shares(self, seq: Sequence, plan: Plan) -> None:
-        """Of n keys that share one very large score each has exp(score - LSE) = 1, as the LSE, score + ln n, was rounded to the
-        score. What P adds up to says what to divide it by; below 1 it says nothing: other keys of the row may be elsewhere.
+        """A far row whose keys are all here, as its LSE says that these make, gets a softmax of its own: its largest score for the
+        LSE, whose rounding shows in P, and ln of its sum for a share. Else keys of the row are elsewhere, and the LSE is all.
         """
-        if self.shares is None:
+        if not self.far:
             return
         group, heads_kv = self.q.shape[-3] // self.k.shape[-3], self.k.shape[-3]
         for (h0, h1), rows in product(_blocks(0, heads_kv, plan.heads), _blocks(0, seq.queries.length, plan.rows)):
             heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
-            row_side = self.row_side(seq, heads_q, h1 - h0, rows)
-            total = torch.zeros_like(row_side[2])
+            q, _, lse, *_ = self.row_side(seq, heads_q, h1 - h0, rows)
+            largest, total = torch.full_like(lse, torch.finfo(lse.dtype).min), torch.zeros_like(lse)
             for keys in _blocks(*_visible_keys(seq, self.rule.visibility, rows), plan.keys):
-                k, _ = self.key_side(seq, heads, keys)
-                total += self.p_and_slope(seq, heads_q, rows, keys, row_side, k)[0].sum(-1, keepdim=True)
-            share = total.log().where(_is_far(row_side[2]) & (total > 1), 0.0)
-            seq.queries.store_lse(self.shares, heads_q, rows, share.view(-1, rows[1] - rows[0]))
+                scores, _ = self.scores_and_slope(seq, heads_q, rows, keys, q, seq.keys.load(self.k, heads, keys))
+                before, largest = largest, largest.maximum(scores.amax(-1, keepdim=True))
+                total = total * (before - largest).exp() + scores.sub_(largest).exp_().sum(-1, keepdim=True)
+            share = total.log()
+            own = ((largest + share - lse).abs() <= lse.abs() * _ROUNDINGS) & _is_far(lse)
+            for x, value in ((self.largest, largest.where(own, -_INF)), (self.shares, share.where(own, 0.0))):
+                seq.queries.store_lse(x, heads_q, rows, value.view(-1, rows[1] - rows[0]))
 
     def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
         """P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
-        (_, d_out, _, delta, _), (k, v) = row_side, key_side
-        p, slope = self.p_and_slope(seq, heads_q, rows, keys, row_side, k)
+        (q, d_out, reference, delta, share), (k, v) = row_side, key_side
+        scores, slope = self.scores_and_slope(seq, heads_q, rows, keys, q, k)
+        p = scores.sub_(reference).clamp_(max=0).sub_(share).exp_()  # more than 1 would be of roundings
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 

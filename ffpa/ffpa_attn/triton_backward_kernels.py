@@ -22,7 +22,8 @@ from .triton_kernels import (
     _unit,
 )
 
-ROUNDINGS = tl.constexpr(2.0**-21)  # of a score and its row's LSE, relative to them, by whichever kernels
+ROUNDINGS = tl.constexpr(2.0**-21)  # of an LSE, relative to it, by whichever kernels
+LOWEST = tl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the smallest finite float32
 STATISTICS_ROWS = tl.constexpr(64)  # that a program prepares, and that have one maximum
 _LSES = tl.constexpr(1024)  # read at once
 
@@ -67,25 +68,19 @@ def _is_far(lse):
 
 
 @triton.jit
-def _below(s, lse):
-    """How far a score is below its row's LSE, as an exponent of 2: the LSE's own, as near as rounding leaves it, is not. So 1 is
-    P's most.
-    """
-    below = s - lse
-    return tl.where(below > tl.abs(lse) * -ROUNDINGS, 0.0, below * LOG2E)
-
-
-@triton.jit
 def _p_and_ds(
     s, dp, exponent, share, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """P, and the gradient of the products less their scale, of products and dP in either orientation."""
+    """P, and the gradient of the products less their scale, of products and dP in either orientation. Not RAW: exponent is in the
+    units of scores, and no P is above 1, however the score or the LSE was rounded.
+    """
     s, tanh = _scores(s, rows, keys, at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
     if RAW:
         p = tl.exp2(s * _unit(rule, RAW) - exponent)
     else:
-        p = tl.exp2(_below(s, exponent) - share)
+        below = s - exponent
+        p = tl.exp2(tl.where(below > 0, 0.0, below * LOG2E) - share)  # NaN stays
     ds = p * (dp - row_delta)
     if CAPPED:
         ds *= 1 - tanh * tanh
@@ -283,14 +278,16 @@ def _has_far(naturals, largest, strides, at, first_head, heads, PACKED: tl.const
 
 @triton.jit
 def _add_p(
-    total, q_tile, k, lse, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, TMA: tl.constexpr, CAPPED: tl.constexpr,
-    MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+    row_max, total, q_tile, k, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, TMA: tl.constexpr,
+    CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys."""
+    """One more tile of keys: (the largest score, the sum of exp(score - largest))."""
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s, keys = tl.dot(q_tile, tl.trans(k_tile)), first + tl.arange(0, KEYS)
     s, _ = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, False, CAPPED, MASK, EDGE)
-    return total + tl.sum(tl.exp2(_below(s, lse[:, None])), 1)
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    total = total * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((s - new_max[:, None]) * LOG2E), 1)
+    return new_max, total
 
 
 @triton.jit
@@ -299,10 +296,10 @@ def shares_kernel(
     sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
     TMA: tl.constexpr, D_QK: tl.constexpr, WIDTH_QK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of far rows, what their exponents of 2 are to be lowered by. Where n keys share one very large score, each has a P of 1, as
-    the LSE, score + ln n, was rounded to the score; the sum of P says what to divide by. Below 1 it says nothing: other keys
-    of the row may be elsewhere. So many programs take turns at the blocks of a head; where no row is far they end before they
-    begin.
+    """Far rows whose keys are all here, as the LSE says that these make, get a softmax of their own: for the LSE, whose rounding
+    shows in P, their largest score, and for a share log2 of the sum that softmax divides by. Others keep the LSE and a share of
+    0: other keys of the row are elsewhere. So many programs take turns at the blocks of a head; where no row is far they end
+    before they begin.
     """
     program = tl.program_id(0)
     heads_kv = sizes.heads // sizes.group
@@ -320,20 +317,23 @@ def shares_kernel(
                 q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
                 head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
                 q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
-                total = tl.zeros([ROWS], tl.float32)
+                row_max, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
                 all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
                 for first in range(all_begin, all_end, KEYS):
-                    total = _add_p(
-                        total, q_tile, k_rows, lse, first, rows, at, rule, head_mask, mask_strides, D_QK, TMA, CAPPED, MASK,
+                    row_max, total = _add_p(
+                        row_max, total, q_tile, k_rows, first, rows, at, rule, head_mask, mask_strides, D_QK, TMA, CAPPED, MASK,
                         False, KEYS,
                     )  # fmt: skip
                 if EDGES:
                     for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
-                        total = _add_p(
-                            total, q_tile, k_rows, lse, _edge_tile(edge, all_begin, all_end), rows, at, rule, head_mask,
+                        row_max, total = _add_p(
+                            row_max, total, q_tile, k_rows, _edge_tile(edge, all_begin, all_end), rows, at, rule, head_mask,
                             mask_strides, D_QK, TMA, CAPPED, MASK, True, KEYS,
                         )  # fmt: skip
-                tl.store(shares + places, tl.log2(tl.maximum(total, 1.0)), mask=_is_far(lse))
+                all_here = tl.abs(row_max + tl.log2(total) / LOG2E - lse) <= tl.abs(lse) * ROUNDINGS  # of NaN it is not
+                own = all_here & _is_far(lse) & _is_far(row_max)  # a far row stays far to those who ask later
+                tl.store(naturals + places, row_max, mask=own)
+                tl.store(shares + places, tl.log2(total), mask=own)
 
 
 @triton.jit
