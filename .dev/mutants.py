@@ -555,6 +555,11 @@ MUTANTS = [
     ),
     *_in(
         "triton_attention.py",
+        "tests/test_triton.py -k compile_for",
+        ("triton: float32 masks take no shared memory", '"additive": 4}', '"additive": 0}'),
+    ),
+    *_in(
+        "triton_attention.py",
         "tests/test_triton.py -k 'forward or gradients or packed or in_turn or without_keys'",
         ("triton: rows of no sequence keep what was there", "    if packed or nothing:  # rows of no sequence", "    if nothing:  # rows of no sequence"),
         ("triton: a first row without keys overlooked", "shift + right < 0", "shift + right < -1"),

@@ -143,15 +143,15 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
 
     problem = Problem(
         "forward", "cuda", arch, "bf16", 2, *_HEADS, 150, 200, kind.d_qk, kind.d_v, None,
-        Visibility(-1, 0 if kind.rule == "causal" else -1, True), 0.05, 0.0, None, True, None, "f32", kind.stages,
+        Visibility(-1, 0 if kind.rule == "causal" else -1, True), 0.05, 0.0,
+        kind.rule if kind.rule in ("bool", "additive") else None, True, None, "f32", kind.stages,
     )  # fmt: skip
     forward, backward = (
         triton_attention.plan(problem._replace(direction=direction), env.run_flags())
         for direction in ("forward", "backward")
     )
-    mask = kind.rule if kind.rule in ("bool", "additive") else "none"
     options = {
-        "PACKED": kind.source == "packed", "TOP_LEFT": True, "EDGES": True, "BLIND": kind.rule == "causal", "MASK": mask,
+        "PACKED": kind.source == "packed", "TOP_LEFT": True, "EDGES": True, "BLIND": kind.rule == "causal", "MASK": problem.mask or "none",
         "RAW": kind.rule in ("plain", "causal"), "CAPPED": kind.rule == "capped",
         "TMA": forward.descriptors and kind.source == "descriptors", "D_QK": kind.d_qk, "D_V": kind.d_v,
         "WIDTH_QK": forward.widths[0], "WIDTH_V": forward.widths[1],

@@ -108,8 +108,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
         return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
-    if constants.get("MASK") == "bool":
-        signature["mask"] = "*u8"
+    signature |= {"bool": {"mask": "*u8"}, "additive": {"mask": "*fp32"}}.get(constants.get("MASK"), {})
     attributes = {}
     for i, name in enumerate(kernel.arg_names):  # as a launch finds it: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
@@ -171,7 +170,9 @@ def main(arch: str) -> dict[str, list[int]]:
             Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None,
         )  # fmt: skip
         forward, backward = (
-            triton_attention.plan(problem._replace(direction=direction), env.run_flags())
+            triton_attention.plan(
+                problem._replace(direction=direction, mask=None if rules is PLAIN else "additive"), env.run_flags()
+            )
             for direction in ("forward", "backward")
         )
         persistent = triton_attention.plan(problem, {**env.run_flags(), "FFPA_TRITON_CORES": 24})

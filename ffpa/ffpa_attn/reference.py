@@ -368,10 +368,10 @@ class _Gradients:
         return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
 
     def scores_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, q, k):
-        """Scores, and the slope of the softcap where there is one, 1 / cosh(x / softcap)^2: [n, G * rows, keys], f32."""
-        x = _matmul(q, k.mT, q.dtype)
-        slope = x.div(self.rule.softcap).cosh_().reciprocal_().square_() if self.rule.softcap else None
-        return _apply_masks(_cap(x, self.rule), self.rule, seq, heads_q, rows, keys), slope
+        """Scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
+        raw, rule = _matmul(q, k.mT, q.dtype), self.rule
+        slope = raw.mul(rule.scale).div_(rule.softcap).cosh_().reciprocal_().square_() if rule.softcap else None
+        return _apply_masks(_cap(raw, rule), rule, seq, heads_q, rows, keys), slope
 
     def find_shares(self, seq: Sequence, plan: Plan) -> None:
         """A far row whose keys are all here, as its LSE says that these make, gets a softmax of its own: its largest score for the

@@ -26,6 +26,11 @@ MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
 _MOST_ROWS = 128  # of a tile
 _SLACK_BYTES = 1 << 10
+_MASK_BYTES = {
+    None: 0,
+    "bool": 0,
+    "additive": 4,
+}  # in stages: of float32, as elements below 4 bytes are not copied there
 _FAR_PROGRAMS = 512  # about so many look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
 
@@ -114,12 +119,15 @@ def width(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str) -> int:
-    """At most, as Triton lays them out: own rows (or keys) once, the others in every stage, and P or dS on its way."""
+def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str, mask: str | None) -> int:
+    """At most, as Triton lays them out: own rows (or keys) once, the others in every stage, and in one place P or dS on its way,
+    or a mask's tiles, which are a stage fewer.
+    """
     own, others = (tiles.keys, tiles.rows) if work == "keys" else (tiles.rows, tiles.keys)
     resident = own * (widths[0] if work in ("forward", "fp8") else sum(widths))
-    elements = resident + tiles.stages * others * sum(widths) + own * others
-    return elements * (1 if work == "fp8" else 2) + _SLACK_BYTES
+    size = 1 if work == "fp8" else 2
+    of_pair = max(size, (tiles.stages - 1) * _MASK_BYTES[mask])
+    return (resident + tiles.stages * others * sum(widths)) * size + own * others * of_pair + _SLACK_BYTES
 
 
 def _stages(asked: int, arch: str) -> int:
@@ -131,11 +139,15 @@ def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
     """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own, and "far" ones in turn."""
     widest, arch = max(64, *widths), p.arch or "sm_80"
     measured = MEASURED.get(arch, {}).get((work, p.visibility.right >= 0), {}).get(widest)
+    most = archs.shared_memory_bytes(arch)
     if measured and not p.num_stages:
-        return Tiles(*measured)
+        tiles = Tiles(*measured)
+        while p.mask and tiles.stages > 2 and smem_bytes(tiles, widths, work, p.mask) > most:  # no mask was there
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        return tiles
     for found in DEFAULT[work][widest]:
         tiles = Tiles(*found)._replace(stages=_stages(p.num_stages or found[3], arch))
-        if smem_bytes(tiles, widths, work) <= archs.shared_memory_bytes(arch):
+        if smem_bytes(tiles, widths, work, p.mask) <= most:
             return tiles
     return f"{p.num_stages} stages of {max(widths)} columns do not fit the shared memory of {p.arch}"
 
