@@ -190,8 +190,6 @@ class Block:
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
         self.few = few
-        # Of one key P is 1 and dS is 0, which PyTorch may have without any error.
-        self.few_rows = torch.ones_like(seen[..., :1]) if few else seen.sum(-1, keepdim=True) == 1
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
         self.raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
@@ -201,6 +199,9 @@ class Block:
         self.scores = scores.masked_fill(self.hidden, -torch.inf)
         self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
         self.p = torch.softmax(self.scores.masked_fill(self.empty, 0.0), -1).masked_fill(self.empty, 0.0)
+        # Of one key, or one that outweighs all others, P is 1 and dS is 0, which PyTorch may have without any error.
+        alone = (seen.sum(-1, keepdim=True) == 1) | (self.p.amax(-1, keepdim=True) > 1 - 2.0**-8)
+        self.few_rows = torch.ones_like(alone) if few else alone
         self.o = self.p @ v64
         self._base_scores(bias, acc_qk)
         self.movement = None
@@ -215,8 +216,8 @@ class Block:
         product = (
             exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
         )
-        self.sizes = compare.sizes_of_products(self.q, self.k, self.scale)
-        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes)
+        self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
+        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
         scores = torch.where(self.large, exact, product) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -251,7 +252,7 @@ class Block:
         d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
         dp = grad64 @ self.v64.mT
         lowered = dp - ((grad64 * self.o).sum(-1, keepdim=True) - d_lse)
-        slope = 1 - (self.capped / self.softcap).square() if self.softcap else 1.0
+        slope = torch.cosh(self.raw / self.softcap).square().reciprocal() if self.softcap else 1.0  # 1 - tanh^2
         d_score = self.p * lowered
         ds = d_score * slope
 

@@ -71,22 +71,29 @@ def baseline(
     return (out.transpose(1, 2) if layout == "BNHD" else out), lse
 
 
-def is_large(scores: torch.Tensor, finite: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
+def is_large(
+    scores: torch.Tensor, finite: torch.Tensor, sizes: torch.Tensor | None = None, softcap: float = 0.0
+) -> torch.Tensor:
     """[.., rows, 1]: rows that see a score beyond LARGE, or a product that is not `finite` in the input type, or one whose terms
     are large though their sum is not.
     """
     large = (scores.abs() > LARGE) & (scores != -torch.inf) | ~finite
     if sizes is not None:
-        large = large | (sizes > LARGE) & (scores != -torch.inf)
+        large = large | (sizes > _large_terms(softcap)) & (scores != -torch.inf)
     return large.any(-1, keepdim=True)
 
 
-def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor | None:
+def _large_terms(softcap: float) -> float:
+    """A softcap below 1 divides a product, and the rounding of its sum, by less: its slope hangs on what that leaves."""
+    return LARGE * min(softcap or 1.0, 1.0)
+
+
+def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float = 0.0) -> torch.Tensor | None:
     """The sums of the sizes of the terms of each score, or None where all are small."""
     if not q.numel() or not k.numel():
         return None
     largest = float(q.abs().amax().nan_to_num(torch.inf).double() * k.abs().amax().nan_to_num(torch.inf).double())
-    if largest * q.shape[-1] * abs(scale) <= LARGE:
+    if largest * q.shape[-1] * abs(scale) <= _large_terms(softcap):
         return None
     return (q.float().abs() @ k.float().abs().mT).double() * abs(scale)
 
