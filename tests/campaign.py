@@ -29,6 +29,7 @@ from campaign_problems import DEVICES, KINDS  # noqa: E402
 _SEEDS_OF_ONE = 10_000_000  # problems that belong to one --seed
 _MOST_REFUSED = 0.3
 _SHRINK_SECONDS = 20.0
+_START_SECONDS = 300.0  # that imports may take beyond the patience with a problem
 _MOST_BYTES_KEPT = 3 << 30  # of a GPU, by a process between problems
 
 
@@ -116,7 +117,7 @@ def _work(args: argparse.Namespace) -> int:
             shrunk += 1
             from campaign_shrink import as_test, shrink
 
-            tell(shrinks=seed)
+            tell(shrinks=seed, why=why[:2000], source=source)
             smaller, ended, why = shrink(p, why, outcome, _SHRINK_SECONDS)
             source = as_test(smaller, why)
         tell(
@@ -201,7 +202,7 @@ class Campaign:
         given = [x for x in sys.argv[1:]]
         command = [sys.executable, str(_HERE / "campaign.py"), *given, "--worker", str(worker), "--first", str(first)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        at = {"seed": None, "index": None, "since": time.monotonic(), "shrinks": False}
+        at = {"seed": None, "index": None, "since": time.monotonic() + _START_SECONDS, "shrinks": False}
         killed = []
 
         def watch() -> None:
@@ -225,6 +226,7 @@ class Campaign:
                 at |= {"seed": told["begins"], "index": told["index"], "since": time.monotonic(), "shrinks": False}
             elif "shrinks" in told:
                 at["shrinks"] = True
+                print(f"\nseed {told['shrinks']} is made smaller: {told['why']}\n{told['source']}", flush=True)
             else:
                 self._note(told)
                 at["seed"] = None

@@ -93,9 +93,8 @@ _REFUSALS = ("exclude each other", "which means the mma family")
 
 def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
     """What is given as `out`, full of 7."""
-    sevens = torch.full(
-        (p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v), 7.0, dtype=x.q.dtype, device=x.q.device
-    )
+    shape = p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v
+    sevens = torch.full(shape, 7.0, dtype=x.q.dtype, device=x.q.device)
     if p.packed:
         view, block = tensors.place(sevens[0], p.out, "HN")
         return tensors.Placed(view.transpose(0, 1), block)
@@ -201,23 +200,30 @@ def check(p: Problem) -> str:
         sums = _checksum(x.blocks)
     ran = run(p, x)
     with torch.no_grad():
-        if any(int(a != b) for a, b in zip(sums, _checksum(x.blocks), strict=True)):
-            raise Wrong("an input was written to")
-        if p.packed:
-            _check_packed(p, x, *ran)
-        else:
-            _check_dense(p, x, *ran)
+        comparisons = [_unwritten(sums, _checksum(x.blocks))]
+        comparisons += _compare_packed(p, x, *ran) if p.packed else _compare_dense(p, x, *ran)
+        try:
+            compare.settle(*comparisons)  # waits for the GPU once
+        except AssertionError as error:
+            raise Wrong(str(error)) from None
     return p.backend
 
 
-def _check_dense(p, x, out, lse, gradients, grads) -> None:
+def _unwritten(before: list[torch.Tensor], after: list[torch.Tensor]) -> compare.Comparison:
+    def judge(*differ) -> None:
+        assert not any(differ), "an input was written to"
+
+    return compare.Comparison((torch.stack(before) != torch.stack(after)).double(), judge)
+
+
+def _compare_dense(p, x, out, lse, gradients, grads) -> list[compare.Comparison]:
     q, k, v, first_out = (heads_first(p, t) for t in (x.q, x.k, x.v, out))
     grad = None if grads[0] is None else heads_first(p, grads[0])
     got = {name: heads_first(p, g) for name, g in gradients.items() if name != "dmask"}
     if "dmask" in gradients:
         got["dmask"] = gradients["dmask"][(None,) * (4 - x.mask.dim())]
     want = truth.expected(q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_sums(p), **p.rule)
-    _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
+    return _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
 
 
 def _sums(p: Problem) -> dict:
@@ -230,7 +236,8 @@ def _sums(p: Problem) -> dict:
     }
 
 
-def _compare(p, q, k, got: dict, want: dict) -> None:
+def _compare(p, q, k, got: dict, want: dict) -> list[compare.Comparison]:
+    found = []
     for name, x in got.items():
         if x is None:
             continue
@@ -238,14 +245,15 @@ def _compare(p, q, k, got: dict, want: dict) -> None:
         try:
             if name == "lse":
                 base = bases[0] if p.acc == "f16" else None
-                compare.assert_lse_close(name, x, wanted, q, k, p.scale, base, moved)
+                found.append(compare.lse_close(name, x, wanted, q, k, p.scale, base, moved))
             else:
-                compare.assert_close(name, x, wanted, bases, moved, least)
-        except AssertionError as error:
+                found.append(compare.close(name, x, wanted, bases, moved, least))
+        except AssertionError as error:  # of shapes and types
             raise Wrong(str(error)) from None
+    return found
 
 
-def _check_packed(p, x, out, lse, gradients, grads) -> None:
+def _compare_packed(p, x, out, lse, gradients, grads) -> list[compare.Comparison]:
     """Sequence by sequence; rows of none give 0 and -inf."""
     shapes = {"out": (x.q.shape[0], p.heads_q, p.d_v), "dq": x.q.shape, "dk": x.k.shape, "dv": x.v.shape}
     totals = {}
@@ -271,7 +279,8 @@ def _check_packed(p, x, out, lse, gradients, grads) -> None:
                 part = rows if name in ("out", "dq") else keys
                 total.add(part, of_sequence[name].part().each(lambda t: t[0].transpose(0, 1)))
     found = {name: total.expected() for name, total in totals.items()}
-    _compare(p, x.q[live_q], x.k[live_k], {"out": out, "lse": lse, **gradients}, found)
+    q, k = (torch.where(live[:, None, None], t, 0.0) for live, t in ((live_q, x.q), (live_k, x.k)))
+    return _compare(p, q, k, {"out": out, "lse": lse, **gradients}, found)
 
 
 def forget() -> None:

@@ -139,16 +139,14 @@ def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
 
 
 def _fp8(r: random.Random, seed: int, device: str, backend: str | None) -> Problem:
-    backend = (
-        backend
-        or {
-            "cuda": r.choice(("auto", "hopper", "triton")),
-            "emulator": "hopper",
-            "fused": "hopper",
-            "interpreter": "triton",
-            "cpu": "reference",
-        }[device]
-    )
+    usual = {
+        "cuda": r.choice(("auto", "hopper", "triton")),
+        "emulator": "hopper",
+        "fused": "hopper",
+        "interpreter": "triton",
+        "cpu": "reference",
+    }
+    backend = backend or usual[device]
     most = 256 if backend == "triton" else 512
     heads_kv, group = parts.heads(r)
     d = min(most, r.choice((64, 128, 72, 96, 256, 512, 8 * r.randint(1, 64))))

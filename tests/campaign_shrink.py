@@ -55,7 +55,10 @@ def _simpler(p: Problem) -> Iterator[Problem]:
 def shrink(
     p: Problem, why: str, outcome: Callable[[Problem], tuple[str, str]], seconds: float
 ) -> tuple[Problem, str, str]:
-    """(the smallest found by then, "wrong", why it is). One that ends the process, "fatal", is taken at once."""
+    """(the smallest found by then, "wrong", why it is). One that ends the process, "fatal", is taken at once; one that fails
+    in another way than the first is no smaller form of it.
+    """
+    way = _way(why)
     end = time.monotonic() + seconds
     found = True
     while found:
@@ -66,10 +69,15 @@ def shrink(
             ended, said = outcome(candidate)
             if ended == "fatal":
                 return candidate, ended, said
-            if ended == "wrong":
+            if ended == "wrong" and _way(said) == way:
                 p, why, found = candidate, said, True
                 break
     return p, "wrong", why
+
+
+def _way(why: str) -> str:
+    """The error's type."""
+    return why.partition(":")[0]
 
 
 def as_test(p: Problem, why: str) -> str:

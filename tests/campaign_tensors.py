@@ -11,6 +11,7 @@ from campaign_problems import Layout, Mask, Problem
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "bool": torch.bool}
 DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_EVEN_FIELDS = 0x0000FFFF0000FFFF  # of four of 16 bits
 _MARGIN = 64  # elements before and after each tensor
 
 
@@ -25,18 +26,19 @@ def bits(shape, seed: int, device) -> torch.Tensor:
     """int64, as good as random: a hash of where an element is, in integers, which every device computes alike."""
     x = torch.arange(math.prod(shape), device=device).add_(_signed(seed * 0x632BE59BD9B4E019 % (1 << 64)))
     x.mul_(_STEP)
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(
-            factor
-        )  # zeros come in, whatever the sign
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 64 - shift) - 1))  # zeros come in, whatever the sign
+        if factor is not None:
+            x.mul_(factor)
     return x.view(shape)
 
 
 def normal(shape, seed: int, device) -> torch.Tensor:
     """float32: sums of four 16-bit numbers, which are nearly normal, and exact."""
     x = bits(shape, seed, device)
-    total = sum((x >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
-    return (total - 2 * 0xFFFF).float().div_(37837.0)
+    pairs = (x & _EVEN_FIELDS).add_((x >> 16).bitwise_and_(_EVEN_FIELDS))  # two sums side by side: each pass costs
+    total = (pairs >> 32).add_(pairs).bitwise_and_(0x7FFFFFFF)
+    return total.sub_(2 * 0xFFFF).float().div_(37837.0)
 
 
 def uniform(shape, seed: int, device) -> torch.Tensor:
@@ -157,11 +159,12 @@ def _offsets(p: Problem, rows: int, keys: int, device):
         for length in lengths:
             at.append(at[-1] + length)
         longest = max(0, max(lengths, default=0) + shorter)
-        if p.odd_offsets == "first":
+        odd = p.odd_offsets if lengths else ""
+        if odd == "first":
             at[0] = -5
-        elif p.odd_offsets == "last":
+        elif odd == "last":
             at[-1] = total + 50
-        elif p.odd_offsets == "falls":
+        elif odd == "falls":
             at[-1] = at[-2] - 3
         clamped = [min(max(x, 0), total) for x in at]
         starts.append([(a, max(0, min(b - a, longest))) for a, b in pairwise(clamped)])

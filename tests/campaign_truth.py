@@ -7,6 +7,7 @@ in the input type. Only where scores are large (compare.LARGE) does a third thin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ _FEW = 512  # rows, or keys, of all heads: of fewer PyTorch's error may be small
 _FEW_OF_MASK = 4096  # its elements: each is a sum of many, but the largest error is that of few
 _ROUNDINGS = 3  # to 16 bits, of what a dS is of: P, dP - delta, and itself
 _LEAST_NORMAL = 2.0**-126  # exp2 of hardware gives 0 below it
+_FAR_APART = 85.0  # exp(-87.3) is that small
 
 
 class Expected(NamedTuple):
@@ -119,6 +121,13 @@ def sums(
         if additive:
             found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
 
+    farthest = _farthest_score(q, k, scale, mask if additive else None)
+    sizes = {
+        "large": not farthest <= 0.9 * compare.large_terms(softcap),  # NaN is too
+        "tiny_p": not 2 * farthest < _FAR_APART - math.log(max(n_k, 1)),
+        "few": batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
+    }
+
     def of_block(x, heads, rows):
         """[heads, group * rows, ...] of x [heads, group, rows, ...]."""
         x = x[heads, :, rows]
@@ -138,7 +147,7 @@ def sums(
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
-            few=batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW, ordered=ordered, mask=mask if additive else None,
+            ordered=ordered, mask=mask if additive else None, **sizes,
         )  # fmt: skip
         parts = {"out": block.out(), "lse": block.log_sum()}
         if grad is not None:
@@ -167,6 +176,17 @@ def sums(
     return found
 
 
+def _farthest_score(q, k, scale: float, bias) -> float:
+    """A bound of the size of all scores, and of all products of q and k, which asks a GPU once."""
+    if not q.numel() or not k.numel():
+        return 0.0
+    q_size, k_size = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
+    largest = q_size * k_size * max(abs(scale), 1.0)
+    if bias is not None and bias.numel():
+        largest = largest + torch.where(bias == -torch.inf, 0.0, bias.double().abs()).max()
+    return float(largest)
+
+
 def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
     """Sums of a block, [heads, group, rows, keys], into the mask's elements, entry by entry."""
     count, group = part.want.shape[:2]
@@ -186,10 +206,13 @@ def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
 class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
-    def __init__(self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, few, ordered, mask):
+    def __init__(
+        self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, ordered, mask, large, tiny_p, few
+    ):
+        """large: whether scores may be; tiny_p: whether a P may be below normal numbers; few: whether rows or keys are."""
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
-        self.few = few
+        self.few, self.tiny_p = few, tiny_p
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
         self.raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
@@ -203,22 +226,24 @@ class Block:
         alone = (seen.sum(-1, keepdim=True) == 1) | (self.p.amax(-1, keepdim=True) > 1 - 2.0**-8)
         self.few_rows = torch.ones_like(alone) if few else alone
         self.o = self.p @ v64
-        self._base_scores(bias, acc_qk)
+        self._base_scores(bias, acc_qk, large)
         self.movement = None
-        if bool(self.large.any()):
+        if large and bool(self.large.any()):
             self.movement = compare.Movement.of(
                 k, self.sizes, self.raw, self.scores, self.lse, self.large, softcap, bias, ordered
             )
 
-    def _base_scores(self, bias, acc_qk) -> None:
+    def _base_scores(self, bias, acc_qk, large: bool) -> None:
         """As compare.baseline has them."""
         exact = self.q.float() @ self.k.float().mT
         product = (
             exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
         )
-        self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
-        self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
-        scores = torch.where(self.large, exact, product) * self.scale
+        if large:
+            self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
+            self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
+            product = torch.where(self.large, exact, product)
+        scores = product * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         self.base_capped = scores
@@ -287,7 +312,7 @@ class Block:
             if name in parts:
                 moved = parts[name].moved
                 parts[name] = parts[name]._replace(moved=lost if moved is None else moved + lost)
-        of_few_rows = bool(self.few_rows.any())
+        of_few_rows = self.few or bool(self.few_rows.any())
         few_of_mask = self.mask is not None and self.mask.numel() < _FEW_OF_MASK
         if of_few_rows or few_of_mask:
             errors = self._errors(grad64, dp, ds, d_score, slope, of_few_rows, few_of_mask)
@@ -298,8 +323,8 @@ class Block:
 
     def _lost(self, grad, lowered, slope) -> dict:
         """name -> what a P below the least normal number of float32 adds, which is 0 on hardware. Nothing, of ordinary scores."""
-        lost = torch.where(self.p < _LEAST_NORMAL, self.p, 0.0)
-        if not bool(lost.any()):
+        lost = torch.where(self.p < _LEAST_NORMAL, self.p, 0.0) if self.tiny_p else None
+        if lost is None or not bool(lost.any()):
             return {}
         of_score = lost * lowered.abs()
         of_product = abs(self.scale) * of_score * slope

@@ -11,6 +11,7 @@ overflows; and there float32 itself no longer tells scores apart, so that what i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import oracle
@@ -79,11 +80,11 @@ def is_large(
     """
     large = (scores.abs() > LARGE) & (scores != -torch.inf) | ~finite
     if sizes is not None:
-        large = large | (sizes > _large_terms(softcap)) & (scores != -torch.inf)
+        large = large | (sizes > large_terms(softcap)) & (scores != -torch.inf)
     return large.any(-1, keepdim=True)
 
 
-def _large_terms(softcap: float) -> float:
+def large_terms(softcap: float) -> float:
     """A softcap below 1 divides a product, and the rounding of its sum, by less: its slope hangs on what that leaves."""
     return LARGE * min(softcap or 1.0, 1.0)
 
@@ -93,7 +94,7 @@ def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: f
     if not q.numel() or not k.numel():
         return None
     largest = float(q.abs().amax().nan_to_num(torch.inf).double() * k.abs().amax().nan_to_num(torch.inf).double())
-    if largest * q.shape[-1] * abs(scale) <= _large_terms(softcap):
+    if largest * q.shape[-1] * abs(scale) <= large_terms(softcap):
         return None
     return (q.float().abs() @ k.float().abs().mT).double() * abs(scale)
 
@@ -177,7 +178,32 @@ def _between(scores, by, low_sum, high_sum) -> tuple[torch.Tensor, torch.Tensor]
     return torch.exp(scores - by - high_sum).nan_to_num(0.0), most.nan_to_num(0.0)
 
 
+class Comparison(NamedTuple):
+    """What a comparison found, in float64 where the tensors are, and what judges these numbers: many come from a GPU at once."""
+
+    found: torch.Tensor
+    judge: Callable[..., None]
+
+
+def settle(*comparisons: Comparison) -> None:
+    """Raises AssertionError for the first that is too far off."""
+    if not comparisons:
+        return
+    numbers = torch.cat([one.found for one in comparisons]).tolist()
+    for found, judge in comparisons:
+        judge(*numbers[: len(found)])
+        numbers = numbers[len(found) :]
+
+
+def _found(*numbers: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x.double() for x in numbers])
+
+
 def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, least=None) -> None:
+    settle(close(name, got, want, base, moved, least))
+
+
+def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, least=None) -> Comparison:
     """got: what we computed; want: the oracle's, float64; base: PyTorch's own, in got's type, or several such; moved: what
     the rounding of large scores changes, which is allowed beyond; least: what twice PyTorch's error counts as at least, where
     results are so few that it may be small by luck. What may round to an infinity may be one.
@@ -185,34 +211,51 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
     bases = base if isinstance(base, tuple) else (base,)
     base = bases[0]
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not want.numel():
+        return Comparison(want.new_empty(0, dtype=torch.float64), lambda: None)
     ulp = _ULP[base.dtype]
     got, want, bases = got.detach().double(), want.detach(), [base.detach().double() for base in bases]
-    sizes, total = want.nan_to_num(0.0, 0.0, 0.0).abs(), want.numel()
-    moved = torch.zeros_like(sizes) if moved is None else moved * (1 + ulp)
-    least = torch.zeros_like(sizes) if least is None else least
+    sizes = want.nan_to_num(0.0, 0.0, 0.0).abs()
+    zero = sizes.new_zeros(())
+    moved = zero if moved is None else moved * (1 + ulp)
+    least = zero if least is None else least
     # Where PyTorch overflows, it is no yardstick.
     errors = [((base - want).abs() - moved).clamp_min(0.0).nan_to_num(0.0, 0.0, 0.0) for base in bases]
     may_overflow = sizes + moved + 2 * _worst(errors) + ulp * sizes > torch.finfo(base.dtype).max
-    for what, is_it in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        wrong = (is_it(got) != is_it(want)) & ~may_overflow
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ in being {what}"
+    elsewhere = [((is_it(got) != is_it(want)) & ~may_overflow).sum() for is_it in _NO_NUMBERS.values()]
     finite = torch.isfinite(want) & ~may_overflow
-    got, want, moved, least = (x[finite] for x in (got, want, moved, least))
-    if not want.numel():
-        return
-    error, base_errors = (got - want).abs(), [error[finite] for error in errors]
-    allowed = torch.maximum(2 * _worst(base_errors), least) + ulp * want.abs() + moved
-    worst = int((error - allowed).argmax())
-    assert (error <= allowed).all(), (
-        f"{name}: {int((error > allowed).sum())} of {error.numel()} elements are too far off; worst: {got[worst]:.6g} "
-        f"for {want[worst]:.6g}, error {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    differences = (moved, least, (got - want).abs(), *errors)
+    moved, least, error, *base_errors = (x if x is zero else torch.where(finite, x, 0.0) for x in differences)
+    allowed = torch.maximum(2 * _worst(base_errors), least) + ulp * sizes + moved
+    beyond = ~(error <= allowed) & finite
+    worst = torch.where(finite, error - allowed, -torch.inf).argmax()
+    count = finite.sum()
+    sums = (
+        (x.square().sum() / count).sqrt() for x in (error, torch.where(finite, want, 0.0), moved, least, *base_errors)
     )
-    rms, size, of_moved, of_least, *of_bases = (
-        float(x.square().mean().sqrt()) for x in (error, want, moved, least, *base_errors)
-    )
-    of_least *= _DEVIATIONS / deviations(total)  # that many numbers make the largest error larger, not their RMS
-    rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
-    assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
+    of_worst = (x.take(worst) for x in (got, want, error, allowed))
+
+    def judge(
+        nan, inf, minus_inf, count, beyond, got, want, error, allowed, rms, size, of_moved, of_least, *of_bases
+    ) -> None:
+        for what, wrong in zip(_NO_NUMBERS, (nan, inf, minus_inf), strict=True):
+            assert not wrong, f"{name}: {int(wrong)} of {sizes.numel()} elements differ in being {what}"
+        if not count:
+            return
+        assert not beyond, (
+            f"{name}: {int(beyond)} of {int(count)} elements are too far off; worst: {got:.6g} "
+            f"for {want:.6g}, error {error:.3g}, allowed {allowed:.3g}"
+        )
+        of_least *= _DEVIATIONS / deviations(
+            sizes.numel()
+        )  # so many numbers make the largest error larger, not their RMS
+        rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
+        assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
+
+    return Comparison(_found(*elsewhere, count, beyond.sum(), *of_worst, *sums), judge)
+
+
+_NO_NUMBERS = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
 
 
 def deviations(count: int) -> float:
@@ -221,10 +264,14 @@ def deviations(count: int) -> float:
 
 
 def _worst(errors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([x.max() if x.numel() else x.new_zeros(()) for x in errors]).max()
+    return torch.stack([x.max() for x in errors]).max()
 
 
 def assert_lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, base=None, moved=None) -> None:
+    settle(lse_close(name, got, want, q, k, scale, base, moved))
+
+
+def lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, base=None, moved=None) -> Comparison:
     """LSE is float32 whatever the inputs: its error is that of float32 sums of D products (and of nothing coarser), or two
     units in the last place where it is large; of rows with large scores `moved` is allowed beyond.
 
@@ -232,16 +279,25 @@ def assert_lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, sca
     """
     assert got.dtype == torch.float32, f"{name}: {got.dtype}"
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    for what, is_it in (("NaN", torch.isnan), ("-inf", torch.isneginf)):
-        assert torch.equal(is_it(got), is_it(want)), f"{name}: {what} in other places"
+    if not want.numel():
+        return Comparison(want.new_empty(0, dtype=torch.float64), lambda: None)
+    elsewhere = [(is_it(got) != is_it(want)).sum() for is_it in (torch.isnan, torch.isneginf)]
     finite = torch.isfinite(want)
-    assert torch.isfinite(got[finite]).all(), f"{name}: NaN or inf"
-    size_q, size_k = (float(x.abs().nan_to_num(0.0).max()) if x.numel() else 0.0 for x in (q, k))
-    largest = size_q * size_k * q.shape[-1]
-    allowed = 1e-5 + 2.0**-22 * largest * abs(q.shape[-1] ** -0.5 if scale is None else scale)
-    if base is not None and finite.any():
-        allowed += 2 * float((base.double() - want)[finite].abs().max())
-    allowed = torch.clamp_min(2.0**-22 * want[finite].abs(), allowed) + (0.0 if moved is None else moved[finite])
-    error = (got.double() - want)[finite].abs()
-    worst = int((error - allowed).argmax()) if error.numel() else 0
-    assert (error <= allowed).all(), f"{name}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    unreal = (finite & ~torch.isfinite(got)).sum()
+    size_q, size_k = (x.abs().nan_to_num(0.0).max().double() if x.numel() else 0.0 for x in (q, k))
+    factor = 2.0**-22 * q.shape[-1] * abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    least = want.new_full((), 1e-5) + factor * size_q * size_k
+    if base is not None:
+        least = least + 2 * torch.where(finite, (base.double() - want).abs(), 0.0).max()
+    allowed = torch.maximum(2.0**-22 * want.abs(), least) + (0.0 if moved is None else moved)
+    error, allowed = (torch.where(finite, x, 0.0) for x in ((got.double() - want).abs(), allowed))
+    worst = (error - allowed).argmax()
+    beyond = (~(error <= allowed)).sum()
+
+    def judge(nan, minus_inf, unreal, beyond, error, allowed) -> None:
+        for what, wrong in (("NaN", nan), ("-inf", minus_inf)):
+            assert not wrong, f"{name}: {what} in other places"
+        assert not unreal, f"{name}: NaN or inf"
+        assert not beyond, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+    return Comparison(_found(*elsewhere, unreal, beyond, *(x.take(worst) for x in (error, allowed))), judge)
