@@ -251,7 +251,7 @@ def test_a_gpu_is_waited_for_seldom(monkeypatch):
     monkeypatch.setattr(truth, "_MOST_SCORES", 4000)  # several blocks
     with Waits() as waits, warnings.catch_warnings():
         campaign_check.check(p)
-    assert waits.count <= 3, waits.count
+    assert waits.count <= 3 + 1, waits.count  # the reference path asks once, on a CPU, whether a row is far
 
 
 # ---- problems ----
