@@ -121,10 +121,11 @@ def sums(
         if additive:
             found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
 
-    farthest = _farthest_score(q, k, scale, mask if additive else None)
+    product, score = _largest(q, k, scale, mask if additive else None)
+    limit = 0.9 * compare.large_terms(softcap)
     sizes = {
-        "large": not farthest <= 0.9 * compare.large_terms(softcap),  # NaN is too
-        "tiny_p": not 2 * farthest < _FAR_APART - math.log(max(n_k, 1)),
+        "large": not (product <= limit and score <= limit),  # NaN is too
+        "tiny_p": not 2 * score < _FAR_APART - math.log(max(n_k, 1)),
         "few": batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
     }
 
@@ -176,15 +177,16 @@ def sums(
     return found
 
 
-def _farthest_score(q, k, scale: float, bias) -> float:
-    """A bound of the size of all scores, and of all products of q and k, which asks a GPU once."""
+def _largest(q, k, scale: float, bias) -> tuple[float, float]:
+    """Bounds of the sizes of all products of q and k, and of all scores; a GPU is asked once."""
     if not q.numel() or not k.numel():
-        return 0.0
-    q_size, k_size = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
-    largest = q_size * k_size * max(abs(scale), 1.0)
+        return 0.0, 0.0
+    of_q, of_k = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
+    of_bias = of_q.new_zeros(())
     if bias is not None and bias.numel():
-        largest = largest + torch.where(bias == -torch.inf, 0.0, bias.double().abs()).max()
-    return float(largest)
+        of_bias = torch.where(bias == -torch.inf, 0.0, bias.double().abs()).max()
+    product, of_bias = torch.stack((of_q * of_k, of_bias)).tolist()
+    return product, product * abs(scale) + of_bias
 
 
 def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
