@@ -556,7 +556,7 @@ MUTANTS = [
     *_in(
         "triton_attention.py",
         "tests/test_triton.py -k compile_for",
-        ("triton: float32 masks take no shared memory", '"additive": 4}', '"additive": 0}'),
+        ("triton: float32 masks take no shared memory", '"additive": 4,', '"additive": 0,'),
     ),
     *_in(
         "triton_attention.py",

@@ -94,10 +94,10 @@ def ffpa(
     out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it: what
                 fits there is overwritten, what is no place for a result is refused.
 
-    Scores may be as large as a float32 holds; in Hopper's kernels, with neither mask nor softcap, 2.36e38 at most.
+    Scores may be as large as a float32 holds; in Hopper's kernels, without a float32 or bfloat16 mask, 1.1e38 at most.
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
-    exp(score - LSE), as FlashAttention does: a float32 LSE leaves P open by a factor of 1 ± |LSE| / 2^24, so gradients of
-    scores beyond about 1e5 that several keys share are as coarse; a key that takes its row alone has P = 1 at any size.
+    exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where that would be coarse, from softmax once more;
+    but for rows whose LSE is of more keys than are here, as in a ring, a key that takes its row alone has P = 1 at any size.
     """
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:
