@@ -172,6 +172,7 @@ class Campaign:
         self.two_tiles = 0
         self.refusals: collections.Counter = collections.Counter()
         self.slowest: list[tuple[float, int]] = []
+        self.shrunk: collections.Counter = collections.Counter()  # by each worker, however often its process is started
         self.lock = threading.Lock()
 
     @property
@@ -199,8 +200,9 @@ class Campaign:
 
     def _one_process(self, worker: int, first: int) -> int:
         """Where the next process is to go on."""
-        given = [x for x in sys.argv[1:]]
-        command = [sys.executable, str(_HERE / "campaign.py"), *given, "--worker", str(worker), "--first", str(first)]
+        own = {"--worker": worker, "--first": first, "--shrink": self.args.shrink - self.shrunk[worker]}
+        own = [x for name, value in own.items() for x in (name, str(value))]
+        command = [sys.executable, str(_HERE / "campaign.py"), *sys.argv[1:], *own]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         at = {"seed": None, "index": None, "since": time.monotonic() + _START_SECONDS, "shrinks": False}
         killed = []
@@ -226,6 +228,7 @@ class Campaign:
                 at |= {"seed": told["begins"], "index": told["index"], "since": time.monotonic(), "shrinks": False}
             elif "shrinks" in told:
                 at["shrinks"] = True
+                self.shrunk[worker] += 1
                 print(f"\nseed {told['shrinks']} is made smaller: {told['why']}\n{told['source']}", flush=True)
             else:
                 self._note(told)

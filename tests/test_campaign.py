@@ -392,16 +392,27 @@ def test_the_program(tmp_path):
     assert code == 0 and repr(generate(3, "cpu")) in said and "right" in said
 
 
-def test_processes_that_die_or_hang(tmp_path):
-    """Each is reported with its seed, and another goes on behind it. Other problems take no time, so that a hang is what it is
-    however busy the machine may be.
-    """
+def run_sabotaged(tmp_path, check: str, *args: str) -> tuple[int, dict, str]:
+    """The program, where this source is what checks a problem."""
     here = Path(__file__).parent
     (tmp_path / "ffpa").symlink_to(here.parent / "ffpa")
     (tmp_path / "tests").mkdir()
     for name in ("campaign*.py", "compare.py", "oracle.py"):
         for path in here.glob(name):
             (tmp_path / "tests" / path.name).write_text(path.read_text())
+    checks = tmp_path / "tests" / "campaign_check.py"
+    checks.write_text(checks.read_text() + check)
+    command = [sys.executable, tmp_path / "tests" / "campaign.py", "--device", "cpu", "--seconds", "1000", *args]
+    done = subprocess.run(
+        [*command, "--kind", "forward", "--json", tmp_path / "found"], capture_output=True, text=True, timeout=1100
+    )
+    return done.returncode, json.loads((tmp_path / "found").read_text()), done.stdout + done.stderr
+
+
+def test_processes_that_die_or_hang(tmp_path):
+    """Each is reported with its seed, and another goes on behind it. Other problems take no time, so that a hang is what it is
+    however busy the machine may be.
+    """
     sabotage = """
 def check(p):
     import os, time
@@ -411,19 +422,27 @@ def check(p):
         time.sleep(100000)
     return p.backend
 """
-    check = tmp_path / "tests" / "campaign_check.py"
-    check.write_text(check.read_text() + sabotage)
-    args = "--device cpu --seconds 1000 --problems 8 --timeout 20 --kind forward --json".split()
-    done = subprocess.run(
-        [sys.executable, tmp_path / "tests" / "campaign.py", *args, tmp_path / "found"],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
-    summary = json.loads((tmp_path / "found").read_text())
+    code, summary, said = run_sabotaged(tmp_path, sabotage, "--problems", "8", "--timeout", "20")
     found = {one["seed"]: one["why"] for one in summary["found"]}
-    assert done.returncode == 1 and set(found) == {3, 5}, done.stdout + done.stderr
+    assert code == 1 and set(found) == {3, 5}, said
     assert "died with 7" in found[3] and "hung" in found[5] and summary["right"] >= 6
+
+
+def test_a_process_that_dies_has_used_what_it_made_smaller(tmp_path):
+    """Where all problems are wrong and a smaller one ends its process, those that follow make nothing smaller again."""
+    sabotage = """
+_seen = set()
+
+def check(p):
+    import os
+    if p.seed in _seen:
+        os._exit(7)
+    _seen.add(p.seed)
+    raise Wrong("as all are")
+"""
+    code, summary, said = run_sabotaged(tmp_path, sabotage, "--problems", "4")
+    assert code == 1 and summary["wrong"] >= 4 and summary["right"] == 0, said
+    assert said.count("is made smaller") == 1, said
 
 
 # ---- allocations that fail ----
