@@ -336,7 +336,7 @@ MUTANTS = [
         ("key left of the window seen", "k < r + nearest", "k < r + nearest - 1"),
         ("first key of the window hidden", "k < r + nearest", "k <= r + nearest"),
         ("key past the end seen", "|| k >= n_k)", "|| k > n_k)"),
-        ("rules: negative scales are plain", " && params.score_factor * scale > 0;", ";"),
+        ("rules: negative scales are plain", " && params.score_factor > 0;", ";"),
         ("softcap without scale", "tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "tanh_of(score)"),
         ("softcap never reached", "params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor * scale))", "params.softcap * (score * params.score_factor)"),
         ("softcap not scaled back", "params.softcap * tanh_of", "tanh_of"),
@@ -1014,7 +1014,7 @@ MUTANTS = [
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
         ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
-        ("fused: maxima of a thread's keys", '    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));\n', ''),
+        ("fused: maxima of a thread's keys", 'return larger_of(largest, ptx::shfl_xor(largest, 2));', 'return largest;'),
     ),
     *_pair(
         "csrc/attention/forward_pair.cuh",
@@ -1183,7 +1183,7 @@ MUTANTS = [
         "csrc/attention/fused_steps.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
-        ('fp8: references wait to grow', 'state.follow(h, maximum, kLazyGrowth)', 'state.follow(h, maximum)'),
+        ('fp8: references wait to grow', 'largest_of_row<kSteps>(scores, h), kLazyGrowth)', 'largest_of_row<kSteps>(scores, h))'),
     ),
     *_fp8(
         "csrc/attention/arrange_values.cuh",
@@ -1264,7 +1264,7 @@ MUTANTS = [
         ("SDPA: masks of one dim", "mask.dim() < 2 or ", ""),
         ("SDPA: masks of another type", "mask.dtype not in (torch.bool, torch.float32, q.dtype)", "False"),
         ("SDPA: flags that are none", 'checks.flag("is_causal", is_causal)', "pass"),
-        ("SDPA: odd rows", "all(map(checks.readable, (q, k, v)))", "checks.readable(q)"),
+        ("SDPA: odd rows", "all(map(memory_checks.readable, (q, k, v)))", "memory_checks.readable(q)"),
         ("SDPA: the result's rows after its heads", "elif q.stride(1) < q.stride(2):", "elif False:"),
         ("SDPA: three dims kept four", "return out if query.dim() == 4 else out.squeeze(1)", "return out"),
         ("SDPA: what ffpa itself calls is replaced", "(__name__, ops.__name__, _C._nn.__name__)", "(__name__, _C._nn.__name__)"),
@@ -1419,10 +1419,14 @@ MUTANTS = [
         ("DTensor: layout not part of what is kept", '_OPTIONS = ["layout", ', "_OPTIONS = ["),
     ),
     *_in(
+        "memory_checks.py",
+        "tests/test_sdpa.py tests/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
+        ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
+    ),
+    *_in(
         "checks.py",
         "tests/test_sdpa.py tests/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
         ("traced: a rule that lengths decide", "(True if causal else False), align", "causal, align"),
-        ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
     ),
     *_in(
         "first_order.py",
@@ -1464,7 +1468,7 @@ MUTANTS = [
         "checks.py",
         "tests/test_bad_input.py",
         ("fourth place: a mask that requires grad", "    elif o.requires_grad:\n        fault = \"requires grad\"\n", ""),
-        ("fourth place: a mask that is expanded", "    elif _is_expanded(o):", "    elif False:"),
+        ("fourth place: a mask that is expanded", "    elif is_expanded(o):", "    elif False:"),
     ),
     *_in(
         "tf32.py",
@@ -1546,7 +1550,7 @@ MUTANTS = [
         ("transformers: any version", "[:2])) < OLDEST:", "[:2])) < (0, 0):"),
         ("transformers: autocast not seen", "and not casts:", "and True:"),
         ("transformers: types left mixed", "return [x.to(half[0]) for x in tensors] if half else tensors", "return tensors"),
-        ("transformers: rows that cannot be read", "x if checks.readable(x) else", "x if True else"),
+        ("transformers: rows that cannot be read", "x if memory_checks.readable(x) else", "x if True else"),
     ),
     *_in(
         "integrations/masks.py",

@@ -47,7 +47,9 @@ def compiled(p: Problem) -> set[tuple]:
             stack.enter_context(mock.patch(f"ffpa_attn.{module}.launch", launch))
         stack.enter_context(mock.patch.object(triton_attention, "running", lambda device: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))
-        stack.enter_context(mock.patch.object(ops.checks, "writable", lambda *_, **__: None))  # all lie at address 0
+        stack.enter_context(
+            mock.patch.object(ops.memory_checks, "writable", lambda *_, **__: None)
+        )  # all lie at address 0
         stack.enter_context(mock.patch.object(native, "why_not", lambda *_: None))
         stack.enter_context(mock.patch.object(native, "make_ready", lambda *_: True))
         stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))

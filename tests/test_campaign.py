@@ -17,7 +17,6 @@ import campaign_stress
 import campaign_tensors as tensors
 import campaign_truth as truth
 import compare
-import ffpa_attn
 import oracle
 import pytest
 import test_numerics
@@ -25,7 +24,7 @@ import torch
 from campaign_draw import generate
 from campaign_problems import DEVICES, FP8, Layout, Mask, Problem
 from campaign_shrink import as_test, shrink
-from ffpa_attn import emulated, env, ops, out_of_memory
+from ffpa_attn import emulated, env, memory_checks, ops, out_of_memory
 from ffpa_attn.spec import BackwardProductsMma, BackwardProductsWgmma, ScaledCopy, aot_specs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -310,7 +309,7 @@ def test_layouts_hold_what_was_asked_for_and_nan_around():
         for t, block in zip((x.q, x.k, x.v), x.blocks, strict=False):
             if t.numel() and 0 not in t.stride():
                 assert int(block.isnan().sum()) == block.numel() - t.numel() + int(t.isnan().sum())
-            assert not ffpa_attn.checks.rows_problem(t) or t.numel() == 0
+            assert not memory_checks.rows_problem(t) or t.numel() == 0
 
 
 # ---- what it finds, and what it says ----

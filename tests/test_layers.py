@@ -19,7 +19,7 @@ PYTHON_LAYERS = (
     ("env", "first_order", "peer_memory", "transient", "version"),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
-    ("archs", "backward_chunks", "generation", "toolchain"),
+    ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
     ("backward_mask", "build", "cache"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),

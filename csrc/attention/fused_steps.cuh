@@ -80,6 +80,14 @@ FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Functio
   }
 }
 
+template <int kSteps>
+FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
+  float largest = -kInfinity;
+  for_each_of_row(scores, h, [&](float& score) { largest = larger_of(largest, score); });
+  largest = larger_of(largest, ptx::shfl_xor(largest, 1));
+  return larger_of(largest, ptx::shfl_xor(largest, 2));
+}
+
 // Makes P of raw products for the rows from `row` of the tile on; says whether what there is of O has another
 // reference.
 template <int kSteps>
@@ -105,11 +113,7 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float maximum = -kInfinity;
-    for_each_of_row(scores, h, [&](float& score) { maximum = larger_of(maximum, score); });
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-    moved |= state.follow(h, slopes.logit(maximum));
+    moved |= state.follow(h, slopes.logit(largest_of_row<kSteps>(scores, h)));
     const float reference = finite_reference(state.reference[h]), slope = slopes.at(reference);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& score) {
@@ -147,12 +151,8 @@ FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const Att
   }
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float maximum = -kInfinity;
-    for_each_of_row(scores, h, [&](float& logit) { maximum = larger_of(maximum, logit); });
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-    maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
     constexpr float kLazyGrowth = 0;
-    state.follow(h, maximum, kLazyGrowth);
+    state.follow(h, largest_of_row<kSteps>(scores, h), kLazyGrowth);
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {

@@ -61,7 +61,7 @@ struct Slopes {
   static FFPA_DEVICE Slopes of(float factor) {
     return {factor, float_from_bits((float_bits(factor) + 0x007fffff) & 0x7f800000)};
   }
-  // Of a row whose largest logit, or reference, is this.
+  // The slope of a row whose largest logit, or reference, is this.
   FFPA_DEVICE float at(float logit) const { return std::fabs(logit) <= kMostFine ? factor : coarse; }
   FFPA_DEVICE float logit(float x) const { return x * at(x * factor); }
 };

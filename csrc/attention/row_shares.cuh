@@ -22,7 +22,7 @@
 
 namespace ffpa {
 
-// Of an LSE in base 2: rounding shows in the row's P.
+// Whether rounding shows in P of a row with this LSE, in base 2.
 FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostFusedLogit); }
 
 // P = 2^(exponent(score) - share), of a far row.
@@ -37,8 +37,8 @@ struct RowShare {
   }
 };
 
-// Of a row's largest score and the sum of P to it, if these are all that its LSE is of. Else the LSE stays, which is of
-// keys that are elsewhere, too.
+// A row's share comes from its largest score and the sum of P to it, if these make its LSE. Else the LSE stays: it is
+// of keys that are elsewhere, too.
 FFPA_DEVICE RowShare share_of_row(float largest, float sum, float lse) {
   const float share = ptx::lg2(sum), off = largest - lse + share * kLn2;
   return std::fabs(off) <= kRoundingsOfLse * std::fabs(lse) ? RowShare{largest, share} : RowShare{lse, 0};
@@ -84,7 +84,7 @@ FFPA_DEVICE void for_scores_of_rows(const AttentionParams& params, const HeadRow
   }
 }
 
-// Of row rows.first + lane, for lanes below 16, whose LSE is `lse`; of at most 16 rows. By all lanes.
+// A lane below 16 gets the share of row rows.first + lane, whose LSE is `lse`. All lanes call it, for 16 rows at most.
 template <class Element>
 FFPA_DEVICE RowShare share_of_rows(const AttentionParams& params, const HeadRows& rows, float lse, int lane) {
   float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};  // of the rows that the lane's fragments hold

@@ -122,23 +122,15 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
   });
 }
 
-FFPA_DEVICE LogitScale scale_of_products(const AttentionParams& params, float scale = 1) {
-  return {params.scale * scale, params.score_factor * scale};
-}
+FFPA_DEVICE LogitScale scale_of_products(const AttentionParams& params) { return {params.scale, params.score_factor}; }
 
-// Whether products need no more than a positive factor. `kMasks`: there may be a mask.
-template <bool kMasks = true>
-FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen, float scale = 1) {
-  const bool no_mask = !kMasks || params.mask.kind == MaskKind::kNone;
-  return all_seen && no_mask && !(params.softcap > 0) && params.score_factor * scale > 0;
-}
-
-// Whether exponents are made of products as they are, hidden ones aside, whatever the tile. Then a score needs no more
-// than a positive factor.
+// Whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.
 FFPA_DEVICE bool are_raw(const AttentionParams& params) { return !params.has_rules() && params.score_factor > 0; }
+// The same of a tile, none of whose products are hidden where `all_seen`.
+FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) { return all_seen && are_raw(params); }
 
-// Of what exponents are made of: products; or scores; or, where a float does not hold their logits, what in_base_2
-// makes.
+// The slopes of what exponents are made of: products; or scores; or, where a float does not hold their logits, what
+// in_base_2 makes.
 FFPA_DEVICE Slopes slopes_of(const AttentionParams& params) {
   return are_raw(params) ? Slopes::of(params.score_factor) : params.has_wide_mask() ? Slopes{1, 1} : Slopes::of(kLog2e);
 }

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import checks, env, forms, ops
+from . import checks, env, forms, memory_checks, ops
 from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
@@ -220,7 +220,7 @@ def explain(
     form = forms.Dense(checks.layout(layout), mask)
     form.check(q, k, v)
     if not q.is_meta:
-        checks.rows(q=q, k=k, v=v)
+        memory_checks.rows(q=q, k=k, v=v)
     if out is not None:
         checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
     arch = checks.arch(arch, q)

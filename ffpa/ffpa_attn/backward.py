@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import archs, backward_chunks, checks
+from . import archs, backward_chunks, memory_checks
 from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
 from .backward_mask import MaskGradient
 from .spec import (
@@ -130,7 +130,7 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
     """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. Heads that share
     their rows go on sharing them.
     """
-    if not checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
+    if not memory_checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
         return x
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
     return once.contiguous().expand(x.shape)

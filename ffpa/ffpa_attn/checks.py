@@ -1,14 +1,14 @@
-"""Every check of what a caller passes. A message names the argument, what it was, what is allowed and the way out."""
+"""Every check of what a caller passes, but for what only memory tells (memory_checks.py). A message names the argument, what it was, what is allowed and the way out."""
 
 from __future__ import annotations
 
 from enum import Enum
-from itertools import pairwise
 from numbers import Integral, Real
 
 import torch
 
-from .spec import ACCS, ALIGNS, FP8_BLOCK, HEAD_DIM_STEP, LAYOUTS, LEVELS, ROW_ALIGNMENT, STAGES, LevelType, MMAAccType
+from .memory_checks import is_expanded
+from .spec import ACCS, ALIGNS, FP8_BLOCK, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -191,7 +191,7 @@ def not_a_mask(o, *inputs) -> None:
         error, fault = TypeError, f"has dtype {o.dtype} but `q` has {q.dtype}"
     elif tuple(o.shape) != shape:
         fault = f"has shape {_shape(o)}; a result has {shape}"
-    elif _is_expanded(o):
+    elif is_expanded(o):
         fault = f"is expanded (strides {o.stride()}): several of its elements share memory"
     elif o.requires_grad:
         fault = "requires grad"
@@ -417,91 +417,6 @@ def saved_lse(name: str, x, shape, q) -> None:
         raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"`{name}` has shape {_shape(x)}; it must be {tuple(shape)}")
-
-
-# ---- tensors: what only real memory tells ----
-
-
-def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
-    """Why the kernels could not read the rows of x as they lie, or None."""
-    if x.numel() == 0:
-        return None
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return f"has stride {x.stride(-1)} in its last dim; it must be 1"
-    step = max(alignment // x.element_size(), 1)
-    if any(size > 1 and stride % step for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
-        return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {alignment} bytes)"
-    if x.data_ptr() % alignment:
-        return f"starts at an address that is not a multiple of {alignment} bytes"
-    return None
-
-
-def readable(x) -> bool:
-    """Whether kernels read the rows of x as they lie: of a traced tensor, as far as strides tell. It has no address yet; should that be
-    odd, the call will say so.
-    """
-    if not torch.compiler.is_compiling():
-        return rows_problem(x) is None
-    step = ROW_ALIGNMENT // x.element_size()
-    return x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1])
-
-
-def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
-    for name, x in named.items():
-        problem = rows_problem(x, alignment)
-        if problem:
-            raise ValueError(f"`{name}` {problem}; make a copy with {name}.contiguous() or {name}.clone()")
-
-
-def contiguous_offsets(**named) -> None:
-    for name, cu in named.items():
-        if not cu.is_contiguous():
-            raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
-
-
-def _memory(x) -> tuple[int, int, bool]:
-    """The addresses that x may touch, [first, past the last), and whether it touches all of them."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
-
-
-def _surely_overlap(a, b) -> bool:
-    """False for views that interleave, such as the slots of one packed qkv tensor."""
-    (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
-    return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
-
-
-def writable(out, **inputs) -> None:
-    if out.numel() == 0:
-        return
-    if _is_expanded(out):
-        raise ValueError(
-            f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()"
-        )
-    for name, x in inputs.items():
-        if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
-            raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
-
-
-def _is_expanded(x) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> None:
-    """Reads the offsets (a GPU tensor: waits for the GPU)."""
-    values = cu.tolist()
-    if values[0] < 0 or values[-1] > total:
-        raise ValueError(f"`{name}` spans {values[0]}..{values[-1]}; the tensor has rows 0..{total}")
-    lengths = [b - a for a, b in pairwise(values)]
-    for i, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(
-                f"`{name}` falls from {values[i]} to {values[i + 1]} at entry {i + 1}; offsets must not decrease"
-            )
-        if length > longest:
-            raise ValueError(
-                f"`{max_name}` is {longest} but sequence {i} has {length} rows; pass at least the longest length"
-            )
 
 
 # ---- the other functions ----

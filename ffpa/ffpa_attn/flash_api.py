@@ -11,7 +11,7 @@ from numbers import Integral
 import torch
 import torch.nn.functional as F
 
-from . import checks, sdpa_override
+from . import checks, memory_checks, sdpa_override
 from .attention import ffpa, ffpa_varlen
 from .spec import HEAD_DIM_STEP
 
@@ -139,7 +139,7 @@ class SDPABackend(Backend):
 
 def is_nhd_zero_copy_input(t: torch.Tensor) -> bool:
     """Whether a [B, N, H, D] tensor is read as it lies."""
-    return t.dim() == 4 and checks.rows_problem(t) is None
+    return t.dim() == 4 and memory_checks.rows_problem(t) is None
 
 
 def ffpa_attn_func(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import checks, native, reference
+from . import checks, memory_checks, native, reference
 from .spec import ROW_ALIGNMENT, Problem, Visibility
 
 
@@ -66,7 +66,7 @@ class Packed:
     def check(self, q, k, v) -> None:
         cu_q, cu_k, max_q, max_k = self.offsets
         checks.packed(q, k, v, cu_q, cu_k)
-        checks.contiguous_offsets(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        memory_checks.contiguous_offsets(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         checks.max_seqlen("max_seqlen_q", max_q)
         checks.max_seqlen("max_seqlen_k", max_k)
 
@@ -74,8 +74,8 @@ class Packed:
         """At every call where it costs no wait for a GPU; there only under FFPA_CHECK=1."""
         cu_q, cu_k, max_q, max_k = self.offsets
         if cu_q.device.type == "cpu" or flags["FFPA_CHECK"]:
-            checks.offsets_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
-            checks.offsets_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
+            memory_checks.offsets_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
+            memory_checks.offsets_values(cu_k, "cu_seqlens_k", k.shape[0], max_k, "max_seqlen_k")
 
     def sizes(self, q, k) -> tuple[int, int, int, int, int]:
         cu_q, _, max_q, max_k = self.offsets

@@ -23,6 +23,7 @@ from . import (
     env,
     fused,
     fused_fp8,
+    memory_checks,
     mma,
     native,
     out_of_memory,
@@ -140,7 +141,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
-        checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
+        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
     try:
         out = q.new_empty(plan.out_shape) if out is None else out
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
@@ -165,10 +166,10 @@ def _no_memory(error: torch.OutOfMemoryError, plan: _Plan, flags, result_bytes: 
 def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
     form.check(q, k, v)
     checks.options(options, form.layout)
-    checks.rows(q=q, k=k, v=v)
+    memory_checks.rows(q=q, k=k, v=v)
     if out is not None:
         checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
-        checks.rows(out=out)
+        memory_checks.rows(out=out)
     return _decide(form, "forward", q, k, v, options, flags)
 
 
@@ -240,7 +241,7 @@ _FORWARD = {
 def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
     checks.fp8(q, k, v, scales, out_dtype, v_transposed)
     checks.options(options)
-    checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
+    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
     return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
 
 
@@ -305,8 +306,8 @@ _BACKWARD = {
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
-    """Of the whole row's out and LSE, which may be merged from several calls: P is exp(score - LSE), at most 1. An infinite LSE of
-    either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
+    """Gradients from the out and LSE of whole rows, which may be merged from several calls: P is exp(score - LSE), at most 1. An
+    infinite LSE of either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
     """
     flags = env.run_flags()
     key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
@@ -342,7 +343,7 @@ def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) 
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
         if x is not None:
             checks.saved_lse(name, x, form.lse_shape(q), q)
-    checks.rows(q=q, k=k, v=v, out=out)
+    memory_checks.rows(q=q, k=k, v=v, out=out)
     return _decide(form, "backward", q, k, v, options, flags)
 
 

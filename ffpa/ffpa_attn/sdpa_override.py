@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.jit import _builtins
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from . import checks, ops, tf32
+from . import checks, memory_checks, ops, tf32
 from .attention import ffpa
 from .ops import torch_sdpa  # what torch.nn.functional holds, or held
 
@@ -81,7 +81,7 @@ def attend(
     in_tf32 = tf32.serves(q, k, v)
     if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, [torch.float32] if in_tf32 else checks.DTYPES):
         return None
-    if not in_tf32 and not all(map(checks.readable, (q, k, v))):
+    if not in_tf32 and not all(map(memory_checks.readable, (q, k, v))):
         return None
     rule = {"causal": is_causal, "align": align, "scale": scale}
     if in_tf32:

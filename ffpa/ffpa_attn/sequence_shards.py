@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from . import agreement, checks, env
+from . import agreement, checks, env, memory_checks
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -111,7 +111,7 @@ def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def check_parts(q, k, v, layout: str) -> None:
     """After the ranks agree, so that all of them raise."""
     checks.dense(q, k, v, None, "BHND")
-    checks.rows(q=q, k=k, v=v)
+    memory_checks.rows(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "

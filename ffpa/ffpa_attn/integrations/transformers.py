@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from .. import checks
+from .. import checks, memory_checks
 from ..attention import ffpa, ffpa_varlen
 from ..integrations.fallback import say_once
 from ..integrations.masks import Seen, make_mask, seen_by
@@ -125,7 +125,7 @@ def _packed_attention(q, k, v, offsets, longest, rule):
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its rows could not be read as they lie."""
-    return x if checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _one_dtype(*tensors):
