@@ -96,8 +96,8 @@ def ffpa(
 
     Scores may be as large as a float32 holds; in Hopper's kernels, without a float32 or bfloat16 mask, 1.1e38 at most.
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
-    exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where that would be coarse, from softmax once more;
-    but for rows whose LSE is of more keys than are here, as in a ring, a key that takes its row alone has P = 1 at any size.
+    exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32 LSE leaves that open, from
+    softmax once more. Rows whose LSE is of more keys than are here, as in a ring, keep to their LSE.
     """
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:
