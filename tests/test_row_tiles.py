@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import PackedCase, make_packed_inputs, poisoned
-from ffpa_attn import archs, checks, emulated, env, ffpa_varlen, native, ops, row_tiles, two_phase
+from ffpa_attn import archs, emulated, env, ffpa_varlen, memory_checks, native, ops, row_tiles, two_phase
 from ffpa_attn.spec import FUSED_COLUMNS, PAIR_COLUMNS, TWO_PHASE_COLUMNS, ForwardPair
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM
@@ -59,7 +59,7 @@ def forward(request, device, monkeypatch):
     monkeypatch.setenv("FFPA_BACKEND", request.param.backend)
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(two_phase, "why_slower", lambda *args: None)
-    monkeypatch.setattr(checks, "offsets_values", lambda *args: None)
+    monkeypatch.setattr(memory_checks, "offsets_values", lambda *args: None)
     if "two_phase" in request.param.family:
         monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, request.param.backend, 1)
         monkeypatch.setattr(two_phase, "_columns", lambda d_v: TWO_PHASE_COLUMNS[-1])  # a debug build has one width
