@@ -157,13 +157,13 @@ class Movement(NamedTuple):
         low, high = self.log_sum
         return torch.where(self.large, torch.maximum(high - lse, lse - low), 0.0)
 
-    def gradients(self, p, k, q, v, out, grad, d_score, lowered, slope, capped) -> dict[str, torch.Tensor]:
+    def gradients(self, p, k, q, v, out, grad, d_score, lowered, slope, capped, scale) -> dict[str, torch.Tensor]:
         """d_score = P * lowered, the gradient of a score; times slope, that of its softcap, of a scaled product."""
         change = self._change(p, self.p_again)
         of_delta = (grad.abs() * self.out(p, v, out)).sum(-1, keepdim=True)
         of_score = change * lowered.abs() + (p + change) * of_delta
         of_slope = (2 * capped.abs() * self.by / self.softcap**2).clamp_max(1.0) * self.large if self.softcap else 0.0
-        of_product = of_score * (slope + of_slope) + d_score.abs() * of_slope
+        of_product = abs(scale) * (of_score * (slope + of_slope) + d_score.abs() * of_slope)
         return {
             "dq": of_product @ k.abs(),
             "dk": of_product.mT @ q.abs(),
