@@ -219,7 +219,25 @@ class Block:
     """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
 
     def __init__(
-        self, q, q64, k, k64, v, v64, seen, bias, scale, softcap, acc_qk, acc_pv, ordered, mask, large, tiny_p, few, few_of_mask
+        self,
+        q,
+        q64,
+        k,
+        k64,
+        v,
+        v64,
+        seen,
+        bias,
+        scale,
+        softcap,
+        acc_qk,
+        acc_pv,
+        ordered,
+        mask,
+        large,
+        tiny_p,
+        few,
+        few_of_mask,
     ):
         """large: whether scores may be; tiny_p: whether a P may be below normal numbers; few: whether rows or keys are;
         few_of_mask: whether the mask's elements are.
