@@ -374,7 +374,10 @@ def main() -> int:
     start, found, wrong = time.monotonic(), {}, []
 
     def part(name: str) -> bool:
-        return args.only in (None, name)
+        if args.only not in (None, name):
+            return False
+        print(f"{time.monotonic() - start:.0f} s: {name}", flush=True)
+        return True
 
     if part("streams") and args.device == "cuda":
         wrong += cold_captures()  # before any other call

@@ -101,7 +101,7 @@ def make_mask(mask: Mask, p: Problem, device) -> torch.Tensor:
         values = normal(shape, p.seed + 13, device).mul_(mask.size)
         if mask.attract:
             values += mask.attract * (uniform(shape, p.seed + 14, device) < 0.1)
-        values = values.masked_fill(hidden, mask.hidden).to(DTYPES[mask.dtype])
+        values = cast(values, DTYPES[mask.dtype]).masked_fill(hidden, mask.hidden)
     if mask.slack:
         wide = torch.full((*shape[:3], keys + mask.slack), mask.dtype == "bool", dtype=values.dtype, device=device)
         if mask.dtype != "bool":

@@ -17,10 +17,6 @@ import oracle
 import torch
 
 _MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
-_FEW = 512  # rows, or keys, of all heads: of fewer PyTorch's error may be small by luck
-_FEW_OF_MASK = 4096  # its elements: each is a sum of many, but the largest error is that of few
-_FEW_THAT_COUNT = 256  # rows, or keys, whose dS is much of the whole
-_SKEWED = 1 / 3  # of all rows: fewer count than if dS were alike in them
 _ROUNDINGS = 3  # to 16 bits, of what a dS is of: P, dP - delta, and itself
 _LEAST_NORMAL = 2.0**-126  # exp2 of hardware gives 0 below it
 _FAR_APART = 85.0  # exp(-87.3) is that small
@@ -124,13 +120,11 @@ def sums(
         if additive:
             found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
 
-    product, score, of_mask = _largest(q, k, scale, mask if additive else None, seen_by_rule)
+    product, score = _largest(q, k, scale, mask if additive else None)
     limit = 0.9 * compare.large_terms(softcap)
     sizes = {
         "large": not (product <= limit and score <= limit),  # NaN is too
         "tiny_p": not 2 * score < _FAR_APART - math.log(max(n_k, 1)),
-        "few": batch * heads_q * n_q < _FEW or batch * heads_kv * n_k < _FEW,
-        "few_of_mask": of_mask < _FEW_OF_MASK,
     }
 
     def of_block(x, heads, rows):
@@ -181,22 +175,16 @@ def sums(
     return found
 
 
-def _largest(q, k, scale: float, bias, seen) -> tuple[float, float, int]:
-    """Bounds of the sizes of all products of q and k, and of all scores; and how many elements of a mask are seen. A GPU is
-    asked once.
-    """
+def _largest(q, k, scale: float, bias) -> tuple[float, float]:
+    """Bounds of the sizes of all products of q and k, and of all scores; a GPU is asked once."""
     if not q.numel() or not k.numel():
-        return 0.0, 0.0, 0
+        return 0.0, 0.0
     of_q, of_k = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
-    of_bias = count = of_q.new_zeros(())
+    of_bias = of_q.new_zeros(())
     if bias is not None and bias.numel():
-        finite = bias != -torch.inf
-        of_bias = torch.where(finite, bias.double().abs(), 0.0).max()
-        for dim in (0, 1):
-            seen = seen.any(dim, keepdim=True) if bias.shape[2 + dim] == 1 else seen
-        count = (finite & seen).sum().double()
-    product, of_bias, count = torch.stack((of_q * of_k, of_bias, count)).tolist()
-    return product, product * abs(scale) + of_bias, int(count)
+        of_bias = torch.where(bias == -torch.inf, 0.0, bias.double().abs()).max()
+    product, of_bias = torch.stack((of_q * of_k, of_bias)).tolist()
+    return product, product * abs(scale) + of_bias
 
 
 def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
@@ -236,15 +224,11 @@ class Block:
         mask,
         large,
         tiny_p,
-        few,
-        few_of_mask,
     ):
-        """large: whether scores may be; tiny_p: whether a P may be below normal numbers; few: whether rows or keys are;
-        few_of_mask: whether the mask's elements are.
-        """
+        """large: whether scores may be; tiny_p: whether a P may be below normal numbers."""
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
-        self.few, self.few_of_mask, self.tiny_p = few, few_of_mask, tiny_p
+        self.tiny_p = tiny_p
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
         self.raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
@@ -256,10 +240,6 @@ class Block:
         self.p = torch.softmax(self.scores.masked_fill(self.empty, 0.0), -1).masked_fill(self.empty, 0.0)
         self.o = self.p @ v64
         self._base_scores(bias, acc_qk, large)
-        # PyTorch may have P without any error where it is 1, a half, a quarter, and dS where it is 0, as one key outweighs others.
-        rounded = (self.p16.float() - self.base_p).square().sum(-1, keepdim=True)
-        exact = rounded <= 2.0**-44 * self.base_p.square().sum(-1, keepdim=True)
-        self.lucky_rows = exact | (self.p.amax(-1, keepdim=True) > 1 - 2.0**-8)
         self.movement = None
         if large and bool(self.large.any()):
             self.movement = compare.Movement.of(
@@ -275,7 +255,7 @@ class Block:
         if large:
             self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
             self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
-            product = torch.where(self.large, exact, product)
+            product = torch.where(self._has_no_yardstick(product, acc_qk), exact, product)
         scores = product * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -291,16 +271,17 @@ class Block:
         )
         self.base_o = product.to(self.q.dtype)
 
+    def _has_no_yardstick(self, product, acc_qk: str) -> torch.Tensor:
+        """Rows whose products say nothing as PyTorch has them: large ones. But sums in f16 are what they are until they overflow."""
+        return self.large if acc_qk == "f32" else ~(product.isfinite() | self.hidden).all(-1, keepdim=True)
+
     def out(self) -> Part:
         moved = None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
         lost = self._tiny
         if lost is not None:
             moved = lost @ self.v64.abs() + (0.0 if moved is None else moved)
-        return Part(self.o, [self.base_o], moved, self._variance_of_out() if self.few else None)
-
-    def _variance_of_out(self):
-        """P is rounded before it meets V."""
-        return self.unit**2 * (self.p.square() @ self.v64.square())
+        variance = self.unit**2 * (self.p.square() @ self.v64.square())  # P is rounded before it meets V
+        return Part(self.o, [self.base_o], moved, variance)
 
     def log_sum(self) -> Part:
         base = torch.where(self.empty, 0.0, self.base_scores.logsumexp(-1, keepdim=True))
@@ -348,14 +329,8 @@ class Block:
             if name in parts:
                 moved = parts[name].moved
                 parts[name] = parts[name]._replace(moved=lost if moved is None else moved + lost)
-        few_rows = torch.ones_like(self.lucky_rows) if self.few else self.lucky_rows | _few_count(ds)
-        of_few_rows = self.few or bool(few_rows.any())
-        few_of_mask = self.mask is not None and self.few_of_mask
-        if of_few_rows or few_of_mask:
-            errors = self._errors(grad64, dp, ds, d_score, slope, few_rows if of_few_rows else None, few_of_mask)
-            for name in parts.keys() & errors.keys():
-                variance, surely = errors[name]
-                parts[name] = parts[name]._replace(variance=variance, surely=surely)
+        for name, (variance, surely) in self._errors(grad64, dp, ds, d_score, slope).items():
+            parts[name] = parts[name]._replace(variance=variance, surely=surely)
         return parts
 
     def _lost(self, grad, lowered, slope) -> dict:
@@ -378,45 +353,27 @@ class Block:
         tiny = torch.where(self.p < _LEAST_NORMAL, self.p, 0.0) if self.tiny_p else None
         return tiny if tiny is not None and bool(tiny.any()) else None
 
-    def _errors(self, grad, dp, ds, d_score, slope, few_rows, few_of_mask: bool) -> dict:
-        """name -> (variance, what float32 sums may add), of the few rows; of a mask of few elements, of all rows. P, dP - delta and
-        dS are rounded, and so is the output that delta is of, which changes all dS of a row alike.
+    def _errors(self, grad, dp, ds, d_score, slope) -> dict:
+        """name -> (variance, what float32 sums may add). P, dP - delta and dS are rounded, and so is the output that delta is of,
+        which changes all dS of a row alike.
         """
-        p, slope = self.p, slope if self.softcap else 1.0
+        p, k, q, scale = self.p, self.k64, self.q64, self.scale
         of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
         of_delta = of_delta + self.unit**2 * (p * dp).square().sum(-1, keepdim=True)
-        k, q, scale = self.k64, self.q64, self.scale
         sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p
-        errors = {}
+        of_ds, of_p = _ROUNDINGS * (self.unit * ds).square(), p * slope
+        errors = {
+            "dq": (
+                scale**2 * (of_ds @ k.square() + of_delta * (of_p @ k).square()),
+                abs(scale) * ((sums * slope) @ k.abs()),
+            ),
+            "dk": (
+                scale**2 * ((of_ds + of_delta * of_p.square()).mT @ q.square()),
+                abs(scale) * ((sums * slope).mT @ q.abs()),
+            ),
+            "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
+        }
         if self.mask is not None:
             alike = p.sum(-1, keepdim=True) if self.mask.shape[-1] == 1 else p  # an element that all keys share
-            of_mask = _ROUNDINGS * (self.unit * d_score).square() + of_delta * p * alike
-            rows = 1.0 if few_of_mask else few_rows
-            errors["dmask"] = (of_mask * rows, sums * rows)
-        if few_rows is not None:
-            of_ds, of_delta, sums = (
-                x * few_rows for x in (_ROUNDINGS * (self.unit * ds).square(), of_delta, sums * slope)
-            )
-            errors |= {
-                "dq": (
-                    scale**2 * (of_ds @ k.square() + of_delta * ((p * slope) @ k).square()),
-                    abs(scale) * (sums @ k.abs()),
-                ),
-                "dk": (
-                    scale**2 * ((of_ds + of_delta * (p * slope).square()).mT @ q.square()),
-                    abs(scale) * (sums.mT @ q.abs()),
-                ),
-                "dv": (self.unit**2 * ((p * few_rows).square().mT @ grad.square()), None),
-            }
+            errors["dmask"] = (_ROUNDINGS * (self.unit * d_score).square() + of_delta * p * alike, sums)
         return errors
-
-
-def _few_count(ds) -> torch.Tensor:
-    """Whether most of dS [heads, rows, keys] lies in few rows, or in those of few keys; rows alike, if 2 / pi of them counts."""
-    few = torch.zeros((), dtype=torch.bool, device=ds.device)
-    for dim in (1, 2):
-        sizes = ds.square().sum(3 - dim).sqrt()
-        squares = sizes.square().sum()
-        that_count = sizes.sum().square() / torch.where(squares > 0, squares, 1.0)
-        few = few | (that_count < min(_FEW_THAT_COUNT, _SKEWED * sizes.numel()))
-    return few

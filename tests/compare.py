@@ -206,7 +206,8 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
 def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, least=None) -> Comparison:
     """got: what we computed; want: the oracle's, float64; base: PyTorch's own, in got's type, or several such; moved: what
     the rounding of large scores changes, which is allowed beyond; least: what twice PyTorch's error counts as at least, where
-    results are so few that it may be small by luck. What may round to an infinity may be one.
+    it is small by luck: of each element so many deviations of its own rounding (`deviations`). The RMS of such rounding is one
+    deviation, more by chance where few rows have most of it. What may round to an infinity may be one.
     """
     bases = base if isinstance(base, tuple) else (base,)
     base = bases[0]
@@ -221,7 +222,8 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
     least = zero if least is None else least
     # Where PyTorch overflows, it is no yardstick.
     errors = [((base - want).abs() - moved).clamp_min(0.0).nan_to_num(0.0, 0.0, 0.0) for base in bases]
-    may_overflow = sizes + moved + 2 * _worst(errors) + ulp * sizes > torch.finfo(base.dtype).max
+    rounding = torch.maximum(2 * _worst(errors), least) + ulp * sizes
+    may_overflow = sizes + moved + rounding > torch.finfo(base.dtype).max
     elsewhere = [((is_it(got) != is_it(want)) & ~may_overflow).sum() for is_it in _NO_NUMBERS.values()]
     finite = torch.isfinite(want) & ~may_overflow
     differences = (moved, least, (got - want).abs(), *errors)
@@ -236,7 +238,7 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
     of_worst = (x.take(worst) for x in (got, want, error, allowed))
 
     def judge(
-        nan, inf, minus_inf, count, beyond, got, want, error, allowed, rms, size, of_moved, of_least, *of_bases
+        nan, inf, minus_inf, count, beyond, got, want, error, allowed, rows, rms, size, of_moved, of_least, *of_bases
     ) -> None:
         for what, wrong in zip(_NO_NUMBERS, (nan, inf, minus_inf), strict=True):
             assert not wrong, f"{name}: {int(wrong)} of {sizes.numel()} elements differ in being {what}"
@@ -246,13 +248,18 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
             f"{name}: {int(beyond)} of {int(count)} elements are too far off; worst: {got:.6g} "
             f"for {want:.6g}, error {error:.3g}, allowed {allowed:.3g}"
         )
-        of_least *= _DEVIATIONS / deviations(
-            sizes.numel()
-        )  # so many numbers make the largest error larger, not their RMS
+        of_least *= (1 + _DEVIATIONS / math.sqrt(max(rows, 1.0))) / deviations(sizes.numel())
         rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
         assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
 
-    return Comparison(_found(*elsewhere, count, beyond.sum(), *of_worst, *sums), judge)
+    return Comparison(_found(*elsewhere, count, beyond.sum(), *of_worst, _rows_that_count(least), *sums), judge)
+
+
+def _rows_that_count(sizes: torch.Tensor) -> torch.Tensor:
+    """As many alike would have the squares of these, and the squares of those."""
+    of_rows = sizes.square().sum(-1)
+    squares = of_rows.square().sum()
+    return torch.where(squares > 0, of_rows.sum().square() / squares, 1.0)
 
 
 _NO_NUMBERS = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
