@@ -280,7 +280,18 @@ def failing_allocation(k: int):
 
 
 def _bytes_in_use(kind: Kind) -> int:
+    gc.collect()
     return torch.cuda.memory_allocated() if kind.x.q.is_cuda else 0
+
+
+def _bytes_kept(kind: Kind, before: int) -> int:
+    """Autograd's own thread gives up what a failed backward held a little after the error has arrived here."""
+    for _ in range(20):
+        kept = _bytes_in_use(kind) - before
+        if kept <= 0:
+            break
+        time.sleep(0.05)
+    return kept
 
 
 def run_out(kind: Kind) -> tuple[int, list[str]]:
@@ -289,7 +300,6 @@ def run_out(kind: Kind) -> tuple[int, list[str]]:
     with campaign_check.running(kind.p):
         want = [x.clone() for x in kind()]
         for k in itertools.count(1):
-            gc.collect()
             before, said = _bytes_in_use(kind), None
             try:
                 with failing_allocation(k):
@@ -303,8 +313,7 @@ def run_out(kind: Kind) -> tuple[int, list[str]]:
                 return k - 1, wrong
             if "FFPA_WORKSPACE_MB=" not in said or "the least that works" not in said:
                 wrong.append(f"allocation {k}: {said[:200]}")
-            gc.collect()
-            if (kept := _bytes_in_use(kind) - before) > 0:
+            if (kept := _bytes_kept(kind, before)) > 0:
                 wrong.append(f"allocation {k}: {kept} bytes kept")
             if not same_bits(kind(), want):
                 wrong.append(f"allocation {k}: the next call is wrong")
@@ -336,11 +345,10 @@ def run_out_of_a_gpu(kind: Kind) -> list[str]:
                 torch.cuda.set_per_process_memory_fraction(1.0)
             if said is None:
                 break
-            gc.collect()
             if "FFPA_WORKSPACE_MB=" not in said:
                 wrong.append(f"{room} MiB of room: {said[:200]}")
-            if torch.cuda.memory_allocated() > before:
-                wrong.append(f"{room} MiB of room: {torch.cuda.memory_allocated() - before} bytes kept")
+            if (kept := _bytes_kept(kind, before)) > 0:
+                wrong.append(f"{room} MiB of room: {kept} bytes kept")
             if not same_bits(kind(), want):
                 wrong.append(f"{room} MiB of room: the next call is wrong")
     return wrong

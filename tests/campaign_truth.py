@@ -374,6 +374,12 @@ class Block:
             "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
         }
         if self.mask is not None:
-            alike = p.sum(-1, keepdim=True) if self.mask.shape[-1] == 1 else p  # an element that all keys share
-            errors["dmask"] = (_ROUNDINGS * (self.unit * d_score).square() + of_delta * p * alike, sums)
+            of_mask = _ROUNDINGS * (self.unit * d_score).square()
+            if (
+                self.mask.shape[-1] == 1
+            ):  # keys share the error of delta, and that of dP - delta where dLSE is nearly all of it
+                of_delta = of_delta + (self.unit * d_score.sum(-1, keepdim=True)).square()
+                errors["dmask"] = (of_mask + of_delta * p * p.sum(-1, keepdim=True), sums)
+            else:
+                errors["dmask"] = (of_mask + of_delta * p.square(), sums)
         return errors

@@ -187,14 +187,14 @@ def test_a_scale_moves_its_gradients():
     torch.testing.assert_close(same["dq"].moved * 2.0**6, found["dq"].moved)
 
 
-def as_kernels_round(q, k, v, grad, scores, slope=1.0) -> dict[str, torch.Tensor]:
+def as_kernels_round(q, k, v, grad, scores, slope=1.0, grad_lse=0.0) -> dict[str, torch.Tensor]:
     """P below 1 and its sum apart, P, dP - delta and dS in 16 bits, delta of the output in 16 bits."""
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
     below_1 = torch.exp2((scores - scores.amax(-1, keepdim=True)) * math.log2(math.e) - 0.4)
     total = below_1.sum(-1, keepdim=True)
     out = (below_1.to(dtype).float() @ v.float() / total).to(dtype)
     p = below_1 / total
-    delta = (grad.float() * out.float()).sum(-1, keepdim=True)
+    delta = (grad.float() * out.float()).sum(-1, keepdim=True) - grad_lse
     d_score = (p.to(dtype) * (grad.float() @ v.float().mT - delta).to(dtype)).to(dtype).float()
     ds = (d_score * slope).to(dtype).float()
     found = {
@@ -239,6 +239,16 @@ def test_roundings_to_16_bits_pass(shape, rule, rows, alike):
         for name, x in got.items():
             want, bases, moved, least = found[name]
             compare.assert_close(name, x, want, bases, moved, least)
+
+
+def test_keys_that_share_an_element_share_a_rounding():
+    """Of dP - delta, where the gradient of LSE is nearly all of it."""
+    for seed in range(20):
+        q, k, v, grad = (tensors.normal((1, 1, 3, 64), 9 * seed + i, "cpu").bfloat16() for i in range(4))
+        v, grad_lse, mask = v * 1e-6, tensors.normal((1, 1, 3), seed, "cpu"), torch.zeros(1, 1, 3, 1)
+        want, bases, moved, least = truth.expected(q, k, v, mask=mask, grad=grad, grad_lse=grad_lse)["dmask"]
+        got = as_kernels_round(q, k, v, grad, q.float() @ k.float().mT / 8, grad_lse=grad_lse[..., None])
+        compare.assert_close("dmask", got["dmask"].sum(-1, keepdim=True), want, bases, moved, least)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 600), (1, 1, 600, 1)])
