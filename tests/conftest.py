@@ -25,7 +25,7 @@ def pytest_addoption(parser):
         "--part",
         metavar="I/N",
         help="every N-th test from the I-th on: N such runs, side by side, are the suite. The first "
-        "has all that are marked large.",
+        "has all that are marked large; TESTS_IN_A_ROW of a module, which share what is compiled for them, count as one.",
     )
 
 
@@ -36,10 +36,21 @@ def pytest_collection_modifyitems(config, items):
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--part={part}/{parts}: parts count from 1")
     chosen = {
-        item for i, item in enumerate(items) if (1 if item.get_closest_marker("large") else i % parts + 1) == part
+        item for turn, item in _turns(items) if (1 if item.get_closest_marker("large") else turn % parts + 1) == part
     }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def _turns(items):
+    """(number, test): tests of one number run in one process."""
+    turn, left, module = -1, 0, None
+    for item in items:
+        if not left or item.module is not module:
+            turn, module = turn + 1, item.module
+            left = getattr(module, "TESTS_IN_A_ROW", 1)
+        left -= 1
+        yield turn, item
 
 
 @pytest.fixture(params=DEVICES)

@@ -20,6 +20,8 @@ F32_SUM = 2.0**-24
 LEAST_OF_UNIT = {"triton": 1.0, "hopper": 2.0**-0.25}  # where references are integers: of the unit, what P = 1 may be
 P_UNIT = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}  # what P = 1 is before it is rounded
 
+TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+
 
 # ---- both paths ----
 

@@ -34,15 +34,21 @@ def test_exit_code(tmp_path, body, exit_code):
     assert ("nothing ran" in run.stdout) == ("skip" in body)
 
 
-def test_parts_are_the_suite(tmp_path):
-    """Each test in one of them, those that no two of may run at once in the first."""
-    body = """import pytest
+@pytest.mark.parametrize(
+    "in_a_row, wanted",
+    [("", [[0, 3, 4, 6], [1, 7], [2, 5]]), ("TESTS_IN_A_ROW = 2", [[0, 1, 3, 4, 6, 7], [2], [5]])],
+    ids=["one by one", "two by two"],
+)
+def test_parts_are_the_suite(tmp_path, in_a_row, wanted):
+    """Each test in one of them, those that no two of may run at once in the first, those that share kernels together."""
+    body = f"""import pytest
+{in_a_row}
 @pytest.mark.parametrize("i", [pytest.param(i, marks=[pytest.mark.large(gigabytes=9)] * (i in (3, 4))) for i in range(8)])
 def test_it(i): pass
 """
     runs = [suite_of(tmp_path, body, "--collect-only", f"--part={part}/3").stdout for part in (1, 2, 3)]
     parts = [[int(line.split("[")[1][0]) for line in run.splitlines() if "::" in line] for run in runs]
-    assert parts == [[0, 3, 4, 6], [1, 7], [2, 5]]
+    assert parts == wanted
     assert all(suite_of(tmp_path, body, f"--part={part}").returncode == 4 for part in ("0/2", "3/2"))
 
 

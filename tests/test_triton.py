@@ -26,6 +26,8 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 SMALL = [case for case in CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 SMALL_PACKED = [case for case in PACKED_CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 
+TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+
 
 @pytest.fixture(autouse=True)
 def launches(request, monkeypatch):

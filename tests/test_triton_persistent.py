@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="Triton is an extra")
 _f16, _bf16 = torch.float16, torch.bfloat16
 CORES = 3
 
+TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+
 
 @pytest.fixture(autouse=True)
 def scratch(request, monkeypatch):

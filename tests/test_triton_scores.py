@@ -13,6 +13,8 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 _f16, _bf16, _f32 = torch.float16, torch.bfloat16, torch.float32
 ULP = 2.0**-23
 
+TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+
 
 @pytest.fixture(autouse=True, params=["forward", "persistent"])
 def backend(request, monkeypatch):
