@@ -51,7 +51,7 @@ void launch_on(const torch::stable::Tensor& on, const std::string& name, const v
   if (params_bytes != instance.params_bytes) {
     throw std::runtime_error("ffpa_attn: " + name + " takes " + std::to_string(instance.params_bytes) +
                              " bytes of parameters, and got " + std::to_string(params_bytes) +
-                             ": its library was built from other sources; reinstall ffpa-attn");
+                             ": its library was built from other sources; install ffpa-cuda again");
   }
   const int device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -37,7 +37,7 @@ def csrc() -> Path:
     for place in (package / "csrc", package.parents[1] / "csrc"):
         if place.is_dir():
             return place
-    raise BuildError(f"the C++ sources (csrc/) are not in {package}; install ffpa-attn again")
+    raise BuildError(f"the C++ sources (csrc/) are not in {package}; install ffpa-cuda again")
 
 
 @cache

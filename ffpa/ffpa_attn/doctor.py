@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
 
 def _installation() -> Iterator[Finding]:
-    yield Finding("ffpa-attn", f"{__version__} in {Path(__file__).parent}")
+    yield Finding("ffpa-cuda", f"{__version__} in {Path(__file__).parent}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
 
 
@@ -43,7 +43,7 @@ def _triton() -> Iterator[Finding]:
     try:
         yield Finding("Triton", version("triton"))
     except PackageNotFoundError:
-        yield Finding("Triton", 'not installed; for head dims up to 256: pip install "ffpa-attn[triton]"')
+        yield Finding("Triton", 'not installed; for head dims up to 256: pip install "triton>=3.6"')
 
 
 def _kernels() -> Iterator[Finding]:

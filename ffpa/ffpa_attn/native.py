@@ -40,7 +40,7 @@ def library():
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise RuntimeError(f"ffpa_attn: {path} does not load ({error}); install ffpa-attn again") from None
+        raise RuntimeError(f"ffpa_attn: {path} does not load ({error}); install ffpa-cuda again") from None
     return torch.ops.ffpa_attn_native
 
 
@@ -87,7 +87,7 @@ def driver_problem(runtime: int, driver: int) -> str | None:
     if not driver:
         return f"there is no NVIDIA driver, and {built_with}; install a driver for it"
     return (
-        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or ffpa-attn "
+        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or ffpa-cuda "
         f"from source with nvcc {driver // 1000}"
     )
 
@@ -111,7 +111,7 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
     if record()["sources"] != build.sources_hash():
         raise RuntimeError(
             f"ffpa_attn: {build.csrc()} changed since the native library was built, so {spec.name} would not fit it; "
-            "install ffpa-attn again"
+            "install ffpa-cuda again"
         )
     name = f"{spec.name}@{gpu}"
     ops.load_kernel(str(jit.library(spec, gpu)), spec.name, name)

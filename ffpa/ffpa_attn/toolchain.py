@@ -12,7 +12,12 @@ from pathlib import Path
 
 from . import env
 
-GET_NVCC = 'pip install "ffpa-attn[jit]", or set CUDA_HOME to a CUDA toolkit'
+NVCC_OF_PYPI = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime")  # one release throughout
+GET_NVCC = (
+    "pip install "
+    + " ".join(f'"{name}==13.0.*"' for name in NVCC_OF_PYPI)
+    + " ninja, or set CUDA_HOME to a CUDA toolkit"
+)
 NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
 OLDEST_NVCC = 12  # knows sm_90a
 

@@ -95,7 +95,7 @@ def if_able(p: Problem, plan: TritonPlan) -> TritonPlan | str:
 def why_not() -> str | None:
     """Why Triton cannot run here at all."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install 'ffpa-attn[triton]'"
+        return "Triton is not installed; pip install 'triton>=3.6'"
     if _release() < _LEAST_RELEASE:
         return f"Triton is {'.'.join(map(str, _release()))}; 3.6 or newer is needed: pip install -U triton"
     return None

@@ -249,7 +249,16 @@ def test_the_compiler_is_looked_for_in_order(fake_nvcc, tmp_path, monkeypatch):
     assert found == toolchain.Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc") and found.library_path == nvcc.parents[1] / "lib"
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert toolchain.find_nvcc() is None
-    assert 'pip install "ffpa-attn[jit]"' in build.why_no_library()
+    assert toolchain.GET_NVCC in build.why_no_library()
+
+
+def test_messages_name_what_the_extra_installs():
+    """`pip install` of an extra would fetch the namesake on PyPI, or nothing."""
+    extra = re.search(r"^jit = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)[1]
+    named = re.findall(r'"(\S+?)"', extra)
+    assert len(named) == 5 and all(name in toolchain.GET_NVCC for name in named)
+    sources = [path.read_text() for path in (ROOT / "ffpa").rglob("*.py")]
+    assert not [text for text in sources if re.search(r"ffpa[-_](attn|cuda)\[", text)]
 
 
 def test_a_wrong_cuda_home_is_an_error(monkeypatch):

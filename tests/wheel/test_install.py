@@ -164,7 +164,7 @@ def test_sdist(fake_nvcc, tmp_path):
         (source / generated).parent.mkdir(exist_ok=True)
         (source / generated).touch()
     run(sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path), cwd=source)
-    (sdist,) = tmp_path.glob("ffpa_attn-*.tar.gz")
+    (sdist,) = tmp_path.glob("ffpa_cuda-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert not files - names

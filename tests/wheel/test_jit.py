@@ -173,7 +173,7 @@ def test_a_cache_that_others_can_write(fake_nvcc, cache):
 
 def test_no_compiler(cache, monkeypatch):
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    with pytest.raises(BuildError, match=rf'{SPEC.name} is not built for sm_90, and .*pip install "ffpa-attn\[jit\]"'):
+    with pytest.raises(BuildError, match=rf'{SPEC.name} is not built for sm_90, and .*pip install "nvidia-cuda-nvcc'):
         jit.library(SPEC, "sm_90")
     assert not cache.exists()
 

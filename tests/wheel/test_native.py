@@ -83,7 +83,7 @@ def test_a_library_that_does_not_load(native, monkeypatch, tmp_path, capsys):
     (tmp_path / build.LIBRARY).write_text("no library")
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
     native.library.cache_clear()
-    with pytest.raises(RuntimeError, match=rf"{tmp_path}/{build.LIBRARY} does not load .*install ffpa-attn again"):
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}/{build.LIBRARY} does not load .*install ffpa-cuda again"):
         native.library()
     assert doctor.main() == 1
     assert "BROKEN: RuntimeError" in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_an_old_driver_is_an_error_before_any_launch(native, monkeypatch):
 def test_stale_library_does_not_take_new_kernels(native, fake_nvcc, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: NewDriver)
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
-    with pytest.raises(RuntimeError, match=r"csrc changed since .*install ffpa-attn again"):
+    with pytest.raises(RuntimeError, match=r"csrc changed since .*install ffpa-cuda again"):
         native.kernel(NOT_BUILT, "sm_90")
 
 

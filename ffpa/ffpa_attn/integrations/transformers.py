@@ -41,7 +41,7 @@ def _check_version() -> None:
     except importlib.metadata.PackageNotFoundError:
         found = None
     if found is None or tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-        way_out = f"pip install 'transformers>={needed}', or 'ffpa-attn[hf]'"
+        way_out = f"pip install 'transformers>={needed}'"
         raise ImportError(f"transformers is {found or 'not installed'}; ffpa_attn needs {needed} or newer: {way_out}")
 
 

@@ -1,0 +1,27 @@
+"""Refuses to be imported where PyPI's package of the same module, `ffpa-attn`, is installed as well.
+
+Both own the folder `ffpa_attn`: whichever came last has overwritten files of the other, and what is imported is neither.
+"""
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+NAME = "ffpa-cuda"  # this distribution's
+OTHER = "ffpa-attn"
+
+
+def conflict() -> str | None:
+    """What is wrong, if both are installed, and the way out."""
+    try:
+        other = distribution(OTHER)
+    except PackageNotFoundError:
+        return None
+    if not any(str(path) == "ffpa_attn/__init__.py" for path in other.files or ()):  # a leftover, without the module
+        return None
+    return (
+        f"{OTHER} {other.version} is installed as well as {NAME}, and both have the module ffpa_attn, so that files of the two "
+        f"are mixed; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} again"
+    )
+
+
+if said := conflict():
+    raise ImportError(said)

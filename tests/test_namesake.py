@@ -1,0 +1,44 @@
+"""PyPI's `ffpa-attn` has the same module: where it is installed too, the import says so."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ffpa"
+
+
+def imported(site: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": f"{PACKAGE}{os.pathsep}{site}"}
+    return subprocess.run(
+        [sys.executable, "-c", "import ffpa_attn"], env=environment, capture_output=True, text=True, cwd=site
+    )
+
+
+def install(site: Path, name: str, *files: str) -> None:
+    folder = site / f"{name.replace('-', '_')}-0.2.4.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2.4\n")
+    (folder / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+@pytest.mark.parametrize("name", ["ffpa-attn", "FFPA_Attn"])
+def test_the_other_package_is_refused(name, tmp_path):
+    install(tmp_path, name, "ffpa_attn/__init__.py", "ffpa_attn/functional.py")
+    run = imported(tmp_path)
+    assert run.returncode == 1
+    said = run.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: ffpa-attn 0.2.4 is installed as well as ffpa-cuda")
+    assert "pip uninstall -y ffpa-attn ffpa-cuda" in said
+
+
+@pytest.mark.parametrize(
+    "name, files", [("ffpa-attn", ["something_else.py"]), ("ffpa-cuda", ["ffpa_attn/__init__.py"])]
+)
+def test_others_are_not(name, files, tmp_path):
+    """What a package left behind that no longer has the module, and our own distribution."""
+    install(tmp_path, name, *files)
+    run = imported(tmp_path)
+    assert run.returncode == 0, run.stderr
