@@ -37,7 +37,7 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # a time limit of the program, say
+        if error.errno in (None, errno.ENOENT):  # a time limit of the program, or somebody has removed the cache
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free some space there" if full else "make it writable"
@@ -47,9 +47,12 @@ def writing(directory: Path) -> Iterator[None]:
 def open_cache() -> Path:
     """The cache's directory, made if need be, and with no link in its path that could be set to another one meanwhile."""
     directory = cache_directory()
-    with writing(directory):
-        make_private(directory)
-        return check_owner(directory)
+    try:
+        with writing(directory):
+            make_private(directory)
+            return check_owner(directory)
+    except FileNotFoundError as error:
+        raise _unusable(directory, f"cannot be made ({error}): make one that can") from error
 
 
 def make_private(directory: Path) -> None:

@@ -35,7 +35,7 @@ rule compile
   depfile = $out.d
   deps = gcc
 rule link
-  command = $cxx -shared -pthread $in -o $out.part && sha256sum $out.part | head -c 64 >> $out.part && mv -f $out.part $out
+  command = $cxx -shared -pthread $in -o $out.part && sha256sum < $out.part | head -c 64 >> $out.part && mv -f $out.part $out
 """
 
 

@@ -7,6 +7,7 @@ drops when its holder dies; where another machine does not see that lock, both b
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -50,8 +51,8 @@ def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
                 if found is None:
                     _compile(spec, target, path)
                     found = closing.enter_context(cache.opened(path))
-        if found is None:
-            raise BuildError(f"{path} is not what was written there a moment ago; set FFPA_CACHE_DIR to another disk")
+                if found is None:
+                    raise OSError(errno.EIO, "what was written there a moment ago is gone, or another", str(path))
         yield path, found
 
 

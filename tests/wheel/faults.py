@@ -321,7 +321,7 @@ def inject(number: int, processes: int, seed: int, say: Callable[[str], None] = 
     """Injects so many faults, one to three before each retry; raises where a library is missing, wrong or half."""
     chance, injected = random.Random(seed), Counter()
     right: dict[str, bytes] = {}
-    turns = list(FAULTS) * (number // len(FAULTS) + 1)
+    turns = [fault for _ in range(number // len(FAULTS) + 1) for fault in chance.sample(FAULTS, len(FAULTS))]
     while injected.total() < number:
         kind = chance.choice(list(BUILDS))
         with tempfile.TemporaryDirectory(prefix="faults") as root:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ffpa_attn import cache as cache_module
 from ffpa_attn.cache import cache_directory
 from ffpa_attn.spec import ScaledCopy
 from ffpa_attn.toolchain import BuildError
+from ffpa_attn.transient import is_transient
 from wheel_support import needs_nvcc
 
 SPEC = ScaledCopy("f16", 4)
@@ -164,6 +166,12 @@ def test_a_cache_that_is_a_file(fake_nvcc, cache):
         jit.library(SPEC, "sm_90")
 
 
+def test_a_cache_that_cannot_be_made(fake_nvcc, monkeypatch):
+    monkeypatch.setenv("FFPA_CACHE_DIR", "/proc/none/cache")
+    with pytest.raises(BuildError, match=r"/proc/none/cache, cannot be .*FFPA_CACHE_DIR"):
+        jit.library(SPEC, "sm_90")
+
+
 def test_a_cache_of_another_user(fake_nvcc, cache, monkeypatch):
     cache.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
@@ -277,8 +285,26 @@ def test_half_a_library_is_built_again_once(fake_nvcc, cache, left):
 
 def test_a_disk_that_keeps_nothing_is_an_error(fake_nvcc, cache, monkeypatch):
     monkeypatch.setattr(cache_module, "keep", lambda content, path, fresh: path.write_bytes(content))
-    with pytest.raises(BuildError, match=r"not what was written there a moment ago; set FFPA_CACHE_DIR"):
+    with pytest.raises(BuildError, match=r"what was written there a moment ago is gone.*FFPA_CACHE_DIR") as caught:
         jit.library(SPEC, "sm_90")
+    assert is_transient(caught.value)
+
+
+def test_the_cache_may_be_removed_meanwhile(fake_nvcc, cache, monkeypatch):
+    """That is safe at any time: the next call makes it again."""
+    real = build.compile_library
+
+    def compile_library(*how):
+        shutil.rmtree(cache)
+        return real(*how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_library", compile_library)
+        try:
+            jit.library(SPEC, "sm_90")
+        except Exception as error:
+            assert is_transient(error), error
+    assert jit.library(SPEC, "sm_90").exists()
 
 
 def test_the_hosts_architecture_is_another_file(fake_nvcc, cache, monkeypatch):
