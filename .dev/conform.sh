@@ -5,7 +5,7 @@
 #   FFPA_CONFORM_BUILD_ONLY=1: build both programs and run the emulator's alone, on a machine without a GPU, for sm_90.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-build/conform}
+out=$(realpath -m -- "${1:-build/conform}")
 mkdir -p "$out"
 
 if [[ ${FFPA_CONFORM_BUILD_ONLY:-0} == 1 ]]; then
@@ -26,7 +26,7 @@ nvcc_job=$!
 host_flags=(-std=c++17 -O2 -pthread -ffp-contract=off -Wno-psabi "${includes[@]}")
 {
   printf '%s\n' csrc/ptx/emulated/machine/*.cpp tests/conform/conform.cu
-} | xargs -P "$(nproc)" -I{} sh -c 'g++ -x c++ "$@" -c "{}" -o "'"$out"'/$(basename "{}").o"' sh "${host_flags[@]}"
+} | OUT=$out xargs -P "$(nproc)" -I{} sh -c 'source=$1; shift; g++ -x c++ "$@" -c "$source" -o "$OUT/${source##*/}.o"' sh {} "${host_flags[@]}"
 g++ -pthread "$out"/*.o -o "$out/conform_emulated"
 wait "$nvcc_job"
 

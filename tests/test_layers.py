@@ -16,11 +16,12 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "namesake", "peer_memory", "transient", "version"),
+    ("env", "first_order", "namesake", "peer_memory", "progress", "sessions", "transient", "version"),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
-    ("backward_mask", "build", "cache"),
+    ("cache",),
+    ("backward_mask", "build"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
     ("triton_backward_kernels", "triton_fp8_kernels", "triton_launch"),
@@ -131,7 +132,21 @@ def test_imports_go_down(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["env", "version", "tiles", "spec", "archs", "generation", "toolchain", "build", "cache", "jit", "emulator_build"],
+    [
+        "env",
+        "version",
+        "progress",
+        "sessions",
+        "tiles",
+        "spec",
+        "archs",
+        "generation",
+        "toolchain",
+        "build",
+        "cache",
+        "jit",
+        "emulator_build",
+    ],
 )
 def test_what_the_build_uses_imports_no_torch(module):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())

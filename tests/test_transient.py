@@ -1,6 +1,7 @@
 """What a retry may change is remembered by nothing; what it cannot change is, and for that kind of call alone."""
 
 import errno
+import signal
 import subprocess
 import sys
 
@@ -32,6 +33,15 @@ TRANSIENT = {
     "a file that another process moved": lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
     "a full disk, wrapped": lambda: chained(RuntimeError("cannot be written"), OSError(errno.ENOSPC, "full")),
     "a full disk, as nvcc finds it": lambda: toolchain.BuildError("`ninja` failed: error: No space left on device"),
+    "a full disk, as ld finds it": lambda: toolchain.BuildError("collect2: ld terminated with signal 7 [Bus error]"),
+    "a quota": lambda: toolchain.BuildError("ptxas fatal: Disk quota exceeded"),
+    "a pipe that broke": lambda: BrokenPipeError(errno.EPIPE, "Broken pipe"),
+    "memory, as gcc finds it": lambda: toolchain.BuildError("cc1plus: out of memory allocating 65536 bytes"),
+    "a compiler that was killed, as the shell says it": lambda: toolchain.BuildError("`ninja` failed: Killed"),
+    "ninja that was killed": lambda: chained(
+        toolchain.BuildError("`ninja` failed: "), subprocess.CalledProcessError(-9, "ninja")
+    ),
+    "ninja that was interrupted": lambda: toolchain.BuildError("ninja: build stopped: interrupted by user."),
     "a compiler that was killed": lambda: toolchain.BuildError("nvcc error : 'cicc' died due to signal 9 (Kill signal)"),
     "an assembler that was killed": lambda: chained(
         errors.PTXASError("`ptxas` failed"), subprocess.CalledProcessError(-9, "ptxas")
@@ -48,6 +58,8 @@ LASTING = {
     "registers": lambda: RuntimeError("Triton Error [CUDA]: too many resources requested for launch"),
     "a cache that belongs to others": lambda: PermissionError(errno.EACCES, "Permission denied"),
     "nvcc": lambda: toolchain.BuildError("`ninja` failed: error: expected a ;"),
+    "a header that is not there": lambda: toolchain.BuildError("fatal error: a.h: No such file or directory"),
+    "a read-only disk": lambda: OSError(errno.EROFS, "Read-only file system"),
     "another Triton": lambda: TypeError("run() got an unexpected keyword argument 'maxnreg'"),
 }
 transient = pytest.mark.parametrize("error", TRANSIENT.values(), ids=TRANSIENT)
@@ -98,6 +110,35 @@ def test_a_launch_that_may_go_better(error):
     kernel.failing = None
     kernel.launched()
     assert kernel.calls == 3 and kernel.device_caches
+
+
+class Late(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [Late, TimeoutError])
+def test_a_time_limit_of_the_program(error, monkeypatch):
+    """It interrupts whatever it finds, and says nothing of that."""
+
+    def late(*how):
+        raise error
+
+    def interrupted(*how, **more):
+        signal.raise_signal(signal.SIGALRM)
+
+    kernel = Kernel()
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: interrupted)
+    monkeypatch.setattr(native, "kernel", interrupted)
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        for _ in range(2):
+            with pytest.raises(error):
+                kernel.launched()
+            with pytest.raises(error):
+                native.make_ready(ScaledCopy("f16", 8), "sm_90")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not native._unready and not triton_launch._unable
 
 
 @lasting

@@ -50,12 +50,20 @@ const Instance& find_instance(const std::string& name) {
   return *instance;
 }
 
-void load_instance(const std::string& path, const std::string& spec, const std::string& name) {
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) throw std::runtime_error(std::string("ffpa_attn: ") + dlerror());
-  const void* instance = dlsym(library, ("ffpa_instance_" + spec).c_str());
-  if (instance == nullptr) throw std::runtime_error("ffpa_attn: " + path + " holds no kernel named " + spec);
-  registry().add(name, static_cast<const Instance*>(instance));
-}
-
 }  // namespace ffpa
+
+const char* ffpa_load_kernel(const char* path, const char* spec, const char* name) {
+  static thread_local std::string problem;
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    problem = std::string("ffpa_attn: ") + dlerror();
+    return problem.c_str();
+  }
+  const void* instance = dlsym(library, (std::string("ffpa_instance_") + spec).c_str());
+  if (instance == nullptr) {
+    problem = std::string("ffpa_attn: ") + path + " holds no kernel named " + spec;
+    return problem.c_str();
+  }
+  ffpa::registry().add(name, static_cast<const ffpa::Instance*>(instance));
+  return nullptr;
+}

@@ -1,16 +1,11 @@
-#include "launch/registry.h"
-
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
-#include <string>
 #include <tuple>
 
 namespace ffpa {
 namespace {
-
-void load_kernel(std::string path, std::string spec, std::string name) { load_instance(path, spec, name); }
 
 // Of the CUDA runtime linked into this library, and of the driver (0 where there is none): 13000 is 13.0.
 std::tuple<int64_t, int64_t> cuda_versions() {
@@ -22,12 +17,10 @@ std::tuple<int64_t, int64_t> cuda_versions() {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ffpa_attn_native, library) {
-  library.def("load_kernel(str path, str spec, str name) -> ()");
   library.def("cuda_versions() -> (int runtime, int driver)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ffpa_attn_native, CompositeExplicitAutograd, library) {
-  library.impl("load_kernel", TORCH_BOX(&load_kernel));
   library.impl("cuda_versions", TORCH_BOX(&cuda_versions));
 }
 

@@ -11,6 +11,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _REQUEST = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
+# As PyTorch has them.
+_FAMILIES = {
+    "Kepler": "3.5+PTX", "Kepler+Tesla": "3.7", "Maxwell": "5.0;5.2+PTX", "Maxwell+Tegra": "5.3", "Pascal": "6.0;6.1+PTX",
+    "Volta": "7.0+PTX", "Volta+Tegra": "7.2", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX", "Hopper": "9.0+PTX", "Blackwell": "10.0;10.3;12.0;12.1+PTX", "Blackwell+Tegra": "11.0",
+}  # fmt: skip
+_SEPARATORS = re.compile(r"[;,\s]+")
 _ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
 
 
@@ -23,7 +30,9 @@ def requested(flags: Mapping[str, Any]) -> tuple[Request, ...]:
     """What the build flags ask for."""
     for name in ("FFPA_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
         if flags[name]:
-            return tuple(_request(name, flags[name], word) for word in re.split(r"[;,\s]+", flags[name].strip("; ,")))
+            words = _SEPARATORS.split(flags[name].strip("; ,"))
+            words = [number for word in words for number in _FAMILIES.get(word, word).split(";")]
+            return tuple(_request(name, flags[name], word) for word in words)
     ampere = (Request(80, ptx=True),) if flags["ENABLE_FFPA_AMPERE"] else ()
     hopper = (Request(90, ptx=False),) if flags["ENABLE_FFPA_HOPPER"] else ()
     return ampere + hopper
@@ -33,7 +42,8 @@ def _request(flag: str, value: str, word: str) -> Request:
     match = _REQUEST.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"{flag}={value!r}: {word!r} is no architecture; write numbers such as `8.0+PTX;9.0a`, or unset it"
+            f"{flag}={value!r}: {word!r} is no architecture; write numbers such as `8.0+PTX;9.0a`, "
+            f"or names such as `Hopper`; or unset it"
         )
     major, minor, ptx = match.groups()
     return Request(int(major) * 10 + int(minor), ptx is not None)

@@ -18,7 +18,8 @@ from functools import cache
 from os import cpu_count
 from pathlib import Path
 
-from . import archs, env, generation, toolchain
+from . import archs, env, generation, sessions, toolchain
+from .cache import locked
 from .spec import KernelSpec, aot_specs
 from .toolchain import BuildError
 
@@ -28,7 +29,7 @@ TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}00000000000
 
 _COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
-_MOST_LINES = 40  # of a failed build's output, in its error
+_FIRST_LINES, _LAST_LINES = 40, 5  # of a failed build's output, in its error
 
 
 def csrc() -> Path:
@@ -127,6 +128,8 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+# With `||` the shell stays, and says which signal killed its child. Ninja before 1.11 takes half a library for a whole
+# one, hence the other name.
 _RULES = """
 rule kernel
   command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
@@ -134,12 +137,12 @@ rule kernel
   depfile = $out.d
   deps = gcc
 rule host
-  command = $nvcc $flags $torch_flags -MD -MF $out.d -c $in -o $out
+  command = $nvcc $flags $torch_flags -MD -MF $out.d -c $in -o $out || exit 1
   description = compile $out
   depfile = $out.d
   deps = gcc
 rule link
-  command = $nvcc $link_flags $in -o $out $libraries
+  command = $nvcc $link_flags $in -o $out.part $libraries && mv -f $out.part $out
   description = link $out
 """
 
@@ -174,30 +177,31 @@ def compile_library(
         objects.append(f"{name}.o")
         builds.append(f"build {name}.o: {rule} {escaped(source)}{variables}")
 
-    for spec, targets in kernels.items():
-        source = directory / f"{spec.name}.cu"
-        write_if_changed(source, generation.instance_source(spec))
-        compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
-    if torch:
-        table = directory / "table.cpp"
-        write_if_changed(table, generation.table_source(kernels))
-        compile_one("host", table, "table")
-        for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
-            compile_one("host", source, f"{source.parent.name}_{source.stem}")
+    with locked(directory / "lock", f"in {directory}") as lock:
+        for spec, targets in kernels.items():
+            source = directory / f"{spec.name}.cu"
+            write_if_changed(source, generation.instance_source(spec))
+            compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
+        if torch:
+            table = directory / "table.cpp"
+            write_if_changed(table, generation.table_source(kernels))
+            compile_one("host", table, "table")
+            for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
+                compile_one("host", source, f"{source.parent.name}_{source.stem}")
 
-    library = directory / "library.so"
-    variables = {
-        "nvcc": quoted(nvcc.path),
-        "flags": " ".join((*_COMPILE_FLAGS, *include)),
-        "torch_flags": " ".join(torch_flags),
-        "link_flags": " ".join(_LINK_FLAGS),
-        "libraries": " ".join(libraries),
-    }
-    lines = [f"{name} = {value}" for name, value in variables.items()]
-    lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
-    write_if_changed(directory / "build.ninja", "\n".join(lines))
-    run_ninja(directory, verbose)
-    return library, _gate_all(kernels, directory)
+        library = directory / "library.so"
+        variables = {
+            "nvcc": quoted(nvcc.path),
+            "flags": " ".join((*_COMPILE_FLAGS, *include)),
+            "torch_flags": " ".join(torch_flags),
+            "link_flags": " ".join(_LINK_FLAGS),
+            "libraries": " ".join(libraries),
+        }
+        lines = [f"{name} = {value}" for name, value in variables.items()]
+        lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
+        write_if_changed(directory / "build.ninja", "\n".join(lines))
+        run_ninja(directory, lock, verbose)
+        return library, _gate_all(kernels, directory)
 
 
 def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[str, Resources]]:
@@ -213,23 +217,35 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path) -> dict[str, dict[st
     return used
 
 
-def run_ninja(directory: Path, verbose: bool = False, file: Path | str = "build.ninja") -> None:
+def run_ninja(
+    directory: Path, lock: int, verbose: bool = False, file: Path | str = "build.ninja", umask: int = -1
+) -> None:
+    """Holds the lock of the directory for as long as ninja or a compiler runs there, whatever becomes of this process."""
     ninja = toolchain.find_ninja()
     if ninja is None:
         raise BuildError(toolchain.NO_NINJA)
     jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
     command = [str(ninja), "-C", str(directory), "-f", str(file), "-j", str(jobs)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     output = []
-    with subprocess.Popen(command, **pipes) as process:
-        for line in process.stdout:
-            output.append(line)
-            if verbose:
-                print(line, end="", flush=True)
-    if process.returncode != 0:
+
+    def heard(line: str) -> None:
+        output.append(line)
+        if verbose:
+            print(line, end="", flush=True)
+
+    status = sessions.run(command, heard, toolchain.build_environment(), pass_fds=(lock,), umask=umask)
+    if status != 0:
         failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
-        shown = "see above" if verbose else "\n" + "".join(output[failed:][:_MOST_LINES]).rstrip()
-        raise BuildError(f"`{shlex.join(command)}` failed: {shown}")
+        shown = "see above" if verbose else "\n" + _ends(output[failed:])
+        cause = subprocess.CalledProcessError(status, command) if status < 0 else None
+        raise BuildError(f"`{shlex.join(command)}` failed: {shown}") from cause
+
+
+def _ends(lines: list[str]) -> str:
+    """What went wrong first, and what ninja says of it last."""
+    if len(lines) > _FIRST_LINES + _LAST_LINES:
+        lines = [*lines[:_FIRST_LINES], "...\n", *lines[-_LAST_LINES:]]
+    return "".join(lines).rstrip()
 
 
 # ---- the wheel's library ----

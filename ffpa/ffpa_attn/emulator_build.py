@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import platform
-import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from . import build, cache
+from . import build, cache, toolchain
+from .progress import say
 from .toolchain import BuildError
 
 _MACHINE = "ptx/emulated/machine/*.cpp"
@@ -28,21 +28,22 @@ _COMPILE_FLAGS = "-std=c++17 -g1 -fPIC -pthread -ffp-contract=off -fvisibility=h
 _MACHINE_FLAGS, _MODULE_FLAGS = "-O2", "-O1"
 _FUSED_FLAGS = "-O2 -ffp-contract=fast"  # at -O1 g++ fuses nothing
 
+# A module ends with a digest of itself, as what `cache.keep` writes does.
 _RULES = """
 rule compile
-  command = $cxx -x c++ $flags $more_flags -MMD -MF $out.d -c $in -o $out
+  command = $cxx -x c++ $flags $more_flags -MMD -MF $out.d -c $in -o $out || exit 1
   depfile = $out.d
   deps = gcc
 rule link
-  command = $cxx -shared -pthread $in -o $out
+  command = $cxx -shared -pthread $in -o $out.part && sha256sum < $out.part | head -c 64 >> $out.part && mv -f $out.part $out
 """
 
 
 def _compiler() -> str:
-    path = shutil.which("g++") or shutil.which("c++")
+    path = toolchain.which("g++") or toolchain.which("c++")
     if path is None:
         raise BuildError("the emulator needs a C++17 compiler, and neither g++ nor c++ is on PATH; install g++")
-    return path
+    return str(path)
 
 
 def _pybind11() -> Path:
@@ -94,14 +95,17 @@ def build_emulated_module(
     shared = {Path(source).resolve(): own_flags for source in sources}
     places = [csrc, sysconfig.get_paths()["include"], _pybind11()]
     flags = [_COMPILE_FLAGS, *_machine_flags(), *(f"-I{build.quoted(place)}" for place in places)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    directory = cache.open_cache() / "emulator" / _hash(compiler, version, *flags)
+    ask = {"capture_output": True, "text": True, "check": True, "env": toolchain.build_environment()}
+    version = subprocess.run([compiler, "--version"], **ask).stdout
+    directory = cache.open_cache() / "emulator" / _hash(compiler, version, platform.machine(), *flags)
     own = directory / f"{name}-{_hash(own_flags, *map(str, shared), *generated)}"
     target = own / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     with cache.writing(directory):
-        own.mkdir(parents=True, exist_ok=True)
-        with cache.locked(directory / "lock", f"the emulator ({name})"):
+        cache.make_private(own)
+        for place in (directory.parent, directory, own):
+            cache.check_owner(place)
+        with cache.locked(directory / "lock", f"the emulator ({name})") as lock:
             shared[directory / "machine.cpp"] = _MACHINE_FLAGS  # one file: most of the time of many is that of headers
             build.write_if_changed(directory / "machine.cpp", "\n".join([*machine, ""]))
             for file, text in generated.items():
@@ -114,9 +118,11 @@ def build_emulated_module(
             result = target.relative_to(directory)
             lines += [f"build {build.escaped(result)}: link {' '.join(objects)}", ""]
             build.write_if_changed(own / "build.ninja", "\n".join(lines))
-            if not target.exists():
-                print(f"ffpa_attn: compiling {name} for the emulator, once, into {own}", file=sys.stderr)
-            build.run_ninja(directory, file=own / "build.ninja")
+            with cache.opened(target) as found:
+                if found is None:
+                    say(f"ffpa_attn: compiling {name} for the emulator, once, into {own}")
+                    target.unlink(missing_ok=True)  # ninja would take it for whole
+            build.run_ninja(directory, lock, file=own / "build.ninja", umask=cache.PRIVATE)
     return target
 
 
@@ -126,8 +132,12 @@ def load_emulated_module(name: str, sources: Iterable[Path], **options):
     unique = f"{path.parent.name}.{name}"  # under a name it has seen, pybind11 gives the module it has
     if unique in sys.modules:
         return sys.modules[unique]
-    spec = importlib.util.spec_from_file_location(unique, path)
-    module = importlib.util.module_from_spec(spec)
+    with cache.opened(path) as found:
+        if found is None:
+            raise BuildError(f"{path} is not what was built there a moment ago; set FFPA_CACHE_DIR to another disk")
+        spec = importlib.util.spec_from_file_location(unique, found.name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    module.__file__ = str(path)
     sys.modules[unique] = module
-    spec.loader.exec_module(module)
     return module

@@ -39,6 +39,10 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def _jobs(raw: str) -> int | None:
+    return None if raw == "auto" else _at_least(1)(raw)  # what other packages' builds take for unset
+
+
 def _one_of(*allowed: str) -> Callable[[str], str]:
     def parse(raw: str) -> str:
         if raw in allowed:
@@ -123,7 +127,7 @@ FLAGS: tuple[Flag, ...] = (
         "build",
         "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset.",
     ),
-    Flag("MAX_JOBS", "integer", None, "build", "Parallel compile jobs; unset: one for each core.", _at_least(1)),
+    Flag("MAX_JOBS", "integer", None, "build", "Parallel compile jobs; unset: one for each core.", _jobs),
     Flag(
         "CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."
     ),

@@ -5,6 +5,7 @@ Nothing here touches a GPU before a kernel is asked for, so importing is safe be
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from functools import cache
@@ -114,8 +115,18 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
             "install ffpa-cuda again"
         )
     name = f"{spec.name}@{gpu}"
-    ops.load_kernel(str(jit.library(spec, gpu)), spec.name, name)
+    with jit.opened(spec, gpu) as (_, compiled):
+        load_kernel(compiled.name, spec.name, name)
     return name
+
+
+def load_kernel(path: str, spec: str, name: str) -> None:
+    """Registers the kernel of a library. It is no operator: a model from elsewhere can call those, with any path."""
+    load = ctypes.CDLL(str(_PACKAGE / build.LIBRARY)).ffpa_load_kernel
+    load.restype = ctypes.c_char_p
+    problem = load(path.encode(), spec.encode(), name.encode())
+    if problem:
+        raise RuntimeError(problem.decode(errors="replace"))
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:

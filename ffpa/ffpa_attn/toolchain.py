@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ GET_NVCC = (
 )
 NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
 OLDEST_NVCC = 12  # knows sm_90a
+_NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 
 
 class BuildError(RuntimeError):
@@ -58,8 +62,13 @@ class Nvcc:
 @cache
 def _release(path: Path) -> str:
     try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        ask = {"capture_output": True, "text": True, "check": True, "env": build_environment()}
+        return subprocess.run([path, "--version"], **ask).stdout
     except (OSError, subprocess.CalledProcessError) as error:
+        # Where it could not be started for want of memory, or was killed, it may answer another time.
+        lasting = error.errno in _NO_PROGRAM if isinstance(error, OSError) else error.returncode > 0
+        if not lasting:
+            raise
         raise BuildError(f"`{path} --version` failed: {error}") from None
 
 
@@ -67,13 +76,13 @@ def find_nvcc() -> Nvcc | None:
     """CUDA_HOME, then PATH, then the compiler that PyPI's nvidia-cuda-nvcc put beside the other packages."""
     home = env.all_flags()["CUDA_HOME"]
     if home:
-        nvcc = Path(home) / "bin" / "nvcc"
+        nvcc = Path(home).absolute() / "bin" / "nvcc"
         if not nvcc.exists():
             raise BuildError(f"CUDA_HOME={home!r} holds no bin/nvcc; set it to a CUDA toolkit, or unset it")
         return Nvcc(nvcc, "CUDA_HOME")
-    on_path = shutil.which("nvcc")
+    on_path = which("nvcc")
     if on_path:
-        return Nvcc(Path(on_path), "PATH")
+        return Nvcc(on_path, "PATH")
     spec = importlib.util.find_spec("nvidia")
     for place in (spec and spec.submodule_search_locations) or ():
         for nvcc in sorted(Path(place).glob("cu[0-9]*/bin/nvcc"), reverse=True):
@@ -81,17 +90,37 @@ def find_nvcc() -> Nvcc | None:
     return None
 
 
+def which(name: str, path: str | None = None) -> Path | None:
+    """Where a program is, whatever directory it is called in: what stands in PATH may be relative to this one."""
+    found = shutil.which(name, path=path)
+    return Path(found).absolute() if found else None
+
+
+def build_environment() -> dict[str, str]:
+    """For a compiler, which runs in another directory: places that are relative to this one are made absolute. It speaks
+    English, for `transient.py`.
+    """
+    here = env.child_environment()
+    places = {"PATH": os.pathsep.join(str(Path(place).absolute()) for place in os.get_exec_path(here))}
+    chosen = here.get("NVCC_CCBIN", "")
+    if chosen and (os.sep in chosen or Path(chosen).is_dir()):  # else a name, to be found on PATH
+        places["NVCC_CCBIN"] = str(Path(chosen).absolute())
+    return {**here, **places, "LC_ALL": "C"}
+
+
 def compilers() -> str:
-    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls, flags it adds itself."""
+    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls and what they compile for,
+    flags it adds itself.
+    """
     flags = env.all_flags()
     chosen = flags["NVCC_CCBIN"]
     if chosen and not Path(chosen).is_dir():
-        hosts = [shutil.which(chosen)]
+        hosts = [which(chosen)]
     else:
-        hosts = [shutil.which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
-    releases = [f"{host}\n{_release(Path(host))}" for host in hosts if host]
+        hosts = [which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
+    releases = [f"{host}\n{_release(host)}" for host in hosts if host]
     added = [f"{name}={flags[name]}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
-    return "\n".join([find_nvcc().release, *releases, *added])
+    return "\n".join([find_nvcc().release, *releases, platform.machine(), *added])
 
 
 def find_ninja() -> Path | None:
@@ -100,9 +129,8 @@ def find_ninja() -> Path | None:
     for place in (spec and spec.submodule_search_locations) or ():
         for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
             if ninja.exists():
-                return ninja
-    on_path = shutil.which("ninja")
-    return Path(on_path) if on_path else None
+                return ninja.absolute()
+    return which("ninja")
 
 
 def why_no_build() -> str | None:
@@ -113,7 +141,7 @@ def why_no_build() -> str | None:
             return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
         if nvcc.major < OLDEST_NVCC:
             return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
-    except BuildError as error:
+    except (BuildError, ValueError) as error:  # ValueError: a build flag that is not allowed
         return str(error)
     if find_ninja() is None:
         return NO_NINJA

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import subprocess
 
 import torch
 
-_OF_THE_SYSTEM = frozenset(
-    getattr(errno, name)
-    for name in "ENOENT ENOMEM ENOSPC EDQUOT EMFILE ENFILE EAGAIN EINTR EBUSY ETXTBSY EIO ESTALE".split()
+_OF_TOOLS = frozenset(
+    getattr(errno, name) for name in "ENOMEM ENOSPC EDQUOT EMFILE ENFILE EAGAIN EINTR EBUSY ETXTBSY EIO ESTALE".split()
 )
+_OF_THE_SYSTEM = _OF_TOOLS | {
+    errno.ENOENT,
+    errno.EPIPE,
+    errno.EBADF,
+}  # a compiler says ENOENT of what a source includes
 _OF_CUDA = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 # What CUDA says of the kernel itself, and would say again.
 _OF_A_KERNEL = (
@@ -20,7 +26,9 @@ _OF_A_KERNEL = (
     "unsupported toolchain",
     "too many resources requested for launch",
 )
-_OF_COMPILERS = ("No space left on device", "annot allocate memory", "Too many open files", "signal 9", "signal 15")
+# How compilers, ninja and the shell put that, and that a signal ended one of them: a full disk may be a bus error.
+_OF_COMPILERS = ("signal 7", "signal 9", "signal 15", "Killed", "Terminated", "Bus error", "interrupted by user")
+_IN_ANY_CASE = (*(os.strerror(number).lower() for number in _OF_TOOLS), "out of memory", "memory exhausted")
 
 
 def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
@@ -31,6 +39,8 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
         error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
     ):
         return True
+    if _is_of_a_signal(error):
+        return True
     if isinstance(error, OSError):
         return error.errno in _OF_THE_SYSTEM
     if isinstance(error, subprocess.CalledProcessError):
@@ -38,10 +48,21 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     text = str(error)
     if any(words in text for words in _OF_CUDA):
         return not any(words in text for words in _OF_A_KERNEL)
-    if any(words in text for words in _OF_COMPILERS):
+    if any(words in text for words in _OF_COMPILERS) or any(words in text.lower() for words in _IN_ANY_CASE):
         return True
     cause = error.__cause__ or error.__context__
     missing = isinstance(
         cause, FileNotFoundError
     )  # who raises another error for it has looked for a tool, and there is none
     return cause is not None and cause is not handled and not missing and is_transient(cause, handled)
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of signals raised it, as a time limit does: it says nothing of the work that it interrupted."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    place = error.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code in handlers:
+            return True
+        place = place.tb_next
+    return False

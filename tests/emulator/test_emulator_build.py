@@ -41,10 +41,10 @@ def build(tmp_path):
     (tools / "g++").chmod(0o755)
     path = f"{tools}:{Path(sys.executable).parent}:{env.child_environment()['PATH']}"
 
-    def start(text: str) -> subprocess.Popen:
+    def start(text: str, before: str = "") -> subprocess.Popen:
         environment = env.child_environment(PATH=path, FFPA_CACHE_DIR=str(tmp_path / "cache"))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([sys.executable, "-c", CHILD, text], text=True, env=environment, **pipes)
+        return subprocess.Popen([sys.executable, "-c", before + CHILD, text], text=True, env=environment, **pipes)
 
     return start
 
@@ -62,6 +62,41 @@ def test_once_in_the_cache(build, tmp_path):
     build("2").communicate()
     again = (tmp_path / "tools" / "calls").read_text().splitlines()[len(calls) :]
     assert len(again) == 2 and "one.cpp" in again[0]  # what changed, and the link
+
+
+@pytest.mark.parametrize("left", [0, 10, -1])
+def test_half_a_module_is_linked_again_once(build, tmp_path, left):
+    module = Path(build("1").communicate()[0].strip())
+    whole = module.read_bytes()
+    module.write_bytes(whole[:left])
+    calls = tmp_path / "tools" / "calls"
+    before = len(calls.read_text().splitlines())
+    for _ in range(2):
+        assert Path(build("1").communicate()[0].strip()) == module and module.read_bytes() == whole
+    assert len(calls.read_text().splitlines()) == before + 1
+
+
+def test_another_architecture_shares_nothing(build, tmp_path):
+    """Of two machines with one home, whose compilers say the same of themselves."""
+    build("1").communicate()
+    build("1", "import platform\nplatform.machine = lambda: 'another'\n").communicate()
+    assert len(list((tmp_path / "cache" / "emulator").iterdir())) == 2
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_modules_are_their_owners_whatever_the_umask(build, tmp_path, umask):
+    (tmp_path / "cache").mkdir(mode=0o755)
+    module = Path(build("1", f"import os; os.umask({umask})\n").communicate()[0].strip())
+    assert (tmp_path / "cache" / "emulator").stat().st_mode & 0o777 == 0o700
+    assert module.stat().st_mode & 0o077 == 0
+
+
+def test_a_directory_in_the_cache_that_others_can_write(build, tmp_path):
+    (tmp_path / "cache" / "emulator").mkdir(parents=True, mode=0o755)
+    (tmp_path / "cache").chmod(0o755)
+    (tmp_path / "cache" / "emulator").chmod(0o777)
+    child = build("1")
+    assert "emulator, is writable by other users" in child.communicate()[1] and child.returncode
 
 
 def test_a_cache_that_others_can_write(build, tmp_path):

@@ -20,12 +20,28 @@ def test_a_list_of_archs_wins(text):
     assert archs.requested(flags(FFPA_CUDA_ARCHS=text, TORCH_CUDA_ARCH_LIST="8.0")) == ((86, False), (90, True))
 
 
-@pytest.mark.parametrize("text", ["Hopper", "sm_90", "9", "8.0+ptx", "8.0;x"])
+@pytest.mark.parametrize("text", ["hopper", "sm_90", "9", "8.0+ptx", "8.0;x", "Hopper+PTX"])
 def test_a_wrong_list_names_flag_value_and_what_is_allowed(text):
     with pytest.raises(
         ValueError, match=r"FFPA_CUDA_ARCHS=.* is no architecture; write numbers such as `8\.0\+PTX;9\.0a`"
     ):
         archs.requested(flags(FFPA_CUDA_ARCHS=text))
+
+
+def test_pytorchs_names_are_its_numbers():
+    assert archs.requested(flags(TORCH_CUDA_ARCH_LIST="Hopper")) == ((90, True),)
+    assert archs.requested(flags(TORCH_CUDA_ARCH_LIST="Ampere+Tegra;9.0a Ada")) == (
+        (87, False),
+        (90, False),
+        (89, True),
+    )
+    extension = pytest.importorskip("torch.utils.cpp_extension")
+    for name, numbers in archs._FAMILIES.items():
+        assert archs.requested(flags(TORCH_CUDA_ARCH_LIST=name)) == archs.requested(flags(TORCH_CUDA_ARCH_LIST=numbers))
+        if name == "Hopper":  # PyTorch refuses here what its own nvcc does not know
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TORCH_CUDA_ARCH_LIST", name)
+                assert "arch=compute_90,code=sm_90" in " ".join(extension._get_cuda_arch_flags())
 
 
 def test_targets_of_a_kernel_for_every_newer_gpu_and_of_one_for_hopper_alone():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ffpa_attn import archs, build, env, generation, toolchain
+from ffpa_attn import archs, build, cache, env, generation, toolchain
 from ffpa_attn.spec import KernelSpec, ScaledCopy, aot_specs
 from ffpa_attn.toolchain import BuildError
 from wheel_support import ROOT, needs_nvcc
@@ -299,12 +299,31 @@ def test_what_a_build_needs(fake_nvcc, monkeypatch):
 def test_max_jobs_and_flags_reach_the_tools(fake_nvcc, tmp_path, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "3")
     seen = []
-    real = build.subprocess.Popen
-    monkeypatch.setattr(build.subprocess, "Popen", lambda command, **how: seen.append(command) or real(command, **how))
+    real = build.sessions.run
+    monkeypatch.setattr(
+        build.sessions, "run", lambda command, *how, **more: seen.append(command) or real(command, *how, **more)
+    )
     directory = tmp_path / "with space and $"
     build.compile_library({ScaledCopy("f16", 4): ("sm_90", "compute_90")}, directory)
     assert ["-j", "3"] in [command[-2:] for command in seen]
     assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90" in fake_nvcc.calls[0]
+
+
+@pytest.mark.parametrize("value", ["auto", ""])
+def test_as_many_jobs_as_there_are_cores(fake_nvcc, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("MAX_JOBS", value)
+    monkeypatch.setattr(build, "cpu_count", lambda: 7)
+    seen = []
+    monkeypatch.setattr(build.sessions, "run", lambda command, *how, **more: seen.append(command) or 0)
+    with cache.locked(tmp_path / "lock", "x") as lock:
+        build.run_ninja(tmp_path, lock)
+    assert seen[0][-2:] == ["-j", "7"]
+
+
+def test_a_build_flag_that_is_not_allowed_is_a_reason(fake_nvcc, monkeypatch):
+    """Calls that need no compiler go on."""
+    monkeypatch.setenv("MAX_JOBS", "many")
+    assert "MAX_JOBS='many' is not allowed" in toolchain.why_no_build()
 
 
 def test_a_compiler_that_fails_is_quoted(fake_nvcc, tmp_path):

@@ -1,27 +1,37 @@
 """The cache of kernels compiled on demand: one build for many processes, whole or not at all, its owner's alone."""
 
 import errno
+import fcntl
 import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from ffpa_attn import build, jit, toolchain
+from ffpa_attn import cache as cache_module
 from ffpa_attn.cache import cache_directory
 from ffpa_attn.spec import ScaledCopy
 from ffpa_attn.toolchain import BuildError
+from ffpa_attn.transient import is_transient
 from wheel_support import needs_nvcc
 
 SPEC = ScaledCopy("f16", 4)
 
 
 def leftovers(cache: Path) -> list[str]:
-    return [path.name for path in cache.iterdir() if path.suffix not in (".so", ".json", ".lock")]
+    return [path.name for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
 
 
 def test_compiled_once_with_a_line_on_stderr(fake_nvcc, cache, capfd):
     path = jit.library(SPEC, "sm_90")
-    assert path.parent == cache and path.exists() and path.with_suffix(".json").exists()
+    assert path.parent == cache and path.exists()
+    assert jit.resources(SPEC, "sm_90")["sm_90"].registers == 32  # what the compiler said is part of the file
     assert f"compiling {SPEC.name} for sm_90, once, into {cache}" in capfd.readouterr().err
     assert cache.stat().st_mode & 0o777 == 0o700
     calls = len(fake_nvcc.calls)
@@ -137,14 +147,14 @@ def test_a_cache_that_cannot_be_written(fake_nvcc, cache, monkeypatch, code, way
 
 def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
     path = jit.library(SPEC, "sm_90")
-    real = Path.open
+    real = os.open
 
-    def read_only(self, mode="r", *how, **more):
-        if cache in self.parents and mode != "r":
+    def read_only(name, flags, *how, **more):
+        if cache in Path(name).parents and flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return real(self, mode, *how, **more)
+        return real(name, flags, *how, **more)
 
-    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(os, "open", read_only)
     assert jit.library(SPEC, "sm_90") == path
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*make it writable.*FFPA_CACHE_DIR"):
         jit.library(ScaledCopy("f16", 8), "sm_90")
@@ -153,6 +163,12 @@ def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
 def test_a_cache_that_is_a_file(fake_nvcc, cache):
     cache.write_text("")
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*FFPA_CACHE_DIR"):
+        jit.library(SPEC, "sm_90")
+
+
+def test_a_cache_that_cannot_be_made(fake_nvcc, monkeypatch):
+    monkeypatch.setenv("FFPA_CACHE_DIR", "/proc/none/cache")
+    with pytest.raises(BuildError, match=r"/proc/none/cache, cannot be .*FFPA_CACHE_DIR"):
         jit.library(SPEC, "sm_90")
 
 
@@ -178,9 +194,218 @@ def test_no_compiler(cache, monkeypatch):
     assert not cache.exists()
 
 
+# ---- what others can do ----
+
+
+@pytest.fixture
+def mask():
+    """Sets the umask for a while."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o027])
+def test_what_is_kept_is_its_owners_whatever_the_umask(fake_nvcc, cache, monkeypatch, mask, umask):
+    cache.mkdir(mode=0o755)
+    mask(umask)
+    jit.library(SPEC, "sm_90")
+    assert {path.suffix: path.stat().st_mode & 0o777 for path in cache.iterdir()} == {".so": 0o600, ".lock": 0o600}
+    monkeypatch.setenv("FFPA_CACHE_DIR", str(cache.parent / "new" / "deep" / "cache"))
+    path = jit.library(SPEC, "sm_90")
+    assert {place.stat().st_mode & 0o777 for place in list(path.parents)[:3]} == {0o700}
+
+
+@pytest.mark.parametrize("how", ["others can write it", "a link", "another user's"])
+def test_a_library_that_others_may_have_written_is_built_again(fake_nvcc, cache, monkeypatch, how):
+    path = jit.library(SPEC, "sm_90")
+    calls = len(fake_nvcc.calls)
+    if how == "a link":
+        path.rename(cache.parent / "other.so")
+        path.symlink_to(cache.parent / "other.so")
+    elif how == "others can write it":
+        path.chmod(0o666)
+    else:
+        real, wrong = os.fstat, path.stat().st_ino
+
+        def fstat(file):
+            status = real(file)
+            return os.stat_result((*status[:4], status.st_uid + 1, *status[5:])) if status.st_ino == wrong else status
+
+        monkeypatch.setattr(os, "fstat", fstat)
+    with jit.opened(SPEC, "sm_90") as (_, found):
+        assert found.content and Path(found.name).stat().st_mode & 0o777 == 0o600
+    assert len(fake_nvcc.calls) > calls and not path.is_symlink()
+
+
+def test_what_was_checked_is_what_is_loaded(fake_nvcc, cache):
+    with jit.opened(SPEC, "sm_90") as (path, found), jit.opened(SPEC, "sm_90") as (_, again):
+        path.unlink()
+        path.write_text("of somebody else")
+        assert Path(found.name).read_bytes().startswith(found.content)
+        assert found.name != again.name  # else the dynamic loader gave the first for the second
+    assert jit.library(SPEC, "sm_90") == path and b"somebody" not in path.read_bytes()
+
+
+def test_a_link_that_is_set_to_another_directory_meanwhile(fake_nvcc, cache, monkeypatch):
+    mine, others = cache.parent / "mine", cache.parent / "others"
+    mine.mkdir(mode=0o700)
+    others.mkdir(mode=0o700)
+    cache.symlink_to(mine)
+    real = cache_module.open_cache
+
+    def open_cache():
+        place = real()
+        cache.unlink()
+        cache.symlink_to(others)
+        return place
+
+    monkeypatch.setattr(cache_module, "open_cache", open_cache)
+    assert jit.library(SPEC, "sm_90").parent == mine and not list(others.iterdir())
+
+
+def test_another_user_cannot_hold_a_lock(tmp_path, mask):
+    mask(0)
+    with cache_module.locked(tmp_path / "lock", "x"):
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+# ---- what goes wrong in between ----
+
+
+@pytest.mark.parametrize("left", [0, 1, 20, -1])
+def test_half_a_library_is_built_again_once(fake_nvcc, cache, left):
+    path = jit.library(SPEC, "sm_90")
+    whole, calls = path.read_bytes(), len(fake_nvcc.calls)
+    path.write_bytes(whole[:left])
+    for _ in range(2):
+        assert jit.library(SPEC, "sm_90") == path and path.read_bytes() == whole
+        assert len(fake_nvcc.calls) == 2 * calls
+
+
+def test_a_disk_that_keeps_nothing_is_an_error(fake_nvcc, cache, monkeypatch):
+    monkeypatch.setattr(cache_module, "keep", lambda content, path, fresh: path.write_bytes(content))
+    with pytest.raises(BuildError, match=r"what was written there a moment ago is gone.*FFPA_CACHE_DIR") as caught:
+        jit.library(SPEC, "sm_90")
+    assert is_transient(caught.value)
+
+
+def test_the_cache_may_be_removed_meanwhile(fake_nvcc, cache, monkeypatch):
+    """That is safe at any time: the next call makes it again."""
+    real = build.compile_library
+
+    def compile_library(*how):
+        shutil.rmtree(cache)
+        return real(*how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_library", compile_library)
+        try:
+            jit.library(SPEC, "sm_90")
+        except Exception as error:
+            assert is_transient(error), error
+    assert jit.library(SPEC, "sm_90").exists()
+
+
+def test_the_hosts_architecture_is_another_file(fake_nvcc, cache, monkeypatch):
+    before = jit.library(SPEC, "sm_90")
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert jit.library(SPEC, "sm_90") != before
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path):
+    """Another thread forks while one compiles: a data loader's worker, which lives on."""
+    inside, done = threading.Event(), threading.Event()
+
+    def compile():
+        with cache_module.locked(tmp_path / "lock", "x"):
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=compile)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        done.set()
+        thread.join()
+        with open(tmp_path / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_machine_that_does_not_see_our_lock_leaves_our_build_alone(fake_nvcc, cache):
+    """Only what a dead process of this machine left, or nobody touched for a day, is removed."""
+    path = jit.library(SPEC, "sm_90")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = {"here": f"{jit._machine()}.{os.getpid()}", "dead": f"{jit._machine()}.{dead.pid}", "there": "host.b.7"}
+    attempts = {name: cache / f"{path.stem}.{text}.x.tmp" for name, text in [*names.items(), ("old", "host.b.8")]}
+    for attempt in attempts.values():
+        attempt.mkdir()
+    os.utime(attempts["old"], (time.time() - 2 * 24 * 3600,) * 2)
+    path.unlink()
+    jit.library(SPEC, "sm_90")
+    assert {name for name, attempt in attempts.items() if attempt.exists()} == {"here", "there"}
+
+
+@pytest.mark.parametrize("how", ["broken", "closed", "none"])
+def test_a_build_needs_no_stderr(fake_nvcc, cache, monkeypatch, how):
+    if how == "broken":
+        reader, writer = os.pipe()
+        os.close(reader)
+        monkeypatch.setattr(sys, "stderr", os.fdopen(writer, "w"))
+    elif how == "closed":
+        monkeypatch.setattr(sys, "stderr", open(os.devnull, "w"))
+        sys.stderr.close()
+    else:
+        monkeypatch.setattr(sys, "stderr", None)
+    assert jit.library(SPEC, "sm_90").exists()
+
+
+def test_a_time_limit_reaches_the_program_as_it_is(fake_nvcc, cache, monkeypatch):
+    def late(*how):
+        raise TimeoutError("of the program")
+
+    monkeypatch.setattr(build, "compile_library", late)
+    with pytest.raises(TimeoutError, match="of the program"):
+        jit.library(SPEC, "sm_90")
+    assert not leftovers(cache)
+
+
+# ---- places that are relative ----
+
+
+@pytest.mark.parametrize("how", ["CUDA_HOME", "PATH", "NVCC_CCBIN"])
+def test_a_relative_place(fake_nvcc, cache, monkeypatch, how):
+    """The compiler runs in another directory than this one."""
+    home = fake_nvcc.home
+    monkeypatch.chdir(home.parent)
+    if how == "NVCC_CCBIN":
+        (fake_nvcc.bin / "g++").write_text("#!/bin/sh\necho 1\n")
+        (fake_nvcc.bin / "g++").chmod(0o755)
+        script = fake_nvcc.bin / "nvcc"
+        script.write_text(script.read_text().replace("sleep", '"$NVCC_CCBIN" > /dev/null || exit 1\nsleep'))
+        monkeypatch.setenv("NVCC_CCBIN", f"{home.name}/bin/g++")
+    elif how == "PATH":
+        monkeypatch.delenv("CUDA_HOME")
+        monkeypatch.setenv("PATH", f"{home.name}/bin{os.pathsep}{os.environ['PATH']}")
+        script = fake_nvcc.bin / "nvcc"
+        script.write_text(script.read_text().replace("sleep", "which nvcc > /dev/null || exit 1\nsleep"))
+    else:
+        monkeypatch.setenv("CUDA_HOME", home.name)
+    assert toolchain.find_nvcc().path == fake_nvcc.bin / "nvcc"
+    assert jit.library(SPEC, "sm_90").exists()
+
+
 @needs_nvcc
 def test_the_real_compiler(cache, native):
     start = time.monotonic()
-    path = jit.library(ScaledCopy("f16", 1), "sm_90")
-    assert time.monotonic() - start < 30  # 2 to 5 s on an idle machine
-    native.library().load_kernel(str(path), "scaled_copy_f16_unroll1", "scaled_copy_f16_unroll1@sm_90")
+    with jit.opened(ScaledCopy("f16", 1), "sm_90") as (_, compiled):
+        assert time.monotonic() - start < 30  # 2 to 5 s on an idle machine
+        native.load_kernel(compiled.name, "scaled_copy_f16_unroll1", "scaled_copy_f16_unroll1@sm_90")

@@ -21,8 +21,6 @@ class HopperOnly(KernelSpec):
 
 
 class NewDriver:
-    load_kernel = None  # nothing gets that far
-
     @staticmethod
     def cuda_versions():
         return 13000, 13000
@@ -162,9 +160,16 @@ def test_library_reports_versions_and_wrong_files(native, tmp_path):
     runtime, driver = native.library().cuda_versions()
     assert runtime >= 12000 and (driver > 0 or not torch.cuda.is_available())
     with pytest.raises(RuntimeError, match="cannot open shared object file"):
-        native.library().load_kernel(str(tmp_path / "none.so"), "a", "a")
+        native.load_kernel(str(tmp_path / "none.so"), "a", "a")
     with pytest.raises(RuntimeError, match="holds no kernel named another"):
-        native.library().load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
+        native.load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
+
+
+def test_a_model_cannot_load_a_file(native):
+    """Programs that come with a model can call every operator there is."""
+    native.library()
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ffpa_attn_native::")]
+    assert names and not [name for name in names if "load" in name]
 
 
 def test_import_is_quick_and_loads_nothing():
