@@ -126,13 +126,30 @@ def test_the_gate_names_the_spec():
         allowed_spill_bytes = 12
 
     fields = ("f16", "f32", 64, False)
-    with pytest.raises(BuildError, match=r"example_kernel_f16_f32_tile_q64 spills 12 bytes on sm_80 .*allowed are 0"):
-        build.gate(Example(*fields), PTXAS)
-    assert build.gate(Spills(*fields), PTXAS)
+    used, spills = build.gate(Example(*fields), PTXAS)
+    assert spills == ["example_kernel_f16_f32_tile_q64 spills 12 bytes on sm_80 (168 registers), allowed are 0"]
+    assert build.gate(Spills(*fields), PTXAS) == (used, [])
     with pytest.raises(BuildError, match=r"example_kernel_f16_f32_tile_q64: ptxas had to serialize .*C7510"):
         build.gate(Spills(*fields), PTXAS + SERIALIZED)
     with pytest.raises(BuildError, match="names no kernel"):
         build.gate(Spills(*fields), "")
+
+
+@pytest.mark.parametrize("release", ["12.8", "13.0", "13.1", "13.5"])
+def test_spills_are_an_error_of_the_measured_compiler_alone(release, fake_nvcc, tmp_path, capfd):
+    """Of others they are one sentence, and the library is there."""
+    fake_nvcc.set(release=release, version="37", spills="8")
+    kernels = {spec: ("sm_90",) for spec in (ScaledCopy("f16", 4), ScaledCopy("bf16", 4))}
+    if release == toolchain.MEASURED_NVCC:
+        with pytest.raises(
+            BuildError, match=r"scaled_copy_f16\S* spills 8 bytes.*\n.*scaled_copy_bf16\S* spills 8 bytes"
+        ):
+            build.compile_library(kernels, tmp_path / "build")
+    else:
+        library, used = build.compile_library(kernels, tmp_path / "build")
+        assert library.exists() and len(used) == 2
+        (said,) = [line for line in capfd.readouterr().err.splitlines() if "spills" in line]
+        assert f"nvcc {release}.37 scaled_copy_f16" in said and "(and 1 more)" in said
 
 
 MUST_SPILL = """

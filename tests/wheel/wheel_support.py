@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
 done
 echo "$out" > "$out"
 echo "ptxas info    : Compiling entry function 'k' for 'sm_90'"
-echo "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+echo "    0 bytes stack frame, $(cat "$here/spills") bytes spill stores, 0 bytes spill loads"
 echo "ptxas info    : Used 32 registers"
 """
 
@@ -45,7 +45,7 @@ class FakeNvcc:
         self.bin.mkdir(parents=True)
         (self.bin / "nvcc").write_text(_FAKE_NVCC)
         (self.bin / "nvcc").chmod(0o755)
-        self.set(release="13.0", version="1", seconds="0")
+        self.set(release="13.0", version="1", seconds="0", spills="0")
 
     def set(self, **files: str) -> None:
         for name, text in files.items():
