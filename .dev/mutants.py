@@ -1473,7 +1473,6 @@ MUTANTS = [
         ("ninja: the lock is its parent's alone", "pass_fds=(lock,)", "pass_fds=()"),
         ("ninja: nobody says that it was killed", "if status < 0 else None", "if False else None"),
         ("ninja: the end of its output is lost", ', *lines[-_LAST_LINES:]]', "]"),
-        ("ninja: a linker that was killed is not heard of", "-o $out.part $libraries && mv -f $out.part $out", "-o $out $libraries"),
     ),
     *_in(
         "toolchain.py",
