@@ -7,6 +7,7 @@ the cache and share the objects of what is no module's alone; ninja recompiles t
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import platform
 import subprocess
@@ -135,9 +136,10 @@ def load_emulated_module(name: str, sources: Iterable[Path], **options):
     with cache.opened(path) as found:
         if found is None:
             raise BuildError(f"{path} is not what was built there a moment ago; set FFPA_CACHE_DIR to another disk")
-        spec = importlib.util.spec_from_file_location(unique, found.name)
+        loader = importlib.machinery.ExtensionFileLoader(unique, found.name)
+        spec = importlib.util.spec_from_loader(unique, loader)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     module.__file__ = str(path)
     sys.modules[unique] = module
     return module

@@ -220,7 +220,7 @@ def full(builds: Builds) -> None:
         if mounted:
             shutil.copytree(builds.cache, kept := builds.cache.with_name("kept"))
     if mounted:
-        builds.cache.rmdir()
+        shutil.rmtree(builds.cache)  # what was there before the disk
         kept.rename(builds.cache)
 
 
