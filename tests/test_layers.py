@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "peer_memory", "transient", "version"),
+    ("env", "first_order", "peer_memory", "transient", "version", "words"),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),

@@ -632,6 +632,33 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.parametrize(
+    "config, way_out",
+    [
+        (transformers.GPT2Config(), r"set attn_pdrop=0\.0 in the model's config"),
+        (transformers.BertConfig(), r"set attention_probs_dropout_prob=0\.0 in"),
+        (transformers.T5Config(), r"set the dropout of attention to 0 in the model's config"),
+        (None, r"set the dropout of attention to 0 in"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_dropout_is_named_as_the_model_spells_it(config, way_out):
+    layer = Layer(False)
+    layer.config = config
+    if config is None:
+        del layer.config
+    q, k, v = inputs("cpu", 5)
+    with pytest.warns(UserWarning, match=way_out):
+        ours.attention(layer, q, k, v, dropout=0.25)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_autocast_is_no_way_out_for_doubles(autocast):
+    q, k, v = inputs("cpu", 5, dtype=torch.float64)
+    with torch.autocast("cpu", enabled=autocast), pytest.warns(UserWarning, match=r"float64.*dtype=torch.bfloat16\. "):
+        ours.attention(Layer(False), q, k, v)
+
+
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("feature", UNSUPPORTED)
 def test_a_feature_that_is_missing_is_named_once_and_computed(feature, kind, ids, device, monkeypatch):

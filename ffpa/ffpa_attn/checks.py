@@ -167,6 +167,18 @@ def only_tensors(**named) -> None:
             raise TypeError(
                 f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
             )
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(_not_dense(name, value))
+
+
+def _not_dense(name: str, x) -> str:
+    if not x.is_nested:
+        return f"`{name}` has layout {x.layout}; pass a dense tensor: {name}.to_dense()"
+    rows = f"{name}.values()" if x.layout is torch.jagged else f"torch.cat({name}.unbind())"
+    return (
+        f"`{name}` is a nested tensor; pass its sequences, [N, H, D] each, one after the other to ffpa_varlen: {rows}, and "
+        "where they begin as cu_seqlens, in torch.int32"
+    )
 
 
 def one_output(o, out):
@@ -227,11 +239,7 @@ def _names(dtypes) -> str:
 
 def _same_dtype_and_device(q, others, dtypes) -> None:
     if q.dtype not in dtypes:
-        way_out = (
-            "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
-        )
-        if dtypes is FP8:
-            way_out = "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+        way_out = _way_to_a_dtype(q, dtypes)
         raise TypeError(f"`q` has dtype {q.dtype}; allowed: {_names(dtypes)}; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
@@ -244,14 +252,28 @@ def _same_dtype_and_device(q, others, dtypes) -> None:
             raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
 
 
+def _way_to_a_dtype(q, dtypes) -> str:
+    if dtypes is FP8:
+        return "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+    if q.dtype in FP8:
+        return "pass dense 8-bit floats to ffpa_attn.ffpa_fp8, or cast with .to(torch.bfloat16)"
+    way_out, device = "cast with .to(torch.bfloat16)", q.device.type
+    # Autocast casts nothing else; where it is on, this very call was made under it.
+    would_cast = q.dtype == torch.float32 and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device)
+    return f"{way_out}, or call ffpa under torch.autocast({device!r})" if would_cast else way_out
+
+
 def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None:
     if d_q != d_k:
         raise ValueError(f"`k` has head dim {d_k} but `q` has {d_q}; q and k must share their last dim")
-    for name, d in (("q", d_q), ("v", d_v)):
+    for name, d, of_padding in (
+        ("q", d_q, f"pass scale={max(d_q, 1)} ** -0.5, that of the true dim"),
+        ("v", d_v, "cut the result"),
+    ):
         if d <= 0 or d % HEAD_DIM_STEP:
             raise ValueError(
                 f"`{name}` has head dim {d}; allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} up; "
-                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and keep `scale` of the true dim"
+                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and {of_padding}"
             )
     if heads_k != heads_v:
         raise ValueError(f"`v` has {heads_v} heads but `k` has {heads_k}; k and v must have the same number of heads")
@@ -275,9 +297,8 @@ def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; use {name}.expand(...) to share one"
-            )
+            way_out = f"; to share one, {name}.expand({q.shape[0]}, -1, -1, -1)" if x.shape[0] == 1 else ""
+            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; they must agree{way_out}")
     if k.shape[n] != v.shape[n]:
         raise ValueError(
             f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})"
@@ -429,6 +450,10 @@ def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
 def arch(value, q) -> str | None:
     """ "sm_90" as given, or None to ask for the device of q."""
     if value is None:
+        if q.is_cuda and not torch.cuda.is_available():
+            raise ValueError(
+                f"`arch` is None but `q` is on {q.device}, and no GPU is here; name one such as arch='sm_90'"
+            )
         if q.device.type == "meta":
             raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
         return None

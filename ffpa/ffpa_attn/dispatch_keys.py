@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import _C, autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from .first_order import first_order_only
@@ -119,6 +120,21 @@ _BEYOND_PLAIN = ~_plain_keys()
 
 _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
 _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+
+
+def as_autocast_would(*tensors) -> list[torch.Tensor]:
+    """What the operators would be given in a call that is only asked about: fake tensors in the place of those that are cast."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [_fake(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
+
+
+def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.is_meta or isinstance(x, FakeTensor):
+        return x.to(dtype)
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x.detach()).to(dtype)
 
 
 def _autocast(op, device: str, key):
