@@ -16,11 +16,11 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "peer_memory", "transient", "version", "words"),
+    ("env", "first_order", "imports", "peer_memory", "transient", "version", "words"),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
-    ("backward_mask", "build", "cache"),
+    ("backward_mask", "build", "cache", "flops", "mapped"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),
     ("triton_backward_kernels", "triton_fp8_kernels", "triton_launch"),

@@ -1,4 +1,4 @@
-"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd and autocast; and where DTensor learns of them."""
+"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd, autocast, torch.func; and where DTensor and the counter of operations learn of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import _C, autograd
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+from . import flops, mapped
 from .first_order import first_order_only
 
 _ops = torch.ops.ffpa_attn
@@ -24,6 +26,8 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
         op = getattr(_ops, name).default
         lib.impl(name, _autocast(op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
         lib.impl(name, _autocast(op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
+    mapped.register(lib)
+    flops.register()
 
 
 class _Attention(torch.autograd.Function):
@@ -56,15 +60,31 @@ class _Attention(torch.autograd.Function):
         *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
         return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(
+            "ffpa has no forward-mode derivatives (jvp, jacfwd, hessian); take those of torch.func.vjp or jacrev, or call "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
 
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
         # Forward-mode AD must come to the Function too: it says there that it has no formula.
         if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            return _Attention.apply(op, body, keyset, options, *args)
+            return _differentiably(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel
+
+
+def _differentiably(*args):
+    if not _C._are_functorch_transforms_active():
+        return _Attention.apply(*args)
+    # What torch.func does to a call it does to the operator, before it comes here, level by level. Function.apply would
+    # have it do so again, with a Function of another form; so this is what that calls at each level.
+    with enable_single_level_autograd_function():
+        return super(autograd.Function, _Attention).apply(*args)
 
 
 def _below_autograd(op, body, keyset, args, options):

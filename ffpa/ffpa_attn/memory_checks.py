@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .spec import ROW_ALIGNMENT
@@ -12,7 +13,7 @@ from .spec import ROW_ALIGNMENT
 
 def has_memory(x) -> bool:
     """Whether there is an address to ask for."""
-    return not (x.is_meta or isinstance(x, FakeTensor))
+    return not (x.is_meta or isinstance(x, FakeTensor) or _C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:

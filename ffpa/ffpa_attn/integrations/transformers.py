@@ -14,6 +14,7 @@ import torch
 
 from .. import checks, memory_checks
 from ..attention import ffpa, ffpa_varlen
+from ..integrations import attention_classes
 from ..integrations.fallback import say_once
 from ..integrations.masks import Seen, make_mask, seen_by
 
@@ -32,6 +33,7 @@ def register(name: str = "ffpa") -> None:
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)  # without one, padding would be dropped
+    attention_classes.register(name)
 
 
 def _check_version() -> None:
