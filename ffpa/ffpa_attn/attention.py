@@ -35,21 +35,16 @@ _known_options: dict[tuple, dict] = {}
 
 def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
     """Those at their default are left out, as each costs the dispatcher over 1 µs."""
-    causal, align = checks.causal_and_align(causal, align)
-    left, right = checks.window(window)
     options = {
-        "causal": causal,
-        "align": align,
+        **checks.visibility(causal, align, window),
         "scale": checks.scale(scale),
-        "window_left": left,
-        "window_right": right,
         "softcap": checks.softcap(softcap),
         "return_lse": checks.flag("return_lse", return_lse),
         "level": checks.level(level),
         "acc": checks.acc(acc),
         "num_stages": checks.num_stages(num_stages),
     }
-    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in options.items() if not checks.known(value) or value != _DEFAULTS[name]}
 
 
 _DEFAULTS = {

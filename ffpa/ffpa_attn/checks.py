@@ -23,6 +23,18 @@ _FARTHEST = 2**31 - 1  # no key is farther away
 # ---- Python values ----
 
 
+_SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
+
+
+def known(value) -> bool:
+    """Whether a number is there by now. What a program computes from lengths is a symbol while the program is traced. Nothing is asked
+    of it then, as an answer would hold the trace to lengths of the same answer; the operator checks the number when it runs.
+    """
+    if isinstance(value, (bool, int, float, *_SYMBOLS)) and torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.has_static_value(value)
+    return not isinstance(value, _SYMBOLS)
+
+
 def _described(value) -> str:
     return f"{value!r} ({type(value).__name__})"
 
@@ -76,8 +88,8 @@ def layout(value) -> str:
 def causal_and_align(causal, align) -> tuple[bool, str]:
     """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
     align = _choice("align", align, ALIGNS)
-    if isinstance(causal, bool):
-        return (True if causal else False), align  # traced, it may be a symbol
+    if isinstance(causal, (bool, torch.SymBool)):  # a symbol may be known, too: n > 8 where n is 9 at least
+        return (True if causal else False) if known(causal) else causal, align
     if isinstance(causal, str) and causal in ALIGNS:
         return True, causal
     if isinstance(causal, str):
@@ -88,9 +100,11 @@ def causal_and_align(causal, align) -> tuple[bool, str]:
 def _real(name: str, value, hint: str) -> float:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
-    if not abs(value) <= _LARGEST:  # math.isfinite, in a form that traced code can hold
+    if not known(value):
+        return torch.sym_float(value)
+    if not abs(value) <= _LARGEST:
         raise ValueError(f"`{name}` is {value}; it must be finite (in float32), {hint}")
     return float(value)
 
@@ -101,7 +115,7 @@ def scale(value) -> float | None:
 
 def softcap(value) -> float:
     value = _real("softcap", value, "0.0 for none")
-    if value < 0:
+    if known(value) and value < 0:
         raise ValueError(f"`softcap` is {value}; it must be >= 0 (0.0 for none)")
     return value
 
@@ -116,11 +130,21 @@ def window(value) -> tuple[int, int]:
             f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
         )
     for side in value:
-        if not isinstance(side, int) or isinstance(side, bool):
+        if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool):
             raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
-        if side < -1:
+        if known(side) and side < -1:
             raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
-    return min(value[0], _FARTHEST), min(value[1], _FARTHEST)
+    left, right = (min(side, _FARTHEST) if known(side) else side for side in value)
+    return left, right
+
+
+def visibility(causal, align, keys) -> dict:
+    """Which keys a row sees, as the operators have it. They take no symbol for `causal`: the window's right side stands for it."""
+    causal, align = causal_and_align(causal, align)
+    left, right = window(keys)
+    if not known(causal):
+        causal, right = False, right * torch.sym_ite(causal, 0, 1)
+    return {"causal": causal, "align": align, "window_left": left, "window_right": right}
 
 
 def flag(name: str, value) -> bool:
@@ -134,9 +158,11 @@ def max_seqlen(name: str, value) -> int:
         raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
     if not isinstance(value, (int, torch.SymInt, Integral)) or isinstance(value, bool):
         raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
+    if not known(value):
+        return value
     if value < 0:
         raise ValueError(f"`{name}` is {value}; it must be >= 0")
-    return min(int(value), _MOST_ROWS) if isinstance(value, Integral) else value
+    return min(int(value), _MOST_ROWS)
 
 
 _MOST_ROWS = 2**63 - 1  # what an operator's int holds

@@ -93,11 +93,8 @@ def ffpa_fp8(
     checks.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
     checks.no_grad_in_fp8(**tensors, **scales)
     checks.fp8_output(out_dtype)
-    causal, align = checks.causal_and_align(causal, align)
-    left, right = checks.window(window)
     out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
-        q, k, v, *scales.values(), scale=checks.scale(scale), causal=causal, align=align, window_left=left,
-        window_right=right, softcap=checks.softcap(softcap), out_dtype=out_dtype,
+        q, k, v, *scales.values(), scale=checks.scale(scale), **checks.visibility(causal, align, window), softcap=checks.softcap(softcap), out_dtype=out_dtype,
         v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -78,7 +78,7 @@ def attend(
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if dropout_p != 0 or not all(map(_plain, given)):
         return None
-    if is_causal and attn_mask is not None and align == "top_left":  # PyTorch's own function has no such thing
+    if attn_mask is not None and align == "top_left" and is_causal:  # PyTorch's own function has no such thing
         return None
     if _transformed() or _only_math():
         return None
