@@ -1,5 +1,6 @@
 """What a caller gets wrong raises ValueError or TypeError naming the argument, what it was, and the way out."""
 
+import inspect
 import re
 from functools import partial
 
@@ -7,7 +8,8 @@ import ffpa_attn
 import numpy as np
 import pytest
 import torch
-from ffpa_attn import LevelType, MMAAccType, explain, ffpa, ffpa_varlen, merge
+from ffpa_attn import LevelType, MMAAccType, explain, ffpa, ffpa_varlen, merge, words
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -55,6 +57,16 @@ def in_the_fourth_place(x):
         return ffpa(good(64), t(2, 4, 64, 64), t(2, 4, 64, 64), x)
 
 
+def under_autocast(device, dtype):
+    with torch.autocast(device, dtype=BF16):
+        return ffpa(*(good(64, dtype=dtype) for _ in range(3)))
+
+
+def nested(layout):
+    """Two sequences, heads after rows."""
+    return torch.nested.nested_tensor([t(5, 4, 64), t(7, 4, 64)], layout=layout)
+
+
 def with_grad(name):
     q, k, v = (t(2, 4, 10, 64).requires_grad_(x == name) for x in "qkv")
     return ffpa(q, k, v, out=t(2, 4, 10, 64).requires_grad_(name == "out"))
@@ -75,6 +87,12 @@ def backward(mask_grad=False, **changes):
 
 good = partial(t, 2, 4, 10)
 
+
+def fake(device="cpu"):
+    with FakeTensorMode():
+        return torch.empty(2, 4, 10, 128, dtype=BF16, device=device)
+
+
 # (what is wrong, call, exception, words of the message)
 BAD = [
     # not tensors
@@ -83,8 +101,22 @@ BAD = [
     ("v is an array", lambda: call(v=np.zeros((2, 4, 10, 64))), TypeError, "`v` is ndarray.*torch.Tensor"),
     ("mask is a bool", lambda: call(mask=True), TypeError, "`mask` is True.*torch.Tensor"),
     ("out is a number", lambda: call(out=1.0), TypeError, "`out` is 1.0.*torch.Tensor"),
+    # tensors that are no dense ones
+    ("q nested", lambda: call(nested(torch.jagged)), TypeError, r"`q` is a nested tensor; .*ffpa_varlen: q.values\(\)"),
+    ("q nested, heads first", lambda: call(nested(torch.jagged).transpose(1, 2)), TypeError, "`q` is a nested tensor"),
+    ("k nested, strided", lambda: call(k=nested(torch.strided)), TypeError, r"`k` is a nested tensor; .*torch.cat\(k.unbind\(\)\)"),
+    ("q sparse", lambda: call(good(64).to_sparse()), TypeError, r"`q` has layout torch.sparse_coo; .*q.to_dense\(\)"),
+    ("a sparse mask", lambda: call(mask=torch.ones(10, 10).to_sparse_csr()), TypeError, r"`mask` has layout torch.sparse_csr; .*mask.to_dense\(\)"),
+    ("v of MKL-DNN", lambda: call(v=good(64, dtype=F32).to_mkldnn()), TypeError, r"`v` has layout torch._mkldnn; .*v.to_dense\(\)"),
+    ("packed nested", lambda: packed(q=nested(torch.jagged)), TypeError, "`q` is a nested tensor"),
+    ("explain: nested", lambda: explain(*[nested(torch.jagged)] * 3), TypeError, "`q` is a nested tensor"),
+    ("merge: sparse", lambda: merge(good(64).to_sparse(), *[t(2, 4, 10, dtype=F32)] * 3), TypeError, "`o1` has layout"),
     # types of numbers
-    ("q in float32", lambda: call(q=good(64, dtype=F32)), TypeError, "`q` has dtype torch.float32; allowed: torch.float16, torch.bfloat16.*autocast"),
+    ("q in float32", lambda: call(q=good(64, dtype=F32)), TypeError, r"`q` has dtype torch.float32; allowed: torch.float16, torch.bfloat16.*\.to\(torch.bfloat16\), or call ffpa under torch.autocast\('cpu'\)"),
+    ("q in float32 in autocast of another device", lambda: under_autocast("cuda", F32), TypeError, r"torch.autocast\('cpu'\)"),
+    ("q in float64", lambda: call(q=good(64, dtype=torch.float64)), TypeError, r"`q` has dtype torch.float64; .*cast with .to\(torch.bfloat16\)$"),
+    ("q in float64 in autocast", lambda: under_autocast("cpu", torch.float64), TypeError, r"cast with .to\(torch.bfloat16\)$"),
+    ("q in 8 bits", lambda: call(q=good(64, dtype=torch.float8_e4m3fn)), TypeError, r"`q` has dtype torch.float8_e4m3fn; .*ffpa_attn.ffpa_fp8, or cast with .to\(torch.bfloat16\)$"),
     ("q in int", lambda: call(q=torch.zeros(2, 4, 10, 64, dtype=torch.int64)), TypeError, "`q` has dtype torch.int64.*cast"),
     ("k in another type", lambda: call(k=good(64, dtype=F16)), TypeError, r"`k` has dtype torch.float16 but `q` has torch.bfloat16.*k.to\(torch.bfloat16\)"),
     ("v in another type", lambda: call(v=good(64, dtype=F32)), TypeError, "`v` has dtype torch.float32 but `q` has torch.bfloat16"),
@@ -96,23 +128,23 @@ BAD = [
     ("3-D q", lambda: call(q=t(4, 10, 64)), ValueError, r"`q` has 3 dims, shape \(4, 10, 64\); it must have 4: \[B, H, N, D\].*unsqueeze"),
     ("5-D k", lambda: call(k=t(1, 2, 4, 10, 64)), ValueError, "`k` has 5 dims.*must have 4"),
     ("2-D v in BNHD", lambda: call(v=t(4, 64), layout="BNHD"), ValueError, r"`v` has 2 dims.*\[B, N, H, D\]"),
-    ("batch of k", lambda: call(k=t(1, 4, 10, 64), v=t(1, 4, 10, 64)), ValueError, "`k` has batch 1 but `q` has 2.*expand"),
-    ("batch of v", lambda: call(v=t(3, 4, 10, 64)), ValueError, "`v` has batch 3 but `q` has 2"),
+    ("batch of k", lambda: call(k=t(1, 4, 10, 64), v=t(1, 4, 10, 64)), ValueError, "`k` has batch 1 but `q` has 2.*k.expand.2, -1"),
+    ("batch of v", lambda: call(v=t(3, 4, 10, 64)), ValueError, "`v` has batch 3 but `q` has 2; they must agree$"),
     ("rows of v", lambda: call(v=t(2, 4, 11, 64)), ValueError, "`v` has 11 rows but `k` has 10; each key needs one value"),
     ("rows of v in BNHD", lambda: call(v=t(2, 5, 10, 64), layout="BNHD"), ValueError, "`v` has 5 rows but `k` has 4.*layout is BNHD"),
     ("head dim of k", lambda: call(k=good(128)), ValueError, "`k` has head dim 128 but `q` has 64"),
-    ("head dim of q not a multiple of 8", lambda: call(good(60), good(60)), ValueError, "`q` has head dim 60; allowed: multiples of 8.*pad with zeros to 64"),
-    ("head dim of v not a multiple of 8", lambda: call(v=good(4)), ValueError, "`v` has head dim 4; allowed: multiples of 8.*pad with zeros to 8"),
+    ("head dim of q not a multiple of 8", lambda: call(good(60), good(60)), ValueError, r"`q` has head dim 60; allowed: multiples of 8.*pad with zeros to 64 and pass scale=60 \*\* -0.5"),
+    ("head dim of v not a multiple of 8", lambda: call(v=good(4)), ValueError, "`v` has head dim 4; allowed: multiples of 8.*pad with zeros to 8 and cut the result"),
     ("head dim 0", lambda: call(good(0), good(0)), ValueError, "`q` has head dim 0; allowed: multiples of 8 from 8"),
     ("heads of v", lambda: call(v=t(2, 2, 10, 64)), ValueError, "`v` has 2 heads but `k` has 4"),
     ("heads not a multiple", lambda: call(k=t(2, 3, 10, 64), v=t(2, 3, 10, 64)), ValueError, "`q` has 4 heads but `k` has 3.*multiple"),
     ("no heads", lambda: call(t(2, 0, 10, 64)), ValueError, "`q` has no heads"),
     ("no key heads", lambda: call(k=t(2, 0, 10, 64), v=t(2, 0, 10, 64)), ValueError, "`k` has no heads"),
     # memory
-    ("head dim strided", lambda: call(q=good(128)[..., ::2]), ValueError, r"`q` has stride 2 in its last dim; it must be 1; .*q.contiguous\(\)"),
+    ("head dim strided", lambda: call(q=good(128)[..., ::2]), ValueError, r"`q` has stride 2 in its last dim; it must be 1; make a copy with q.contiguous\(\)$"),
     ("head dim not last", lambda: call(k=t(2, 4, 64, 10).mT), ValueError, "`k` has stride 10 in its last dim"),
-    ("start misaligned", lambda: call(v=misaligned(2, 4, 10, 64)), ValueError, r"`v` starts at an address that is not a multiple of 16 bytes.*v.clone\(\)"),
-    ("rows misaligned", lambda: call(q=odd_row_stride(2, 4, 10, 64)), ValueError, r"`q` has strides \(2720, 680, 68, 1\); all but the last must be multiples of 8"),
+    ("start misaligned", lambda: call(v=misaligned(2, 4, 10, 64)), ValueError, r"`v` starts at an address that is not a multiple of 16 bytes; make a copy with v.clone\(\)$"),
+    ("rows misaligned", lambda: call(q=odd_row_stride(2, 4, 10, 64)), ValueError, r"`q` has strides \(2720, 680, 68, 1\); all but the last must be multiples of 8.*q.contiguous\(\)$"),
     # scale, softcap, window
     ("scale NaN", lambda: call(scale=float("nan")), ValueError, "`scale` is nan; it must be finite"),
     ("scale infinite", lambda: call(scale=float("-inf")), ValueError, "`scale` is -inf; it must be finite"),
@@ -190,8 +222,8 @@ BAD = [
     ("longest a tensor", lambda: packed(max_q=torch.tensor(10)), TypeError, "`max_seqlen_q` is a tensor; pass a Python int"),
     ("longest a float", lambda: packed(max_q=10.0), TypeError, r"`max_seqlen_q` is 10.0 \(float\)"),
     ("packed out", lambda: packed(out=t(19, 4, 64)), ValueError, r"`out` has shape \(19, 4, 64\); it must be \(20, 4, 64\)"),
-    ("packed mask", lambda: packed(mask=torch.ones(20, 20)), TypeError, "mask"),
-    ("packed layout", lambda: packed(layout="BHND"), TypeError, "layout"),
+    ("packed mask", lambda: packed(mask=torch.ones(20, 20)), TypeError, r"ffpa_varlen\(\) got an unexpected keyword argument 'mask'; call ffpa, for one sequence at a time"),
+    ("packed layout", lambda: packed(layout="BHND"), TypeError, "'layout'; leave it away"),
     # operators
     ("backward: shape of grad_out", lambda: backward(grad_out=good(128)), ValueError, r"`grad_out` has shape \(2, 4, 10, 128\)"),
     ("backward: type of lse", lambda: backward(lse=t(2, 4, 10)), TypeError, "`lse` has dtype torch.bfloat16; it must be torch.float32"),
@@ -222,6 +254,9 @@ BAD = [
     ("explain: arch a number", lambda: explain(good(64), good(64), good(64), arch=90), TypeError, r"`arch` is 90 \(int\)"),
     ("explain: meta without arch", lambda: explain(*(good(64, device="meta"),) * 3), ValueError, "`arch` is None but `q` is on the meta device"),
     ("explain: direction", lambda: explain(good(64), good(64), good(64), direction="both"), ValueError, "`direction` is 'both'"),
+    ("explain: on a GPU that is not here", lambda: explain(*(fake(device="cuda"),) * 3), ValueError, "`arch` is None but `q` is on cuda:0.*arch='sm_90'"),
+    ("explain: fake rows", lambda: explain(*(fake()[..., ::2],) * 3), ValueError, "`q` has stride 2 in its last dim"),
+    ("explain: meta rows", lambda: explain(*(good(128, device="meta")[..., ::2],) * 3, arch="sm_90"), ValueError, "`q` has stride 2"),
     ("explain: shapes", lambda: explain(good(64), good(128), good(64)), ValueError, "`k` has head dim 128"),
 ]  # fmt: skip
 
@@ -231,6 +266,78 @@ def test_bad_input(wrong, call_it, exception, words):
     with pytest.raises(exception) as caught:
         call_it()
     assert re.search(words, str(caught.value)), f"the message does not say it: {caught.value}"
+
+
+WORDS = [
+    ("is_causal", "pass causal=True"),
+    ("attn_mask", "pass it as mask="),
+    ("dropout_p", "there is no dropout"),
+    ("enable_gqa", "leave it away: heads"),
+    ("softmax_scale", "pass it as scale="),
+    ("window_size", r"pass it as window=\(left, right\)"),
+    ("casual", "did you mean `causal`"),
+    ("cu_seqlens_q", "packed sequences go to ffpa_varlen"),
+    ("zzz", "allowed: q, k, v, o, num_stages, level, acc, causal"),
+]
+
+
+@pytest.mark.parametrize("word, way_out", WORDS)
+@pytest.mark.parametrize("function", [ffpa, explain])
+def test_words_of_other_functions(function, word, way_out):
+    with pytest.raises(
+        TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument '{word}'; {way_out}"
+    ):
+        function(good(64), good(64), good(64), **{word: None})
+
+
+@pytest.mark.parametrize(
+    "function, word, way_out",
+    [
+        (ffpa_varlen, "is_causal", "pass causal=True"),
+        (ffpa_varlen, "attn_mask", "ffpa_varlen has no `mask`; call ffpa, for one sequence at a time"),
+        (ffpa_varlen, "block_table", "there are no pages"),
+        (ffpa_attn.ffpa_fp8, "softmax_scale", "pass it as scale="),
+        (ffpa_attn.ffpa_fp8, "mask", "call ffpa"),
+        (ffpa_attn.distributed.ring_attention, "is_causal", "pass causal=True"),
+        (ffpa_attn.distributed.ring_attention, "window_size", "ring_attention has no `window`; leave it away"),
+        (ffpa_attn.distributed.ulysses_attention, "softmax_scale", "pass it as scale="),
+    ],
+    ids=str,
+)
+def test_words_of_other_functions_elsewhere(function, word, way_out):
+    tensors = [good(64)] * 3 if function is not ffpa_varlen else [t(20, 4, 64)] * 3 + [i32(0, 10, 20)] * 2 + [10, 10]
+    with pytest.raises(TypeError, match=f"'{word}'; {way_out}"):
+        function(*tensors, **{word: None})
+
+
+def test_each_word_is_one_that_ffpa_does_not_know():
+    ours = inspect.signature(ffpa).parameters
+    assert not words.WAYS_OUT.keys() & (ours.keys() - {"mask", "layout"})
+    assert all(new is None or new in ours for new, _ in words.WAYS_OUT.values())
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_the_way_out_of_nested_tensors(name, layout):
+    x = nested(layout)
+    with pytest.raises(TypeError, match="nested") as caught:
+        call(**{name: x})
+    rows = eval(re.search(r"ffpa_varlen: (.*\(\)\)?), and", str(caught.value))[1], {name: x, "torch": torch})
+    offsets = x.offsets().to(torch.int32) if layout is torch.jagged else i32(0, 5, 12)
+    got = ffpa_varlen(rows, rows, rows, offsets, offsets, 7, 7)
+    want = [ffpa(*[part.transpose(0, 1)[None]] * 3)[0].transpose(0, 1) for part in x.unbind()]
+    torch.testing.assert_close(got, torch.cat(want), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "spoilt", [lambda: t(2, 4, 64, 10).mT, lambda: misaligned(2, 4, 10, 64), lambda: odd_row_stride(2, 4, 10, 64)]
+)
+def test_the_copy_that_a_message_names_will_do(spoilt):
+    q = spoilt()
+    with pytest.raises(ValueError, match="make a copy with") as caught:
+        call(q)
+    copy = re.search(r"make a copy with q\.(\w+)\(\)", str(caught.value))[1]
+    assert call(getattr(q, copy)()).shape == (2, 4, 10, 64)
 
 
 def test_there_are_many_kinds():

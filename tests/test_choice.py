@@ -1,13 +1,15 @@
 """Which path a call takes: pure choice, explain, warnings, FFPA_STRICT, FFPA_BACKEND, level."""
 
+import contextlib
 import warnings
 
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import archs, env, explain, ffpa, native, ops, triton_attention
+from ffpa_attn import archs, env, explain, ffpa, native, ops, toolchain, triton_attention
 from ffpa_attn.choice import CANDIDATES, choose
 from ffpa_attn.spec import Problem, Visibility
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 WHY_NOT_TRITON = triton_attention.why_not.__wrapped__  # without what it has said before
 ALL_KEYS = Visibility(-1, -1, False)
@@ -23,6 +25,7 @@ def flags(**values):
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch):
     """And no kernel in the installation: what is there is tests/test_mma.py's."""
+    monkeypatch.setattr(native, "record", lambda: {"kernels": {}})
     monkeypatch.setattr(native, "why_not", lambda spec, gpu: f"{spec.name} is left out of this installation")
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(ops, "_warned", set())
@@ -275,6 +278,47 @@ class TestExplain:
         said = explain(x, x, x, causal=True, arch="sm_90")
         assert said.problem.arch == "sm_90" and said.problem.device == "cuda"
         assert said.kernel == "sdpa" and "is left out" in str(said) and "D=512/512" in str(said)
+
+    def test_in_a_clone_about_an_installed_wheel(self, monkeypatch):
+        """Which kernels there are says the build, not whether this installation has any; and that it has none is said."""
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        monkeypatch.setattr(native, "record", lambda: None)
+        for arch, backend in (("sm_90", "hopper"), ("sm_80", "mma")):
+            for direction in ("forward", "backward"):
+                said = explain(x, x, x, arch=arch, direction=direction, return_lse=True)
+                assert said.backend == backend, direction
+                assert "in an installed wheel (this installation holds no CUDA kernels" in said.why
+                assert said.why in str(said)
+        assert "needs sm_90" not in str(said) and "only sm_90a has" in dict(said.rejected)["hopper"]
+
+        monkeypatch.setattr(native, "record", lambda: {"kernels": {}})
+        assert explain(x, x, x, arch="sm_90", return_lse=True).backend == "reference"  # what this one runs
+
+    def test_a_wheel_without_kernels_for_it(self, monkeypatch):
+        monkeypatch.setattr(native, "record", lambda: None)
+        monkeypatch.setattr(toolchain, "why_no_build", lambda: "there is no nvcc")
+        monkeypatch.setenv("FFPA_CUDA_ARCHS", "9.0a")
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        said = explain(x, x, x, arch="sm_80", return_lse=True)
+        assert said.backend == "reference" and "for sm_80, and there is no nvcc" in dict(said.rejected)["mma"]
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_fake_tensors(self, inside):
+        with FakeTensorMode() as mode:
+            x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="cuda")
+        with mode if inside else contextlib.nullcontext():
+            assert explain(x, x, x, return_lse=True, arch="sm_90").problem.n_q == 8192
+            x = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, device="cpu")
+            assert explain(x, x, x, return_lse=True).backend == "reference"
+
+    @pytest.mark.parametrize("arch", [None, "sm_90"])
+    def test_under_autocast(self, device, arch):
+        x = torch.empty(1, 2, 16, 64, device=device)
+        with pytest.raises(TypeError, match="torch.float32"):
+            explain(x, x, x, arch=arch)
+        with torch.autocast(device, dtype=torch.float16):
+            assert explain(x, x, x, arch=arch).problem.dtype == "f16"
+            assert explain(x.requires_grad_(), x, x, arch=arch).problem.needs_lse
 
     def test_gradients_want_the_lse(self):
         x = q().requires_grad_()

@@ -16,11 +16,11 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "namesake", "peer_memory", "progress", "sessions", "transient", "version"),
+    ("env", "first_order", "imports", "namesake", "peer_memory", "progress", "sessions", "transient", "version", "words"),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
-    ("cache",),
+    ("cache", "flops", "mapped"),
     ("backward_mask", "build"),
     ("jit", "emulator_build"),
     ("native", "emulated", "triton_kernels", "triton_interpreter"),

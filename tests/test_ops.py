@@ -1,5 +1,7 @@
 """The operators as PyTorch sees them: frozen schemas, fakes, autograd, autocast, compile, checkpointing, graphs."""
 
+import re
+
 import compare
 import ffpa_attn
 import oracle
@@ -12,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 OPS = torch.ops.ffpa_attn
 
-# Ring attention, context parallelism and checkpointing call these by name: a change breaks them.
+# As first published. Ring attention, context parallelism, checkpointing and exported programs call these by name: they grow at
+# their ends alone, or get new operators beside them.
 FROZEN = {
     "forward": "ffpa_attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask=None, *, float? scale=None, bool causal=False, "
     'str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., str layout="BHND", '
@@ -43,9 +46,64 @@ FROZEN = {
 }
 
 
+WIDER = {"int": ("int", "SymInt"), "float": ("float", "Scalar"), "float?": ("float?", "Scalar?")}
+
+
+def broken_by(new, old) -> str | None:
+    """What a caller of the old schema would miss. New ones may have further arguments with defaults behind the old ones, by place or
+    by name, and take more than the old ones did: a symbol or any number for an int or a float.
+    """
+    if [str(x.type) for x in new.returns] != [str(x.type) for x in old.returns]:
+        return "returns"
+    for by_name in (False, True):
+        of_new, of_old = ([x for x in schema.arguments if x.kwarg_only == by_name] for schema in (new, old))
+        for was in of_old:
+            now = of_new.pop(0) if of_new else None
+            if now is None or (now.name, now.default_value) != (was.name, was.default_value):
+                return was.name
+            of_now, of_was = written_type(new, was.name), written_type(old, was.name)
+            if of_now not in WIDER.get(of_was, (of_was,)):
+                return was.name
+        if any(not x.has_default_value() for x in of_new):
+            return of_new[0].name
+    return None
+
+
+def written_type(schema, name: str) -> str:
+    """PyTorch's objects call a SymInt an int."""
+    return re.search(rf"([\w?()!]+) {name}\b", str(schema).partition("(")[2])[1]
+
+
 @pytest.mark.parametrize("name", FROZEN)
-def test_schema_is_frozen(name):
-    assert str(getattr(OPS, name).default._schema) == FROZEN[name]
+def test_schemas_grow_at_the_end(name):
+    assert broken_by(getattr(OPS, name).default._schema, torch._C.parse_schema(FROZEN[name])) is None
+
+
+@pytest.mark.parametrize(
+    "new, breaks",
+    [
+        ("Tensor q, int n=1, *, float scale=1., bool causal=False", None),
+        ("Tensor q, int n=1, Tensor? sinks=None, *, float scale=1., bool causal=False, int pages=0", None),
+        ("Tensor q, SymInt n=1, *, Scalar scale=1., bool causal=False", None),
+        ("Tensor q, *, float scale=1., bool causal=False", "n"),
+        ("Tensor q, int n=2, *, float scale=1., bool causal=False", "n"),
+        ("Tensor k, Tensor q, int n=1, *, float scale=1., bool causal=False", "q"),
+        ("Tensor q, int rows=1, *, float scale=1., bool causal=False", "n"),
+        ("Tensor q, int n=1, *, bool causal=False, float scale=1.", "scale"),
+        ("Tensor q, bool n=1, *, float scale=1., bool causal=False", "n"),
+        ("Tensor? q, int n=1, *, float scale=1., bool causal=False", "q"),
+        ("Tensor q, int n=1, *, int scale=1, bool causal=False", "scale"),
+        ("Tensor q, int n=1, *, float scale=1., bool causal=False, int pages", "pages"),
+        ("Tensor(a!) q, int n=1, *, float scale=1., bool causal=False", "q"),
+    ],
+)
+def test_what_breaks_a_schema(new, breaks):
+    schemas = (
+        f"x::f({arguments}) -> Tensor" for arguments in (new, "Tensor q, int n=1, *, float scale=1., bool causal=False")
+    )
+    assert broken_by(*map(torch._C.parse_schema, schemas)) == breaks
+    other = torch._C.parse_schema("x::f(Tensor q) -> (Tensor, Tensor)")
+    assert broken_by(other, torch._C.parse_schema("x::f(Tensor q) -> Tensor")) == "returns"
 
 
 CASE = Case(batch=2, heads_q=4, heads_kv=2, n_q=20, n_k=33, d=64, d_v=72)

@@ -410,6 +410,38 @@ def test_in_the_context_alone(taken):
     assert not counts(taken)
 
 
+def test_as_a_decorator(taken):
+    @sdpa()
+    def attend(q, *, k, v):
+        """Its own words."""
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @sdpa()
+    def attend_twice(x):
+        yield F.scaled_dot_product_attention(x, x, x)
+        yield F.scaled_dot_product_attention(x, x, x)
+
+    class Layer(torch.nn.Module):
+        @sdpa()
+        def forward(self, x):
+            return attend(x, k=x, v=x)
+
+    q = torch.randn(1, 2, 5, 64, dtype=BF16)
+    want = F.scaled_dot_product_attention(q, q, q)
+    assert not taken and attend.__doc__ == "Its own words."
+    torch.testing.assert_close(attend(q, k=q, v=q), want, atol=2e-2, rtol=2e-2)
+    assert len(taken) == 1
+    Layer()(q)
+    assert len(taken) == 2
+    for i, _ in enumerate(attend_twice(q)):
+        assert len(taken) == 3 + i
+        F.scaled_dot_product_attention(q, q, q)
+    assert len(taken) == 4
+
+    compiled = torch.compile(lambda x: attend(x, k=x, v=x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), want, atol=2e-2, rtol=2e-2)
+
+
 def test_other_functions_are_left_alone():
     x = t(4, 4, dtype=torch.float32)
     with sdpa():

@@ -1,6 +1,8 @@
 """`attn_implementation="ffpa"` on tiny models with random weights, beside transformers' own attention in float32."""
 
 import copy
+import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import ffpa_attn  # noqa: E402
+from ffpa_attn import sdpa_override  # noqa: E402
 from ffpa_attn.integrations import fallback, masks  # noqa: E402
 from ffpa_attn.integrations import transformers as ours  # noqa: E402
 from transformers import masking_utils  # noqa: E402
@@ -614,6 +618,88 @@ def test_tensors_as_layers_leave_them(kind, how, device):
     torch.testing.assert_close(found.float(), expected(q, k, v, None), atol=0.02, rtol=0.02)
 
 
+# ---- models that look up a class by the implementation's name ----
+
+
+def sam_config():
+    vision = {"image_size": 64, "patch_size": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 32}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "mlp_dim": 64, "num_hidden_layers": 2}
+    return transformers.SamConfig(
+        vision_config={**vision, **sizes, "output_channels": 64},
+        prompt_encoder_config={"hidden_size": 64, "image_size": 64, "patch_size": 16, "mask_input_channels": 4},
+        mask_decoder_config={**sizes, "attention_downsample_rate": 2, "iou_head_hidden_dim": 16},
+    )
+
+
+def make_sam(attention, dtype, like=None):
+    torch.manual_seed(3)
+    model = transformers.SamModel._from_config(sam_config(), attn_implementation=attention, dtype=dtype)
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+    return model
+
+
+def masks_of_sam(model, device):
+    pixels = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
+    points = torch.tensor([[[[10.0, 20.0]]]])
+    given = {"pixel_values": pixels, "input_points": points}
+    return model.to(device)(**{name: x.to(device, model.dtype) for name, x in given.items()}).pred_masks.float()
+
+
+@pytest.mark.parametrize("how", ["evaluated", "checkpointed"])
+def test_sam(how, device, monkeypatch):
+    taken = []
+    monkeypatch.setattr(sdpa_override, "ffpa", lambda *x, **y: (taken.append(x), ffpa_attn.ffpa(*x, **y))[1])
+    found = make_sam("ffpa", torch.bfloat16)
+    same, exact = (make_sam("eager", dtype, like=found) for dtype in (torch.bfloat16, torch.float32))
+    if how == "checkpointed":
+        found.train().gradient_checkpointing_enable()
+        masks_of_sam(found, device).sum().backward()
+        assert len(taken) == 4 and all(x.grad is None or x.grad.isfinite().all() for x in found.parameters())
+        return
+    with torch.no_grad():
+        got, by_eager, truth = (masks_of_sam(model.eval(), device) for model in (found, same, exact))
+    assert len(taken) == 2
+    assert (got - truth).abs().max() <= 2 * (by_eager - truth).abs().max() + 1e-6
+    assert pickle.loads(pickle.dumps(found)) is not None
+
+
+def tables_of_attention():
+    """Of all models that are installed, in modules that were imported before and after `register`."""
+    folder = Path(transformers.models.__file__).parent
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        if "ATTENTION_CLASSES[" in path.read_text():
+            yield f"transformers.models.{path.parent.name}.{path.stem}"
+
+
+@pytest.mark.parametrize("module", tables_of_attention())
+def test_every_table_of_attention_has_ours(module, monkeypatch):
+    code = importlib.import_module(module)
+    ours.register("ffpa_too")
+    for name, table in vars(code).items():
+        if name.endswith("ATTENTION_CLASSES"):
+            assert {"ffpa", "ffpa_too"} <= table.keys() and table["ffpa"] is table["ffpa_too"]
+            assert issubclass(table["ffpa"], table.get("sdpa", table["eager"]))
+
+
+def test_a_class_that_calls_nothing_says_so():
+    config = transformers.GPTNeoConfig(
+        hidden_size=64,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        num_heads=4,
+        vocab_size=20,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with pytest.warns(UserWarning, match="GPTNeo has attention of its own.*choose another attn_implementation"):
+        model = transformers.GPTNeoForCausalLM._from_config(config, attn_implementation="ffpa")
+    same = transformers.GPTNeoForCausalLM._from_config(config, attn_implementation="eager")
+    same.load_state_dict(model.state_dict())
+    ids = torch.arange(7)[None]
+    torch.testing.assert_close(model.eval()(ids).logits, same.eval()(ids).logits)
+
+
 # ---- what ffpa cannot do ----
 
 
@@ -630,6 +716,33 @@ UNSUPPORTED = {
     "type": (lambda config: None, "float32", r"float32.*dtype=torch\.bfloat16"),
     "head dim": (has_20, "bfloat16", r"head dims 20 and 20.*multiples of 8"),
 }
+
+
+@pytest.mark.parametrize(
+    "config, way_out",
+    [
+        (transformers.GPT2Config(), r"set attn_pdrop=0\.0 in the model's config"),
+        (transformers.BertConfig(), r"set attention_probs_dropout_prob=0\.0 in"),
+        (transformers.T5Config(), r"set the dropout of attention to 0 in the model's config"),
+        (None, r"set the dropout of attention to 0 in"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_dropout_is_named_as_the_model_spells_it(config, way_out):
+    layer = Layer(False)
+    layer.config = config
+    if config is None:
+        del layer.config
+    q, k, v = inputs("cpu", 5)
+    with pytest.warns(UserWarning, match=way_out):
+        ours.attention(layer, q, k, v, dropout=0.25)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_autocast_is_no_way_out_for_doubles(autocast):
+    q, k, v = inputs("cpu", 5, dtype=torch.float64)
+    with torch.autocast("cpu", enabled=autocast), pytest.warns(UserWarning, match=r"float64.*dtype=torch.bfloat16\. "):
+        ours.attention(Layer(False), q, k, v)
 
 
 @pytest.mark.parametrize("kind", ["none", "left"])

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import checks, env, forms, memory_checks, ops
+from . import checks, dispatch_keys, env, forms, memory_checks, native, ops, words
 from .choice import Choice, choose
 from .spec import LevelType, MMAAccType
 
@@ -35,21 +35,16 @@ _known_options: dict[tuple, dict] = {}
 
 def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
     """Those at their default are left out, as each costs the dispatcher over 1 µs."""
-    causal, align = checks.causal_and_align(causal, align)
-    left, right = checks.window(window)
     options = {
-        "causal": causal,
-        "align": align,
+        **checks.visibility(causal, align, window),
         "scale": checks.scale(scale),
-        "window_left": left,
-        "window_right": right,
         "softcap": checks.softcap(softcap),
         "return_lse": checks.flag("return_lse", return_lse),
         "level": checks.level(level),
         "acc": checks.acc(acc),
         "num_stages": checks.num_stages(num_stages),
     }
-    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in options.items() if not checks.known(value) or value != _DEFAULTS[name]}
 
 
 _DEFAULTS = {
@@ -75,6 +70,7 @@ def ffpa(
     layout="BHND",
     return_lse=False,
     out=None,
+    **unknown,
 ):
     """Exact attention softmax(scale * q k^T) v for head dims of any multiple of 8.
 
@@ -99,6 +95,8 @@ def ffpa(
     exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32 LSE leaves that open, from
     softmax once more. Rows whose LSE is of more keys than are here, as in a ring, keep to their LSE.
     """
+    if unknown:
+        words.refuse(ffpa, unknown)
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:
         checks.only_tensors(mask=mask)
@@ -136,6 +134,7 @@ def ffpa_varlen(
     softcap=0.0,
     return_lse=False,
     out=None,
+    **unknown,
 ):
     """ffpa for packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], LSE [Hq, Tq].
 
@@ -143,6 +142,8 @@ def ffpa_varlen(
     offsets of GPU tensors are never read on the host: a length counts as clamped to [0, max_seqlen], no address leaves
     the tensors, and rows of no sequence give 0 and LSE -inf. FFPA_CHECK=1 checks them and waits for the GPU.
     """
+    if unknown:
+        words.refuse(ffpa_varlen, unknown)
     checks.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     offsets = (
         cu_seqlens_q,
@@ -204,12 +205,16 @@ def explain(
     out=None,
     arch=None,
     direction="forward",
+    **unknown,
 ) -> Choice:
     """Which kernel ffpa would run for these arguments, and why: nothing runs, and no GPU is needed.
 
-    arch ("sm_80", "sm_90", …) asks as if the tensors were on such a GPU; the tensors may then be on the CPU or meta.
+    arch ("sm_80", "sm_90", …) asks as if the tensors were on such a GPU; the tensors may then be on the CPU or meta, and fake
+    ones are taken everywhere. In an installation without kernels the answer is that of an installed wheel, and says so.
     direction="backward" asks for the gradients. Prints as a few lines; .kernel, .why and .rejected hold the parts.
     """
+    if unknown:
+        words.refuse(explain, unknown)
     checks.only_tensors(q=q, k=k, v=v)
     if mask is not None:
         checks.only_tensors(mask=mask)
@@ -217,18 +222,18 @@ def explain(
     if o is not None and mask is None:
         checks.not_a_mask(o, q, k, v)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+    arch = checks.arch(arch, q)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
+    q, k, v = dispatch_keys.as_autocast_would(q, k, v)
     form = forms.Dense(checks.layout(layout), mask)
     form.check(q, k, v)
-    if not q.is_meta:
-        memory_checks.rows(q=q, k=k, v=v)
+    memory_checks.rows(q=q, k=k, v=v)
     if out is not None:
         checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
-    arch = checks.arch(arch, q)
     if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
-        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
         options = {**options, "return_lse": return_lse or needs_grad}
     problem = forms.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
-    return choose(problem, env.run_flags())
+    return choose(problem._replace(supposed=arch is not None and native.record() is None), env.run_flags())
 
 
 # The first release's names.

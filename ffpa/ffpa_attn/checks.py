@@ -23,6 +23,18 @@ _FARTHEST = 2**31 - 1  # no key is farther away
 # ---- Python values ----
 
 
+_SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
+
+
+def known(value) -> bool:
+    """Whether a number is there by now. What a program computes from lengths is a symbol while the program is traced. Nothing is asked
+    of it then, as an answer would hold the trace to lengths of the same answer; the operator checks the number when it runs.
+    """
+    if isinstance(value, (bool, int, float, *_SYMBOLS)) and torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.has_static_value(value)
+    return not isinstance(value, _SYMBOLS)
+
+
 def _described(value) -> str:
     return f"{value!r} ({type(value).__name__})"
 
@@ -76,8 +88,8 @@ def layout(value) -> str:
 def causal_and_align(causal, align) -> tuple[bool, str]:
     """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
     align = _choice("align", align, ALIGNS)
-    if isinstance(causal, bool):
-        return (True if causal else False), align  # traced, it may be a symbol
+    if isinstance(causal, (bool, torch.SymBool)):  # a symbol may be known, too: n > 8 where n is 9 at least
+        return (True if causal else False) if known(causal) else causal, align
     if isinstance(causal, str) and causal in ALIGNS:
         return True, causal
     if isinstance(causal, str):
@@ -88,9 +100,11 @@ def causal_and_align(causal, align) -> tuple[bool, str]:
 def _real(name: str, value, hint: str) -> float:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
-    if not abs(value) <= _LARGEST:  # math.isfinite, in a form that traced code can hold
+    if not known(value):
+        return torch.sym_float(value)
+    if not abs(value) <= _LARGEST:
         raise ValueError(f"`{name}` is {value}; it must be finite (in float32), {hint}")
     return float(value)
 
@@ -101,7 +115,7 @@ def scale(value) -> float | None:
 
 def softcap(value) -> float:
     value = _real("softcap", value, "0.0 for none")
-    if value < 0:
+    if known(value) and value < 0:
         raise ValueError(f"`softcap` is {value}; it must be >= 0 (0.0 for none)")
     return value
 
@@ -116,11 +130,21 @@ def window(value) -> tuple[int, int]:
             f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
         )
     for side in value:
-        if not isinstance(side, int) or isinstance(side, bool):
+        if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool):
             raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
-        if side < -1:
+        if known(side) and side < -1:
             raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
-    return min(value[0], _FARTHEST), min(value[1], _FARTHEST)
+    left, right = (min(side, _FARTHEST) if known(side) else side for side in value)
+    return left, right
+
+
+def visibility(causal, align, keys) -> dict:
+    """Which keys a row sees, as the operators have it. They take no symbol for `causal`: the window's right side stands for it."""
+    causal, align = causal_and_align(causal, align)
+    left, right = window(keys)
+    if not known(causal):
+        causal, right = False, right * torch.sym_ite(causal, 0, 1)
+    return {"causal": causal, "align": align, "window_left": left, "window_right": right}
 
 
 def flag(name: str, value) -> bool:
@@ -134,9 +158,11 @@ def max_seqlen(name: str, value) -> int:
         raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
     if not isinstance(value, (int, torch.SymInt, Integral)) or isinstance(value, bool):
         raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
+    if not known(value):
+        return value
     if value < 0:
         raise ValueError(f"`{name}` is {value}; it must be >= 0")
-    return min(int(value), _MOST_ROWS) if isinstance(value, Integral) else value
+    return min(int(value), _MOST_ROWS)
 
 
 _MOST_ROWS = 2**63 - 1  # what an operator's int holds
@@ -167,6 +193,18 @@ def only_tensors(**named) -> None:
             raise TypeError(
                 f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
             )
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(_not_dense(name, value))
+
+
+def _not_dense(name: str, x) -> str:
+    if not x.is_nested:
+        return f"`{name}` has layout {x.layout}; pass a dense tensor: {name}.to_dense()"
+    rows = f"{name}.values()" if x.layout is torch.jagged else f"torch.cat({name}.unbind())"
+    return (
+        f"`{name}` is a nested tensor; pass its sequences, [N, H, D] each, one after the other to ffpa_varlen: {rows}, and "
+        "where they begin as cu_seqlens, in torch.int32"
+    )
 
 
 def one_output(o, out):
@@ -227,11 +265,7 @@ def _names(dtypes) -> str:
 
 def _same_dtype_and_device(q, others, dtypes) -> None:
     if q.dtype not in dtypes:
-        way_out = (
-            "cast with .to(torch.bfloat16), or call under torch.autocast" if q.is_floating_point() else "cast first"
-        )
-        if dtypes is FP8:
-            way_out = "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+        way_out = _way_to_a_dtype(q, dtypes)
         raise TypeError(f"`q` has dtype {q.dtype}; allowed: {_names(dtypes)}; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
@@ -244,14 +278,28 @@ def _same_dtype_and_device(q, others, dtypes) -> None:
             raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
 
 
+def _way_to_a_dtype(q, dtypes) -> str:
+    if dtypes is FP8:
+        return "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+    if q.dtype in FP8:
+        return "pass dense 8-bit floats to ffpa_attn.ffpa_fp8, or cast with .to(torch.bfloat16)"
+    way_out, device = "cast with .to(torch.bfloat16)", q.device.type
+    # Autocast casts nothing else; where it is on, this very call was made under it.
+    would_cast = q.dtype == torch.float32 and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device)
+    return f"{way_out}, or call ffpa under torch.autocast({device!r})" if would_cast else way_out
+
+
 def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None:
     if d_q != d_k:
         raise ValueError(f"`k` has head dim {d_k} but `q` has {d_q}; q and k must share their last dim")
-    for name, d in (("q", d_q), ("v", d_v)):
+    for name, d, of_padding in (
+        ("q", d_q, f"pass scale={max(d_q, 1)} ** -0.5, that of the true dim"),
+        ("v", d_v, "cut the result"),
+    ):
         if d <= 0 or d % HEAD_DIM_STEP:
             raise ValueError(
                 f"`{name}` has head dim {d}; allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} up; "
-                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and keep `scale` of the true dim"
+                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and {of_padding}"
             )
     if heads_k != heads_v:
         raise ValueError(f"`v` has {heads_v} heads but `k` has {heads_k}; k and v must have the same number of heads")
@@ -275,9 +323,8 @@ def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; use {name}.expand(...) to share one"
-            )
+            way_out = f"; to share one, {name}.expand({q.shape[0]}, -1, -1, -1)" if x.shape[0] == 1 else ""
+            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; they must agree{way_out}")
     if k.shape[n] != v.shape[n]:
         raise ValueError(
             f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})"
@@ -429,6 +476,10 @@ def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
 def arch(value, q) -> str | None:
     """ "sm_90" as given, or None to ask for the device of q."""
     if value is None:
+        if q.is_cuda and not torch.cuda.is_available():
+            raise ValueError(
+                f"`arch` is None but `q` is on {q.device}, and no GPU is here; name one such as arch='sm_90'"
+            )
         if q.device.type == "meta":
             raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
         return None

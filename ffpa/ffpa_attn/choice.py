@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, fused, fused_fp8, mma, native, triton_attention, triton_fp8, two_phase
+from . import archs, backward, env, fused, fused_fp8, mma, native, toolchain, triton_attention, triton_fp8, two_phase
 from .backward import BackwardPlan
 from .fused import FusedPlan
 from .fused_fp8 import Fp8Plan
 from .mma import MmaPlan
-from .spec import LEAST_SCALE, Problem
+from .spec import LEAST_SCALE, KernelSpec, Problem, aot_specs
 from .triton_attention import TritonPlan
 from .two_phase import TwoPhasePlan
 
@@ -103,7 +103,19 @@ def _runnable(plan: Plan | str, p: Problem) -> Plan | str:
     """The plan, or why one of its kernels cannot run on the GPU."""
     if isinstance(plan, str):
         return plan
-    return next((reason for spec in plan.specs if (reason := native.why_not(spec, p.arch))), plan)
+    why_not = _why_not_in_a_wheel if p.supposed else native.why_not
+    return next((reason for spec in plan.specs if (reason := why_not(spec, p.arch))), plan)
+
+
+def _why_not_in_a_wheel(spec: KernelSpec, gpu: str) -> str | None:
+    """Why an installation that was built as the flags say could not run the kernel on this GPU; None where it could."""
+    reason = archs.why_not_on(spec.arch, gpu)
+    if reason:
+        return f"{spec.name} cannot run: {reason}"
+    flags = env.all_flags()
+    targets = archs.targets(spec.arch, archs.requested(flags)) if spec in aot_specs(flags) else ()
+    reason = None if any(archs.runs(target, gpu) for target in targets) else toolchain.why_no_build()
+    return f"no wheel holds {spec.name} for {gpu}, and {reason}" if reason else None
 
 
 _MOST_SDPA_HEADS = 65535  # a grid's second dimension
@@ -173,6 +185,8 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
 
 
 def _chosen(p: Problem, name: str, plan: Plan | None, why: str, rejected=(), fallback: str | None = None) -> Choice:
+    if p.supposed:
+        why += f", in an installed wheel ({native.PYTHON_ONLY})"
     return Choice(p, plan.kernel if plan else name, name, plan, why, tuple(rejected), fallback)
 
 

@@ -1,4 +1,4 @@
-"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd and autocast; and where DTensor learns of them."""
+"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd, autocast, torch.func; and where DTensor and the counter of operations learn of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import _C, autograd
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+from . import flops, mapped
 from .first_order import first_order_only
 
 _ops = torch.ops.ffpa_attn
@@ -23,6 +26,8 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
         op = getattr(_ops, name).default
         lib.impl(name, _autocast(op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
         lib.impl(name, _autocast(op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
+    mapped.register(lib)
+    flops.register()
 
 
 class _Attention(torch.autograd.Function):
@@ -55,15 +60,31 @@ class _Attention(torch.autograd.Function):
         *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
         return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(
+            "ffpa has no forward-mode derivatives (jvp, jacfwd, hessian); take those of torch.func.vjp or jacrev, or call "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
 
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
         # Forward-mode AD must come to the Function too: it says there that it has no formula.
         if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            return _Attention.apply(op, body, keyset, options, *args)
+            return _differentiably(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel
+
+
+def _differentiably(*args):
+    if not _C._are_functorch_transforms_active():
+        return _Attention.apply(*args)
+    # What torch.func does to a call it does to the operator, before it comes here, level by level. Function.apply would
+    # have it do so again, with a Function of another form; so this is what that calls at each level.
+    with enable_single_level_autograd_function():
+        return super(autograd.Function, _Attention).apply(*args)
 
 
 def _below_autograd(op, body, keyset, args, options):
@@ -119,6 +140,21 @@ _BEYOND_PLAIN = ~_plain_keys()
 
 _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
 _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+
+
+def as_autocast_would(*tensors) -> list[torch.Tensor]:
+    """What the operators would be given in a call that is only asked about: fake tensors in the place of those that are cast."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [_fake(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
+
+
+def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.is_meta or isinstance(x, FakeTensor):
+        return x.to(dtype)
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x.detach()).to(dtype)
 
 
 def _autocast(op, device: str, key):

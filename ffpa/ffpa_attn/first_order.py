@@ -31,11 +31,42 @@ def first_order_only(backward):
             results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
+        if torch._C._are_functorch_transforms_active():
+            return _once_at_each_level(results, (*saved, *grads))
         sources = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         error = torch._C._functions.DelayedError(_MESSAGE, len(results) + len(sources))
         return error(*results, *sources)[: len(results)]
 
     return once
+
+
+def _once_at_each_level(results, sources):
+    """torch.func's levels have graphs of their own, which the error above does not reach."""
+    known = [x for x in results if x is not None]
+    checked = iter(_Once.apply(len(known), *known, *(x for x in sources if x is not None)))
+    return tuple(None if x is None else next(checked) for x in results)
+
+
+class _Once(torch.autograd.Function):
+    """The first `count` of its tensors, as they are."""
+
+    @staticmethod
+    def forward(count, *tensors):
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, count, *tensors):
+        return _Once.apply(count, *tensors), in_dims[1 : 1 + count]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(_MESSAGE.decode())
+
+    jvp = backward
 
 
 def _has_tangent(x: torch.Tensor) -> bool:

@@ -270,10 +270,18 @@ def _rule(q, scale, causal, window, softcap) -> dict:
         scale = q.shape[-1] ** -0.5  # not that of padded columns
     if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
         scale = scale.item()
-    causal = bool(causal) if isinstance(causal, Integral) else checks.flag("causal", causal)
-    if isinstance(window, (tuple, list)):  # any negative number is unbounded
-        window = tuple(max(int(side), -1) if isinstance(side, Integral) else side for side in window)
+    if checks.known(causal):
+        causal = bool(causal) if isinstance(causal, Integral) else checks.flag("causal", causal)
+    if isinstance(window, (tuple, list)):
+        window = tuple(map(_side, window))
     return {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+
+
+def _side(n):
+    """Any negative number is unbounded."""
+    if not checks.known(n):
+        return torch.sym_max(n, -1)
+    return max(int(n), -1) if isinstance(n, Integral) else n
 
 
 def _longest(n, x):

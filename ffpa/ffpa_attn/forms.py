@@ -98,7 +98,7 @@ class Packed:
 
 def _scale(q, options) -> float:
     scale = options.get("scale")
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 _DTYPES = checks.DTYPES | checks.FP8
@@ -112,6 +112,6 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
     )
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], form.packed(q, k), see, _scale(q, options), get("softcap", 0.0), checks.mask_kind(form.mask),
+        q.shape[-1], v.shape[-1], form.packed(q, k), see, _scale(q, options), float(get("softcap", 0.0)), checks.mask_kind(form.mask),
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
     )  # fmt: skip

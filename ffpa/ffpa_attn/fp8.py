@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from . import checks, ops, reference, triton_fp8, triton_launch
+from . import checks, ops, reference, triton_fp8, triton_launch, words
 from .spec import FP8_BLOCK
 
 
@@ -69,6 +69,7 @@ def ffpa_fp8(
     window=(-1, -1),
     softcap=0.0,
     return_lse=False,
+    **unknown,
 ):
     """Attention of q * q_scale, k * k_scale and v * v_scale, as ffpa means it, from 8-bit floats. It has no gradients.
 
@@ -85,16 +86,15 @@ def ffpa_fp8(
     causal, align, scale (of scores), window and softcap are those of ffpa. A row that sees no key gives 0, LSE -inf.
     On a GPU the probabilities too are rounded to the inputs' type before they meet v.
     """
+    if unknown:
+        words.refuse(ffpa_fp8, unknown)
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     checks.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
     checks.no_grad_in_fp8(**tensors, **scales)
     checks.fp8_output(out_dtype)
-    causal, align = checks.causal_and_align(causal, align)
-    left, right = checks.window(window)
     out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
-        q, k, v, *scales.values(), scale=checks.scale(scale), causal=causal, align=align, window_left=left,
-        window_right=right, softcap=checks.softcap(softcap), out_dtype=out_dtype,
+        q, k, v, *scales.values(), scale=checks.scale(scale), **checks.visibility(causal, align, window), softcap=checks.softcap(softcap), out_dtype=out_dtype,
         v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),
     )  # fmt: skip
     return (out, lse) if return_lse else out

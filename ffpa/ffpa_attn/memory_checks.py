@@ -5,12 +5,19 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import _C
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .spec import ROW_ALIGNMENT
 
 
+def has_memory(x) -> bool:
+    """Whether there is an address to ask for."""
+    return not (x.is_meta or isinstance(x, FakeTensor) or _C._functorch.is_functorch_wrapped_tensor(x))
+
+
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
-    """Why the kernels could not read the rows of x as they lie, or None."""
+    """Why the kernels could not read the rows of x as they lie, or None: as far as strides tell where there is no memory."""
     if x.numel() == 0:
         return None
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -18,7 +25,7 @@ def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
     step = max(alignment // x.element_size(), 1)
     if any(size > 1 and stride % step for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
         return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {alignment} bytes)"
-    if x.data_ptr() % alignment:
+    if has_memory(x) and x.data_ptr() % alignment:
         return f"starts at an address that is not a multiple of {alignment} bytes"
     return None
 
@@ -37,7 +44,9 @@ def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
     for name, x in named.items():
         problem = rows_problem(x, alignment)
         if problem:
-            raise ValueError(f"`{name}` {problem}; make a copy with {name}.contiguous() or {name}.clone()")
+            # A copy of rows that only start at the wrong address is one of contiguous rows too; contiguous() would give them back.
+            way_out = "clone" if problem.startswith("starts") else "contiguous"
+            raise ValueError(f"`{name}` {problem}; make a copy with {name}.{way_out}()")
 
 
 def contiguous_offsets(**named) -> None:

@@ -1,6 +1,6 @@
 """The operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend (`dispatch_keys.py`: autograd, autocast).
 
-The schemas are a contract (tests/test_ops.py freezes them): ring attention and selective checkpointing use them by
+The schemas are a contract (tests/test_ops.py: they only grow): ring attention and selective checkpointing use them by
 name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
 code holds nothing but the operator.
 """
@@ -38,8 +38,8 @@ from .forms import Dense, Packed, describe, seen
 from .spec import Problem
 
 _RULE = (
-    "*, float? scale=None, bool causal=False, str align='bottom_right', int window_left=-1, int window_right=-1, "
-    "float softcap=0.0"
+    "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
+    "Scalar softcap=0.0"
 )
 _HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=None"
 _OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import sequence_shards
+from . import sequence_shards, words
 from .attention import ffpa
 from .exchange import Arriving, Exchange, exchange
 from .first_order import first_order_only
@@ -16,7 +16,9 @@ from .triton_merge import merge_into
 
 
 @sequence_shards.untraced
-def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
+def ring_attention(
+    q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False, **unknown
+):
     """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
@@ -38,6 +40,8 @@ def ring_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=N
     whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
     ranks may no longer be at the same call raises at every later one.
     """
+    if unknown:
+        words.refuse(ring_attention, unknown)
     rank, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     rule = sequence_shards.options(causal, scale, softcap, return_lse)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.jit import _builtins
 from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils._contextlib import context_decorator
 
 from . import checks, memory_checks, ops, tf32
 from .attention import ffpa
@@ -20,7 +21,8 @@ from .ops import torch_sdpa  # what torch.nn.functional holds, or held
 
 
 class sdpa(TorchFunctionMode):
-    """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name.
+    """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name; `@sdpa()` those of
+    a function.
 
     Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken, and large ones
     in float32 where torch.backends.cuda.matmul.allow_tf32 is set; PyTorch does the others. It works eagerly and under
@@ -32,6 +34,9 @@ class sdpa(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return (scaled_dot_product_attention if function is torch_sdpa else function)(*args, **(kwargs or {}))
+
+    def __call__(self, function):
+        return context_decorator(lambda: sdpa(), function)
 
 
 def enable_sdpa() -> None:
@@ -73,7 +78,7 @@ def attend(
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if dropout_p != 0 or not all(map(_plain, given)):
         return None
-    if is_causal and attn_mask is not None and align == "top_left":  # PyTorch's own function has no such thing
+    if attn_mask is not None and align == "top_left" and is_causal:  # PyTorch's own function has no such thing
         return None
     if _transformed() or _only_math():
         return None

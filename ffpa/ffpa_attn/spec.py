@@ -80,6 +80,7 @@ class Problem(NamedTuple):
     level: int | None
     acc: str
     num_stages: int | None
+    supposed: bool = False  # asked of an installed wheel, where this installation has no kernels
 
     @property
     def group(self) -> int:

@@ -8,18 +8,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import sequence_shards
+from . import sequence_shards, words
 from .first_order import first_order_only
 
 
 @sequence_shards.untraced
-def ulysses_attention(q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False):
+def ulysses_attention(
+    q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False, **unknown
+):
     """ring_attention's arguments, results and comparison of the ranks' calls, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
     only says where rows lie: all ranks have the same to do in either.
 
     Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are summed
     in float32.
     """
+    if unknown:
+        words.refuse(ulysses_attention, unknown)
     _, world = sequence_shards.rank_and_world(group)
     q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
     options = sequence_shards.options(causal, scale, softcap, return_lse)

@@ -14,6 +14,7 @@ import torch
 
 from .. import checks, memory_checks
 from ..attention import ffpa, ffpa_varlen
+from ..integrations import attention_classes
 from ..integrations.fallback import say_once
 from ..integrations.masks import Seen, make_mask, seen_by
 
@@ -32,6 +33,7 @@ def register(name: str = "ffpa") -> None:
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)  # without one, padding would be dropped
+    attention_classes.register(name)
 
 
 def _check_version() -> None:
@@ -78,7 +80,7 @@ def attention(
     )
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
-    why, way_out = _unsupported(query, value, dropout, s_aux if sinks is None else sinks, others)
+    why, way_out = _unsupported(module, query, value, dropout, s_aux if sinks is None else sinks, others)
     if why:
         index = getattr(module, "layer_idx", None)
         who = type(module).__name__ + ("" if index is None else f" of layer {index}")
@@ -153,11 +155,11 @@ def _check_that_all_keys_count(module, others) -> None:
             )
 
 
-def _unsupported(query, value, dropout, sinks, others) -> tuple[str | None, str]:
+def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | None, str]:
     """Why ffpa cannot compute this, and what would change that."""
     if dropout > 0:
         number = "" if torch.compiler.is_compiling() else f" of {dropout}"  # which may be a symbol there
-        return f"dropout{number} in attention", "set attention_dropout=0.0 in the model's config"
+        return f"dropout{number} in attention", _without_dropout(module)
     if sinks is not None:
         return "attention sinks (s_aux)", "choose another attn_implementation for this model"
     if others.get("cache") is not None:
@@ -168,10 +170,19 @@ def _unsupported(query, value, dropout, sinks, others) -> tuple[str | None, str]
         return f"tensors on {query.device.type}", "move the model to a CUDA GPU"
     casts = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
     if query.dtype not in checks.DTYPES and not casts:
-        return f"tensors of {query.dtype}", "load the model with dtype=torch.bfloat16, or run it under autocast"
+        or_cast = ", or run it under autocast" if query.dtype == torch.float32 else ""  # which casts nothing else
+        return f"tensors of {query.dtype}", f"load the model with dtype=torch.bfloat16{or_cast}"
     if query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dims {query.shape[-1]} and {value.shape[-1]}", "use head dims that are multiples of 8"
     return None, ""
+
+
+def _without_dropout(module) -> str:
+    """Models spell the setting in many ways: attention_dropout, attn_pdrop, attention_probs_dropout_prob."""
+    settings = () if torch.compiler.is_compiling() else getattr(getattr(module, "config", None), "__dict__", ())
+    of_attention = [f"{name}=0.0" for name in settings if "att" in name and "drop" in name]
+    setting = " and ".join(of_attention) or "the dropout of attention to 0"
+    return f"set {setting} in the model's config, or call model.eval()"
 
 
 def _by_transformers(module, query, key, value, seen: Seen, rule, others):
