@@ -16,7 +16,18 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
 # Lowest first: a module imports only from lines above its own.
 PYTHON_LAYERS = (
-    ("env", "first_order", "imports", "namesake", "peer_memory", "progress", "sessions", "transient", "version", "words"),
+    (
+        "env",
+        "first_order",
+        "imports",
+        "namesake",
+        "peer_memory",
+        "progress",
+        "sessions",
+        "transient",
+        "version",
+        "words",
+    ),
     ("agreement", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
