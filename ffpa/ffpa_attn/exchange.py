@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from . import env, peer_memory
+from .progress import say
 
 
 class Arriving:
@@ -163,7 +163,7 @@ def exchange(group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], plac
                 return kept[key]
             kept[key] = None
             if env.run_flags()["FFPA_LOG"]:
-                print(f"ffpa_attn: ring attention sends messages: {why_not}", file=sys.stderr)
+                say(f"ffpa_attn: ring attention sends messages: {why_not}")
     return Messages(group, like, places, ahead)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from . import (
     mma,
     native,
     out_of_memory,
+    progress,
     reference,
     triton_attention,
     triton_fp8,
@@ -93,9 +93,9 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
     if choice.fallback and choice.fallback not in _warned:
         _warned.add(choice.fallback)
         message = f"ffpa_attn: {problem}: {choice.fallback} (this is said once)"
-        warnings.warn(message, stacklevel=_frames_to_the_caller())
+        progress.warn(message, stacklevel=_frames_to_the_caller())
     if flags["FFPA_LOG"]:
-        print(f"ffpa_attn: {choice}", file=sys.stderr)
+        progress.say(f"ffpa_attn: {choice}")
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
     return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {})

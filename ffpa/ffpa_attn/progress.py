@@ -1,9 +1,10 @@
-"""What users hear of a build while they wait for it. No torch here."""
+"""What users hear: of a build while they wait for it, and of a call that is not what they may expect. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -11,3 +12,9 @@ def say(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """As `warnings.warn` does, whose own writing fails where stderr is closed; a filter may still make an exception of it."""
+    with contextlib.suppress(OSError, ValueError):
+        warnings.warn(text, stacklevel=stacklevel + 1)
