@@ -301,7 +301,7 @@ def _keep(args: argparse.Namespace, record: Record) -> None:
     if not args.recorded and (args.gen_bench_table or args.plot_flops or record.interrupted):
         saved += record.save(stem)
         saved.append(stem.with_name(stem.name + ".md"))
-        saved[-1].write_text(markdown(record))
+        saved[-1].write_text(markdown(record), encoding="utf-8")
     if args.plot_flops:
         try:
             from plots import save_plots
@@ -315,6 +315,7 @@ def _keep(args: argparse.Namespace, record: Record) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """0; 1 where a row of ours failed or --check found a wrong one; 130 after Ctrl-C."""
+    env.let_stdout_write_anything()
     args = parse(argv)
     args.command = sys.argv[1:] if argv is None else argv
     wrong: list[str] = []

@@ -97,5 +97,6 @@ def draw(text: str, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(generated(README.read_text(), RESULTS))
-    draw(README.read_text(), RESULTS)
+    text = generated(README.read_text(encoding="utf-8"), RESULTS)
+    README.write_text(text, encoding="utf-8")
+    draw(text, RESULTS)

@@ -146,8 +146,8 @@ class Record:
     def save(self, stem: Path) -> list[Path]:
         paths = [stem.with_name(stem.name + ending) for ending in (".json", ".csv")]
         stem.parent.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(_lines({"format": FORMAT, **asdict(self)}, 4) + "\n")
-        with paths[1].open("w", newline="") as file:
+        paths[0].write_text(_lines({"format": FORMAT, **asdict(self)}, 4) + "\n", encoding="utf-8")
+        with paths[1].open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             names = [f.name for f in fields(Workload)], [f.name for f in fields(Row)]
             writer.writerow(["device", "tree", *names[0], *names[1], "gemm_tflops", "copy_gb_per_s"])
@@ -161,7 +161,7 @@ class Record:
 
     @staticmethod
     def load(path: Path) -> Record:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is no record of format {FORMAT}; measure again")
         data["results"] = [

@@ -142,3 +142,45 @@ def test_readme_table_is_generated():
     assert env.markdown_table() in (ROOT / "README.md").read_text(), (
         "paste the output of env.markdown_table() into README.md"
     )
+
+
+# "C" has no letters beyond ASCII, and bytes for those of a path; an encoding by name has neither.
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "the C locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "utf-8": {"PYTHONIOENCODING": "utf-8"},
+}
+REPORTS = {
+    "flags": ["-m", "ffpa_attn.env"],
+    "doctor": ["-m", "ffpa_attn.doctor"],
+    "bench": [str(ROOT / "tests" / "test_ffpa_attn.py"), "--device", "cpu", "--no-emulation", "--sleep", "0", "--H", "1", "--N", "64", "--D", "64", "--iters", "1", "--warmup", "1", "--gen-bench-table", "--save-dir"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("report", REPORTS)
+def test_reports_where_stdout_lacks_letters(report, encoding, tmp_path):
+    """A path may hold letters, and bytes that are none."""
+    directory = tmp_path / os.fsdecode("jürgen-µ".encode() + b"-\xff")
+    directory.mkdir()
+    changes = {"FFPA_CACHE_DIR": str(directory), "FFPA_WORKSPACE_MB": "two µ" if report == "flags" else "512"}
+    changes |= {"PYTHONPATH": str(ROOT / "ffpa"), **ENCODINGS[encoding]}
+    done = subprocess.run(
+        [sys.executable, *REPORTS[report], *[directory] * (report == "bench")],
+        env={**os.environ, **changes},
+        capture_output=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    shown, way = done.stdout, "utf-8" if encoding == "utf-8" else "ascii"
+    assert b"UnicodeEncodeError" not in done.stderr, done.stderr.decode(errors="replace")
+    if report == "doctor":
+        assert done.returncode == 0 and b"nothing is broken" in shown
+        assert "jürgen-µ".encode(way, "backslashreplace") in shown or "jürgen-µ".encode() in shown
+    elif report == "flags":
+        assert b"INVALID: FFPA_WORKSPACE_MB" in shown
+    else:
+        assert done.returncode == 0 and "† ran on".encode(way, "backslashreplace") in shown, done.stderr.decode(
+            errors="replace"
+        )
+        assert "† ran on" in next(directory.glob("*.md")).read_text(encoding="utf-8")

@@ -140,9 +140,10 @@ def test_a_map_is_one_call(device, batch, rule, monkeypatch):
 
 
 @pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 1), (1, 2, 3), (-1, 0, -1)], ids=str)
-def test_maps_over_any_dim(device, dims):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_maps_over_any_dim(device, batch, dims):
     """A dim that is mapped may be the last one, and what has none is every entry's."""
-    tensors = dense(device, 3)
+    tensors = dense(device, 3, batch=batch)
     tensors = [x[0] if d is None else x.movedim(0, d).contiguous() for x, d in zip(tensors, dims, strict=True)]
     entries = [[x] * 3 if d is None else x.unbind(d) for x, d in zip(tensors, dims, strict=True)]
     want = [ffpa(*(x.contiguous() for x in entry)) for entry in zip(*entries, strict=True)]

@@ -144,6 +144,7 @@ def examine() -> Iterator[Finding]:
 
 
 def main() -> int:
+    env.let_stdout_write_anything()
     broken = []
     for finding in examine():
         print(f"{finding.subject:<10} {'BROKEN: ' if finding.broken else ''}{finding.text}", flush=True)

@@ -9,8 +9,10 @@ This file imports nothing but the standard library: setup.py loads it before tor
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -329,7 +331,23 @@ def markdown_table() -> str:
     return "\n".join(rows)
 
 
+def let_stdout_write_anything() -> None:
+    """For programs that report. Where the environment asks for an encoding without some letters, these become escapes, as on stderr."""
+    codecs.register_error("ffpa_attn.escapes", _escapes)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="ffpa_attn.escapes")
+
+
+def _escapes(error: UnicodeError) -> tuple[bytes, int]:
+    """Bytes of a path that are no letters were read as half a character each, and are written as they were."""
+    wrong = error.object[error.start : error.end]
+    return b"".join(
+        bytes([ord(x) - 0xDC00]) if 0xDC80 <= ord(x) <= 0xDCFF else x.encode("ascii", "backslashreplace") for x in wrong
+    ), error.end
+
+
 def main() -> None:
+    let_stdout_write_anything()
     print("Set a flag in the environment, e.g. `FFPA_STRICT=1 python train.py`; unset = default.\n")
     for flag in FLAGS:
         raw = os.environ.get(flag.name)
