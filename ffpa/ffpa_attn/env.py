@@ -129,7 +129,9 @@ FLAGS: tuple[Flag, ...] = (
         "build",
         "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset.",
     ),
-    Flag("MAX_JOBS", "integer | auto", None, "build", "Parallel compile jobs; unset or auto: one for each core.", _jobs),
+    Flag(
+        "MAX_JOBS", "integer | auto", None, "build", "Parallel compile jobs; unset or auto: one for each core.", _jobs
+    ),
     Flag(
         "CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."
     ),
