@@ -62,6 +62,13 @@ def under_autocast(device, dtype):
         return ffpa(*(good(64, dtype=dtype) for _ in range(3)))
 
 
+def backward_under_autocast():
+    """Which casts for no backward."""
+    q = good(64, dtype=F32)
+    with torch.autocast("cpu", dtype=BF16):
+        return torch.ops.ffpa_attn.backward(q, None, q, q, q, q, t(2, 4, 10, dtype=F32))
+
+
 def nested(layout):
     """Two sequences, heads after rows."""
     return torch.nested.nested_tensor([t(5, 4, 64), t(7, 4, 64)], layout=layout)
@@ -116,6 +123,7 @@ BAD = [
     ("q in float32 in autocast of another device", lambda: under_autocast("cuda", F32), TypeError, r"torch.autocast\('cpu'\)"),
     ("q in float64", lambda: call(q=good(64, dtype=torch.float64)), TypeError, r"`q` has dtype torch.float64; .*cast with .to\(torch.bfloat16\)$"),
     ("q in float64 in autocast", lambda: under_autocast("cpu", torch.float64), TypeError, r"cast with .to\(torch.bfloat16\)$"),
+    ("gradients in float32 in autocast", backward_under_autocast, TypeError, r"cast with .to\(torch.bfloat16\)$"),
     ("q in 8 bits", lambda: call(q=good(64, dtype=torch.float8_e4m3fn)), TypeError, r"`q` has dtype torch.float8_e4m3fn; .*ffpa_attn.ffpa_fp8, or cast with .to\(torch.bfloat16\)$"),
     ("q in int", lambda: call(q=torch.zeros(2, 4, 10, 64, dtype=torch.int64)), TypeError, "`q` has dtype torch.int64.*cast"),
     ("k in another type", lambda: call(k=good(64, dtype=F16)), TypeError, r"`k` has dtype torch.float16 but `q` has torch.bfloat16.*k.to\(torch.bfloat16\)"),
