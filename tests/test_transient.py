@@ -244,7 +244,7 @@ def test_another_kind_of_call_stays_with_triton(as_on_a_gpu):
         got = ffpa_attn.ffpa(q, k, v, causal=True, softcap=5.0)
     torch.testing.assert_close(got, ffpa_attn.ffpa(q, k, v, causal=True, softcap=5.0), atol=0, rtol=0)
     said = ffpa_attn.explain(q, k, v, causal=True, softcap=5.0, arch="sm_90")
-    assert said.backend == "reference" and "out of resource" in dict(said.rejected)["triton"]
+    assert "out of resource" in dict(said.rejected)["triton"]
     failing.clear()
     launched.clear()
     ffpa_attn.ffpa(q[:, :, :9], k, v, causal=True, softcap=5.0)  # of that kind, whatever its lengths

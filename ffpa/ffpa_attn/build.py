@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -145,7 +146,7 @@ rule host
   depfile = $out.d
   deps = gcc
 rule link
-  command = $nvcc $link_flags $in -o $out.part $libraries && mv -f $out.part $out
+  command = $nvcc $link_flags $in -o $out.part $libraries && $replace $out.part $out
   description = link $out
 """
 
@@ -199,6 +200,7 @@ def compile_library(
             "torch_flags": " ".join(torch_flags),
             "link_flags": " ".join(_LINK_FLAGS),
             "libraries": " ".join(libraries),
+            "replace": f"{quoted(sys.executable)} -ISc {quoted('import os, sys; os.replace(*sys.argv[1:])')}",
         }
         lines = [f"{name} = {value}" for name, value in variables.items()]
         lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
