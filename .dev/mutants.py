@@ -1565,6 +1565,7 @@ MUTANTS = [
         "sessions.py",
         "tests/wheel/test_sessions.py",
         ("sessions: the program's own", "start_new_session=True", "start_new_session=False"),
+        ("sessions: what a killed program started runs on", "        if status:", "        if False:"),
         ("sessions: errors alone end it", "        except BaseException:", "        except Exception:"),
         ("sessions: what ignores a request runs on", "            with contextlib.suppress(OSError):\n                os.kill(member, signal.SIGKILL)", "            pass"),
     ),

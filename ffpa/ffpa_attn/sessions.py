@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 
 _PATIENCE = 3.0  # seconds that a program which was asked to end may take for it
@@ -23,27 +24,40 @@ def run(command: list[str], heard: Callable[[str], None], environment: dict[str,
         try:
             for line in process.stdout:
                 heard(line)
-            return process.wait()
+            status = process.wait()
         except BaseException:
-            _end(process)
+            process.terminate()  # ninja hands it on to its compilers, and removes what they had half written
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_PATIENCE)
+            finally:
+                process.kill()  # first, for it to start nothing else
+                _end(process.pid)
             raise
+        if status:  # somebody may have killed it, or one of its compilers, whose children still write
+            _end(process.pid)
+        return status
 
 
-def _end(process: subprocess.Popen) -> None:
-    process.terminate()  # ninja hands it on to its compilers, and removes what they had half written
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
-    finally:
-        process.kill()  # first, for it to start nothing else
-        for member in _members(process.pid):
+def _end(session: int) -> None:
+    """Nothing of the session runs when this returns, or in a few seconds, where the system does not let go of something."""
+    latest = time.monotonic() + _PATIENCE
+    while (members := list(_members(session))) and time.monotonic() < latest:
+        for member in members:
             with contextlib.suppress(OSError):
                 os.kill(member, signal.SIGKILL)
+        time.sleep(0.002)
 
 
 def _members(session: int) -> Iterator[int]:
-    """The processes of a session; ninja gives each compiler a group of its own."""
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(ValueError, OSError):
-            if os.getsid(int(entry)) == session:
+    """The processes of a session that still run; ninja gives each compiler a group of its own."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry)) == session and not _is_dead(int(entry)):
                 yield int(entry)
+
+
+def _is_dead(process: int) -> bool:
+    """Nobody may have asked for its status yet."""
+    with open(f"/proc/{process}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] in "ZX"

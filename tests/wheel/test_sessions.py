@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -143,3 +144,24 @@ def test_a_compiler_that_cannot_be_asked_now_is_asked_again(fake_nvcc, monkeypat
             toolchain.why_no_build()
         assert is_transient(caught.value)
     assert toolchain.why_no_build() is None
+
+
+@pytest.mark.parametrize("victim", ["ninja", "the compiler's shell"])
+def test_nothing_writes_once_the_error_is_there(fake_nvcc, tmp_path, victim):
+    """Whoever holds the lock then may write the same files."""
+    script = fake_nvcc.bin / "nvcc"
+    script.write_text(script.read_text().replace("sleep", 'echo $$ $PPID > "$here/process"\nsleep'))
+    fake_nvcc.set(seconds="60")
+    told = fake_nvcc.bin / "process"
+
+    def kill():
+        waited_for(lambda: told.exists() and len(told.read_text().split()) == 2)
+        process, parent = map(int, told.read_text().split())
+        os.kill(os.getsid(process) if victim == "ninja" else parent, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(BuildError, match="failed"):
+        build.compile_library(KERNELS, tmp_path / "build")
+    assert not alive(int(told.read_text().split()[0]))
+    killer.join()
