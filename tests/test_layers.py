@@ -41,6 +41,7 @@ PYTHON_LAYERS = (
     ("mma", "triton_attention", "row_tiles"),
     ("fused", "fused_fp8", "two_phase", "triton_merge"),
     ("triton_fp8", "checks"),
+    ("fp8_checks",),
     ("backward",),
     ("choice", "reference", "sharding"),
     ("dispatch_keys", "forms", "out_of_memory"),

@@ -1,4 +1,4 @@
-"""Every check of what a caller passes, but for what only memory tells (memory_checks.py). A message names the argument, what it was, what is allowed and the way out."""
+"""Every check of what a caller passes, but for those of 8-bit floats (fp8_checks.py) and of what only memory tells (memory_checks.py). A message names the argument, what it was, what is allowed and the way out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from numbers import Integral, Real
 import torch
 
 from .memory_checks import is_expanded
-from .spec import ACCS, ALIGNS, FP8_BLOCK, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
+from .spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, *FP8)
 _LARGEST = 3.4028234663852886e38  # of float32, in which scores are kept
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
 
@@ -35,7 +34,7 @@ def known(value) -> bool:
     return not isinstance(value, _SYMBOLS)
 
 
-def _described(value) -> str:
+def described(value) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -48,7 +47,7 @@ def level(value) -> int | None:
         if value in LEVELS:
             return value
         raise ValueError(f"`level` is {value}; allowed: {LEVELS}, LevelType.L1..L3, or None to choose automatically")
-    raise TypeError(f"`level` is {_described(value)}; pass 1, 2, 3, LevelType.L1..L3, or None to choose automatically")
+    raise TypeError(f"`level` is {described(value)}; pass 1, 2, 3, LevelType.L1..L3, or None to choose automatically")
 
 
 def acc(value) -> str:
@@ -58,16 +57,14 @@ def acc(value) -> str:
         if value in ACCS:
             return value
         raise ValueError(f"`acc` is {value!r}; allowed: {ACCS} or MMAAccType.FP32, FP16, MIXED")
-    raise TypeError(f"`acc` is {_described(value)}; pass one of {ACCS} or MMAAccType.FP32, FP16, MIXED")
+    raise TypeError(f"`acc` is {described(value)}; pass one of {ACCS} or MMAAccType.FP32, FP16, MIXED")
 
 
 def num_stages(value) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"`num_stages` is {_described(value)}; pass an int in {STAGES}, or None to choose automatically"
-        )
+        raise TypeError(f"`num_stages` is {described(value)}; pass an int in {STAGES}, or None to choose automatically")
     if value not in STAGES:
         raise ValueError(f"`num_stages` is {value}; allowed: {STAGES}, or None to choose automatically")
     return value
@@ -78,7 +75,7 @@ def _choice(name: str, value, allowed: tuple[str, ...]) -> str:
         if value in allowed:
             return value
         raise ValueError(f"`{name}` is {value!r}; allowed: {allowed}")
-    raise TypeError(f"`{name}` is {_described(value)}; pass one of {allowed}")
+    raise TypeError(f"`{name}` is {described(value)}; pass one of {allowed}")
 
 
 def layout(value) -> str:
@@ -94,14 +91,14 @@ def causal_and_align(causal, align) -> tuple[bool, str]:
         return True, causal
     if isinstance(causal, str):
         raise ValueError(f"`causal` is {causal!r}; allowed: True, False, or an alignment of {ALIGNS}")
-    raise TypeError(f"`causal` is {_described(causal)}; pass True, False, or an alignment of {ALIGNS}")
+    raise TypeError(f"`causal` is {described(causal)}; pass True, False, or an alignment of {ALIGNS}")
 
 
 def _real(name: str, value, hint: str) -> float:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
     if isinstance(value, bool) or not isinstance(value, (int, float, Real, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"`{name}` is {_described(value)}; pass a float, {hint}")
+        raise TypeError(f"`{name}` is {described(value)}; pass a float, {hint}")
     if not known(value):
         return torch.sym_float(value)
     if not abs(value) <= _LARGEST:
@@ -122,16 +119,14 @@ def softcap(value) -> float:
 
 def window(value) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)):
-        raise TypeError(
-            f"`window` is {_described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded"
-        )
+        raise TypeError(f"`window` is {described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded")
     if len(value) != 2:
         raise ValueError(
             f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
         )
     for side in value:
         if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool):
-            raise TypeError(f"`window` holds {_described(side)}; both entries must be ints, -1 = unbounded")
+            raise TypeError(f"`window` holds {described(side)}; both entries must be ints, -1 = unbounded")
         if known(side) and side < -1:
             raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
     left, right = (min(side, _FARTHEST) if known(side) else side for side in value)
@@ -150,14 +145,14 @@ def visibility(causal, align, keys) -> dict:
 def flag(name: str, value) -> bool:
     if isinstance(value, bool):
         return value
-    raise TypeError(f"`{name}` is {_described(value)}; pass True or False")
+    raise TypeError(f"`{name}` is {described(value)}; pass True or False")
 
 
 def max_seqlen(name: str, value) -> int:
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
     if not isinstance(value, (int, torch.SymInt, Integral)) or isinstance(value, bool):
-        raise TypeError(f"`{name}` is {_described(value)}; pass the longest length as an int")
+        raise TypeError(f"`{name}` is {described(value)}; pass the longest length as an int")
     if not known(value):
         return value
     if value < 0:
@@ -191,7 +186,7 @@ def only_tensors(**named) -> None:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"`{name}` is {_described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
+                f"`{name}` is {described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
             )
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(_not_dense(name, value))
@@ -228,7 +223,7 @@ def not_a_mask(o, *inputs) -> None:
     if o.dtype not in DTYPES or (q.dtype in DTYPES and o.dtype != q.dtype):
         error, fault = TypeError, f"has dtype {o.dtype} but `q` has {q.dtype}"
     elif tuple(o.shape) != shape:
-        fault = f"has shape {_shape(o)}; a result has {shape}"
+        fault = f"has shape {shown_shape(o)}; a result has {shape}"
     elif is_expanded(o):
         fault = f"is expanded (strides {o.stride()}): several of its elements share memory"
     elif o.requires_grad:
@@ -255,18 +250,18 @@ def no_grad_with_out(out, *inputs) -> None:
 # ---- tensors: what shapes, types and devices tell, in fake tensors too ----
 
 
-def _shape(x) -> str:
+def shown_shape(x) -> str:
     return str(tuple(x.shape))
 
 
-def _names(dtypes) -> str:
+def names_of(dtypes) -> str:
     return ", ".join(map(str, dtypes))
 
 
 def _same_dtype_and_device(q, others, dtypes) -> None:
     if q.dtype not in dtypes:
         way_out = _way_to_a_dtype(q, dtypes)
-        raise TypeError(f"`q` has dtype {q.dtype}; allowed: {_names(dtypes)}; {way_out}")
+        raise TypeError(f"`q` has dtype {q.dtype}; allowed: {names_of(dtypes)}; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
     for name, x in others:
@@ -309,16 +304,16 @@ def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None
         raise ValueError(f"`q` has {heads_q} heads but `k` has {heads_k}; the first must be a multiple of the second")
 
 
-def _rank(name: str, x, rank: int, means: str) -> None:
+def has_rank(name: str, x, rank: int, means: str) -> None:
     if x.dim() != rank:
         hint = "; add the missing dim with x.unsqueeze(...)" if x.dim() < rank else ""
-        raise ValueError(f"`{name}` has {x.dim()} dims, shape {_shape(x)}; it must have {rank}: {means}{hint}")
+        raise ValueError(f"`{name}` has {x.dim()} dims, shape {shown_shape(x)}; it must have {rank}: {means}{hint}")
 
 
 def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _rank(name, x, 4, means)
+        has_rank(name, x, 4, means)
     _same_dtype_and_device(q, (("k", k), ("v", v)), dtypes)
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     for name, x in (("k", k), ("v", v)):
@@ -343,7 +338,7 @@ def _mask(mask, device, full) -> None:
         raise ValueError(f"`mask` is on {mask.device} but `q` is on {device}; move it: mask.to(q.device)")
     fits = mask.dim() <= 4 and all(m == 1 or m == f for m, f in zip(reversed(mask.shape), reversed(full), strict=False))
     if not fits:
-        raise ValueError(f"`mask` has shape {_shape(mask)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
+        raise ValueError(f"`mask` has shape {shown_shape(mask)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
 
 
 def mask_kind(mask) -> str | None:
@@ -352,7 +347,7 @@ def mask_kind(mask) -> str | None:
 
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _rank(name, x, 3, "[T, H, D], the sequences one after the other")
+        has_rank(name, x, 3, "[T, H, D], the sequences one after the other")
     _same_dtype_and_device(q, (("k", k), ("v", v)), DTYPES)
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
@@ -360,7 +355,7 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu.dtype != torch.int32:
             raise TypeError(f"`{name}` has dtype {cu.dtype}; it must be torch.int32: {name}.to(torch.int32)")
-        _rank(name, cu, 1, "[B + 1], offsets of the sequences")
+        has_rank(name, cu, 1, "[B + 1], offsets of the sequences")
         if cu.shape[0] < 1:
             raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets")
         if cu.device != q.device:
@@ -372,89 +367,13 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         )
 
 
-def fp8(q, k, v, scales, out_dtype, v_transposed: bool) -> None:
-    """`scales` of q, k and v, each a tensor or None."""
-    _rank("v", v, 4, "[B, H, D, N] (v_transposed=True)" if v_transposed else "[B, H, N, D]")
-    if k.dim() == 4:
-        _orientation(v, k.shape[2], v_transposed)
-    dense(q, k, v.mT if v_transposed else v, None, "BHND", FP8)
-    for name, x, scale in zip("qkv", (q, k, v), scales, strict=True):
-        if scale is not None:
-            rows = k.shape[2] if name == "v" else x.shape[2]
-            _fp8_scale(f"{name}_scale", scale, name, x, (*x.shape[:2], -(-rows // FP8_BLOCK)))
-    fp8_output(out_dtype)
-
-
-def fp8_scale_values(q_scale, k_scale, wait: bool) -> None:
-    """Looks at scales on a GPU, and waits for it, only where asked to."""
-    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
-        if scale is not None and (wait or scale.device.type == "cpu") and bool((scale < 0).any()):
-            raise ValueError(
-                f"`{name}` holds {scale.min().item():g}; scales of q and k are 0 or more: turn the signs of {name[0]} instead"
-            )
-
-
-def fp8_output(out_dtype) -> None:
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"`out_dtype` is {_described(out_dtype)}; pass one of {_names(_FP8_OUTPUTS)}")
-    if out_dtype not in _FP8_OUTPUTS:
-        raise TypeError(f"`out_dtype` is {out_dtype}; allowed: {_names(_FP8_OUTPUTS)}; cast the result afterwards")
-
-
-def _orientation(v, keys: int, transposed: bool) -> None:
-    found, other = (v.shape[3], v.shape[2]) if transposed else (v.shape[2], v.shape[3])
-    if found == keys:
-        return
-    means = "[B, H, Dv, Nk]" if transposed else "[B, H, Nk, Dv]"
-    said = f"`v` has shape {_shape(v)}, read as {means} (v_transposed={transposed}): {found} rows but `k` has {keys}"
-    if other == keys:
-        turned = "[B, H, Nk, Dv]" if transposed else "[B, H, Dv, Nk]"
-        raise ValueError(f"{said}; it looks like {turned}: pass v_transposed={not transposed}, or v.mT.contiguous()")
-    raise ValueError(f"{said}; each key needs one value")
-
-
-def _fp8_scale(name: str, scale, of: str, x, blocks: tuple) -> None:
-    if scale.dtype != torch.float32:
-        raise TypeError(f"`{name}` has dtype {scale.dtype}; it must be torch.float32: {name}.float()")
-    if scale.device != x.device:
-        raise ValueError(f"`{name}` is on {scale.device} but `{of}` is on {x.device}; move it: {name}.to({of}.device)")
-    if tuple(scale.shape) not in ((), (1,), blocks[:2], blocks):
-        raise ValueError(
-            f"`{name}` has shape {_shape(scale)}; allowed: () or (1,) for the tensor, [B, H] = {blocks[:2]} for its heads, "
-            f"[B, H, ceil(N / {FP8_BLOCK})] = {blocks} for blocks of {FP8_BLOCK} rows; ffpa_attn.quantize_fp8 makes them"
-        )
-
-
-def no_grad_in_fp8(**named) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in named.items():
-        if x is not None and x.requires_grad:
-            raise ValueError(
-                f"`{name}` requires grad, and ffpa_fp8 has no gradients; pass {name}.detach(), call under "
-                "torch.no_grad(), or train with ffpa"
-            )
-
-
-def to_quantize(x, dtype) -> None:
-    _rank("x", x, 4, "[B, H, N, D]")
-    if x.dtype not in (*DTYPES, torch.float32):
-        raise TypeError(
-            f"`x` has dtype {x.dtype}; allowed: {_names((*DTYPES, torch.float32))}; cast with .to(torch.float32)"
-        )
-    if not x.shape[3]:
-        raise ValueError("`x` has head dim 0; it needs at least one column")
-    if dtype not in FP8:
-        raise TypeError(f"`dtype` is {dtype}; allowed: {_names(FP8)}")
-
-
 def output(name: str, x, shape, q) -> None:
     if x.dtype != q.dtype:
         raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
     if x.device != q.device:
         raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"`{name}` has shape {_shape(x)}; it must be {tuple(shape)}")
+        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
 
 
 def saved_lse(name: str, x, shape, q) -> None:
@@ -463,7 +382,7 @@ def saved_lse(name: str, x, shape, q) -> None:
     if x.device != q.device:
         raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"`{name}` has shape {_shape(x)}; it must be {tuple(shape)}")
+        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
 
 
 # ---- the other functions ----
@@ -484,7 +403,7 @@ def arch(value, q) -> str | None:
             raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
         return None
     if not isinstance(value, str):
-        raise TypeError(f"`arch` is {_described(value)}; pass a string such as 'sm_90'")
+        raise TypeError(f"`arch` is {described(value)}; pass a string such as 'sm_90'")
     number = value.removeprefix("sm_").rstrip("a")
     if not (value.startswith("sm_") and number.isdigit() and int(number) >= 80):
         raise ValueError(f"`arch` is {value!r}; allowed: 'sm_80' and newer, such as 'sm_89' or 'sm_90'")
@@ -493,12 +412,12 @@ def arch(value, q) -> str | None:
 
 def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:
     if o1.dim() not in (3, 4):
-        raise ValueError(f"`o1` has shape {_shape(o1)}; it must be [B, H, N, D], or packed [T, H, D]")
+        raise ValueError(f"`o1` has shape {shown_shape(o1)}; it must be [B, H, N, D], or packed [T, H, D]")
     heads_by_rows = o1.transpose(-3, -2).shape[:-1] if rows_first else o1.shape[:-1]
     for name, x, shape in (("o2", o2, o1.shape), ("lse1", lse1, heads_by_rows), ("lse2", lse2, heads_by_rows)):
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
-                f"`{name}` has shape {_shape(x)}; with `o1` of shape {_shape(o1)} it must be {tuple(shape)}"
+                f"`{name}` has shape {shown_shape(x)}; with `o1` of shape {shown_shape(o1)} it must be {tuple(shape)}"
             )
     for name, x in (("lse1", lse1), ("lse2", lse2)):
         if x.dtype != torch.float32:

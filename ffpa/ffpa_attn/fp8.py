@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from . import checks, ops, reference, triton_fp8, triton_launch, words
+from . import checks, fp8_checks, ops, reference, triton_fp8, triton_launch, words
 from .spec import FP8_BLOCK
 
 
@@ -22,7 +22,7 @@ def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
     scale is float32, and 1 where there is nothing but zeros. Deterministic; never waits for a GPU.
     """
     checks.only_tensors(x=x)
-    checks.to_quantize(x, dtype)
+    fp8_checks.to_quantize(x, dtype)
     checks.one_of("per", per, ("tensor", "head", "block"))
     if triton_fp8.quantizes(x):
         with contextlib.suppress(triton_launch.Unable):
@@ -91,8 +91,8 @@ def ffpa_fp8(
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     checks.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
-    checks.no_grad_in_fp8(**tensors, **scales)
-    checks.fp8_output(out_dtype)
+    fp8_checks.no_grad(**tensors, **scales)
+    fp8_checks.output_type(out_dtype)
     out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
         q, k, v, *scales.values(), scale=checks.scale(scale), **checks.visibility(causal, align, window), softcap=checks.softcap(softcap), out_dtype=out_dtype,
         v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),

@@ -20,6 +20,7 @@ from . import (
     checks,
     dispatch_keys,
     env,
+    fp8_checks,
     fused,
     fused_fp8,
     memory_checks,
@@ -239,7 +240,7 @@ _FORWARD = {
 
 
 def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
-    checks.fp8(q, k, v, scales, out_dtype, v_transposed)
+    fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
     checks.options(options)
     memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
     return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
@@ -371,7 +372,7 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
     scales = q_scale, k_scale, v_scale
     key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
     plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
-    checks.fp8_scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
+    fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
     v = v.mT if v_transposed else v
     try:
         out = q.new_empty(plan.out_shape, dtype=out_dtype)
@@ -490,7 +491,7 @@ def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_g
 
 @torch.library.register_fake("ffpa_attn::fp8_forward", lib=_lib)
 def _(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options):
-    checks.fp8(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
+    fp8_checks.inputs(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
     d_v = v.shape[2] if v_transposed else v.shape[3]
     lse_shape = q.shape[:3] if return_lse else (0,)
     return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
