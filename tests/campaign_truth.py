@@ -375,9 +375,8 @@ class Block:
         }
         if self.mask is not None:
             of_mask = _ROUNDINGS * (self.unit * d_score).square()
-            if (
-                self.mask.shape[-1] == 1
-            ):  # keys share the error of delta, and that of dP - delta where dLSE is nearly all of it
+            # Keys that share an element share the error of delta, and that of dP - delta where dLSE is nearly all of it.
+            if self.mask.shape[-1] == 1:
                 of_delta = of_delta + (self.unit * d_score.sum(-1, keepdim=True)).square()
                 errors["dmask"] = (of_mask + of_delta * p * p.sum(-1, keepdim=True), sums)
             else:

@@ -256,7 +256,7 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
 
 
 def _rows_that_count(sizes: torch.Tensor) -> torch.Tensor:
-    """As many alike would have the squares of these, and the squares of those."""
+    """How many rows that are all alike would have this sum of squares, and this sum of the squares of squares."""
     of_rows = sizes.square().sum(-1)
     squares = of_rows.square().sum()
     return torch.where(squares > 0, of_rows.sum().square() / squares, 1.0)

@@ -219,7 +219,7 @@ ROUNDED = {
 @pytest.mark.parametrize("rule", ROUNDED.values(), ids=ROUNDED)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 0), (1, 1, 0, 1), (1, 1, 0, 0)], ids=str)
 def test_roundings_to_16_bits_pass(shape, rule, rows, alike):
-    """Where PyTorch's are small by luck, too: P of one key is 1, of two that are alike a half, which it rounds to without error."""
+    """They pass even where PyTorch's are small by luck: P of one key is 1 and of two that are alike a half, which it has without error."""
     softcap = rule.get("softcap", 0.0)
     shape = [n or rows for n in shape]
     for seed in range(4):
@@ -242,7 +242,7 @@ def test_roundings_to_16_bits_pass(shape, rule, rows, alike):
 
 
 def test_keys_that_share_an_element_share_a_rounding():
-    """Of dP - delta, where the gradient of LSE is nearly all of it."""
+    """Their dP - delta is nearly the gradient of LSE alone, so all are rounded in the same direction."""
     for seed in range(20):
         q, k, v, grad = (tensors.normal((1, 1, 3, 64), 9 * seed + i, "cpu").bfloat16() for i in range(4))
         v, grad_lse, mask = v * 1e-6, tensors.normal((1, 1, 3), seed, "cpu"), torch.zeros(1, 1, 3, 1)

@@ -86,7 +86,7 @@ READ = {
 @pytest.mark.parametrize("how", ["compiled", "exported", "exported strictly"])
 @pytest.mark.parametrize("name", READ)
 def test_numbers_read_from_tensors(name, how, device):
-    """As `max_seqlen` of `.item()`: nobody knows them while a program is traced."""
+    """Nobody knows `max_seqlen` of `.item()` while a program is traced."""
     function, graphs = READ[name], CompileCounterWithBackend("aot_eager")
     x, counts = t(12, device=device), []
     if how == "compiled":

@@ -665,7 +665,7 @@ def test_sam(how, device, monkeypatch):
 
 
 def tables_of_attention():
-    """Of all models that are installed, in modules that were imported before and after `register`."""
+    """`register` reaches the tables of all models that are installed, whether their modules were imported before it or after."""
     folder = Path(transformers.models.__file__).parent
     for path in sorted(folder.glob("*/modeling_*.py")):
         if "ATTENTION_CLASSES[" in path.read_text():

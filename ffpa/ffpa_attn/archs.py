@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _REQUEST = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
-# As PyTorch has them.
+# PyTorch's names of architectures, and the numbers they stand for.
 _FAMILIES = {
     "Kepler": "3.5+PTX", "Kepler+Tesla": "3.7", "Maxwell": "5.0;5.2+PTX", "Maxwell+Tegra": "5.3", "Pascal": "6.0;6.1+PTX",
     "Volta": "7.0+PTX", "Volta+Tegra": "7.2", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ampere+Tegra": "8.7",

@@ -117,6 +117,11 @@ def quoted(path: Path | str) -> str:
     return shlex.quote(str(path)).replace("$", "$$")
 
 
+def python_that(does: str) -> str:
+    """A command of ninja's, where PATH may hold no tools but compilers. It takes arguments."""
+    return f"{quoted(sys.executable)} -ISc {quoted(does)}"
+
+
 def escaped(path: Path | str) -> str:
     """For a path that ninja itself reads."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
@@ -200,7 +205,7 @@ def compile_library(
             "torch_flags": " ".join(torch_flags),
             "link_flags": " ".join(_LINK_FLAGS),
             "libraries": " ".join(libraries),
-            "replace": f"{quoted(sys.executable)} -ISc {quoted('import os, sys; os.replace(*sys.argv[1:])')}",
+            "replace": python_that("import os, sys; os.replace(*sys.argv[1:])"),
         }
         lines = [f"{name} = {value}" for name, value in variables.items()]
         lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]

@@ -56,7 +56,7 @@ def open_cache() -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """With the parents that are missing, each its owner's alone whatever the umask."""
+    """Makes the directory and the parents that are missing, each its owner's alone whatever the umask."""
     try:
         directory.mkdir(mode=0o777 & ~PRIVATE, exist_ok=True)
     except FileNotFoundError:
@@ -86,6 +86,13 @@ class Library(NamedTuple):
 
 
 _opened = itertools.count(1)
+
+
+# What Python does with a file and the name it gets, to leave there what `keep` does.
+SEALS = (
+    "import hashlib, os, sys; part, path = sys.argv[1:]; file = open(part, 'rb+'); "
+    "file.write(hashlib.sha256(file.read()).hexdigest().encode()); file.close(); os.replace(part, path)"
+)
 
 
 def keep(content: bytes, path: Path, fresh: Path) -> None:

@@ -334,7 +334,7 @@ def markdown_table() -> str:
 
 
 def let_stdout_write_anything() -> None:
-    """For programs that report. Where the environment asks for an encoding without some letters, these become escapes, as on stderr."""
+    """Programs that report call this: letters that the encoding of stdout lacks become escapes then, as they do on stderr."""
     codecs.register_error("ffpa_attn.escapes", _escapes)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="ffpa_attn.escapes")

@@ -15,6 +15,6 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def warn(text: str, stacklevel: int) -> None:
-    """As `warnings.warn` does, whose own writing fails where stderr is closed; a filter may still make an exception of it."""
+    """Warns, even where stderr is closed and Python's own writing fails; a filter may still make an exception of it."""
     with contextlib.suppress(OSError, ValueError):
         warnings.warn(text, stacklevel=stacklevel + 1)

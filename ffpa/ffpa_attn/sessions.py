@@ -32,15 +32,15 @@ def run(command: list[str], heard: Callable[[str], None], environment: dict[str,
                     process.wait(_PATIENCE)
             finally:
                 process.kill()  # first, for it to start nothing else
-                _end(process.pid)
+                end(process.pid)
             raise
         if status:  # somebody may have killed it, or one of its compilers, whose children still write
-            _end(process.pid)
+            end(process.pid)
         return status
 
 
-def _end(session: int) -> None:
-    """Nothing of the session runs when this returns, or in a few seconds, where the system does not let go of something."""
+def end(session: int) -> None:
+    """Kills what runs in the session and waits for its end; a few seconds at most, where the system does not let go of it."""
     latest = time.monotonic() + _PATIENCE
     while (members := list(_members(session))) and time.monotonic() < latest:
         for member in members:
@@ -58,6 +58,6 @@ def _members(session: int) -> Iterator[int]:
 
 
 def _is_dead(process: int) -> bool:
-    """Nobody may have asked for its status yet."""
+    """A dead process keeps its number until its parent has asked for its status."""
     with open(f"/proc/{process}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] in "ZX"

@@ -96,14 +96,14 @@ def find_nvcc() -> Nvcc | None:
 
 
 def which(name: str, path: str | None = None) -> Path | None:
-    """Where a program is, whatever directory it is called in: what stands in PATH may be relative to this one."""
+    """The place of a program, absolute, because what stands in PATH may be relative to this directory and it is called in another."""
     found = shutil.which(name, path=path)
     return Path(found).absolute() if found else None
 
 
 def build_environment() -> dict[str, str]:
-    """For a compiler, which runs in another directory: places that are relative to this one are made absolute. It speaks
-    English, for `transient.py`.
+    """What a compiler is started with. It runs in another directory, so places that are relative to this one are made absolute;
+    it speaks English, for `transient.py` reads what it says.
     """
     here = env.child_environment()
     places = {"PATH": os.pathsep.join(str(Path(place).absolute()) for place in os.get_exec_path(here))}

@@ -77,7 +77,7 @@ def test_half_a_module_is_linked_again_once(build, tmp_path, left):
 
 
 def test_another_architecture_shares_nothing(build, tmp_path):
-    """Of two machines with one home, whose compilers say the same of themselves."""
+    """Two machines with one home keep a library each, even if their compilers say the same of themselves."""
     build("1").communicate()
     build("1", "import platform\nplatform.machine = lambda: 'another'\n").communicate()
     assert len(list((tmp_path / "cache" / "emulator").iterdir())) == 2

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 sys.path.insert(0, str(PACKAGE.parent))
 
-from ffpa_attn import cache, env  # noqa: E402
+from ffpa_attn import cache, env, sessions  # noqa: E402
 
 # Stands for nvcc and g++: what it writes, piece by piece, follows from what it reads.
 COMPILER = """#!/bin/sh
@@ -120,15 +120,13 @@ class Builds:
         return self.chance.uniform(0.05, 0.3 + 8 * SECONDS)
 
     def wait(self) -> None:
-        """For what was started; where a fork of it has its pipes, not for that."""
+        """Waits for the processes that were started, and not for forks of them that hold their pipes."""
         for child in self.children:
             child.wait(60)
 
     def end(self) -> None:
         for child in self.children:
-            for member in _session(child.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member, signal.SIGKILL)
+            sessions.end(child.pid)
             child.wait()
             child.stdout.close()
             child.stderr.close()
@@ -143,15 +141,6 @@ class Builds:
         with cache.opened(Path(out.strip())) as found:
             assert found is not None, f"{out.strip()} is not whole"
             return found.content
-
-
-def _session(session: int) -> list[int]:
-    members = []
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(ValueError, ProcessLookupError):
-            if os.getsid(int(entry)) == session:
-                members.append(int(entry))
-    return members
 
 
 def _tree(root: int) -> list[int]:

@@ -72,7 +72,9 @@ def test_the_whole_set_compiles_and_is_recorded(native):
         for target in kernel["targets"]:
             if target.startswith("sm_"):
                 used = kernel["resources"][target]
-                assert 0 < used["registers"] <= 255 and used["spill_bytes"] <= spec.allowed_spill_bytes
+                assert 0 < used["registers"] <= 255
+                if record["nvcc"].startswith(f"{toolchain.MEASURED_NVCC}."):
+                    assert used["spill_bytes"] <= spec.allowed_spill_bytes
 
 
 @needs_nvcc
@@ -137,7 +139,7 @@ def test_the_gate_names_the_spec():
 
 @pytest.mark.parametrize("release", ["12.8", "13.0", "13.1", "13.5"])
 def test_spills_are_an_error_of_the_measured_compiler_alone(release, fake_nvcc, tmp_path, capfd):
-    """Of others they are one sentence, and the library is there."""
+    """With another compiler the build says one sentence about them, and the library is there."""
     fake_nvcc.set(release=release, version="37", spills="8")
     kernels = {spec: ("sm_90",) for spec in (ScaledCopy("f16", 4), ScaledCopy("bf16", 4))}
     if release == toolchain.MEASURED_NVCC:

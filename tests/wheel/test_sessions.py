@@ -72,7 +72,7 @@ def test_an_exception_ends_what_runs(fake_nvcc, tmp_path, alarm, monkeypatch, er
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_the_program_handles_leaves_the_build_alone(fake_nvcc, cache, number):
-    """As the terminal's Ctrl-C comes: to each process of the program's group."""
+    """Ctrl-C of a terminal comes to each process of the program's group."""
     fake_nvcc.set(seconds="1")
     handled = f"import signal\nsignal.signal({int(number)}, lambda *how: None)\n"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
