@@ -19,6 +19,7 @@ import torch
 _MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
 _ROUNDINGS = 3  # to 16 bits, of what a dS is of: P, dP - delta, and itself
 _LEAST_NORMAL = 2.0**-126  # exp2 of hardware gives 0 below it
+_ROUNDING_OF_P = 2.0**-12  # of a score that is not large; float32 has it to 2^-24 of its size
 _FAR_APART = 85.0  # exp(-87.3) is that small
 
 
@@ -349,8 +350,11 @@ class Block:
 
     @functools.cached_property
     def _tiny(self) -> torch.Tensor | None:
-        """P where it is below the least normal number, or None where it nowhere is."""
-        tiny = torch.where(self.p < _LEAST_NORMAL, self.p, 0.0) if self.tiny_p else None
+        """P where it is below the least normal number or may be by its own rounding, or None where it nowhere is."""
+        if not self.tiny_p:
+            return None
+        least = (self.p if self.movement is None else self.movement.p_again[0]) * (1 - _ROUNDING_OF_P)
+        tiny = torch.where(least < _LEAST_NORMAL, self.p, 0.0)
         return tiny if tiny is not None and bool(tiny.any()) else None
 
     def _errors(self, grad, dp, ds, d_score, slope) -> dict:

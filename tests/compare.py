@@ -1,7 +1,8 @@
 """The one comparator: how far a result may be from the float64 oracle.
 
 The yardstick is PyTorch itself: the same computation, matmuls in the input type and softmax in float32. A result may
-err twice as much as that, plus one unit in the last place; NaN and infinities must sit exactly where the oracle has them.
+err twice as much as that, plus one unit in the last place, which is no less for a number that is below normal ones; NaN and
+infinities must sit exactly where the oracle has them.
 
 Rows that see a score beyond 10^4, or one whose terms are that large, have another yardstick, softmax in float32 of float32 scores, as a product in float16
 overflows; and there float32 itself no longer tells scores apart, so that what its rounding may change is allowed too
@@ -214,7 +215,7 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     if not want.numel():
         return Comparison(want.new_empty(0, dtype=torch.float64), lambda: None)
-    ulp = _ULP[base.dtype]
+    ulp, least_ulp = _ULP[base.dtype], _least_ulp(base.dtype)
     got, want, bases = got.detach().double(), want.detach(), [base.detach().double() for base in bases]
     sizes = want.nan_to_num(0.0, 0.0, 0.0).abs()
     zero = sizes.new_zeros(())
@@ -222,13 +223,14 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
     least = zero if least is None else least
     # Where PyTorch overflows, it is no yardstick.
     errors = [((base - want).abs() - moved).clamp_min(0.0).nan_to_num(0.0, 0.0, 0.0) for base in bases]
-    rounding = torch.maximum(2 * _worst(errors), least) + ulp * sizes
+    units = (ulp * sizes).clamp_min(least_ulp)
+    rounding = torch.maximum(2 * _worst(errors), least) + units
     may_overflow = sizes + moved + rounding > torch.finfo(base.dtype).max
     elsewhere = [((is_it(got) != is_it(want)) & ~may_overflow).sum() for is_it in _NO_NUMBERS.values()]
     finite = torch.isfinite(want) & ~may_overflow
     differences = (moved, least, (got - want).abs(), *errors)
     moved, least, error, *base_errors = (x if x is zero else torch.where(finite, x, 0.0) for x in differences)
-    allowed = torch.maximum(2 * _worst(base_errors), least) + ulp * sizes + moved
+    allowed = torch.maximum(2 * _worst(base_errors), least) + units + moved
     beyond = ~(error <= allowed) & finite
     worst = torch.where(finite, error - allowed, -torch.inf).argmax()
     count = finite.sum()
@@ -249,10 +251,16 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
             f"for {want:.6g}, error {error:.3g}, allowed {allowed:.3g}"
         )
         of_least *= (1 + _DEVIATIONS / math.sqrt(max(rows, 1.0))) / deviations(sizes.numel())
-        rms_allowed = max(2 * max(of_bases), of_least) + ulp * size / 2 + of_moved
+        rms_allowed = max(2 * max(of_bases), of_least) + max(ulp * size, least_ulp) / 2 + of_moved
         assert rms <= rms_allowed, f"{name}: RMS error {rms:.3g}, PyTorch's own {max(of_bases):.3g}"
 
     return Comparison(_found(*elsewhere, count, beyond.sum(), *of_worst, _rows_that_count(least), *sums), judge)
+
+
+def _least_ulp(dtype: torch.dtype) -> float:
+    """The distance of numbers below the least normal one."""
+    numbers = torch.finfo(dtype)
+    return numbers.smallest_normal * numbers.eps
 
 
 def _rows_that_count(sizes: torch.Tensor) -> torch.Tensor:

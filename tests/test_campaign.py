@@ -160,13 +160,28 @@ def test_the_largest_of_many_errors():
     assert compare.deviations(0) == compare.deviations(1) == 4.0
 
 
-@pytest.mark.parametrize("score, may_vanish", [(-89.0, True), (-70.0, False)])
-def test_a_p_below_normal_numbers_may_be_0(score, may_vanish):
-    """exp(-89) is 2e-39, which hardware's exp2 gives as 0; exp(-70) is 4e-31, which it does not."""
+def test_the_last_place_below_normal_numbers():
+    """Half precision has there a number every 6e-8; PyTorch's own may be the nearest one by luck."""
+    least = 2.0**-24
+    want = torch.tensor([[10.2, 1000.3, -2.4]], dtype=torch.float64) * least
+    base = want.half()
+    compare.assert_close("out", base + torch.tensor([[-least, least, 0.0]]).half(), want, base, least=want * 0)
+    with pytest.raises(AssertionError):
+        compare.assert_close("out", base + torch.tensor([[-2 * least, 0.0, 0.0]]).half(), want, base, least=want * 0)
+
+
+@pytest.mark.parametrize(
+    "largest, score, may_vanish",
+    [(0.0, -89.0, True), (0.0, -70.0, False), (0.0, -87.3364, True), (1e5, -87.3125, True), (1e5, -87.0, False)],
+)
+def test_a_p_below_normal_numbers_may_be_0(largest, score, may_vanish):
+    """exp(-89) is 2e-39, which hardware's exp2 gives as 0; exp(-70) is 4e-31, which it does not. What is a little more than the
+    least normal number, 2^-126, may be less as its score is rounded, the more so the larger scores are.
+    """
     q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16) for n in (1, 2, 2))
     q[..., 0], k[0, 0, 1, 1] = 1.0, 1.0
     v[0, 0, 1] = 2.0
-    mask = torch.tensor([0.0, score]).reshape(1, 1, 1, 2)
+    mask = torch.tensor([largest, largest + score]).reshape(1, 1, 1, 2)
     found = truth.expected(q, k, v, mask=mask, grad=torch.ones_like(q))
     for name, at in (("dq", ...), ("dk", (0, 0, 1)), ("dv", (0, 0, 1)), ("dmask", (..., 1))):
         want, bases, moved, least = found[name]
