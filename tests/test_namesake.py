@@ -10,14 +10,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ffpa"
 
 
-def imported(site: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": f"{PACKAGE}{os.pathsep}{site}"}
+def imported(*sites: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE, *sites)))}
     return subprocess.run(
-        [sys.executable, "-c", "import ffpa_attn"], env=environment, capture_output=True, text=True, cwd=site
+        [sys.executable, "-c", "import ffpa_attn"], env=environment, capture_output=True, text=True, cwd=PACKAGE
     )
 
 
 def install(site: Path, name: str, *files: str) -> None:
+    for file in files:  # newer Pythons name only what is there
+        (site / file).parent.mkdir(exist_ok=True)
+        (site / file).touch()
     folder = site / f"{name.replace('-', '_')}-0.2.4.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2.4\n")
@@ -26,8 +29,11 @@ def install(site: Path, name: str, *files: str) -> None:
 
 @pytest.mark.parametrize("name", ["ffpa-attn", "FFPA_Attn"])
 def test_the_other_package_is_refused(name, tmp_path):
+    leftover = tmp_path / "leftover"
+    leftover.mkdir()
+    install(leftover, name, "something_else.py")
     install(tmp_path, name, "ffpa_attn/__init__.py", "ffpa_attn/functional.py")
-    run = imported(tmp_path)
+    run = imported(leftover, tmp_path)
     assert run.returncode == 1
     said = run.stderr.splitlines()[-1]
     assert said.startswith("ImportError: ffpa-attn 0.2.4 is installed as well as ffpa-cuda")

@@ -1,6 +1,7 @@
 """The suite itself: a run in which nothing ran proves nothing, and says so."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ def suite_of(tmp_path, body, *options):
     (tmp_path / "pyproject.toml").write_text((CONFTEST.parent.parent / "pyproject.toml").read_text())
     (tmp_path / "test_it.py").write_text(body)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, *options]
-    return subprocess.run(command, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Both own the folder `ffpa_attn`: whichever came last has overwritten files of the other, and what is imported is neither.
 """
 
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 
 NAME = "ffpa-cuda"  # this distribution's
 OTHER = "ffpa-attn"
@@ -11,16 +11,13 @@ OTHER = "ffpa-attn"
 
 def conflict() -> str | None:
     """What is wrong, if both are installed, and the way out."""
-    try:
-        other = distribution(OTHER)
-    except PackageNotFoundError:
-        return None
-    if not any(str(path) == "ffpa_attn/__init__.py" for path in other.files or ()):  # a leftover, without the module
-        return None
-    return (
-        f"{OTHER} {other.version} is installed as well as {NAME}, and both have the module ffpa_attn, so that files of the two "
-        f"are mixed; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} again"
-    )
+    for other in distributions(name=OTHER):
+        if any(str(path) == "ffpa_attn/__init__.py" for path in other.files or ()):  # else a leftover, without the module
+            return (
+                f"{OTHER} {other.version} is installed as well as {NAME}, and both have the module ffpa_attn, so that files of "
+                f"the two are mixed; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} again"
+            )
+    return None
 
 
 if said := conflict():
