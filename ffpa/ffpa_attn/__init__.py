@@ -2,7 +2,11 @@
 
 import importlib
 
-from . import namesake  # noqa: F401  (first: where another ffpa_attn is mixed in, the rest may be its)
+from . import (
+    namesake,  # noqa: F401  (first: where another ffpa_attn is mixed in, the rest may be its)
+    private_torch,
+    progress,
+)
 from .attention import (
     FP16,
     FP32,
@@ -36,6 +40,9 @@ from .fp8 import ffpa_fp8, quantize_fp8
 from .sdpa_override import disable_sdpa, enable_sdpa, sdpa
 from .spec import LevelType, MMAAccType
 from .version import __version__
+
+for _said in private_torch.warnings():
+    progress.warn(f"ffpa_attn: {_said}", stacklevel=2)
 
 __all__ = [
     "FP16",

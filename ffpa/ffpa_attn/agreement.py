@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from . import private_torch
+
 # Where ranks take different ones of the kinds that all know, nothing tells them till the next comparison: it is no further off than this.
 _MOST_CALLS = 512
 _MOST_KINDS = 4096
@@ -21,7 +23,10 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        store = dist.distributed_c10d._get_process_group_store(group)
+        try:
+            store = dist.distributed_c10d._get_process_group_store(group)
+        except AttributeError as error:
+            raise private_torch.off("attention on several ranks", error) from None
         self.patience = store.timeout.total_seconds()
         life = store.add(f"ffpa_attn/groups/{self.rank}", 1)  # one of the same name may have written here before
         self.store = dist.PrefixStore(f"ffpa_attn/{life}", store)

@@ -30,7 +30,8 @@ def known(value) -> bool:
     of it then, as an answer would hold the trace to lengths of the same answer; the operator checks the number when it runs.
     """
     if isinstance(value, (bool, int, float, *_SYMBOLS)) and torch.compiler.is_compiling():
-        return torch.fx.experimental.symbolic_shapes.has_static_value(value)
+        tells = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
+        return tells(value) if tells else not isinstance(value, _SYMBOLS)
     return not isinstance(value, _SYMBOLS)
 
 

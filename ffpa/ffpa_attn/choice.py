@@ -10,7 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import archs, backward, env, fused, fused_fp8, mma, native, toolchain, triton_attention, triton_fp8, two_phase
+from . import (
+    archs,
+    backward,
+    env,
+    fused,
+    fused_fp8,
+    mma,
+    native,
+    private_torch,
+    toolchain,
+    triton_attention,
+    triton_fp8,
+    two_phase,
+)
 from .backward import BackwardPlan
 from .fused import FusedPlan
 from .fused_fp8 import Fp8Plan
@@ -123,6 +136,8 @@ _MOST_SDPA_HEADS = 65535  # a grid's second dimension
 
 def _sdpa(p: Problem, flags: Flags) -> str | None:
     """PyTorch's own fused attention, only where it means exactly the same and never materialises N^2."""
+    if private_torch.no_torch_sdpa:
+        return private_torch.no_torch_sdpa
     if p.direction != "forward" or p.needs_lse:
         return "SDPA returns no LSE"
     if p.packed:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import _C, autograd
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
-from . import flops, mapped
+from . import flops, mapped, private_torch
 from .first_order import first_order_only
+from .private_torch import FakeTensor
 
 _ops = torch.ops.ffpa_attn
 
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
     """`bodies` of all operators are there. (A plain Function at the Autograd key costs half of register_autograd's time a call.)"""
-    for name in ("forward", "varlen_forward"):
+    for name in () if private_torch.no_gradients else ("forward", "varlen_forward"):
         op = getattr(_ops, name).default
         lib.impl(name, _autograd(op, bodies[name]), "Autograd", with_keyset=True)
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
         op = getattr(_ops, name).default
-        lib.impl(name, _autocast(op, "cuda", _C.DispatchKey.AutocastCUDA), "AutocastCUDA", with_keyset=True)
-        lib.impl(name, _autocast(op, "cpu", _C.DispatchKey.AutocastCPU), "AutocastCPU", with_keyset=True)
+        lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
+        lib.impl(name, _autocast(op, "cpu"), "AutocastCPU")
     mapped.register(lib)
     flops.register()
 
@@ -79,16 +79,27 @@ def _autograd(op, body):
 
 
 def _differentiably(*args):
+    if private_torch.no_torch_func:
+        return _without_torch_func(*args)
     if not _C._are_functorch_transforms_active():
         return _Attention.apply(*args)
     # What torch.func does to a call it does to the operator, before it comes here, level by level. Function.apply would
     # have it do so again, with a Function of another form; so this is what that calls at each level.
-    with enable_single_level_autograd_function():
+    with torch._functorch.utils.enable_single_level_autograd_function():
         return super(autograd.Function, _Attention).apply(*args)
 
 
+def _without_torch_func(*args):
+    try:
+        return _Attention.apply(*args)
+    except RuntimeError as error:
+        if "setup_context" in str(error):  # PyTorch asks for that in torch.func's transforms alone
+            raise NotImplementedError(private_torch.no_torch_func) from None
+        raise
+
+
 def _below_autograd(op, body, keyset, args, options):
-    if keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
+    if _OUR_BODIES and keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
         return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
     place_dtensors(args)
     with _C._AutoDispatchBelowAutograd():
@@ -99,9 +110,12 @@ def place_dtensors(args) -> None:
     """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
-        from . import sharding
+        try:
+            from . import sharding
 
-        sharding.register()
+            sharding.register()
+        except (ImportError, AttributeError) as error:
+            raise private_torch.off("DTensors", error) from None
 
 
 def have_work(q, *others) -> bool:
@@ -135,11 +149,24 @@ def _plain_keys() -> int:
     return plain
 
 
-_BEYOND_PLAIN = ~_plain_keys()
+def _always_work(*tensors) -> bool:
+    place_dtensors(tensors)
+    if (
+        private_torch.no_gradients
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in tensors)
+    ):
+        raise NotImplementedError(private_torch.no_gradients)
+    return True
 
 
-_BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
-_OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+if private_torch.no_short_way or private_torch.no_gradients:
+    have_work = _always_work
+    _OUR_BODIES = ()
+else:
+    _BEYOND_PLAIN = ~_plain_keys()
+    _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
+    _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
 
 
 def as_autocast_would(*tensors) -> list[torch.Tensor]:
@@ -154,17 +181,29 @@ def as_autocast_would(*tensors) -> list[torch.Tensor]:
 def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.is_meta or isinstance(x, FakeTensor):
         return x.to(dtype)
-    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x.detach()).to(dtype)
+    make = private_torch.find("torch._subclasses.fake_tensor.FakeTensorMode")
+    return (make(allow_non_fake_inputs=True).from_tensor(x.detach()) if make else x.detach()).to(dtype)
 
 
-def _autocast(op, device: str, key):
+def _autocast(op, device: str):
     """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
-    without_autocast = _C.DispatchKeySet(key)
+    without_autocast = _without_autocast(device)
 
-    def kernel(_, q, k, v, *rest, **options):
+    def kernel(q, k, v, *rest, **options):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) if x.dtype == torch.float32 and x.device.type == device else x for x in (q, k, v))
-        with _C._ExcludeDispatchKeyGuard(without_autocast):
+        with without_autocast():
             return op(q, k, v, *rest, **options)
 
     return kernel
+
+
+def _without_autocast(device: str) -> Callable:
+    """What keeps it from casting within, in a fifth of the time that `torch.autocast` takes."""
+    guard, key = map(
+        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
+    )
+    keys = private_torch.find("torch._C.DispatchKeySet")
+    if not (guard and key and keys):
+        return partial(torch.autocast, device, enabled=False)
+    return partial(guard, keys(key))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import archs, build, cache, env, native, toolchain
+from . import archs, build, cache, env, native, private_torch, toolchain
 from .spec import ScaledCopy, aot_specs
 from .version import __version__
 
@@ -35,6 +35,8 @@ def _installation() -> Iterator[Finding]:
 def _pytorch() -> Iterator[Finding]:
     built_for = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU alone"
     yield Finding("PyTorch", f"{torch.__version__}, built {built_for}")
+    for said in private_torch.warnings():
+        yield Finding("PyTorch", said)
     if not torch.version.cuda and _DRIVER.exists():
         yield Finding("PyTorch", "there is an NVIDIA driver: install a PyTorch built for CUDA to use the GPU")
 

@@ -7,10 +7,16 @@ import functools
 import torch
 from torch.autograd import forward_ad
 
+from .private_torch import find
+
 _MESSAGE = (
     b"ffpa's gradients cannot be differentiated again; where second derivatives are needed, call "
     b"torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
+
+
+_error_of_pytorch = find("torch._C._functions.DelayedError")
+_transformed = find("torch._C._are_functorch_transforms_active") or (lambda: False)
 
 
 def first_order_only(backward):
@@ -25,16 +31,16 @@ def first_order_only(backward):
     @functools.wraps(backward)
     def once(ctx, *grads):
         saved = ctx.saved_tensors
-        if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in grads):
+        if getattr(forward_ad, "_current_level", -1) >= 0 and any(x is not None and _has_tangent(x) for x in grads):
             raise RuntimeError(_MESSAGE.decode())
         with torch.no_grad():
             results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
-        if torch._C._are_functorch_transforms_active():
+        if _error_of_pytorch is None or _transformed():
             return _once_at_each_level(results, (*saved, *grads))
         sources = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
-        error = torch._C._functions.DelayedError(_MESSAGE, len(results) + len(sources))
+        error = _error_of_pytorch(_MESSAGE, len(results) + len(sources))
         return error(*results, *sources)[: len(results)]
 
     return once

@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .imports import when_imported
+from .private_torch import FakeTensor
 from .spec import Visibility
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch import _C
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .private_torch import FakeTensor, find
 from .spec import ROW_ALIGNMENT
+
+_is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)
 
 
 def has_memory(x) -> bool:
     """Whether there is an address to ask for."""
-    return not (x.is_meta or isinstance(x, FakeTensor) or _C._functorch.is_functorch_wrapped_tensor(x))
+    return not (x.is_meta or isinstance(x, FakeTensor) or _is_wrapped(x))
 
 
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:

@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple
 
 import torch
-from torch import _C
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from . import (
@@ -27,6 +27,7 @@ from . import (
     mma,
     native,
     out_of_memory,
+    private_torch,
     progress,
     reference,
     triton_attention,
@@ -64,7 +65,9 @@ for _schema in SCHEMAS:
     # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
     _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 _ops = torch.ops.ffpa_attn
-torch_sdpa = _C._nn.scaled_dot_product_attention  # that of torch.nn.functional may be ours (sdpa_override.py)
+# That of torch.nn.functional may be ours (sdpa_override.py).
+torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
+_set_grad_enabled = private_torch.find("torch._C._set_grad_enabled") or torch.set_grad_enabled
 
 
 # ---- from a call to a choice ----
@@ -190,7 +193,7 @@ class _PlainTorch:
         self._set(self.grad, self.cast)
 
     def _set(self, grad: bool, cast: bool) -> None:
-        _C._set_grad_enabled(grad)
+        _set_grad_enabled(grad)
         torch.set_autocast_enabled(self.device, cast)
 
 

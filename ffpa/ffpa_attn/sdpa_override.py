@@ -5,19 +5,19 @@ A call is taken where ffpa means exactly what PyTorch means. Every other call, a
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 from torch import _C, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.jit import _builtins
+from torch.backends import cuda
 from torch.overrides import TorchFunctionMode, get_overridable_functions
-from torch.utils._contextlib import context_decorator
 
-from . import checks, memory_checks, ops, tf32
+from . import checks, memory_checks, ops, private_torch, tf32
 from .attention import ffpa
 from .ops import torch_sdpa  # what torch.nn.functional holds, or held
+from .private_torch import FakeTensor
 
 
 class sdpa(TorchFunctionMode):
@@ -36,14 +36,28 @@ class sdpa(TorchFunctionMode):
         return (scaled_dot_product_attention if function is torch_sdpa else function)(*args, **(kwargs or {}))
 
     def __call__(self, function):
-        return context_decorator(lambda: sdpa(), function)
+        return _context_decorator(lambda: sdpa(), function)
+
+
+def _decorated(context, function):
+    @functools.wraps(function)
+    def within(*args, **kwargs):
+        with context():
+            return function(*args, **kwargs)
+
+    return within
+
+
+# PyTorch's takes generators and classes as well.
+_context_decorator = private_torch.find("torch.utils._contextlib.context_decorator") or _decorated
 
 
 def enable_sdpa() -> None:
     """What `sdpa` does, in all threads until `disable_sdpa`: replaces the function in every module that holds it."""
     get_overridable_functions()  # PyTorch lists once what modes may override, the compiler too: its own, while that is in its place
     _replace(torch_sdpa, scaled_dot_product_attention)
-    _builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")  # to TorchScript
+    if not private_torch.no_torchscript:
+        torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 
 def disable_sdpa() -> None:
@@ -53,7 +67,7 @@ def disable_sdpa() -> None:
 
 def _replace(old, new) -> None:
     for name, module in list(sys.modules.items()):
-        if name not in (__name__, ops.__name__, _C._nn.__name__):
+        if name not in (__name__, ops.__name__, "torch._C._nn"):
             variables = getattr(module, "__dict__", {})
             for variable in [variable for variable, value in list(variables.items()) if value is old]:
                 variables[variable] = new
@@ -114,7 +128,7 @@ def _transformed() -> bool:
 
 def _only_math() -> bool:
     """Whether torch.nn.attention.sdpa_kernel asks for that: it can be differentiated twice."""
-    return not (_C._get_flash_sdp_enabled() or _C._get_mem_efficient_sdp_enabled() or _C._get_cudnn_sdp_enabled())
+    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 _only_math._dynamo_marked_constant = True  # compiled code keeps what was chosen, as it does with PyTorch's own
@@ -170,3 +184,11 @@ def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, dtypes) -> bool
     if mask is not None and (mask.dim() < 2 or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
         return False
     return enable_gqa or q.shape[1] == k.shape[1]
+
+
+if private_torch.no_override:
+
+    def _off(*_):
+        raise NotImplementedError(private_torch.no_override)
+
+    sdpa = enable_sdpa = _off

@@ -12,9 +12,9 @@ from math import inf
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .first_order import first_order_only
+from .private_torch import FakeTensor
 
 _LEAST_WORK = 1 << 35  # operations of a forward: with less, the host takes as long as PyTorch's kernel does
 _LARGEST_OF_V, _LARGEST_OF_GRAD = 2.0**12, 2.0**4

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
 from ..integrations.fallback import say_once
 
@@ -91,8 +90,14 @@ class RuleMask(torch.Tensor):
         written = [x.name for x in function._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         if any(isinstance(given.get(name), RuleMask) for name in written):
             raise TypeError(_NOT_TO_BE_WRITTEN)
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, RuleMask) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return function(*_written_down(args), **{name: _written_down(x) for name, x in (kwargs or {}).items()})
+
+
+def _written_down(argument):
+    """An operator's argument with the numbers of each mask in it."""
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_written_down, argument))
+    return argument.dense() if isinstance(argument, RuleMask) else argument
 
 
 class Seen(NamedTuple):

@@ -1,0 +1,112 @@
+"""The private names of PyTorch that this package calls, each looked for once, as it is imported.
+
+A release of PyTorch may drop any of them. What they are for is then off, with a reason that the import warns of, the doctor
+lists and an exception tells whoever asks for it; everything else works. Names that come with slow imports (DTensor's, the
+compiler's) are looked for where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import torch
+
+TRIED = ("2.10", "2.11", "2.13", "2.14", "2.15")  # the whole suite passes with each
+
+OFF: list[str] = []  # why something is
+
+
+def find(path: str):
+    """What `torch.a.b` names, or None."""
+    found = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    return found
+
+
+def needs(use: str, *paths: str) -> str | None:
+    """None if all are there, else why `use` is off."""
+    gone = [path for path in paths if find(path) is None]
+    if not gone:
+        return None
+    OFF.append(
+        f"{use}: off, as PyTorch {torch.__version__} has no {' and no '.join(gone)}; it was tried with {tried()}"
+    )
+    return OFF[-1]
+
+
+def off(use: str, error: Exception) -> NotImplementedError:
+    """What to raise where a use shows by `error` that PyTorch has not what it needs."""
+    return NotImplementedError(f"{use}: off with PyTorch {torch.__version__} ({error}); it was tried with {tried()}")
+
+
+def tried() -> str:
+    return f"{', '.join(TRIED[:-1])} and {TRIED[-1]}"
+
+
+def newer_than_tried(version: str = torch.__version__) -> str | None:
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if release <= tuple(int(part) for part in TRIED[-1].split(".")):
+        return None
+    return f"PyTorch {version} is newer than what this release of ffpa-cuda was tried with: {tried()}"
+
+
+def warnings() -> list[str]:
+    newer = newer_than_tried()
+    return OFF + [newer] * bool(newer)
+
+
+def _import(module: str) -> None:
+    """As far as it can be imported: `find` tells."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
+
+
+for _module in (
+    "torch._functorch.utils",
+    "torch._subclasses.fake_tensor",
+    "torch.jit._builtins",
+    "torch.utils._contextlib",
+):
+    _import(_module)
+
+_MODES = (
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._get_tracing_state",
+    "torch.autograd.forward_ad._current_level",
+)
+no_short_way = needs(
+    "the short way past PyTorch's dispatcher, without which a call takes 10 µs more",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._len_torch_function_stack",
+    "torch._C._dispatch_keys",
+    "torch._C.DispatchKey",
+    "torch._C.DispatchKeySet",
+    "torch._C._any_requires_grad",
+    "torch._C._after_autograd_keyset.raw_repr",
+    "torch.autograd.profiler._is_profiler_enabled",
+    *_MODES,
+)
+no_gradients = needs(
+    "gradients",
+    "torch._C._any_requires_grad",
+    "torch._C._after_autograd_keyset",
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch.autograd.forward_ad._current_level",
+)
+no_torch_func = needs(
+    "derivatives by torch.func",
+    "torch._C._are_functorch_transforms_active",
+    "torch._functorch.utils.enable_single_level_autograd_function",
+)
+no_override = needs("sdpa() and enable_sdpa()", "torch._C._functorch.CInterpreter", *_MODES)
+no_torchscript = needs("enable_sdpa() in TorchScript", "torch.jit._builtins._register_builtin")
+no_torch_sdpa = needs("PyTorch's own kernels as a choice", "torch._fused_sdp_choice")
+
+
+class _NoTensor:
+    """A class that no tensor is of."""
+
+
+FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor") or _NoTensor
