@@ -9,24 +9,32 @@ cd "$root"
 export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 [ $# -eq 0 ] || exec "$PY" -m pytest "$@"
 
-parts=$(nproc) # and 4 GB of what is free of a GPU for each, beside what the first one takes for a large test
-most=$("$PY" - <<'END'
+# A core for each part, and 4 GB of what is free of a GPU, beside what the first one takes for a large test.
+read -r parts gpus < <("$PY" - <<'END'
+import os
 import torch
-most = 16
-if torch.cuda.is_available():
-    free, large = torch.cuda.mem_get_info()[0] >> 30, 30
-    most = max(1, 1 + (free - large) // 4 if free > large else free // 4)
-print(most)
+most, gpus, large = 0, torch.cuda.device_count(), 30
+for gpu in range(gpus):
+    free = torch.cuda.mem_get_info(gpu)[0] >> 30
+    most += min(16, max(1, 1 + (free - large) // 4 if free > large else free // 4))
+print(min(len(os.sched_getaffinity(0)), most or 16), os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus))))
 END
 )
-[ "$parts" -le "$most" ] || parts=$most
-[ "$parts" -le 16 ] || parts=16
 logs=$root/build/suite
 rm -rf "$logs"
 mkdir -p "$logs"
 runs=()
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-part() { "$PY" -m pytest -p no:cacheprovider tests --part "$1/$parts" 2>&1 | tee "$logs/part$1.log"; }
+part() { # of several GPUs, each part takes another one first
+  local all first
+  if [ -n "$gpus" ]; then
+    IFS=, read -ra all <<<"$gpus"
+    first=$((($1 - 1) % ${#all[@]}))
+    all=("${all[@]:first}" "${all[@]:0:first}")
+    export CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${all[*]}")
+  fi
+  "$PY" -m pytest -p no:cacheprovider tests --part "$1/$parts" 2>&1 | tee "$logs/part$1.log"
+}
 part 1 & # one is there to watch
 runs+=($!)
 for ((i = 2; i <= parts; i++)); do

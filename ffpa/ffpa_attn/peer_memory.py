@@ -162,10 +162,17 @@ def _driver() -> ctypes.CDLL:
         raise Unable(str(error)) from None
 
 
+_NO_CONTEXT = 201  # of a thread that has made no call of CUDA's runtime yet
+
+
 def _call(name: str, *args) -> None:
     try:
-        status = getattr(_driver(), name)(*args)
+        function = getattr(_driver(), name)
     except AttributeError:
         raise Unable(f"this driver has no {name}") from None
+    status = function(*args)
+    if status == _NO_CONTEXT:
+        torch.cuda.mem_get_info()
+        status = function(*args)
     if status:
         raise Unable(f"{name} failed: CUDA error {status}")

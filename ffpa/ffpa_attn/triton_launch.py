@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -61,11 +62,29 @@ def describer(x: torch.Tensor, *block: int) -> Callable[[torch.Tensor], Any]:
     fields = vars(TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))) | {"base": None}
 
     def describe(tensor: torch.Tensor) -> Any:
+        if not _thread.has_context:
+            _make_context_current(tensor.device)
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
         vars(descriptor).update(fields, base=tensor)
         return descriptor
 
     return describe
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def _make_context_current(device: torch.device) -> None:
+    """A thread that has made no call of CUDA's runtime yet has no context, without which the driver describes no tensor."""
+    if device.type == "cuda":
+        torch.cuda.mem_get_info(
+            device
+        )  # of such calls the one that any thread may make, a capture being under way or not
+    _thread.has_context = True
 
 
 def strides(*tensors: torch.Tensor) -> list:

@@ -142,6 +142,13 @@ inline TensorMapEncoder find_tensor_map_encoder() {
   return {function, {}};
 }
 
+// A thread that has made no call of the runtime's yet has no context, which the driver's calls need: this gives it that
+// of its device.
+inline bool make_context_current() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 // Host.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -167,10 +174,14 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
     element_stride[i] = 1;
     if (i > 0) stride[i - 1] = spec.stride_bytes[i];
   }
-  const CUresult result = reinterpret_cast<Encode>(encode)(
-      &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
-      const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encoded = [&] {
+    return reinterpret_cast<Encode>(encode)(
+        &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
+        const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encoded();
+  if (result != CUDA_SUCCESS && make_context_current()) result = encoded();
   if (result != CUDA_SUCCESS) return {static_cast<int>(result), "cuTensorMapEncodeTiled refused the tensor map"};
   return {};
 }
