@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import ffpa_attn
 import pytest
@@ -99,13 +100,8 @@ def test_triton_is_given_a_context_once_in_each_thread(monkeypatch):
 
 
 def test_a_driver_call_without_a_context_is_made_again(monkeypatch):
-    class Driver:
-        answers = [peer_memory._NO_CONTEXT, 0, peer_memory._NO_CONTEXT, 1]
-
-        def cuSomething(self):
-            return self.answers.pop(0)
-
-    asked, driver = [], Driver()
+    answers, asked = [peer_memory._NO_CONTEXT, 0, peer_memory._NO_CONTEXT, 1], []
+    driver = SimpleNamespace(cuSomething=lambda: answers.pop(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(0))
     monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
     peer_memory._call("cuSomething")
