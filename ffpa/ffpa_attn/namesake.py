@@ -12,9 +12,7 @@ OTHER = "ffpa-attn"
 def conflict() -> str | None:
     """What is wrong, if both are installed, and the way out."""
     for other in distributions(name=OTHER):
-        if any(
-            str(path) == "ffpa_attn/__init__.py" for path in other.files or ()
-        ):  # else a leftover, without the module
+        if "ffpa_attn/__init__.py" in map(str, other.files or ()):  # else a leftover, without the module
             return (
                 f"{OTHER} {other.version} is installed as well as {NAME}, and both have the module ffpa_attn, so that files of "
                 f"the two are mixed; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} again"
