@@ -110,6 +110,7 @@ BAD = [
     ("out is a number", lambda: call(out=1.0), TypeError, "`out` is 1.0.*torch.Tensor"),
     # tensors that are no dense ones
     ("q nested", lambda: call(nested(torch.jagged)), TypeError, r"`q` is a nested tensor; .*ffpa_varlen: q.values\(\)"),
+    ("mask nested", lambda: call(mask=nested(torch.jagged)), TypeError, "`mask` is a nested tensor; pass a dense one"),
     ("q nested, heads first", lambda: call(nested(torch.jagged).transpose(1, 2)), TypeError, "`q` is a nested tensor"),
     ("k nested, strided", lambda: call(k=nested(torch.strided)), TypeError, r"`k` is a nested tensor; .*torch.cat\(k.unbind\(\)\)"),
     ("q sparse", lambda: call(good(64).to_sparse()), TypeError, r"`q` has layout torch.sparse_coo; .*q.to_dense\(\)"),
@@ -230,7 +231,7 @@ BAD = [
     ("longest a tensor", lambda: packed(max_q=torch.tensor(10)), TypeError, "`max_seqlen_q` is a tensor; pass a Python int"),
     ("longest a float", lambda: packed(max_q=10.0), TypeError, r"`max_seqlen_q` is 10.0 \(float\)"),
     ("packed out", lambda: packed(out=t(19, 4, 64)), ValueError, r"`out` has shape \(19, 4, 64\); it must be \(20, 4, 64\)"),
-    ("packed mask", lambda: packed(mask=torch.ones(20, 20)), TypeError, r"ffpa_varlen\(\) got an unexpected keyword argument 'mask'; call ffpa, for one sequence at a time"),
+    ("packed mask", lambda: packed(mask=torch.ones(20, 20)), TypeError, r"ffpa_varlen\(\) got an unexpected keyword argument 'mask'; call ffpa with it, for one sequence at a time"),
     ("packed layout", lambda: packed(layout="BHND"), TypeError, "'layout'; leave it away"),
     # operators
     ("backward: shape of grad_out", lambda: backward(grad_out=good(128)), ValueError, r"`grad_out` has shape \(2, 4, 10, 128\)"),
@@ -307,12 +308,16 @@ def test_words_of_other_functions(function, word, way_out):
     "function, word, way_out",
     [
         (ffpa_varlen, "is_causal", "pass causal=True"),
-        (ffpa_varlen, "attn_mask", "ffpa_varlen has no `mask`; call ffpa, for one sequence at a time"),
+        (ffpa_varlen, "attn_mask", "ffpa_varlen has no `mask`; call ffpa with it, for one sequence at a time"),
         (ffpa_varlen, "block_table", "there are no pages"),
         (ffpa_attn.ffpa_fp8, "softmax_scale", "pass it as scale="),
         (ffpa_attn.ffpa_fp8, "mask", "call ffpa"),
         (ffpa_attn.distributed.ring_attention, "is_causal", "pass causal=True"),
-        (ffpa_attn.distributed.ring_attention, "window_size", "ring_attention has no `window`; leave it away"),
+        (
+            ffpa_attn.distributed.ring_attention,
+            "window_size",
+            "ring_attention has no `window`; only ffpa and ffpa_varlen do",
+        ),
         (ffpa_attn.distributed.ulysses_attention, "softmax_scale", "pass it as scale="),
     ],
     ids=str,
@@ -331,15 +336,35 @@ def test_each_word_is_one_that_ffpa_does_not_know():
 
 @pytest.mark.parametrize("name", ["q", "k"])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_the_way_out_of_nested_tensors(name, layout):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_way_out_of_nested_tensors(name, layout, heads_first):
     x = nested(layout)
+    parts, offsets = x.unbind(), i32(0, 5, 12)
+    x = x.transpose(1, 2) if heads_first else x
     with pytest.raises(TypeError, match="nested") as caught:
         call(**{name: x})
-    rows = eval(re.search(r"ffpa_varlen: (.*\(\)\)?), and", str(caught.value))[1], {name: x, "torch": torch})
-    offsets = x.offsets().to(torch.int32) if layout is torch.jagged else i32(0, 5, 12)
+    rows = eval(re.search(r"ffpa_varlen: (.*), and where", str(caught.value))[1], {name: x, "torch": torch})
     got = ffpa_varlen(rows, rows, rows, offsets, offsets, 7, 7)
-    want = [ffpa(*[part.transpose(0, 1)[None]] * 3)[0].transpose(0, 1) for part in x.unbind()]
+    want = [ffpa(*[part.transpose(0, 1)[None]] * 3)[0].transpose(0, 1) for part in parts]
     torch.testing.assert_close(got, torch.cat(want), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "function, keywords, way_out",
+    [
+        (ffpa_attn.flash_attn_func, {"is_causal": True}, "pass causal=True"),
+        (ffpa_attn.flash_attn_func, {"attn_mask": None}, "call ffpa with it"),
+        (ffpa_attn.flash_attn_varlen_func, {"enable_gqa": True}, "leave it away"),
+        (ffpa_attn.ffpa_attn_func, {"softmax_scale": 1.0}, "pass it as scale="),
+        (ffpa_attn.ffpa_attn_func, {"window_size": (1, 1)}, "only ffpa and ffpa_varlen do"),
+        (ffpa_attn.ffpa_attn_func, {"causal": True}, "`is_causal`"),
+        (ffpa_attn.ffpa_attn_varlen_func, {"is_causal": True}, "pass causal=True"),
+    ],
+)
+def test_words_that_other_packages_functions_do_not_know(function, keywords, way_out):
+    packed = [t(5, 2, 64)] * 3 + [i32(0, 5)] * 2 + [5, 5]
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(keywords))}'; .*{way_out}"):
+        function(*(packed if "varlen" in function.__name__ else [t(1, 5, 2, 64)] * 3), **keywords)
 
 
 @pytest.mark.parametrize(

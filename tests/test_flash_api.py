@@ -46,8 +46,8 @@ OFFSETS = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
 @pytest.mark.parametrize(
     "function, written",
     [
-        (flash_attn_func, f"(q,k,v,{FLASH})"),
-        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None)"),
+        (flash_attn_func, f"(q,k,v,{FLASH},**unknown)"),
+        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None,**unknown)"),
         (
             ffpa_attn_func,
             "(query,key,value,attn_mask=None,dropout_p=0.0,is_causal=False,scale=None,enable_gqa=False,**kwargs)",

@@ -40,6 +40,12 @@ def test_the_other_package_is_refused(name, tmp_path):
     assert "pip uninstall -y ffpa-attn ffpa-cuda" in said
 
 
+def test_the_other_package_without_a_list_of_its_files(tmp_path):
+    install(tmp_path, "ffpa-attn", "ffpa_attn/__init__.py")
+    (tmp_path / "ffpa_attn-0.2.4.dist-info" / "RECORD").unlink()
+    assert "is installed as well" in imported(tmp_path).stderr
+
+
 @pytest.mark.parametrize(
     "name, files", [("ffpa-attn", ["something_else.py"]), ("ffpa-cuda", ["ffpa_attn/__init__.py"])]
 )

@@ -69,6 +69,9 @@ def program(before: str) -> tuple[list[str], dict[str, str]]:
     [
         ("torch._C._len_torch_dispatch_stack", []),
         ("torch.autograd.profiler._is_profiler_enabled", []),
+        ("torch._C._any_requires_grad", []),
+        ("torch._C._after_autograd_keyset", []),
+        ("torch.autograd.forward_ad._current_level", ["sdpa"]),
         ("torch._C._AutoDispatchBelowAutograd", ["gradients", "torch.func"]),
         ("torch._functorch.utils.enable_single_level_autograd_function", ["torch.func"]),
         ("torch._C._functorch.peek_interpreter_stack", ["sdpa"]),
@@ -77,7 +80,7 @@ def program(before: str) -> tuple[list[str], dict[str, str]]:
 )
 def test_without_a_name(gone, off):
     said, found = program(f"del {gone}")
-    assert said and all(f"{gone}; it was tried with " in text for text in said)
+    assert said and all(f"has no {gone}" in text and "; it was tried with " in text for text in said)
     for what, whole in WHOLE.items():
         assert (f"has no {gone}" in found[what]) if what in off else found[what].startswith(whole), found
 
@@ -116,10 +119,50 @@ def test_a_release_that_nobody_tried():
     assert all(found[what].startswith(whole) for what, whole in WHOLE.items())
 
 
+WITHOUT_GRADIENTS = """
+import torch
+kept = torch._C._AutoDispatchBelowAutograd
+del torch._C._AutoDispatchBelowAutograd
+import ffpa_attn
+torch._C._AutoDispatchBelowAutograd = kept  # PyTorch itself has it
+x = torch.randn(1, 1, 8, 64).half()
+leaf = x.clone().requires_grad_()
+calls = [
+    lambda: torch.ops.ffpa_attn.forward(leaf, leaf, leaf),
+    lambda: torch.func.jvp(lambda q: ffpa_attn.ffpa(q, q, q), (x,), (x,)),
+    lambda: torch.compile(lambda q: torch.func.grad(lambda q: ffpa_attn.ffpa(q, q, q).float().sum())(q), backend="aot_eager")(x),
+]
+for call in calls:
+    try:
+        call()
+        raise SystemExit("silently wrong")
+    except Exception as error:
+        assert "gradients, torch.func and torch.compile: off" in str(error), error
+torch.testing.assert_close(torch.ops.ffpa_attn.forward(x, x, x)[0], ffpa_attn.ffpa(x, x, x))
+"""
+
+
+WITHOUT_THE_OVERRIDE = """
+import torch
+del torch._C._functorch.CInterpreter
+import ffpa_attn
+x = torch.randn(1, 2, 16, 64).half()
+assert ffpa_attn.ffpa_attn_func(x, x, x).shape == x.shape
+"""
+
+
+@pytest.mark.parametrize("code", [WITHOUT_GRADIENTS, WITHOUT_THE_OVERRIDE], ids=["gradients", "override"])
+def test_what_is_off_is_never_wrong_elsewhere(code):
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_releases():
     last = private_torch.TRIED[-1]
     assert private_torch.newer_than_tried(f"{last}.7+cu130") is None
     assert private_torch.newer_than_tried("2.10.0a0+git1234") is None
+    assert private_torch.newer_than_tried("2.13rc1") is private_torch.newer_than_tried("local") is None
     assert "3.0.0" in private_torch.newer_than_tried("3.0.0")
 
 

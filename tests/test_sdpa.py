@@ -410,6 +410,16 @@ def test_in_the_context_alone(taken):
     assert not counts(taken)
 
 
+def test_a_decorator_that_would_do_nothing():
+    async def later():
+        pass
+
+    with pytest.raises(TypeError, match="with sdpa"):
+        ffpa_attn.sdpa()(later)
+    with pytest.raises(TypeError, match="`@sdpa\\(\\)`"):
+        ffpa_attn.sdpa(later)
+
+
 def test_as_a_decorator(taken):
     @sdpa()
     def attend(q, *, k, v):

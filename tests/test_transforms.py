@@ -114,6 +114,12 @@ def test_forward_mode_says_so(device):
         jacfwd(lambda q: ffpa(q, x, x))(x)
 
 
+def test_a_hessian_says_so(device):
+    x = t(device, 1, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="ffpa's gradients cannot be differentiated again"):
+        torch.func.hessian(lambda q: ffpa(q, x, x).float().square().sum())(x)
+
+
 def test_jacrev(device, monkeypatch):
     q, k, v = dense(device, batch=1, n_q=3, n_k=4, heads=2)
     out = ffpa(q, k, v.requires_grad_())

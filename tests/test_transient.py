@@ -42,6 +42,9 @@ TRANSIENT = {
         toolchain.BuildError("`ninja` failed: "), subprocess.CalledProcessError(-9, "ninja")
     ),
     "ninja that was interrupted": lambda: toolchain.BuildError("ninja: build stopped: interrupted by user."),
+    "a limit of the size of files": lambda: toolchain.BuildError("File size limit exceeded (core dumped)"),
+    "a file too large": lambda: OSError(errno.EFBIG, "File too large"),
+    "a limit of time": lambda: toolchain.BuildError("g++: CPU time limit exceeded signal terminated program cc1plus"),
     "a compiler that was killed": lambda: toolchain.BuildError("nvcc error : 'cicc' died due to signal 9 (Kill signal)"),
     "an assembler that was killed": lambda: chained(
         errors.PTXASError("`ptxas` failed"), subprocess.CalledProcessError(-9, "ptxas")

@@ -118,7 +118,7 @@ def quoted(path: Path | str) -> str:
 
 
 def python_that(does: str) -> str:
-    """A command of ninja's, where PATH may hold no tools but compilers. It takes arguments."""
+    """A command with which ninja runs that in Python, as PATH may hold no tools but compilers. Arguments may follow it."""
     return f"{quoted(sys.executable)} -ISc {quoted(does)}"
 
 

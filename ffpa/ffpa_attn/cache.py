@@ -25,7 +25,10 @@ _SEAL = hashlib.sha256().digest_size * 2  # characters at the end of a file: the
 
 
 def cache_directory() -> Path:
-    return Path(env.run_flags()["FFPA_CACHE_DIR"] or "~/.cache/ffpa_attn").expanduser().absolute()
+    try:
+        return Path(env.run_flags()["FFPA_CACHE_DIR"] or "~/.cache/ffpa_attn").expanduser().absolute()
+    except RuntimeError as error:  # neither HOME nor the user's entry in the list of users
+        raise BuildError(f"there is no place for the cache of compiled kernels: {error} Set FFPA_CACHE_DIR") from None
 
 
 def _unusable(directory: Path, why: str) -> BuildError:
@@ -88,7 +91,7 @@ class Library(NamedTuple):
 _opened = itertools.count(1)
 
 
-# What Python does with a file and the name it gets, to leave there what `keep` does.
+# A program that appends its digest to a file and moves it to the name that it is to have, as `keep` does with bytes.
 SEALS = (
     "import hashlib, os, sys; part, path = sys.argv[1:]; file = open(part, 'rb+'); "
     "file.write(hashlib.sha256(file.read()).hexdigest().encode()); file.close(); os.replace(part, path)"

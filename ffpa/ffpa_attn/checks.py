@@ -196,7 +196,16 @@ def only_tensors(**named) -> None:
 def _not_dense(name: str, x) -> str:
     if not x.is_nested:
         return f"`{name}` has layout {x.layout}; pass a dense tensor: {name}.to_dense()"
-    rows = f"{name}.values()" if x.layout is torch.jagged else f"torch.cat({name}.unbind())"
+    if name not in ("q", "k", "v", "query", "key", "value"):
+        return f"`{name}` is a nested tensor; pass a dense one"
+    sequences = x.unbind()
+    heads_first = sequences and sequences[0].dim() == 3 and len({len(one) for one in sequences}) == 1
+    if x.layout is torch.jagged:
+        rows = f"{name}.transpose(1, 2).values()" if heads_first else f"{name}.values()"
+    else:
+        rows = (
+            f"torch.cat([x.transpose(0, 1) for x in {name}.unbind()])" if heads_first else f"torch.cat({name}.unbind())"
+        )
     return (
         f"`{name}` is a nested tensor; pass its sequences, [N, H, D] each, one after the other to ffpa_varlen: {rows}, and "
         "where they begin as cu_seqlens, in torch.int32"

@@ -10,7 +10,7 @@ import torch
 from torch import _C, autograd
 from torch.autograd import forward_ad
 
-from . import flops, mapped, private_torch
+from . import flops, mapped, memory_checks, private_torch
 from .first_order import first_order_only
 from .private_torch import FakeTensor
 
@@ -19,9 +19,10 @@ _ops = torch.ops.ffpa_attn
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
     """`bodies` of all operators are there. (A plain Function at the Autograd key costs half of register_autograd's time a call.)"""
-    for name in () if private_torch.no_gradients else ("forward", "varlen_forward"):
+    for name in ("forward", "varlen_forward"):
         op = getattr(_ops, name).default
-        lib.impl(name, _autograd(op, bodies[name]), "Autograd", with_keyset=True)
+        kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
+        lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
         op = getattr(_ops, name).default
         lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
@@ -30,8 +31,8 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
     flops.register()
 
 
-class _Attention(torch.autograd.Function):
-    """Both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+class _Rules:
+    """Of both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
 
     @staticmethod
     def forward(ctx, op, body, keyset, options, q, k, v, *rest):
@@ -68,12 +69,44 @@ class _Attention(torch.autograd.Function):
         )
 
 
+class _Attention(_Rules, autograd.Function):
+    pass
+
+
+if not private_torch.no_torch_func:
+
+    class _AttentionOfOneLevel(_Rules, autograd.function._SingleLevelFunction):
+        """What torch.func does to a call it does to the operator, before it comes here, level by level. A Function would have it
+        do so again, with a Function of another form; so this is what that calls at each level.
+        """
+
+
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
-        # Forward-mode AD must come to the Function too: it says there that it has no formula.
-        if (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+        if _may_be_differentiated(args):
             return _differentiably(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
+
+    return kernel
+
+
+def _may_be_differentiated(args) -> bool:
+    """Forward-mode AD must come to the Function too: it says there that it has no formula."""
+    if private_torch.no_short_way:
+        return True
+    return (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0
+
+
+def _plain_calls_alone(op, body):
+    """Without what stops autograd below an operator, no other call can be told from one that wants gradients."""
+
+    def kernel(keyset, *args, **options):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        plain = all(type(x) is torch.Tensor and memory_checks.has_memory(x) for x in tensors)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if wanted or not plain or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(private_torch.no_gradients)
+        return body(*args, **options)
 
     return kernel
 
@@ -83,10 +116,8 @@ def _differentiably(*args):
         return _without_torch_func(*args)
     if not _C._are_functorch_transforms_active():
         return _Attention.apply(*args)
-    # What torch.func does to a call it does to the operator, before it comes here, level by level. Function.apply would
-    # have it do so again, with a Function of another form; so this is what that calls at each level.
     with torch._functorch.utils.enable_single_level_autograd_function():
-        return super(autograd.Function, _Attention).apply(*args)
+        return _AttentionOfOneLevel.apply(*args)
 
 
 def _without_torch_func(*args):
@@ -103,6 +134,8 @@ def _below_autograd(op, body, keyset, args, options):
         return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
     place_dtensors(args)
     with _C._AutoDispatchBelowAutograd():
+        if not _OUR_BODIES:
+            return op(*args, **options)
         return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
 
 
@@ -151,16 +184,10 @@ def _plain_keys() -> int:
 
 def _always_work(*tensors) -> bool:
     place_dtensors(tensors)
-    if (
-        private_torch.no_gradients
-        and torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in tensors)
-    ):
-        raise NotImplementedError(private_torch.no_gradients)
     return True
 
 
-if private_torch.no_short_way or private_torch.no_gradients:
+if private_torch.no_short_way:
     have_work = _always_work
     _OUR_BODIES = ()
 else:
@@ -199,7 +226,7 @@ def _autocast(op, device: str):
 
 
 def _without_autocast(device: str) -> Callable:
-    """What keeps it from casting within, in a fifth of the time that `torch.autocast` takes."""
+    """A context in which autocast casts nothing, entered in a fifth of the time that `torch.autocast` takes."""
     guard, key = map(
         private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
     )

@@ -76,4 +76,7 @@ class _Once(torch.autograd.Function):
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
+    try:
+        return forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # vmap has no rule for that, and maps over tangents where it is part of jacfwd or hessian
+        return True

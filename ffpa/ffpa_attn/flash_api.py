@@ -6,12 +6,13 @@ PyPI leaves to PyTorch: these are left there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 
-from . import checks, memory_checks, sdpa_override
+from . import checks, memory_checks, sdpa_override, words
 from .attention import ffpa, ffpa_varlen
 from .spec import HEAD_DIM_STEP
 
@@ -30,6 +31,7 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    **unknown,
 ):
     """flash-attn's function of this name: q [B, Nq, Hq, D], k and v [B, Nk, Hkv, D]; returns [B, Nq, Hq, D].
 
@@ -38,6 +40,8 @@ def flash_attn_func(
     flash-attn has something in the third place only where there is dropout. The LSE of a row that sees no key is -inf.
     Results and gradients are deterministic whatever `deterministic` says.
     """
+    if unknown:
+        words.refuse(flash_attn_func, unknown)
     _no_dropout(dropout_p)
     checks.only_tensors(q=q, k=k, v=v)
     bias = None if alibi_slopes is None else _alibi(q, k, alibi_slopes)
@@ -63,8 +67,11 @@ def flash_attn_varlen_func(
     deterministic=False,
     return_attn_probs=False,
     block_table=None,
+    **unknown,
 ):
     """flash_attn_func for packed sequences: q [Tq, Hq, D], k and v [Tk, Hkv, D]; returns [Tq, Hq, D], LSE [Hq, Tq]."""
+    if unknown:
+        words.refuse(flash_attn_varlen_func, unknown)
     _no_dropout(dropout_p)
     _not_given("pass one sequence at a time to flash_attn_func", alibi_slopes=alibi_slopes)
     _not_given("gather the pages of K and V into packed tensors first", block_table=block_table)
@@ -152,7 +159,7 @@ def ffpa_attn_func(
     3 dims is [B, Nq, Nk] where that fits. `backend`, `forward_backend` and `backward_backend` are accepted: ffpa
     chooses its kernel itself.
     """
-    forward = _backends("ffpa_attn_func", kwargs)
+    forward = _backends(ffpa_attn_func, kwargs)
     checks.only_tensors(query=query, key=key, value=value)
     rows_first = isinstance(forward, Backend) and forward.tensor_layout == "NHD"
     if rows_first:
@@ -224,7 +231,7 @@ def ffpa_attn_varlen_func(
     window, softcap = kwargs.pop("window_size", None) or (None, None), kwargs.pop("softcap", None) or 0.0
     kwargs.pop("num_splits", None)
     _not_given("leave it away", **{name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs})
-    _backends("ffpa_attn_varlen_func", kwargs)
+    _backends(ffpa_attn_varlen_func, kwargs)
     checks.only_tensors(q=q, k=k, v=v)
     _heads_agree(q, k, enable_gqa)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -238,11 +245,11 @@ _NOT_HERE = "sink attention_mask attn_mask block_mask score_mod aux_tensors sequ
 _BACKENDS = ("cuda", "triton", "cutedsl", "sdpa")
 
 
-def _backends(function: str, kwargs: dict):
+def _backends(function: Callable, kwargs: dict):
     """Checks what is left of the keywords; returns the backend of the forward."""
     for name, backend in kwargs.items():
         if name not in ("backend", "forward_backend", "backward_backend"):
-            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+            words.refuse(function, {name: backend})
         if isinstance(backend, str):
             checks.one_of(name, backend, _BACKENDS)
         elif backend is not None and not isinstance(backend, Backend):

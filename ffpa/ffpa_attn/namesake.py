@@ -3,21 +3,31 @@
 Both own the folder `ffpa_attn`: whichever came last has overwritten files of the other, and what is imported is neither.
 """
 
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
 
 NAME = "ffpa-cuda"  # this distribution's
 OTHER = "ffpa-attn"
+_MODULE = "ffpa_attn/__init__.py"
 
 
 def conflict() -> str | None:
     """What is wrong, if both are installed, and the way out."""
     for other in distributions(name=OTHER):
-        if "ffpa_attn/__init__.py" in map(str, other.files or ()):  # else a leftover, without the module
+        if _has_the_module(other):
             return (
                 f"{OTHER} {other.version} is installed as well as {NAME}, and both have the module ffpa_attn, so that files of "
-                f"the two are mixed; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} again"
+                f"the two are mixed or hide one another; the way out: pip uninstall -y {OTHER} {NAME}, and then install {NAME} "
+                "again"
             )
     return None
+
+
+def _has_the_module(other: Distribution) -> bool:
+    """A leftover has not, and where nothing lists files they are looked for."""
+    if other.files is None:
+        return Path(other.locate_file(_MODULE)).exists()
+    return _MODULE in map(str, other.files)
 
 
 if said := conflict():

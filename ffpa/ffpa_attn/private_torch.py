@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 
 import torch
 
-TRIED = ("2.10", "2.11", "2.13", "2.14", "2.15")  # the whole suite passes with each
+TRIED = ("2.10", "2.11", "2.13", "2.15")  # the whole suite passes with each
 
-OFF: list[str] = []  # why something is
+OFF: list[str] = []  # one sentence for each thing that is
 
 
 def find(path: str):
@@ -26,7 +27,7 @@ def find(path: str):
 
 
 def needs(use: str, *paths: str) -> str | None:
-    """None if all are there, else why `use` is off."""
+    """Returns None if all are there, else a sentence that says why `use` is off."""
     gone = [path for path in paths if find(path) is None]
     if not gone:
         return None
@@ -37,7 +38,7 @@ def needs(use: str, *paths: str) -> str | None:
 
 
 def off(use: str, error: Exception) -> NotImplementedError:
-    """What to raise where a use shows by `error` that PyTorch has not what it needs."""
+    """Makes the exception for a use that has just failed, with `error`, for want of a name."""
     return NotImplementedError(f"{use}: off with PyTorch {torch.__version__} ({error}); it was tried with {tried()}")
 
 
@@ -46,8 +47,8 @@ def tried() -> str:
 
 
 def newer_than_tried(version: str = torch.__version__) -> str | None:
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if release <= tuple(int(part) for part in TRIED[-1].split(".")):
+    release = re.match(r"(\d+)\.(\d+)", version)
+    if release is None or tuple(map(int, release.groups())) <= tuple(map(int, TRIED[-1].split("."))):
         return None
     return f"PyTorch {version} is newer than what this release of ffpa-cuda was tried with: {tried()}"
 
@@ -58,7 +59,7 @@ def warnings() -> list[str]:
 
 
 def _import(module: str) -> None:
-    """As far as it can be imported: `find` tells."""
+    """Imports it if it is there; `find` tells what of it is."""
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 
@@ -85,20 +86,16 @@ no_short_way = needs(
     "torch._C.DispatchKeySet",
     "torch._C._any_requires_grad",
     "torch._C._after_autograd_keyset.raw_repr",
+    "torch._C._AutoDispatchBelowAutograd",
     "torch.autograd.profiler._is_profiler_enabled",
     *_MODES,
 )
-no_gradients = needs(
-    "gradients",
-    "torch._C._any_requires_grad",
-    "torch._C._after_autograd_keyset",
-    "torch._C._AutoDispatchBelowAutograd",
-    "torch.autograd.forward_ad._current_level",
-)
+no_gradients = needs("gradients, torch.func and torch.compile", "torch._C._AutoDispatchBelowAutograd")
 no_torch_func = needs(
     "derivatives by torch.func",
     "torch._C._are_functorch_transforms_active",
     "torch._functorch.utils.enable_single_level_autograd_function",
+    "torch.autograd.function._SingleLevelFunction",
 )
 no_override = needs("sdpa() and enable_sdpa()", "torch._C._functorch.CInterpreter", *_MODES)
 no_torchscript = needs("enable_sdpa() in TorchScript", "torch.jit._builtins._register_builtin")

@@ -6,6 +6,7 @@ A call is taken where ffpa means exactly what PyTorch means. Every other call, a
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 
 import torch
@@ -35,7 +36,16 @@ class sdpa(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return (scaled_dot_product_attention if function is torch_sdpa else function)(*args, **(kwargs or {}))
 
+    def __init__(self, *functions):
+        if functions:
+            raise TypeError(f"sdpa takes no arguments and got {functions[0]!r}; as a decorator it is `@sdpa()`")
+        super().__init__()
+
     def __call__(self, function):
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{function} is a coroutine, which `@sdpa()` does not reach; write `with sdpa():` within it"
+            )
         return _context_decorator(lambda: sdpa(), function)
 
 
@@ -84,7 +94,7 @@ def attend(
     scale=None, enable_gqa=False, align="top_left", **unknown,
 ):  # fmt: skip
     """What ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
-    if more or unknown:
+    if more or unknown or private_torch.no_override:
         return None
     if is_causal_bias(attn_mask):
         # Its class asks whether it was called by what torch.nn.functional holds, which may be our function.

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -163,8 +164,7 @@ class Torch:
 
     @property
     def release(self) -> tuple[int, int]:
-        major, minor = self.version.split(".")[:2]
-        return int(major), int(minor)
+        return tuple(map(int, re.findall(r"\d+", self.version)[:2]))
 
 
 def find_torch() -> Torch | None:

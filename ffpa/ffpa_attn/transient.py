@@ -10,7 +10,8 @@ import subprocess
 import torch
 
 _OF_TOOLS = frozenset(
-    getattr(errno, name) for name in "ENOMEM ENOSPC EDQUOT EMFILE ENFILE EAGAIN EINTR EBUSY ETXTBSY EIO ESTALE".split()
+    getattr(errno, name)
+    for name in "ENOMEM ENOSPC EDQUOT EFBIG EMFILE ENFILE EAGAIN EINTR EBUSY ETXTBSY EIO ESTALE".split()
 )
 _OF_THE_SYSTEM = _OF_TOOLS | {
     errno.ENOENT,
@@ -27,7 +28,17 @@ _OF_A_KERNEL = (
     "too many resources requested for launch",
 )
 # How compilers, ninja and the shell put that, and that a signal ended one of them: a full disk may be a bus error.
-_OF_COMPILERS = ("signal 7", "signal 9", "signal 15", "Killed", "Terminated", "Bus error", "interrupted by user")
+_OF_COMPILERS = (
+    *(f"signal {number}" for number in (7, 9, 15, 24, 25)),
+    *(
+        "Killed",
+        "Terminated",
+        "Bus error",
+        "CPU time limit exceeded",
+        "File size limit exceeded",
+        "interrupted by user",
+    ),
+)
 _IN_ANY_CASE = (*(os.strerror(number).lower() for number in _OF_TOOLS), "out of memory", "memory exhausted")
 
 

@@ -81,9 +81,7 @@ _thread = _Thread()
 def _make_context_current(device: torch.device) -> None:
     """A thread that has made no call of CUDA's runtime yet has no context, without which the driver describes no tensor."""
     if device.type == "cuda":
-        torch.cuda.mem_get_info(
-            device
-        )  # of such calls the one that any thread may make, a capture being under way or not
+        torch.cuda.mem_get_info(device)  # a capture may be under way, which other calls would end
     _thread.has_context = True
 
 

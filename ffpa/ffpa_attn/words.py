@@ -45,7 +45,7 @@ WAYS_OUT: Mapping[str, tuple[str | None, str]] = {
     "cu_seqlens_k": (None, _PACKED),
     "max_seqlen_q": (None, _PACKED),
     "max_seqlen_k": (None, _PACKED),
-    "mask": (None, "call ffpa, for one sequence at a time, with it"),
+    "mask": (None, "call ffpa with it, for one sequence at a time where they are packed"),
     "layout": (None, _ALWAYS + "there is one layout, which the function's own description names"),
 }  # fmt: skip
 
@@ -66,4 +66,6 @@ def _way_out(function: Callable, word: str, known: list[str]) -> str:
         return way_out.format(new=new) or (
             f"did you mean `{similar[0]}`?" if similar else f"allowed: {', '.join(known)}"
         )
-    return f"{function.__name__} has no `{new}`; {WAYS_OUT[new][1] if new in WAYS_OUT else 'leave it away'}"
+    return (
+        f"{function.__name__} has no `{new}`; {WAYS_OUT[new][1] if new in WAYS_OUT else 'only ffpa and ffpa_varlen do'}"
+    )

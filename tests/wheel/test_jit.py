@@ -45,6 +45,16 @@ def test_the_default_cache_is_in_the_home(monkeypatch, tmp_path):
     assert cache_directory() == tmp_path / ".cache" / "ffpa_attn"
 
 
+def test_a_user_without_a_home(monkeypatch):
+    def no_home(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("FFPA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(BuildError, match="no place for the cache .* Set FFPA_CACHE_DIR"):
+        cache_directory()
+
+
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
     paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(ScaledCopy("f16", 8), "sm_90")]
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
