@@ -24,8 +24,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--part",
         metavar="I/N",
-        help="every N-th test from the I-th on: N such runs, side by side, are the suite. The first "
-        "has all that are marked large; TESTS_IN_A_ROW of a module, which share what is compiled for them, count as one.",
+        help="the I-th of N runs that, side by side, are the suite and take about as long. The first "
+        "has all that are marked large; TESTS_IN_A_ROW of a module, which share what is compiled for them, are one run's.",
     )
 
 
@@ -35,22 +35,38 @@ def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.getoption("--part").split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--part={part}/{parts}: parts count from 1")
-    chosen = {
-        item for turn, item in _turns(items) if (1 if item.get_closest_marker("large") else turn % parts + 1) == part
-    }
+    chosen = _dealt(items, parts)[part - 1]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
 
-def _turns(items):
-    """(number, test): tests of one number run in one process."""
-    turn, left, module = -1, 0, None
+def _dealt(items, parts: int) -> list[set]:
+    """The tests of each part. What belongs together goes to the part that has the least to do so far."""
+    tests_of, seconds_of = [set() for _ in range(parts)], [0.0] * parts
+    for tests in _together(items):
+        large = [test for test in tests if test.get_closest_marker("large")]
+        others = [test for test in tests if test not in large]
+        for part, dealt in ((0, large), (seconds_of.index(min(seconds_of)), others)):
+            tests_of[part].update(dealt)
+            seconds_of[part] += sum(map(_seconds, dealt))
+    return tests_of
+
+
+def _together(items):
+    """Lists of the tests that are to run in one process."""
+    tests = []
     for item in items:
-        if not left or item.module is not module:
-            turn, module = turn + 1, item.module
-            left = getattr(module, "TESTS_IN_A_ROW", 1)
-        left -= 1
-        yield turn, item
+        if tests and (item.module is not tests[0].module or len(tests) == getattr(item.module, "TESTS_IN_A_ROW", 1)):
+            yield tests
+            tests = []
+        tests.append(item)
+    if tests:
+        yield tests
+
+
+def _seconds(test) -> float:
+    long = test.get_closest_marker("long")
+    return long.kwargs["seconds"] if long else 0.7
 
 
 @pytest.fixture(params=DEVICES)

@@ -610,6 +610,7 @@ def shipped_kernels_alone(monkeypatch):
     monkeypatch.setattr(emulated, "_module_with", of_shipped)
 
 
+@pytest.mark.long(seconds=45)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("device", list(SEEDS))
 def test_fixed_seeds(device, part, shipped_kernels_alone):

@@ -37,9 +37,13 @@ def quiet_environment() -> dict:
 
 
 FAMILIES = [
-    *(("sequences", device, world) for device in ["cpu"] + ["cuda"] * torch.cuda.is_available() for world in (2, 4)),
-    *(("copies", "cpu", world) for world in (2, 5)),  # the latter uses places twice in a call
+    *(pytest.param("sequences", "cpu", world, marks=pytest.mark.long(seconds=30)) for world in (2, 4)),
+    *(
+        pytest.param("copies", "cpu", world, marks=pytest.mark.long(seconds=20)) for world in (2, 5)
+    ),  # 5 use places twice in a call
 ]
+if torch.cuda.is_available():  # each rank compiles Triton's kernels
+    FAMILIES += [pytest.param("sequences", "cuda", world, marks=pytest.mark.long(seconds=240)) for world in (2, 4)]
 
 
 @pytest.mark.parametrize("family, device, world", FAMILIES)

@@ -37,15 +37,20 @@ def test_exit_code(tmp_path, body, exit_code):
 
 
 @pytest.mark.parametrize(
-    "in_a_row, wanted",
-    [("", [[0, 3, 4, 6], [1, 7], [2, 5]]), ("TESTS_IN_A_ROW = 2", [[0, 1, 3, 4, 6, 7], [2], [5]])],
-    ids=["one by one", "two by two"],
+    "in_a_row, long, wanted",
+    [
+        (1, (), [[0, 3, 4], [1, 5, 7], [2, 6]]),
+        (2, (), [[0, 1, 3, 4], [2, 6, 7], [5]]),
+        (1, (1,), [[0, 3, 4, 7], [1], [2, 5, 6]]),
+    ],
+    ids=["one by one", "two by two", "one takes long"],
 )
-def test_parts_are_the_suite(tmp_path, in_a_row, wanted):
-    """Each test in one of them, those that no two of may run at once in the first, those that share kernels together."""
+def test_parts_are_the_suite(tmp_path, in_a_row, long, wanted):
+    """Each test is in one of them, those that no two of may run at once in the first, those that share kernels together."""
     body = f"""import pytest
-{in_a_row}
-@pytest.mark.parametrize("i", [pytest.param(i, marks=[pytest.mark.large(gigabytes=9)] * (i in (3, 4))) for i in range(8)])
+TESTS_IN_A_ROW = {in_a_row}
+MARKS = {{i: [pytest.mark.large(gigabytes=9)] for i in (3, 4)}} | {{i: [pytest.mark.long(seconds=5)] for i in {long}}}
+@pytest.mark.parametrize("i", [pytest.param(i, marks=MARKS.get(i, [])) for i in range(8)])
 def test_it(i): pass
 """
     runs = [suite_of(tmp_path, body, "--collect-only", f"--part={part}/3").stdout for part in (1, 2, 3)]

@@ -32,7 +32,7 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
 
 
 class _Rules:
-    """Of both forms: `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """How both forms are computed and differentiated; `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
 
     @staticmethod
     def forward(ctx, op, body, keyset, options, q, k, v, *rest):
@@ -70,7 +70,7 @@ class _Rules:
 
 
 class _Attention(_Rules, autograd.Function):
-    pass
+    """What autograd records."""
 
 
 if not private_torch.no_torch_func:

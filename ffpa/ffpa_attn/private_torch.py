@@ -15,11 +15,11 @@ import torch
 
 TRIED = ("2.10", "2.11", "2.13", "2.15")  # the whole suite passes with each
 
-OFF: list[str] = []  # one sentence for each thing that is
+OFF: list[str] = []  # one sentence for each thing that is off
 
 
 def find(path: str):
-    """What `torch.a.b` names, or None."""
+    """Returns what a path such as "torch.a.b" names, or None."""
     found = torch
     for name in path.split(".")[1:]:
         found = getattr(found, name, None)
@@ -59,7 +59,7 @@ def warnings() -> list[str]:
 
 
 def _import(module: str) -> None:
-    """Imports it if it is there; `find` tells what of it is."""
+    """Imports a module if it is there; `find` tells which of its names are."""
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 
