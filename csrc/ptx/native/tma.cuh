@@ -142,13 +142,6 @@ inline TensorMapEncoder find_tensor_map_encoder() {
   return {function, {}};
 }
 
-// A thread that has made no call of the runtime's yet has no context, which the driver's calls need: this gives it that
-// of its device.
-inline bool make_context_current() {
-  int device = 0;
-  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-}
-
 // Host.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -181,7 +174,12 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();
-  if (result != CUDA_SUCCESS && make_context_current()) result = encoded();
+  // A thread that has made no call of the runtime's yet has no context, which the driver needs. Setting the thread's device
+  // makes its context current.
+  int device = 0;
+  if (result != CUDA_SUCCESS && cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
+    result = encoded();
+  }
   if (result != CUDA_SUCCESS) return {static_cast<int>(result), "cuTensorMapEncodeTiled refused the tensor map"};
   return {};
 }
