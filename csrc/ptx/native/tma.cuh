@@ -174,8 +174,8 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();
-  // A thread that has made no call of the runtime's yet has no context, which the driver needs. Setting the thread's device
-  // makes its context current.
+  // A thread that has made no call of the runtime's yet has no context, which the driver needs. Setting the thread's
+  // device makes its context current.
   int device = 0;
   if (result != CUDA_SUCCESS && cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
     result = encoded();
