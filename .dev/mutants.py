@@ -1783,7 +1783,7 @@ MUTANTS = [
         "integrations/transformers.py",
         "tests/test_transformers.py",
         ("transformers: SDPA's diagonal for the last rows", "n_q in (1, n_k)  # SDPA's", "True  # SDPA's"),
-        ("transformers: a mask that SDPA does not need", "not (seen.is_only_causality and on_the_diagonal)", "True"),
+        ("transformers: a mask that SDPA does not need", "not (seen.is_only_causality() and on_the_diagonal)", "True"),
         ("transformers: queries that a batch shares", "else x.expand(batch, -1, -1, -1)", "else x"),
         ("transformers: offsets of keys missing", "cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k", "cu_seq_lens_k"),
         ("transformers: names of its own", "for part in (\"flash\", \"sdpa\", \"|\", \"/\")", "for part in (\"flash\",)"),

@@ -35,6 +35,7 @@ class RuleMask(torch.Tensor):
 
     def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, nothing=None, device=None):
         self.is_causal, self.window, self.keys, self.offsets = is_causal, window, keys, offsets
+        self.tokens = keys  # by a name that the compiler's own objects have not
         if keys is None and offsets is None:  # the compiler takes no tensor that holds none
             self.nothing = torch.empty(0, device=device) if nothing is None else nothing
 
@@ -50,11 +51,6 @@ class RuleMask(torch.Tensor):
         """So that a compiled layer takes one as it is."""
         held = [name for name in ("tokens", "offsets") if getattr(self, name) is not None] or ["nothing"]
         return held, (self.is_causal, self.window)
-
-    @property
-    def tokens(self) -> torch.Tensor | None:
-        """The keys, by a name that the compiler's own objects have not."""
-        return self.keys
 
     @staticmethod
     def __tensor_unflatten__(inner, rule, shape, stride):
@@ -111,14 +107,13 @@ class Seen(NamedTuple):
     offsets: tuple[torch.Tensor, torch.Tensor] | None = None
     mask: torch.Tensor | None = None
 
-    @property
     def is_only_causality(self) -> bool:
         return self.window is None and self.keys is None and self.offsets is None and self.mask is None
 
     def written(self, shape, device) -> torch.Tensor | None:
         """[B, 1, Nq, Nk], or None where every row sees every key."""
         batch, _, n_q, n_k = shape
-        if self.mask is not None or (self.is_only_causality and not self.is_causal):
+        if self.mask is not None or (self.is_only_causality() and not self.is_causal):
             return self.mask
         visible = sees(n_q, n_k, self.is_causal, self.window, device).expand(shape)
         if self.keys is not None:

@@ -191,7 +191,7 @@ def _by_transformers(module, query, key, value, seen: Seen, rule, others):
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     n_q, n_k, is_causal = query.shape[2], key.shape[2], False
     on_the_diagonal = not seen.is_causal or n_q in (1, n_k)  # SDPA's begins at the first key
-    mask_needed = not (seen.is_only_causality and on_the_diagonal) or "position_bias" in rule
+    mask_needed = not (seen.is_only_causality() and on_the_diagonal) or "position_bias" in rule
     if not others.get("output_attentions") and rule.keys() <= {"dropout", "scaling", "position_bias"}:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward as function
 
