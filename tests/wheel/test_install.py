@@ -100,6 +100,7 @@ def pypi_nvcc(no_toolkit) -> dict[str, str]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:  # only beside a toolkit: without one, set-up fetched it into the environment
             pytest.skip(f"PyPI's nvcc cannot be fetched: {done.stderr[-500:]}")
+        (fresh / "nvidia" / "__init__.py").touch()  # another in the environment would hide it
         fresh.rename(place)
     return {**no_toolkit, "PYTHONPATH": str(place)}
 
