@@ -28,7 +28,7 @@ PYTHON_LAYERS = (
         "version",
         "words",
     ),
-    ("agreement", "first_order", "tiles", "triton_tiles"),
+    ("agreement", "first_order", "plain_torch", "tiles", "triton_tiles"),
     ("spec",),
     ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
     ("cache", "flops", "mapped"),

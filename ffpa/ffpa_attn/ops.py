@@ -37,6 +37,7 @@ from . import (
 )
 from .choice import CANDIDATES, Choice, choose
 from .forms import Dense, Packed, describe, seen
+from .plain_torch import PlainTorch
 from .spec import Problem
 
 _RULE = (
@@ -67,7 +68,6 @@ for _schema in SCHEMAS:
 _ops = torch.ops.ffpa_attn
 # That of torch.nn.functional may be ours (sdpa_override.py).
 torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
-_set_grad_enabled = private_torch.find("torch._C._set_grad_enabled") or torch.set_grad_enabled
 
 
 # ---- from a call to a choice ----
@@ -177,28 +177,8 @@ def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
     return _decide(form, "forward", q, k, v, options, flags)
 
 
-class _PlainTorch:
-    """PyTorch's own operators as the reference path means them: no graph is recorded, nothing is cast. In a fifth of the time
-    that `torch.no_grad()` and `torch.autocast()` take.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device.type
-
-    def __enter__(self):
-        self.grad, self.cast = torch.is_grad_enabled(), torch.is_autocast_enabled(self.device)
-        self._set(False, False)
-
-    def __exit__(self, *_):
-        self._set(self.grad, self.cast)
-
-    def _set(self, grad: bool, cast: bool) -> None:
-        _set_grad_enabled(grad)
-        torch.set_autocast_enabled(self.device, cast)
-
-
 def _reference_forward(form, q, k, v, out, lse, plan) -> None:
-    with _PlainTorch(q.device):
+    with PlainTorch(q.device):
         out.zero_()
         lse.fill_(-float("inf"))
         q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
@@ -212,7 +192,7 @@ def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
     # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
     if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
         return _reference_forward(form, q, k, v, out, lse, plan)
-    with _PlainTorch(q.device):
+    with PlainTorch(q.device):
         form.heads_first(out).copy_(torch_sdpa(*heads_first, is_causal=causal, scale=scale))
 
 
@@ -250,7 +230,7 @@ def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan
 
 
 def _reference_fp8(q, k, v, scales, out, lse, plan) -> None:
-    with _PlainTorch(q.device):
+    with PlainTorch(q.device):
         out.zero_()
         if lse is not None:
             lse.fill_(-float("inf"))
@@ -274,7 +254,7 @@ _FP8_FORWARD = {"hopper": _hopper_fp8, "triton": _triton_fp8, "reference": _refe
 
 
 def _reference_backward(form, saved, grads, d_mask, plan) -> None:
-    with _PlainTorch(saved[0].device):
+    with PlainTorch(saved[0].device):
         for grad in grads:
             grad.zero_()
         sequences = form.sequences(saved[2], saved[3])
@@ -284,7 +264,7 @@ def _reference_backward(form, saved, grads, d_mask, plan) -> None:
 
 def _reference_mask_gradient(form, saved, d_mask, plan) -> None:
     if d_mask is not None:
-        with _PlainTorch(d_mask.device):
+        with PlainTorch(d_mask.device):
             d_mask.zero_()
             reference.mask_gradient(*saved, reference.align_mask(form.mask), d_mask, plan.rule, plan.workspace_cap)
 

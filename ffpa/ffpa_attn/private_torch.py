@@ -13,7 +13,7 @@ import re
 
 import torch
 
-TRIED = ("2.10", "2.11", "2.13", "2.15")  # the whole suite passes with each
+TRIED = ("2.10", "2.11", "2.13", "2.15")  # all tests pass with each
 
 OFF: list[str] = []  # one sentence for each thing that is off
 
