@@ -9,14 +9,14 @@ cd "$root"
 export FFPA_CUDA_ARCHS=${FFPA_CUDA_ARCHS:-$(this_arch)}
 [ $# -eq 0 ] || exec "$PY" -m pytest "$@"
 
-# A core for each part, and 4 GB of what is free of a GPU, beside what the first one takes for a large test.
+# A core for each part, and 3 GB of what is free of a GPU, beside what the first one takes for a large test.
 read -r parts gpus < <("$PY" - <<'END'
 import os
 import torch
 most, gpus, large = 0, torch.cuda.device_count(), 30
 for gpu in range(gpus):
     free = torch.cuda.mem_get_info(gpu)[0] >> 30
-    most += min(16, max(1, 1 + (free - large) // 4 if free > large else free // 4))
+    most += min(16, max(1, 1 + (free - large) // 3 if free > large else free // 3))
 print(min(len(os.sched_getaffinity(0)), most or 16), os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus))))
 END
 )

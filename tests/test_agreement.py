@@ -17,6 +17,7 @@ from ffpa_attn import agreement, distributed, ffpa, ring, ulysses
 FUNCTIONS = (distributed.ring_attention, distributed.ulysses_attention)
 
 
+@pytest.mark.long(seconds=40)
 @pytest.mark.parametrize("device, world", [("cpu", 2), ("cpu", 4)] + [("cuda", 2)] * torch.cuda.is_available())
 def test_family(device, world, tmp_path):
     ranks.start(__file__, "kinds", device, world, tmp_path)

@@ -587,13 +587,8 @@ class Answer(NamedTuple):
 
 # ---- seeds ----
 
-SEEDS = {
-    "emulator": 400,
-    "fused": 200,
-    "interpreter": 80,
-    "cpu": 800,
-    "cuda": 800,
-}  # about a minute each, or half of one
+SEEDS = {"emulator": 400, "fused": 200, "interpreter": 80, "cpu": 800, "cuda": 800}
+SECONDS = {"emulator": 30, "fused": 55, "interpreter": 30, "cpu": 12, "cuda": 45}  # that each of the four parts takes
 
 
 @pytest.fixture
@@ -610,9 +605,10 @@ def shipped_kernels_alone(monkeypatch):
     monkeypatch.setattr(emulated, "_module_with", of_shipped)
 
 
-@pytest.mark.long(seconds=45)
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("device", list(SEEDS))
+@pytest.mark.parametrize(
+    "device", [pytest.param(device, marks=pytest.mark.long(seconds=SECONDS[device])) for device in SEEDS]
+)
 def test_fixed_seeds(device, part, shipped_kernels_alone):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

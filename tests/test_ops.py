@@ -293,6 +293,7 @@ class TestCompile:
             ]
             assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
+    @pytest.mark.long(seconds=50)  # the first that Inductor compiles
     def test_inductor(self, device):
         inputs = dense(device)[:3]
         function = torch.compile(

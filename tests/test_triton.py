@@ -82,30 +82,33 @@ PROBLEM = Problem(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
-def test_kernels_compile_for_gpus(arch):
-    """With tensor cores, within the GPU's shared memory: the GPU itself need not be there."""
+def compiled_offline(*words):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, Path(__file__).with_name("triton_offline.py"), arch]
+    command = [sys.executable, Path(__file__).with_name("triton_offline.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 36
+    return json.loads(done.stdout)
+
+
+@pytest.mark.long(seconds=25)
+@pytest.mark.parametrize("d", ["64", "256", "72"])
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_kernels_compile_for_gpus(arch, d):
+    """With tensor cores, within the GPU's shared memory: the GPU itself need not be there."""
+    found = compiled_offline(arch, d)
+    assert len(found) == 12
     for name, (shared_bytes, products, hasty_stores) in found.items():
         assert shared_bytes <= archs.shared_memory_bytes(arch), name
         assert hasty_stores == 0 or not name.startswith("merge"), "its stores are to what other warps may yet read"
         assert products > 0 or name.startswith(("statistics", "arrange", "block_maxima", "quantize", "merge")), name
 
 
+@pytest.mark.long(seconds=25)
 def test_odd_rows_are_copied_by_16_bytes():
     """Rows apart by odd multiples of 16 bytes too, of narrow values, and where one stage is asked for: by single elements they came
     through one place, and ptxas 12.8 lost the descriptors of what lay there.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, Path(__file__).with_name("triton_offline.py"), "sm_90", "odd"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = compiled_offline("sm_90", "odd")
     assert len(found) == 5
     for name, (copies, wrong) in found.items():
         assert copies >= 8, f"{name} has {copies} copies of 16 bytes"

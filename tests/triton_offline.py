@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90` prints one JSON object,
+"""Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90 64` prints one JSON object,
 kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a load before them],
-for the tiles that a plan would take. `sm_90 odd`: of rows apart by odd multiples of 16 bytes, narrow values, and one stage asked
-for, kernel -> [how many copies of 16 bytes, what products may read that is no tile]. With gfx942, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
+for the tiles that a plan would take at 64 columns (or 256; at 72, with every rule). `sm_90 odd`: of rows apart by odd multiples of 16 bytes, narrow values, and one stage asked
+for, kernel -> [how many copies of 16 bytes, what products may read that is no tile]. With gfx942 and columns, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
 """
 
 import json
@@ -161,57 +161,58 @@ def of_odd_rows(arch: str) -> dict[str, list]:
     return found
 
 
-def main(arch: str) -> dict[str, list[int]]:
+def main(arch: str, d: int) -> dict[str, list[int]]:
     cuda = arch.startswith("sm_")
     found = {}
-    for d, rules in ((64, PLAIN), (256, PLAIN), (72, EVERY_RULE)):
-        problem = Problem(
-            "forward", "cuda", arch if cuda else "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, None,
-            Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None,
-        )  # fmt: skip
-        forward, backward = (
-            triton_attention.plan(
-                problem._replace(direction=direction, mask=None if rules is PLAIN else "additive"), env.run_flags()
-            )
-            for direction in ("forward", "backward")
+    rules = EVERY_RULE if d == 72 else PLAIN
+    problem = Problem(
+        "forward", "cuda", arch if cuda else "sm_80", "bf16", 1, 32, 32, 8192, 8192, d, d, None,
+        Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None,
+    )  # fmt: skip
+    forward, backward = (
+        triton_attention.plan(
+            problem._replace(direction=direction, mask=None if rules is PLAIN else "additive"), env.run_flags()
         )
-        persistent = triton_attention.plan(problem, {**env.run_flags(), "FFPA_TRITON_CORES": 24})
-        width = forward.widths[0]
-        options = {"D_QK": d, "D_V": d, "WIDTH_QK": width, "WIDTH_V": width, "SLICE": persistent.slice_rows}
-        options |= rules | {"TMA": forward.descriptors and not rules["PACKED"]}
-        in_8_bits = triton_fp8.plan(problem._replace(dtype="e4m3"), env.run_flags())
-        options |= {
-            "D": d,
-            "MORE": 4,
-            "FIRST": False,
-            "WIDTH": width,
-            "GRAD_LSE": True,
-            "P_EXPONENT": 8,
-            "LARGEST_OUT": float("inf"),
-        }
-        options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
-        kernels = (
-            (triton_kernels.forward_kernel, forward.over_rows),
-            (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
-            (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
-            (triton_backward_kernels.far_gradients_kernel, backward.far),
-            (triton_backward_kernels.shares_kernel, backward.far),
-            (triton_backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
-            (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
-            (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
-            (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
-            (triton_fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
-            (triton_merge_kernels.merge_kernel, triton_merge.TILES),
-            (triton_persistent.persistent_forward_kernel, persistent.over_rows),
-        )
-        for kernel, tiles in kernels if cuda else kernels[-1:]:
-            result = compiled(kernel, tiles, arch, options)
-            assembly = result.asm["ptx" if cuda else "amdgcn"]
-            products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
-            hasty = hasty_stores(assembly) if cuda else 0
-            found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, hasty]
+        for direction in ("forward", "backward")
+    )
+    persistent = triton_attention.plan(problem, {**env.run_flags(), "FFPA_TRITON_CORES": 24})
+    width = forward.widths[0]
+    options = {"D_QK": d, "D_V": d, "WIDTH_QK": width, "WIDTH_V": width, "SLICE": persistent.slice_rows}
+    options |= rules | {"TMA": forward.descriptors and not rules["PACKED"]}
+    in_8_bits = triton_fp8.plan(problem._replace(dtype="e4m3"), env.run_flags())
+    options |= {
+        "D": d,
+        "MORE": 4,
+        "FIRST": False,
+        "WIDTH": width,
+        "GRAD_LSE": True,
+        "P_EXPONENT": 8,
+        "LARGEST_OUT": float("inf"),
+    }
+    options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
+    kernels = (
+        (triton_kernels.forward_kernel, forward.over_rows),
+        (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
+        (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
+        (triton_backward_kernels.far_gradients_kernel, backward.far),
+        (triton_backward_kernels.shares_kernel, backward.far),
+        (triton_backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
+        (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
+        (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
+        (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
+        (triton_fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
+        (triton_merge_kernels.merge_kernel, triton_merge.TILES),
+        (triton_persistent.persistent_forward_kernel, persistent.over_rows),
+    )
+    for kernel, tiles in kernels if cuda else kernels[-1:]:
+        result = compiled(kernel, tiles, arch, options)
+        assembly = result.asm["ptx" if cuda else "amdgcn"]
+        products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
+        hasty = hasty_stores(assembly) if cuda else 0
+        found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, hasty]
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(of_odd_rows(sys.argv[1]) if sys.argv[2:] == ["odd"] else main(sys.argv[1])))
+    arch, which = sys.argv[1:]
+    print(json.dumps(of_odd_rows(arch) if which == "odd" else main(arch, int(which))))
