@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, then runs the whole test suite, a part of it on each core; arguments go to one pytest instead:
+# Sets up, then runs the whole test suite on all cores; arguments go to one pytest instead:
 # `bash .dev/test.sh tests/test_ops.py -k compile`. Without network and nvcc the tests that compile fail, and the others run.
 set -eu -o pipefail
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
@@ -21,8 +21,9 @@ print(min(len(os.sched_getaffinity(0)), most or 16), os.environ.get("CUDA_VISIBL
 END
 )
 logs=$root/build/suite
+queue=$logs/queue
 rm -rf "$logs"
-mkdir -p "$logs"
+mkdir -p "$queue"
 runs=()
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 part() { # of several GPUs, each part takes another one first
@@ -33,7 +34,7 @@ part() { # of several GPUs, each part takes another one first
     all=("${all[@]:first}" "${all[@]:0:first}")
     export CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${all[*]}")
   fi
-  "$PY" -m pytest -p no:cacheprovider tests --part "$1/$parts" 2>&1 | tee "$logs/part$1.log"
+  "$PY" -m pytest -p no:cacheprovider tests --queue "$queue" 2>&1 | tee "$logs/part$1.log"
 }
 part 1 & # one is there to watch
 runs+=($!)
@@ -47,10 +48,8 @@ for ((i = 1; i <= parts; i++)); do
   failed=1
   [ "$i" = 1 ] || cat "$logs/part$i.log"
 done
-if [ "$parts" -gt 1 ]; then
-  printf '%s' "all $parts parts: "
-  for log in "$logs"/*.log; do grep -E ' in [0-9.]+s' "$log" | tail -n 1; done |
-    grep -oE '[0-9]+ (passed|failed|skipped|error)' |
-    awk '{ n[$2] += $1 } END { for (what in n) printf "%d %s ", n[what], what; print "" }' || true
-fi
+counts=$(for log in "$logs"/*.log; do grep -E ' in [0-9.]+s' "$log" | tail -n 1; done |
+  grep -oE '[0-9]+ (passed|failed|skipped|error)' | awk '{ n[$2] += $1 } END { for (what in n) printf " %d %s", n[what], what }' || true)
+echo "in all:$counts"
+[[ $counts == *" passed"* ]] || failed=1
 exit $failed

@@ -1,5 +1,6 @@
 """Every test takes `device`: the CPU, and a GPU where there is one. A run in which nothing ran is a failure."""
 
+import hashlib
 import os
 import platform
 import sys
@@ -22,51 +23,59 @@ DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--part",
-        metavar="I/N",
-        help="the I-th of N runs that, side by side, are the suite and take about as long. The first "
-        "has all that are marked large; TESTS_IN_A_ROW of a module, which share what is compiled for them, are one run's.",
+        "--queue",
+        metavar="FOLDER",
+        type=Path,
+        help="runs that are given the same empty folder share the suite: each takes the next tests that no other has taken",
     )
 
 
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--part"):
-        return
-    part, parts = map(int, config.getoption("--part").split("/"))
-    if not 1 <= part <= parts:
-        raise pytest.UsageError(f"--part={part}/{parts}: parts count from 1")
-    chosen = _dealt(items, parts)[part - 1]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    folder = session.config.getoption("--queue")
+    if not folder or session.config.option.collectonly:
+        return None
+    mine = _taken(session.items, folder)
+    item = next(mine, None)
+    while item is not None:
+        following = next(mine, None)
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail or session.shouldstop:
+            raise session.Interrupted(session.shouldfail or session.shouldstop)
+        item = following
+    return True
 
 
-def _dealt(items, parts: int) -> list[set]:
-    """The tests of each part. What belongs together goes to the part that has the least to do so far."""
-    tests_of, seconds_of = [set() for _ in range(parts)], [0.0] * parts
+def _taken(items, folder: Path):
+    """The tests that this run is the first to take."""
     for tests in _together(items):
-        large = [test for test in tests if test.get_closest_marker("large")]
-        others = [test for test in tests if test not in large]
-        for part, dealt in ((0, large), (seconds_of.index(min(seconds_of)), others)):
-            tests_of[part].update(dealt)
-            seconds_of[part] += sum(map(_seconds, dealt))
-    return tests_of
+        name = hashlib.sha256(tests[0].nodeid.encode()).hexdigest()[:16]
+        try:
+            (folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from tests
 
 
-def _together(items):
-    """Lists of the tests that are to run in one process."""
-    tests = []
+def _together(items) -> list[list]:
+    """Lists of the tests that one process runs; those that take long begin first."""
+    large = [item for item in items if item.get_closest_marker("large")]
+    long = sorted((item for item in items if _seconds(item) and item not in large), key=_seconds, reverse=True)
+    rows: list[list] = []
     for item in items:
-        if tests and (item.module is not tests[0].module or len(tests) == getattr(item.module, "TESTS_IN_A_ROW", 1)):
-            yield tests
-            tests = []
-        tests.append(item)
-    if tests:
-        yield tests
+        if item in large or item in long:
+            continue
+        most = getattr(item.module, "TESTS_IN_A_ROW", 1)
+        if rows and rows[-1][0].module is item.module and len(rows[-1]) < most:
+            rows[-1].append(item)
+        else:
+            rows.append([item])
+    return [large] * bool(large) + [[item] for item in long] + sorted(rows, key=len, reverse=True)
 
 
-def _seconds(test) -> float:
-    long = test.get_closest_marker("long")
-    return long.kwargs["seconds"] if long else 0.7
+def _seconds(item) -> float:
+    long = item.get_closest_marker("long")
+    return long.kwargs["seconds"] if long else 0.0
 
 
 @pytest.fixture(params=DEVICES)
@@ -143,6 +152,7 @@ def clean_environment(monkeypatch):
 def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     ran = sum(len(reporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "xfailed")) if reporter else 1
-    if exitstatus == pytest.ExitCode.OK and not ran and not session.config.option.collectonly:
+    others_ran = session.config.getoption("--queue")
+    if exitstatus == pytest.ExitCode.OK and not ran and not others_ran and not session.config.option.collectonly:
         reporter.write_line("nothing ran: every test was skipped or deselected, which proves nothing", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,27 +37,34 @@ def test_exit_code(tmp_path, body, exit_code):
     assert ("nothing ran" in run.stdout) == ("skip" in body)
 
 
-@pytest.mark.parametrize(
-    "in_a_row, long, wanted",
-    [
-        (1, (), [[0, 3, 4], [1, 5, 7], [2, 6]]),
-        (2, (), [[0, 1, 3, 4], [2, 6, 7], [5]]),
-        (1, (1,), [[0, 3, 4, 7], [1], [2, 5, 6]]),
-    ],
-    ids=["one by one", "two by two", "one takes long"],
-)
-def test_parts_are_the_suite(tmp_path, in_a_row, long, wanted):
-    """Each test is in one of them, those that no two of may run at once in the first, those that share kernels together."""
-    body = f"""import pytest
-TESTS_IN_A_ROW = {in_a_row}
-MARKS = {{i: [pytest.mark.large(gigabytes=9)] for i in (3, 4)}} | {{i: [pytest.mark.long(seconds=5)] for i in {long}}}
-@pytest.mark.parametrize("i", [pytest.param(i, marks=MARKS.get(i, [])) for i in range(8)])
-def test_it(i): pass
+ORDER = """import pytest
+TESTS_IN_A_ROW = 2
+MARKS = {3: [pytest.mark.large(gigabytes=9)], 5: [pytest.mark.large(gigabytes=9)]}
+MARKS |= {1: [pytest.mark.long(seconds=20)], 6: [pytest.mark.long(seconds=30)]}
+@pytest.mark.parametrize("i", [pytest.param(i, marks=MARKS.get(i, [])) for i in range(9)])
+def test_it(i): print(end=f"<{i}>")
 """
-    runs = [suite_of(tmp_path, body, "--collect-only", f"--part={part}/3").stdout for part in (1, 2, 3)]
-    parts = [[int(line.split("[")[1][0]) for line in run.splitlines() if "::" in line] for run in runs]
-    assert parts == wanted
-    assert all(suite_of(tmp_path, body, f"--part={part}").returncode == 4 for part in ("0/2", "3/2"))
+
+
+def test_what_takes_long_begins_first_and_large_tests_are_one_process(tmp_path):
+    (tmp_path / "queue").mkdir()
+    run = suite_of(tmp_path, ORDER, "-s", "--queue", tmp_path / "queue")
+    assert re.findall(r"<(\d)>", run.stdout) == list("356102478"), run.stdout
+    assert len(list((tmp_path / "queue").iterdir())) == 6
+
+
+def test_runs_that_share_a_queue_are_the_suite(tmp_path):
+    """Each test runs in one of them, and in one that finds all taken nothing does, which is right."""
+    (tmp_path / "queue").mkdir()
+    body = "import pytest, time\n@pytest.mark.parametrize('i', range(40))\ndef test_it(i):\n"
+    body += "    time.sleep(0.2)\n    print(end=f'<{i}>')\n    assert i != 7\n"
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: suite_of(tmp_path, body, "-s", "--queue", tmp_path / "queue"), range(2)))
+    ran = [sorted(map(int, re.findall(r"<(\d+)>", run.stdout))) for run in runs]
+    assert all(ran) and sorted(ran[0] + ran[1]) == list(range(40))
+    assert sorted(run.returncode for run in runs) == [0, 1]
+    late = suite_of(tmp_path, body, "--queue", tmp_path / "queue")
+    assert late.returncode == 0 and "passed" not in late.stdout
 
 
 # ---- tests that take much of a GPU's memory ----

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from wheel_support import CHILD, ROOT, needs_nvcc
 
+TESTS_IN_A_ROW = 100  # all: what one has compiled, the next need not
 _MOST_BYTES = 60 << 20
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _HERE = ("--no-build-isolation", "--no-deps", "--no-index")
@@ -56,6 +57,9 @@ def copy_of_the_repository(copy: Path) -> Path:
             copy.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     return copy
+
+
+TESTS_IN_A_ROW = 100  # all: what one has compiled, the next need not
 
 
 @pytest.fixture(scope="module")
