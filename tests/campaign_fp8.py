@@ -20,7 +20,8 @@ def _quantised(p: Problem, heads: int, rows: int, columns: int, per: str | None,
     return (x.clamp(-8, 8).to(dtype), None) if per is None else ffpa_attn.quantize_fp8(x, dtype, per)
 
 
-def check_fp8(p: Problem) -> str:
+def run_fp8(p: Problem):
+    """(out, lse, [q, k and v, each with its scale])"""
     device = "cuda" if p.device == "cuda" else "cpu"
     with running(p), torch.no_grad():
         sizes = ((p.heads_q, p.n_q, p.d), (p.heads_kv, p.n_k, p.d), (p.heads_kv, p.n_k, p.d_v))
@@ -35,12 +36,16 @@ def check_fp8(p: Problem) -> str:
             )  # fmt: skip
         except NotImplementedError as error:
             raise Refused(str(error)) from None
+    return out, lse, made
+
+
+def check_fp8(p: Problem) -> str:
+    out, lse, made = run_fp8(p)
     with torch.no_grad():
         meant = [test_fp8.dequantised(x, scale) for x, scale in made]
         path = p.backend if p.backend != "auto" else "triton" if max(p.d, p.d_v) <= 128 else "hopper"
-        rule = dict(p.rule)
         try:
-            test_fp8.assert_right(out, lse, *meant, q.dtype, path, **rule)
+            test_fp8.assert_right(out, lse, *meant, made[0][0].dtype, path, **p.rule)
         except AssertionError as error:
             raise Wrong(str(error)) from None
     return p.backend
