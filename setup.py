@@ -17,7 +17,7 @@ _package = types.ModuleType("ffpa_attn")
 _package.__path__ = [str(ROOT / "ffpa" / "ffpa_attn")]
 sys.modules["ffpa_attn"] = _package
 
-from ffpa_attn import build, cache  # noqa: E402
+from ffpa_attn.building import build, cache  # noqa: E402
 
 
 class BuildPackage(build_py):

@@ -96,7 +96,7 @@ this_arch() {
 
 # nvcc from PyPI (250 MB) where there is none.
 setup_nvcc() {
-  PYTHONPATH=$root/ffpa${PYTHONPATH:+:$PYTHONPATH} "$PY" -c 'import sys; from ffpa_attn import toolchain; sys.exit(not toolchain.find_nvcc())' && return
+  PYTHONPATH=$root/ffpa${PYTHONPATH:+:$PYTHONPATH} "$PY" -c 'import sys; from ffpa_attn.building import toolchain; sys.exit(not toolchain.find_nvcc())' && return
   # One release throughout: nvcc does not pin the parts it calls, and those of two releases do not fit.
   _install "nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-cuda-runtime==13.0.*"
 }

@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ffpa_attn import archs, build, env, jit, mma, native
-from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.building import build, jit
+from ffpa_attn.launching import native
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
 from forced import problem_of
 from workload import Workload
 

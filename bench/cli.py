@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from ffpa_attn import env
-from ffpa_attn.native import gpu_of
+from ffpa_attn.launching.native import gpu_of
 from flops import nominal_flops
 from lines import Progress, chip_line, first_values, headline, row_line
 from measure import Bench, Measured, Settings

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 from chip import ChipUse
-from ffpa_attn.mma import MmaPlan
+from ffpa_attn.backends.mma import MmaPlan
 from ffpa_attn.testing import emulate
 from flops import nominal_flops
 from forced import problem_of, run

@@ -14,9 +14,10 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn import mma, native
-from ffpa_attn.spec import ForwardMma, Problem, Visibility
-from ffpa_attn.toolchain import BuildError
+from ffpa_attn.backends import mma
+from ffpa_attn.building.toolchain import BuildError
+from ffpa_attn.launching import native
+from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility
 from flops import nominal_flops
 from timing import Timer, measure_in_turn
 from workload import Inputs, Workload, make_inputs

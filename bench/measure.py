@@ -11,7 +11,7 @@ import torch
 from ceilings import CeilingCalls
 from chip import chip_uses
 from emulation import Emulation
-from ffpa_attn.toolchain import BuildError
+from ffpa_attn.building.toolchain import BuildError
 from lines import ends
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa

@@ -16,7 +16,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn import env, ffpa, ops
+from ffpa_attn import env, ffpa
+from ffpa_attn.operators import ops
 
 _SHAPE = (1, 2, 16, 64)
 _TARGETS = {"no grad": 20.0, "inference mode": 20.0, "with grad": 40.0}  # µs

@@ -13,7 +13,9 @@ from statistics import median
 import torch
 from ceilings import Ceilings
 from chip import MARKS, ChipUse
-from ffpa_attn import __version__, build, env, native
+from ffpa_attn import __version__, env
+from ffpa_attn.building import build
+from ffpa_attn.launching import native
 from flops import halved_flops, nominal_flops
 from provider import SDPA_TAG, Provider
 from truth import Verdict

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 import torch.distributed as dist
-from ffpa_attn import distributed, exchange, ffpa, sequence_shards
+from ffpa_attn import distributed, ffpa
+from ffpa_attn.distributed import exchange, sequence_shards
 from timing import Timer, measure_in_turn
 
 

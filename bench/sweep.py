@@ -1,7 +1,7 @@
 """Measures every tile that the split-D forward on mma.sync can have, and writes the table that the choice reads.
 
 `python bench/sweep.py` measures all widths, levels and accumulators; `--level 1 --D 512,640 --acc f32` some of them;
-`--write` puts the result into ffpa/ffpa_attn/tiles.py, in place of the rows measured. Each tile is a kernel compiled on
+`--write` puts the result into ffpa/ffpa_attn/specs/tiles.py, in place of the rows measured. Each tile is a kernel compiled on
 demand (2 to 10 s of one core). On a machine without a GPU, `--dry` lists the tiles and what they need of registers.
 """
 
@@ -16,10 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 from chip import accumulators
-from ffpa_attn import archs, env, jit, mma, tiles
-from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
-from ffpa_attn.toolchain import BuildError
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.building import jit
+from ffpa_attn.building.toolchain import BuildError
+from ffpa_attn.specs import archs, tiles
+from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
 from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # by what PV accumulates in, as the tables are
@@ -196,7 +199,7 @@ def main() -> None:
     parser.add_argument("--N", type=int, default=8192)
     parser.add_argument("--H", type=int, default=32)
     parser.add_argument("--iters", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="into ffpa/ffpa_attn/tiles.py")
+    parser.add_argument("--write", action="store_true", help="into ffpa/ffpa_attn/specs/tiles.py")
     parser.add_argument("--dry", action="store_true", help="list the tiles only")
     args = parser.parse_args()
 

@@ -12,8 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn import archs, env, jit, mma
-from ffpa_attn.mma import MmaPlan
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.building import jit
+from ffpa_attn.specs import archs
 from ffpa_attn.testing import emulate
 from forced import ForcedCalls, compiled, problem_of, run, square
 from workload import Workload, make_inputs

@@ -12,7 +12,8 @@ import compare
 import ffpa_attn
 import torch
 from campaign_problems import EMULATED, FP8, Problem
-from ffpa_attn import env, ops
+from ffpa_attn import env
+from ffpa_attn.operators import ops
 
 
 class Refused(Exception):

@@ -10,7 +10,10 @@ import campaign_check
 import campaign_tensors as tensors
 import torch
 from campaign_problems import Problem
-from ffpa_attn import env, native, ops, triton_attention
+from ffpa_attn import env
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
 
 _LARGE = 2**31
 
@@ -43,7 +46,7 @@ def compiled(p: Problem) -> set[tuple]:
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():  # whoever imports the kernels first decides for all who interpret them later
             stack.enter_context(env.overridden("TRITON_INTERPRET", "1"))
-        for module in ("triton_attention", "triton_persistent"):
+        for module in ("backends.triton_attention", "triton_ops.triton_persistent"):
             stack.enter_context(mock.patch(f"ffpa_attn.{module}.launch", launch))
         stack.enter_context(mock.patch.object(triton_attention, "running", lambda device: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))

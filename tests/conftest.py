@@ -124,7 +124,7 @@ def take_room(gigabytes: int, seconds: float = 600) -> None:
 @pytest.fixture(scope="session")
 def nvcc() -> Path:
     """The compiler of kernels. Where PyPI has one, its absence is a failure: that every kernel compiles is proven here."""
-    from ffpa_attn import toolchain
+    from ffpa_attn.building import toolchain
 
     why = toolchain.why_no_build()
     if why and PYPI_HAS_NVCC:

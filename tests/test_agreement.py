@@ -12,7 +12,8 @@ import pytest
 import test_distributed as ranks
 import torch
 import torch.distributed as dist
-from ffpa_attn import agreement, distributed, ffpa, ring, ulysses
+from ffpa_attn import distributed, ffpa
+from ffpa_attn.distributed import agreement, ring, ulysses
 
 FUNCTIONS = (distributed.ring_attention, distributed.ulysses_attention)
 

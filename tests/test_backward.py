@@ -14,10 +14,12 @@ import test_memory
 import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
-from ffpa_attn import backward, backward_chunks, env, ops, reference
-from ffpa_attn.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
-from ffpa_attn.backward_mask import MaskGradient
-from ffpa_attn.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
+from ffpa_attn import env
+from ffpa_attn.backends import backward, backward_chunks, reference
+from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
+from ffpa_attn.backends.backward_mask import MaskGradient
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
 from ffpa_attn.testing import emulate
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it

@@ -5,8 +5,10 @@ import pytest
 import test_numerics
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import backward, env, ops
-from ffpa_attn.spec import MMA_PRODUCT_TILES, Problem, Visibility
+from ffpa_attn import env
+from ffpa_attn.backends import backward
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
 # Several row tiles of two heads that share K and V, more tiles than the emulated GPU has blocks, ends amid tiles.

@@ -8,7 +8,8 @@ import ffpa_attn
 import numpy as np
 import pytest
 import torch
-from ffpa_attn import LevelType, MMAAccType, explain, ffpa, ffpa_varlen, merge, words
+from ffpa_attn import LevelType, MMAAccType, explain, ffpa, ffpa_varlen, merge
+from ffpa_attn.checks import words
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -23,8 +23,10 @@ import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
 from chip import ChipUse
-from ffpa_attn import build, emulated, env, explain, native
-from ffpa_attn.spec import ForwardMmaRows
+from ffpa_attn import env, explain
+from ffpa_attn.building import build
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.specs.spec import ForwardMmaRows
 from provider import Provider
 from record import Record, Result, Row
 from tables import chip_table, markdown

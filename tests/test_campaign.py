@@ -25,8 +25,11 @@ import torch
 from campaign_draw import generate
 from campaign_problems import DEVICES, FP8, Layout, Mask, Problem
 from campaign_shrink import as_test, shrink
-from ffpa_attn import emulated, env, memory_checks, ops, out_of_memory
-from ffpa_attn.spec import BackwardProductsMma, BackwardProductsWgmma, ScaledCopy, aot_specs
+from ffpa_attn import env
+from ffpa_attn.checks import memory_checks
+from ffpa_attn.launching import emulated
+from ffpa_attn.operators import ops, out_of_memory
+from ffpa_attn.specs.spec import BackwardProductsMma, BackwardProductsWgmma, ScaledCopy, aot_specs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with contextlib.suppress(

@@ -6,9 +6,14 @@ import warnings
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import archs, env, explain, ffpa, native, ops, toolchain, triton_attention
-from ffpa_attn.choice import CANDIDATES, choose
-from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn import env, explain, ffpa
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.backends.choice import CANDIDATES, choose
+from ffpa_attn.building import toolchain
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import Problem, Visibility
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 WHY_NOT_TRITON = triton_attention.why_not.__wrapped__  # without what it has said before

@@ -21,7 +21,8 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ffpa_attn import agreement, distributed, env, exchange, ffpa, peer_memory, ring, sequence_shards
+from ffpa_attn import distributed, env, ffpa
+from ffpa_attn.distributed import agreement, exchange, peer_memory, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
@@ -141,7 +142,7 @@ RULES = [
 def sequences_need_no_dtensors():
     """Which take seconds to import."""
     with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *inputs(4))
-    assert "torch.distributed.tensor" not in sys.modules and "ffpa_attn.sharding" not in sys.modules
+    assert "torch.distributed.tensor" not in sys.modules and "ffpa_attn.operators.sharding" not in sys.modules
 
 
 def sequences_on_several_ranks():

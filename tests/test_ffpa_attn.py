@@ -27,7 +27,7 @@ import providers
 import pytest
 import torch
 from ffpa_attn import env, explain, ffpa
-from ffpa_attn.toolchain import BuildError
+from ffpa_attn.building.toolchain import BuildError
 from record import Record
 from workload import Workload, make_inputs
 

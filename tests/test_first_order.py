@@ -8,7 +8,7 @@ import ffpa_attn
 import pytest
 import torch
 import torch.nn.functional as F
-from ffpa_attn import tf32
+from ffpa_attn.integrations import tf32
 from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 

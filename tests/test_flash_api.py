@@ -18,11 +18,11 @@ from ffpa_attn import (
     TritonBackend,
     ffpa_attn_func,
     ffpa_attn_varlen_func,
-    flash_api,
     flash_attn_func,
     flash_attn_varlen_func,
     is_nhd_zero_copy_input,
 )
+from ffpa_attn.integrations import flash_api
 from torch.nn.attention.bias import causal_lower_right
 
 BF16, F16 = torch.bfloat16, torch.float16

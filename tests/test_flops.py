@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from ffpa_attn import ffpa, ffpa_fp8, ffpa_varlen, flops
+from ffpa_attn import ffpa, ffpa_fp8, ffpa_varlen
+from ffpa_attn.operators import flops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode

@@ -7,8 +7,11 @@ import types
 import oracle
 import pytest
 import torch
-from ffpa_attn import choice, env, ffpa_fp8, fp8, fused_fp8, native, ops, quantize_fp8, triton_fp8
-from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn import env, ffpa_fp8, fp8, quantize_fp8
+from ffpa_attn.backends import choice, fused_fp8, triton_fp8
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -369,7 +372,7 @@ def test_a_small_workspace_changes_nothing_but_speed(monkeypatch):
 
 def test_rows_of_scales():
     """Any piece of the rows, wherever the blocks of scales begin."""
-    from ffpa_attn import reference
+    from ffpa_attn.backends import reference
 
     scale = torch.arange(6.0).view(2, 3)
     whole = scale.repeat_interleave(BLOCK, 1)[..., None]

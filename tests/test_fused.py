@@ -8,10 +8,14 @@ import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import archs, emulated, env, ffpa, ffpa_varlen, fused, native, ops
-from ffpa_attn.choice import CANDIDATES
-from ffpa_attn.fused import FusedPlan
-from ffpa_attn.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem, Visibility
+from ffpa_attn import env, ffpa, ffpa_varlen
+from ffpa_attn.backends import fused
+from ffpa_attn.backends.choice import CANDIDATES
+from ffpa_attn.backends.fused import FusedPlan
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 from test_two_phase import check_bits_repeat, check_graph_replays, check_packed, steep_inputs

@@ -8,7 +8,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from ffpa_attn import archs, ffpa, ffpa_fp8, ffpa_varlen, mma, native, ops
+from ffpa_attn import ffpa, ffpa_fp8, ffpa_varlen
+from ffpa_attn.backends import mma
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
 from ffpa_attn.testing import emulate
 
 F16, BF16 = torch.float16, torch.bfloat16

@@ -14,44 +14,15 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 
 # Lowest first: a layer reads what is below it, and itself.
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
-# Lowest first: a module imports only from lines above its own.
-PYTHON_LAYERS = (
-    (
-        "env",
-        "imports",
-        "namesake",
-        "peer_memory",
-        "private_torch",
-        "progress",
-        "sessions",
-        "transient",
-        "version",
-        "words",
-    ),
-    ("agreement", "first_order", "plain_torch", "tiles", "triton_tiles"),
-    ("spec",),
-    ("archs", "backward_chunks", "generation", "memory_checks", "toolchain"),
-    ("cache", "flops", "mapped"),
-    ("backward_mask", "build"),
-    ("jit", "emulator_build"),
-    ("native", "emulated", "triton_kernels", "triton_interpreter"),
-    ("triton_backward_kernels", "triton_fp8_kernels", "triton_launch"),
-    ("triton_persistent", "triton_merge_kernels"),
-    ("forward_call",),
-    ("mma", "triton_attention", "row_tiles"),
-    ("fused", "fused_fp8", "two_phase", "triton_merge"),
-    ("triton_fp8", "checks"),
-    ("fp8_checks",),
-    ("backward",),
-    ("choice", "reference", "sharding"),
-    ("dispatch_keys", "forms", "out_of_memory"),
-    ("ops",),
-    ("attention", "exchange", "fp8", "sequence_shards", "tf32"),
-    ("sdpa_override",),
-    ("flash_api",),
-    ("ring", "ulysses"),
-    ("distributed",),
-    ("integrations",),
+# Lowest first: a room, which is a file or a folder of the package, imports only from floors below its own.
+FLOORS = (
+    ("env", "specs", "support", "version"),
+    ("building", "checks"),
+    ("launching", "triton_ops"),
+    ("backends",),
+    ("operators",),
+    ("attention", "fp8"),
+    ("distributed", "integrations"),
     ("__init__", "doctor", "testing"),
 )
 FIBERS = "ptx/emulated/machine/context_switch.cpp"  # the emulator's one file in assembly
@@ -118,50 +89,48 @@ def test_shared_memory_is_allowed_in_one_place():
     assert users == ["csrc/launch/launcher.cuh"]
 
 
-def rank(module: str) -> int:
-    """Of a module of the package, "ops"; a module that is nowhere in the list has to be put there."""
-    return next(i for i, names in enumerate(PYTHON_LAYERS) if module in names)
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def floor(name: str) -> int:
+    """Where a room lies; one that is on no floor has to be put there."""
+    return next(i for i, rooms in enumerate(FLOORS) if name in rooms)
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it."""
+    """The rooms that a file imports from, anywhere in it, beside its own."""
+    depth = len(path.relative_to(PACKAGE).parts)
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("ffpa_attn")):
-            module = (node.module or "").removeprefix("ffpa_attn").strip(".")
-            names |= {module.split(".")[0]} if module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ffpa_attn.")}
-    return names - {"__version__"}
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            names |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            written = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.split(".")[0] == "ffpa_attn" for name in written), "imports here are relative"
+    return names - {room(path)}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_imports_go_down(path):
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for module in imported(path) - {own}:
-        assert rank(module) < rank(own), module
+    for name in imported(path):
+        assert floor(name) < floor(room(path)), name
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "env",
-        "version",
-        "progress",
-        "sessions",
-        "tiles",
-        "spec",
-        "archs",
-        "generation",
-        "toolchain",
-        "build",
-        "cache",
-        "jit",
-        "emulator_build",
-    ],
-)
-def test_what_the_build_uses_imports_no_torch(module):
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+def test_every_room_has_one_floor():
+    assert sorted(name for rooms in FLOORS for name in rooms) == sorted({room(path) for path in MODULES})
+
+
+WITHOUT_TORCH = [
+    path
+    for path in MODULES
+    if room(path) in ("building", "env", "specs", "version") or path.name in ("namesake.py", "progress.py")
+]
+
+
+@pytest.mark.parametrize("path", WITHOUT_TORCH, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_what_the_build_uses_imports_no_torch(path):
+    tree = ast.parse(path.read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
     assert not {name for name in names if name.split(".")[0] == "torch"}

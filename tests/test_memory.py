@@ -5,7 +5,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import ops
+from ffpa_attn.operators import ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary

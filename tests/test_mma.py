@@ -7,9 +7,13 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Case, make_inputs
-from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
-from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ROWS_HEAD_DIMS, ForwardMma, ForwardMmaRows, aot_specs
+from ffpa_attn import env, ffpa
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import ROWS_HEAD_DIMS, ForwardMma, ForwardMmaRows, aot_specs
 from ffpa_attn.testing import emulate
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]

@@ -5,7 +5,10 @@ import oracle
 import pytest
 import torch
 from cases import PACKED_CASES, PackedCase, make_packed_inputs
-from ffpa_attn import ffpa_varlen, mma, native, ops
+from ffpa_attn import ffpa_varlen
+from ffpa_attn.backends import mma
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
 from test_numerics import by_sequence
 

@@ -3,9 +3,13 @@
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import archs, emulated, env, mma, native, ops
-from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ForwardMmaRows, Problem, Visibility, aot_specs
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import ForwardMmaRows, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
 from test_mma import call, check, check_moving_maxima
 

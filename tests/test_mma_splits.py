@@ -3,8 +3,11 @@
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import env, mma, native, ops
-from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import call, check
 

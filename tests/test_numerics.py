@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import reference
+from ffpa_attn.backends import reference
 
 
 def by_id(cases):

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import ops
+from ffpa_attn.operators import ops
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

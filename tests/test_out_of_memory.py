@@ -7,7 +7,7 @@ import campaign_stress
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import ops
+from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
 
 with contextlib.suppress(ImportError):  # an extra; it reads TRITON_INTERPRET when it is imported, before any test

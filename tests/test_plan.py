@@ -5,11 +5,15 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from ffpa_attn import archs, emulated, env, ffpa, mma, native, ops
-from ffpa_attn.choice import choose
-from ffpa_attn.spec import ForwardMma, Problem, Visibility, aot_specs, visible_keys
+from ffpa_attn import env, ffpa
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.choice import choose
+from ffpa_attn.backends.two_phase import TwoPhasePlan
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility, aot_specs, visible_keys
 from ffpa_attn.testing import emulate
-from ffpa_attn.two_phase import TwoPhasePlan
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMma)]
 PROBLEM = Problem(

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ffpa_attn import private_torch
+from ffpa_attn.support import private_torch
 
-PACKAGE = Path(private_torch.__file__).resolve().parent
+PACKAGE = Path(private_torch.__file__).resolve().parents[1]
 
 START = """
 import importlib, sys, warnings
@@ -173,7 +173,7 @@ LATE = ("agreement", "sharding")  # these say so themselves when they are first 
 
 def test_every_private_name_has_been_looked_for():
     """What is called by its full name is among what `private_torch` looks for, or else is found by its means."""
-    looked_for = (PACKAGE / "private_torch.py").read_text()
+    looked_for = (PACKAGE / "support" / "private_torch.py").read_text()
     unknown = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = re.sub(r"\"torch\.[^\"]+\"|#.*", "", path.read_text())

@@ -6,14 +6,15 @@ import warnings
 from pathlib import Path
 
 import pytest
-from ffpa_attn import env, progress
+from ffpa_attn import env
+from ffpa_attn.support import progress
 
 # A call with a log of its choice, and with the warning of a fallback.
 CALL = """
 import os, sys
 from dataclasses import replace
 import torch, ffpa_attn
-from ffpa_attn import ops
+from ffpa_attn.operators import ops
 choose = ops.choose
 ops.choose = lambda *args: replace(choose(*args), fallback="nothing else could do it")
 q = torch.randn(1, 1, 4, 32).half()
@@ -30,7 +31,7 @@ STDERR = {
 
 @pytest.mark.parametrize("stderr", STDERR.values(), ids=STDERR)
 def test_a_call_whose_words_nobody_hears(stderr):
-    environment = env.child_environment(FFPA_LOG="1", PYTHONPATH=str(Path(progress.__file__).parents[1]))
+    environment = env.child_environment(FFPA_LOG="1", PYTHONPATH=str(Path(progress.__file__).parents[2]))
     run = subprocess.run(
         [sys.executable, "-W", "always", "-c", CALL.format(stderr=stderr)],
         env=environment,

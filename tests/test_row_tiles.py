@@ -8,8 +8,13 @@ import oracle
 import pytest
 import torch
 from cases import PackedCase, make_packed_inputs, poisoned
-from ffpa_attn import archs, emulated, env, ffpa_varlen, memory_checks, native, ops, row_tiles, two_phase
-from ffpa_attn.spec import FUSED_COLUMNS, PAIR_COLUMNS, TWO_PHASE_COLUMNS, ForwardPair
+from ffpa_attn import env, ffpa_varlen
+from ffpa_attn.backends import row_tiles, two_phase
+from ffpa_attn.checks import memory_checks
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, TWO_PHASE_COLUMNS, ForwardPair
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM
 

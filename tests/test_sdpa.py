@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
-from ffpa_attn import disable_sdpa, enable_sdpa, explain, sdpa, sdpa_override
+from ffpa_attn import disable_sdpa, enable_sdpa, explain, sdpa
+from ffpa_attn.integrations import sdpa_override
 from test_memory import bytes_of, peak_of
 from torch import overrides
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -6,7 +6,8 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from ffpa_attn import sdpa, tf32
+from ffpa_attn import sdpa
+from ffpa_attn.integrations import tf32
 from test_sdpa import CALLS, PYTORCH, calls_in_the_graph, enabled, make, results, t
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import peer_memory, triton_launch
+from ffpa_attn.distributed import peer_memory
+from ffpa_attn.triton_ops import triton_launch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

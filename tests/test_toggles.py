@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import emulated, env, mma, native, ops
-from ffpa_attn.choice import choose
+from ffpa_attn import env
+from ffpa_attn.backends import mma
+from ffpa_attn.backends.choice import choose
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
 from test_mma import call, check
 from test_plan import PROBLEM

@@ -16,8 +16,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import ffpa_attn  # noqa: E402
-from ffpa_attn import sdpa_override  # noqa: E402
-from ffpa_attn.integrations import fallback, masks  # noqa: E402
+from ffpa_attn.integrations import (  # noqa: E402
+    fallback,
+    masks,
+    sdpa_override,
+)
 from ffpa_attn.integrations import transformers as ours  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

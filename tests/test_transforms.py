@@ -5,7 +5,8 @@ import warnings
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import ffpa, ffpa_varlen, ops
+from ffpa_attn import ffpa, ffpa_varlen
+from ffpa_attn.operators import ops
 from torch.func import grad, grad_and_value, jacfwd, jacrev, vjp, vmap
 
 BF16 = torch.bfloat16

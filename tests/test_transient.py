@@ -8,9 +8,14 @@ import sys
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import env, native, ops, toolchain, triton_attention, triton_launch
-from ffpa_attn.spec import ScaledCopy
-from ffpa_attn.triton_launch import Launch, Tiles, Unable, launch
+from ffpa_attn import env
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.building import toolchain
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.triton_ops import triton_launch
+from ffpa_attn.triton_ops.triton_launch import Launch, Tiles, Unable, launch
 
 errors = pytest.importorskip("triton.runtime.errors", reason="Triton is an extra")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -282,7 +287,7 @@ def test_out_of_memory_reaches_the_caller(as_on_a_gpu):
 
 
 def test_fp8_goes_on_to_the_next(as_on_a_gpu, monkeypatch):
-    from ffpa_attn import triton_fp8
+    from ffpa_attn.backends import triton_fp8
 
     monkeypatch.setattr(triton_fp8, "launch", triton_attention.launch)
     _, failing = as_on_a_gpu
@@ -308,7 +313,7 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_later(monkeypatch):
     q, k, v = (small() for _ in range(3))
     want = ffpa_attn.ffpa(q, k, v, causal=True, softcap=7.0)
     ops._plans.clear()
-    for kernel in vars(sys.modules["ffpa_attn.triton_kernels"]).values():
+    for kernel in vars(sys.modules["ffpa_attn.triton_ops.triton_kernels"]).values():
         if isinstance(kernel, JITFunction):
             kernel.device_caches.clear()
 

@@ -14,11 +14,15 @@ import pytest
 import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, make_inputs
-from ffpa_attn import archs, env, ops, triton_attention, triton_interpreter, triton_launch
-from ffpa_attn.choice import choose
-from ffpa_attn.spec import Problem, Visibility
-from ffpa_attn.triton_launch import Tiles
-from ffpa_attn.triton_tiles import DEFAULT, MEASURED
+from ffpa_attn import env
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.backends.choice import choose
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.triton_ops import triton_interpreter, triton_launch
+from ffpa_attn.triton_ops.triton_launch import Tiles
+from ffpa_attn.triton_ops.triton_tiles import DEFAULT, MEASURED
 
 triton = pytest.importorskip("triton", reason="Triton is an extra")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -388,9 +392,9 @@ def test_no_kernel_reads_a_global_nan():
     """Triton compares what a kernel read of its module when it was compiled with what is there now, and NaN is no NaN's equal:
     on a GPU the second call of such a kernel fails.
     """
+    package = Path(triton_attention.__file__).parents[1]
     modules = [
-        importlib.import_module(f"ffpa_attn.{path.stem}")
-        for path in Path(triton_attention.__file__).parent.glob("triton_*.py")
+        importlib.import_module(f"ffpa_attn.{path.parent.name}.{path.stem}") for path in package.glob("*/triton_*.py")
     ]
     constants = {
         f"{module.__name__}.{name}": getattr(value, "value", value)

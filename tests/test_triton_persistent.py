@@ -16,8 +16,9 @@ import pytest
 import test_numerics
 import torch
 from cases import Case, make_inputs
-from ffpa_attn import env, triton_attention
-from ffpa_attn.spec import Problem, Visibility
+from ffpa_attn import env
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.specs.spec import Problem, Visibility
 
 pytest.importorskip("triton", reason="Triton is an extra")
 
@@ -36,7 +37,7 @@ def scratch(request, monkeypatch):
     monkeypatch.setenv("FFPA_TRITON_CORES", str(CORES))
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from ffpa_attn import triton_persistent  # Triton reads the line above when a kernel is defined
+    from ffpa_attn.triton_ops import triton_persistent  # Triton reads the line above when a kernel is defined
 
     given = []
 
@@ -133,7 +134,7 @@ def test_any_number_of_cores_gives_the_same_bits(device, scratch, monkeypatch):
 
 
 def test_contents_of_scratch_do_not_matter(device, scratch, monkeypatch):
-    from ffpa_attn import triton_persistent
+    from ffpa_attn.triton_ops import triton_persistent
 
     poisoned = check(SIX_TASKS, device)
     monkeypatch.setattr(triton_persistent, "_scratch", lambda *shape, device: torch.zeros(shape, device=device))

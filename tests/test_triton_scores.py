@@ -5,7 +5,8 @@ import math
 import ffpa_attn
 import pytest
 import torch
-from ffpa_attn import ops, triton_attention
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.operators import ops
 
 pytest.importorskip("triton", reason="Triton is an extra")
 interpreter = pytest.importorskip("triton.runtime.interpreter")

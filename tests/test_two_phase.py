@@ -13,12 +13,17 @@ import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn import archs, build, emulated, env, ffpa, ffpa_varlen, native, ops, two_phase
-from ffpa_attn.choice import CANDIDATES
-from ffpa_attn.mma import MmaPlan
-from ffpa_attn.spec import ForwardMma, ForwardTwoPhase, ForwardTwoPhaseMma, Problem, Visibility, aot_specs
+from ffpa_attn import env, ffpa, ffpa_varlen
+from ffpa_attn.backends import two_phase
+from ffpa_attn.backends.choice import CANDIDATES
+from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends.two_phase import TwoPhasePlan
+from ffpa_attn.building import build
+from ffpa_attn.launching import emulated, native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import ForwardMma, ForwardTwoPhase, ForwardTwoPhaseMma, Problem, Visibility, aot_specs
 from ffpa_attn.testing import emulate
-from ffpa_attn.two_phase import TwoPhasePlan
 from test_mma import check, far_apart
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it

@@ -139,8 +139,10 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     """What the kernels of a kind do that they must not."""
     import sass_descriptors
     import triton_offline
-    from ffpa_attn import env, triton_attention, triton_backward_kernels, triton_kernels
-    from ffpa_attn.spec import Problem, Visibility
+    from ffpa_attn import env
+    from ffpa_attn.backends import triton_attention
+    from ffpa_attn.specs.spec import Problem, Visibility
+    from ffpa_attn.triton_ops import triton_backward_kernels, triton_kernels
 
     problem = Problem(
         "forward", "cuda", arch, "bf16", 2, *_HEADS, 150, 200, kind.d_qk, kind.d_v, None,

@@ -15,19 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import sass_descriptors
 import triton
-from ffpa_attn import (
-    env,
-    triton_attention,
+from ffpa_attn import env
+from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
+from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.triton_ops import (
     triton_backward_kernels,
-    triton_fp8,
     triton_fp8_kernels,
     triton_kernels,
-    triton_merge,
     triton_merge_kernels,
     triton_persistent,
 )
-from ffpa_attn.spec import Problem, Visibility
-from ffpa_attn.triton_launch import Tiles
+from ffpa_attn.triton_ops.triton_launch import Tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

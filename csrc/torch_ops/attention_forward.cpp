@@ -14,7 +14,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// What calls of a kind have in common: `Numbers` in ffpa_attn/forward_call.py, packed.
+// What calls of a kind have in common: `Numbers` in ffpa_attn/launching/forward_call.py, packed.
 struct Numbers {
   int64_t longest_q, longest_k;
   double scale, softcap;

@@ -2,11 +2,9 @@
 
 import importlib
 
-from . import (
-    namesake,  # noqa: F401  (first: where another ffpa_attn is mixed in, the rest may be its)
-    private_torch,
-    progress,
-)
+from .support import namesake  # noqa: F401  (first: where another ffpa_attn is mixed in, the rest may be its)
+
+# isort: split
 from .attention import (
     FP16,
     FP32,
@@ -24,7 +22,8 @@ from .attention import (
     ffpa_varlen,
     merge,
 )
-from .flash_api import (
+from .fp8 import ffpa_fp8, quantize_fp8
+from .integrations.flash_api import (
     Backend,
     CUDABackend,
     CuTeDSLBackend,
@@ -36,9 +35,9 @@ from .flash_api import (
     flash_attn_varlen_func,
     is_nhd_zero_copy_input,
 )
-from .fp8 import ffpa_fp8, quantize_fp8
-from .sdpa_override import disable_sdpa, enable_sdpa, sdpa
-from .spec import LevelType, MMAAccType
+from .integrations.sdpa_override import disable_sdpa, enable_sdpa, sdpa
+from .specs.spec import LevelType, MMAAccType
+from .support import private_torch, progress
 from .version import __version__
 
 for _said in private_torch.warnings():
@@ -82,6 +81,6 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("distributed", "integrations"):  # each imports much that a call of ffpa does not need
+    if name == "distributed":  # it imports much that a call of ffpa does not need
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

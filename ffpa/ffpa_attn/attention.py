@@ -6,9 +6,12 @@ from functools import partial
 
 import torch
 
-from . import checks, dispatch_keys, env, forms, memory_checks, native, ops, words
-from .choice import Choice, choose
-from .spec import LevelType, MMAAccType
+from . import env
+from .backends.choice import Choice, choose
+from .checks import arguments, memory_checks, words
+from .launching import native
+from .operators import dispatch_keys, forms, ops
+from .specs.spec import LevelType, MMAAccType
 
 
 def _options(*args) -> dict:
@@ -36,15 +39,15 @@ _known_options: dict[tuple, dict] = {}
 def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
     """Those at their default are left out, as each costs the dispatcher over 1 µs."""
     options = {
-        **checks.visibility(causal, align, window),
-        "scale": checks.scale(scale),
-        "softcap": checks.softcap(softcap),
-        "return_lse": checks.flag("return_lse", return_lse),
-        "level": checks.level(level),
-        "acc": checks.acc(acc),
-        "num_stages": checks.num_stages(num_stages),
+        **arguments.visibility(causal, align, window),
+        "scale": arguments.scale(scale),
+        "softcap": arguments.softcap(softcap),
+        "return_lse": arguments.flag("return_lse", return_lse),
+        "level": arguments.level(level),
+        "acc": arguments.acc(acc),
+        "num_stages": arguments.num_stages(num_stages),
     }
-    return {name: value for name, value in options.items() if not checks.known(value) or value != _DEFAULTS[name]}
+    return {name: value for name, value in options.items() if not arguments.known(value) or value != _DEFAULTS[name]}
 
 
 _DEFAULTS = {
@@ -97,19 +100,19 @@ def ffpa(
     """
     if unknown:
         words.refuse(ffpa, unknown)
-    checks.only_tensors(q=q, k=k, v=v)
+    arguments.only_tensors(q=q, k=k, v=v)
     if mask is not None:
-        checks.only_tensors(mask=mask)
+        arguments.only_tensors(mask=mask)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
-    if checks.layout(layout) != "BHND":
+    if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
     if o is None and out is None:
         out, lse = ops.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
     else:
-        out = checks.one_output(o, out)
+        out = arguments.one_output(o, out)
         if o is not None and mask is None:
-            checks.not_a_mask(o, q, k, v)
-        checks.no_grad_with_out(out, q, k, v, mask)
+            arguments.not_a_mask(o, q, k, v)
+        arguments.no_grad_with_out(out, q, k, v, mask)
         lse = ops.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
     return (out, lse) if return_lse else out
 
@@ -144,19 +147,19 @@ def ffpa_varlen(
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
-    checks.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     offsets = (
         cu_seqlens_q,
         cu_seqlens_k,
-        checks.max_seqlen("max_seqlen_q", max_seqlen_q),
-        checks.max_seqlen("max_seqlen_k", max_seqlen_k),
+        arguments.max_seqlen("max_seqlen_q", max_seqlen_q),
+        arguments.max_seqlen("max_seqlen_k", max_seqlen_k),
     )
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     if o is None and out is None:
         out, lse = ops.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
     else:
-        out = checks.one_output(o, out)
-        checks.no_grad_with_out(out, q, k, v)
+        out = arguments.one_output(o, out)
+        arguments.no_grad_with_out(out, q, k, v)
         lse = ops.at_once("varlen_forward_out", q, k, v, out, *offsets[:2])(q, k, v, out, *offsets, **options)
     return (out, lse) if return_lse else out
 
@@ -166,10 +169,10 @@ def merge(o1, lse1, o2, lse2, *, layout="BHND"):
 
     o [B, H, N, D] (or [B, N, H, D] with layout="BNHD") with lse [B, H, N]; or packed o [T, H, D] with lse [H, T].
     """
-    checks.only_tensors(o1=o1, lse1=lse1, o2=o2, lse2=lse2)
-    layout = checks.layout(layout)
+    arguments.only_tensors(o1=o1, lse1=lse1, o2=o2, lse2=lse2)
+    layout = arguments.layout(layout)
     rows_first = o1.dim() == 3 or layout == "BNHD"  # o has rows before heads, lse has not
-    checks.merge_shapes(o1, lse1, o2, lse2, rows_first)
+    arguments.merge_shapes(o1, lse1, o2, lse2, rows_first)
     top = torch.maximum(lse1, lse2)
     top = torch.where(top == -torch.inf, 0.0, top)  # both empty
     weights = [(lse - top).exp() for lse in (lse1, lse2)]
@@ -215,22 +218,22 @@ def explain(
     """
     if unknown:
         words.refuse(explain, unknown)
-    checks.only_tensors(q=q, k=k, v=v)
+    arguments.only_tensors(q=q, k=k, v=v)
     if mask is not None:
-        checks.only_tensors(mask=mask)
-    out = checks.one_output(o, out)
+        arguments.only_tensors(mask=mask)
+    out = arguments.one_output(o, out)
     if o is not None and mask is None:
-        checks.not_a_mask(o, q, k, v)
+        arguments.not_a_mask(o, q, k, v)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
-    arch = checks.arch(arch, q)
+    arch = arguments.arch(arch, q)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
     q, k, v = dispatch_keys.as_autocast_would(q, k, v)
-    form = forms.Dense(checks.layout(layout), mask)
+    form = forms.Dense(arguments.layout(layout), mask)
     form.check(q, k, v)
     memory_checks.rows(q=q, k=k, v=v)
     if out is not None:
-        checks.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
-    if checks.one_of("direction", direction, ("forward", "backward")) == "forward":
+        arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
+    if arguments.one_of("direction", direction, ("forward", "backward")) == "forward":
         options = {**options, "return_lse": return_lse or needs_grad}
     problem = forms.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
     return choose(problem._replace(supposed=arch is not None and native.record() is None), env.run_flags())

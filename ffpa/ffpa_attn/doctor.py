@@ -14,8 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import archs, build, cache, env, native, private_torch, toolchain
-from .spec import ScaledCopy, aot_specs
+from . import env
+from .building import build, cache, toolchain
+from .launching import native
+from .specs import archs
+from .specs.spec import ScaledCopy, aot_specs
+from .support import private_torch
 from .version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")

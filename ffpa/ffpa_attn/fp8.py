@@ -7,8 +7,11 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from . import checks, fp8_checks, ops, reference, triton_fp8, triton_launch, words
-from .spec import FP8_BLOCK
+from .backends import reference, triton_fp8
+from .checks import arguments, fp8_checks, words
+from .operators import ops
+from .specs.spec import FP8_BLOCK
+from .triton_ops import triton_launch
 
 
 def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
@@ -21,9 +24,9 @@ def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
 
     scale is float32, and 1 where there is nothing but zeros. Deterministic; never waits for a GPU.
     """
-    checks.only_tensors(x=x)
+    arguments.only_tensors(x=x)
     fp8_checks.to_quantize(x, dtype)
-    checks.one_of("per", per, ("tensor", "head", "block"))
+    arguments.one_of("per", per, ("tensor", "head", "block"))
     if triton_fp8.quantizes(x):
         with contextlib.suppress(triton_launch.Unable):
             return _quantized(x, dtype, per, triton_fp8.block_maxima, triton_fp8.divide)
@@ -90,11 +93,11 @@ def ffpa_fp8(
         words.refuse(ffpa_fp8, unknown)
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    checks.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
+    arguments.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
     fp8_checks.no_grad(**tensors, **scales)
     fp8_checks.output_type(out_dtype)
     out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
-        q, k, v, *scales.values(), scale=checks.scale(scale), **checks.visibility(causal, align, window), softcap=checks.softcap(softcap), out_dtype=out_dtype,
-        v_transposed=checks.flag("v_transposed", v_transposed), return_lse=checks.flag("return_lse", return_lse),
+        q, k, v, *scales.values(), scale=arguments.scale(scale), **arguments.visibility(causal, align, window), softcap=arguments.softcap(softcap), out_dtype=out_dtype,
+        v_transposed=arguments.flag("v_transposed", v_transposed), return_lse=arguments.flag("return_lse", return_lse),
     )  # fmt: skip
     return (out, lse) if return_lse else out

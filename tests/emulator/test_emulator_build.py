@@ -26,7 +26,7 @@ import sys, types
 package = types.ModuleType("ffpa_attn")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
-from ffpa_attn.emulator_build import build_emulated_module
+from ffpa_attn.building.emulator_build import build_emulated_module
 print(build_emulated_module("module", [], generated={{"one.cpp": sys.argv[1]}}))
 assert "torch" not in sys.modules
 """

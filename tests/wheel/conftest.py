@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ffpa_attn import build, toolchain
-from ffpa_attn import cache as cache_module
-from ffpa_attn import native as native_module
+from ffpa_attn.building import build, toolchain
+from ffpa_attn.building import cache as cache_module
+from ffpa_attn.launching import native as native_module
 from wheel_support import CHILD, ROOT, FakeNvcc
 
 
@@ -60,7 +60,7 @@ def wheel_library(nvcc) -> Path:
 
 @pytest.fixture
 def native(wheel_library, monkeypatch):
-    """ffpa_attn.native over that library, whatever is installed."""
+    """ffpa_attn.launching.native over that library, whatever is installed."""
     remembered = (native_module.record, native_module.library, native_module.kernel)
     monkeypatch.setattr(native_module, "_PACKAGE", wheel_library)
     for function in remembered:

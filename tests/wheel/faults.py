@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 sys.path.insert(0, str(PACKAGE.parent))
 
-from ffpa_attn import cache, env, sessions  # noqa: E402
+from ffpa_attn import env  # noqa: E402
+from ffpa_attn.building import cache, sessions  # noqa: E402
 
 # Stands for nvcc and g++: what it writes, piece by piece, follows from what it reads.
 COMPILER = """#!/bin/sh
@@ -53,9 +54,9 @@ import os, signal, sys, threading, time, types
 package = types.ModuleType("ffpa_attn")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
-from ffpa_attn import jit
-from ffpa_attn.emulator_build import build_emulated_module
-from ffpa_attn.spec import ScaledCopy
+from ffpa_attn.building import jit
+from ffpa_attn.building.emulator_build import build_emulated_module
+from ffpa_attn.specs.spec import ScaledCopy
 """
 BUILDS = {
     "on demand": 'print(jit.library(ScaledCopy("f16", 4), "sm_90"))',

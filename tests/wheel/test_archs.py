@@ -1,7 +1,8 @@
 """Which code is compiled for which request, and which GPU runs it."""
 
 import pytest
-from ffpa_attn import archs, env
+from ffpa_attn import env
+from ffpa_attn.specs import archs
 
 
 def flags(**changes):

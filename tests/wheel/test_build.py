@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ffpa_attn import archs, build, cache, env, generation, toolchain
-from ffpa_attn.spec import KernelSpec, ScaledCopy, aot_specs
-from ffpa_attn.toolchain import BuildError
+from ffpa_attn import env
+from ffpa_attn.building import build, cache, generation, toolchain
+from ffpa_attn.building.toolchain import BuildError
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import KernelSpec, ScaledCopy, aot_specs
 from wheel_support import ROOT, needs_nvcc
 
 

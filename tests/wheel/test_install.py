@@ -66,7 +66,7 @@ TESTS_IN_A_ROW = 100  # all: what one has compiled, the next need not
 def source(tmp_path_factory) -> Path:
     """In a place with a space in its name, with the first few kernels alone; what one test compiled there, the next need not."""
     copy = copy_of_the_repository(tmp_path_factory.mktemp("install") / "a copy")
-    spec, every = copy / "ffpa" / "ffpa_attn" / "spec.py", "return tuple(dict.fromkeys(kernels))"
+    spec, every = copy / "ffpa" / "ffpa_attn" / "specs" / "spec.py", "return tuple(dict.fromkeys(kernels))"
     assert spec.read_text().count(every) == 1
     spec.write_text(spec.read_text().replace(every, f"{every}[:4]"))
     return copy
@@ -134,7 +134,7 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
     site = tmp_path / "site"
     run(*_PIP, "install", str(source), *_HERE, "--target", str(site), cwd=tmp_path)
     assert f"in {site}/ffpa_attn" in doctor(tmp_path, PYTHONPATH=str(site))
-    kernels = "from ffpa_attn import build, native; print(build.csrc(), *native.record()['kernels'])"
+    kernels = "from ffpa_attn.building import build; from ffpa_attn.launching import native; print(build.csrc(), *native.record()['kernels'])"
     csrc, *names = run(sys.executable, "-c", kernels, cwd=tmp_path, PYTHONPATH=str(site)).split()
     assert csrc == f"{site}/ffpa_attn/csrc" and names
 
@@ -191,7 +191,7 @@ def test_editable(source, tmp_path):
     run(str(python), "-m", "pip", "install", "-e", str(source), *_HERE, cwd=tmp_path)
     try:
         assert f"in {source}/ffpa/ffpa_attn" in doctor(tmp_path, str(python))
-        where = "from ffpa_attn import build, native; native.library(); print(build.csrc())"
+        where = "from ffpa_attn.building import build; from ffpa_attn.launching import native; native.library(); print(build.csrc())"
         assert run(str(python), "-c", where, cwd=tmp_path).strip() == str(source / "csrc")
     finally:
         for path in (source / "ffpa" / "ffpa_attn").glob("_native*"):
@@ -200,7 +200,7 @@ def test_editable(source, tmp_path):
 
 @needs_nvcc
 def test_a_kernel_compiles_with_pypis_nvcc_and_gcc_alone(pypi_nvcc, tmp_path):
-    code = f"{CHILD}\nfrom ffpa_attn import toolchain\nprint(toolchain.find_nvcc().found)"
+    code = f"{CHILD}\nfrom ffpa_attn.building import toolchain\nprint(toolchain.find_nvcc().found)"
     *_, path, found = run(
         sys.executable, "-c", code, cwd=tmp_path, FFPA_CACHE_DIR=str(tmp_path / "cache"), **pypi_nvcc
     ).splitlines()

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from ffpa_attn import build, jit, toolchain
-from ffpa_attn import cache as cache_module
-from ffpa_attn.cache import cache_directory
-from ffpa_attn.spec import ScaledCopy
-from ffpa_attn.toolchain import BuildError
-from ffpa_attn.transient import is_transient
+from ffpa_attn.building import build, jit, toolchain
+from ffpa_attn.building import cache as cache_module
+from ffpa_attn.building.cache import cache_directory
+from ffpa_attn.building.toolchain import BuildError
+from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.support.transient import is_transient
 from wheel_support import needs_nvcc
 
 SPEC = ScaledCopy("f16", 4)

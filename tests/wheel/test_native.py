@@ -6,9 +6,12 @@ import threading
 
 import pytest
 import torch
-from ffpa_attn import archs, build, doctor, explain, ffpa, ops, toolchain
-from ffpa_attn import native as native_module
-from ffpa_attn.spec import KernelSpec, ScaledCopy
+from ffpa_attn import doctor, explain, ffpa
+from ffpa_attn.building import build, toolchain
+from ffpa_attn.launching import native as native_module
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import KernelSpec, ScaledCopy
 from wheel_support import ROOT
 
 BUILT, NOT_BUILT = ScaledCopy("f16", 4), ScaledCopy("f16", 2)
@@ -175,7 +178,7 @@ def test_a_model_cannot_load_a_file(native):
 def test_import_is_quick_and_loads_nothing():
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT / 'ffpa')!r}); import torch; start = time.process_time();"
-        "import ffpa_attn, ffpa_attn.native; print(time.process_time() - start, torch.cuda.is_initialized());"
+        "import ffpa_attn, ffpa_attn.launching.native; print(time.process_time() - start, torch.cuda.is_initialized());"
         "print(any('_native' in line for line in open('/proc/self/maps')))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -289,8 +292,8 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "ffpa")!r})
 import torch
-from ffpa_attn import native
-from ffpa_attn.spec import ScaledCopy
+from ffpa_attn.launching import native
+from ffpa_attn.specs.spec import ScaledCopy
 native._PACKAGE = Path({str(native._PACKAGE)!r})
 native.library().cuda_versions()
 child = os.fork()

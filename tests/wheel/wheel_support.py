@@ -31,8 +31,8 @@ import sys, types
 package = types.ModuleType("ffpa_attn")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
-from ffpa_attn import jit
-from ffpa_attn.spec import ScaledCopy
+from ffpa_attn.building import jit
+from ffpa_attn.specs.spec import ScaledCopy
 print(jit.library(ScaledCopy("f16", 4), "sm_90"))
 """
 

@@ -1,4 +1,4 @@
-"""What other libraries call. Nothing here is imported before it is asked for, and no library with it."""
+"""Attention under the names that other libraries call it by. What serves one library is imported when it is asked for."""
 
 import importlib
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
-from ..imports import when_imported
-from ..integrations.fallback import say_once
-from ..sdpa_override import sdpa
+from ..support.imports import when_imported
+from .fallback import say_once
+from .sdpa_override import sdpa
 
 
 @cache

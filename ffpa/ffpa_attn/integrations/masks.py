@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..integrations.fallback import say_once
+from .fallback import say_once
 
 _NOT_TO_BE_WRITTEN = "a mask of ffpa_attn's is a rule and holds no numbers to change; change its copy, mask.clone()"
 

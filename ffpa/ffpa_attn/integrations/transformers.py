@@ -12,11 +12,11 @@ import sys
 
 import torch
 
-from .. import checks, memory_checks
 from ..attention import ffpa, ffpa_varlen
-from ..integrations import attention_classes
-from ..integrations.fallback import say_once
-from ..integrations.masks import Seen, make_mask, seen_by
+from ..checks import arguments, memory_checks
+from . import attention_classes
+from .fallback import say_once
+from .masks import Seen, make_mask, seen_by
 
 OLDEST = (5, 4)  # of transformers: from there on masks are made of lengths and offsets
 
@@ -132,7 +132,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _one_dtype(*tensors):
     """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others."""
-    half = [x.dtype for x in tensors if x.dtype in checks.DTYPES]
+    half = [x.dtype for x in tensors if x.dtype in arguments.DTYPES]
     return [x.to(half[0]) for x in tensors] if half else tensors
 
 
@@ -169,7 +169,7 @@ def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | No
     if query.device.type not in ("cuda", "cpu"):
         return f"tensors on {query.device.type}", "move the model to a CUDA GPU"
     casts = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
-    if query.dtype not in checks.DTYPES and not casts:
+    if query.dtype not in arguments.DTYPES and not casts:
         or_cast = ", or run it under autocast" if query.dtype == torch.float32 else ""  # which casts nothing else
         return f"tensors of {query.dtype}", f"load the model with dtype=torch.bfloat16{or_cast}"
     if query.shape[-1] % 8 or value.shape[-1] % 8:

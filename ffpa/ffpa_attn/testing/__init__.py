@@ -1,13 +1,13 @@
 """Tools for tests: the shipped kernels in the emulator, and building other kernels for it. Imported on demand only."""
 
-from ..emulator_build import build_emulated_module, load_emulated_module
+from ..building.emulator_build import build_emulated_module, load_emulated_module
 
 __all__ = ["build_emulated_module", "emulate", "load_emulated_module"]
 
 
 def __getattr__(name: str):
     if name == "emulate":  # needs torch, which building a module does not
-        from ..emulated import emulate
+        from ..launching.emulated import emulate
 
         return emulate
     raise AttributeError(name)

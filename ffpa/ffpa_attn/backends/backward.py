@@ -1,0 +1,228 @@
+"""The backward on our kernels: P and dS are computed once, into a workspace, and the gradients are three products of them.
+
+At large head dims the N² intermediates cost less to store than to compute again. Chunk after chunk of the problem fits the
+workspace (backward_chunks.py). `plan` is pure: the order of sums, and with it every bit, follows from shape and cap alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..checks import memory_checks
+from ..specs import archs
+from ..specs.spec import (
+    MMA_PRODUCT_TILES,
+    MOST_POSITIONS,
+    PRODUCT_TILES,
+    BackwardProductsMma,
+    BackwardProductsWgmma,
+    BackwardRows,
+    BackwardScoresMma,
+    BackwardScoresWgmma,
+    Problem,
+    Visibility,
+    visible_keys,
+)
+from . import backward_chunks
+from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
+from .backward_mask import MaskGradient
+
+
+class BackwardPlan(NamedTuple):
+    rows: BackwardRows
+    scores: BackwardScoresWgmma | BackwardScoresMma
+    of_q: BackwardProductsWgmma | BackwardProductsMma
+    of_k: BackwardProductsWgmma | BackwardProductsMma
+    chunks: tuple[Chunk, ...]
+    entries: int  # that have these chunks one after the other; 1 where they hold all entries
+    pairs: int  # of the largest chunk: elements of P, and of dS
+    partial_floats: int  # sums between chunks: of dQ, and from `sums_of_k_at` on of dK and dV
+    sums_of_k_at: int
+    sums_of_tile: int  # floats of dQ of a row tile
+    sums_of_key: int  # of dK and dV of a key
+
+    @property
+    def kernel(self) -> str:
+        return self.scores.name
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 4 * (self.pairs + self.partial_floats)
+
+    @property
+    def all_chunks(self) -> Iterator[Chunk]:
+        for entry in range(self.entries):
+            for chunk in self.chunks:
+                yield chunk._replace(first_entry=chunk.first_entry + entry)
+
+    def sums_at(self, chunk: Chunk, of_q: bool) -> int:
+        """Where a chunk's begin, among those that wait."""
+        if of_q:
+            return chunk.tiles_before * self.sums_of_tile
+        return self.sums_of_k_at + chunk.keys_before * self.sums_of_key
+
+    @property
+    def specs(self) -> tuple:
+        return self[:4]
+
+
+# The kernels of a backend, and the tiles of its products.
+_FAMILIES = {
+    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
+    "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
+}
+
+
+def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
+    """`backend`: hopper or mma. Whether its kernels are built is another question."""
+    scores, products, tiles = _FAMILIES[backend]
+    packed = p.packed and Packed(p.batch, *p.packed)
+    positions = max(p.n_q + p.n_k, sum(packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if packed else 0)
+    if positions > MOST_POSITIONS:
+        return f"the backward counts positions in 32 bits, and {positions} of rows and keys are too many"
+    seen = visible_keys(p) / p.n_k if p.n_k else 1.0
+    if packed and p.batch * p.n_k:
+        seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # where lengths are the same
+    see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
+    work = Work(
+        entries=p.heads_kv * (1 if packed else p.batch),
+        group=p.group,
+        n_q=p.n_q,
+        n_k=p.n_k,
+        d_qk=p.d_qk,
+        d_v=p.d_v,
+        seen=seen,
+        multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
+        packed=packed,
+        nearest=None if see.left < 0 else diagonal - see.left,
+        farthest=None if see.right < 0 else diagonal + see.right,
+    )
+    if p.batch * p.heads_kv * p.n_q * p.n_k:
+        cut = backward_chunks.cut(work, tiles, cap)
+    else:
+        cut = Cut([], 1, tiles[0], tiles[0])
+    pairs = max((c.rows * work.columns_of(c.keys) for c in cut.chunks), default=0)
+    of_tile = ROW_TILE * backward_chunks.sums_of_row(work, cut.of_q.columns)
+    of_key = backward_chunks.sums_of_key(work, cut.of_k.columns)
+    sums_q, sums_k = cut.row_tiles_kept * of_tile, cut.keys_kept * of_key
+    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0  # else these are done with
+    partial = max(sums_q, sums_of_k_at + sums_k)
+    needed = 4 * (pairs + partial)
+    if needed > cap:
+        return f"the backward needs {-(-needed >> 20)} MiB of workspace, and FFPA_WORKSPACE_MB is {cap >> 20}"
+    return BackwardPlan(
+        BackwardRows(p.dtype),
+        scores(p.dtype),
+        products(p.dtype, cut.of_q.columns, True),
+        products(p.dtype, cut.of_k.columns, False),
+        tuple(cut.chunks),
+        cut.entries,
+        pairs,
+        partial,
+        sums_of_k_at,
+        of_tile,
+        of_key,
+    )
+
+
+def _as_read(x: torch.Tensor) -> torch.Tensor:
+    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. Heads that share
+    their rows go on sharing them.
+    """
+    if not memory_checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
+        return x
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
+    return once.contiguous().expand(x.shape)
+
+
+def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
+    """Gradients of rows without keys and of keys without rows, of which no kernel may hear."""
+    n_q, n_k = dq.shape[-2], dk.shape[-2]
+    diagonal = 0 if see.top_left else n_k - n_q
+    first_row, end_row = 0, n_q  # of those that see a key
+    first_key, end_key = 0, n_k
+    if see.left >= 0:
+        end_row, first_key = n_k - diagonal + see.left, diagonal - see.left
+    if see.right >= 0:
+        first_row, end_key = -diagonal - see.right, n_q + diagonal + see.right
+    for n, first, end, gradients in ((n_q, first_row, end_row, (dq,)), (n_k, first_key, end_key, (dk, dv))):
+        for x in gradients:
+            if first > 0:
+                x[..., :first, :].zero_()
+            if end < n:
+                x[..., end:, :].zero_()
+
+
+def backward(
+    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule
+) -> None:
+    """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences.
+
+    d_mask: [B|1, H|1, n_q|1, n_k|1], where it is wanted and there is no softcap.
+    """
+    if offsets or not plan.chunks:  # rows of no sequence
+        for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):
+            grad.zero_()
+    if not plan.chunks:
+        return
+    if q.is_cuda:
+        from ..launching import native
+
+        gpu, run, blocks = (
+            native.gpu_of(q.device),
+            native.library().attention_backward,
+            native.multiprocessors(q.device),
+        )
+
+        def kernel(spec):
+            return native.kernel(spec, gpu)
+    else:
+        from ..launching import emulated
+
+        run, blocks = emulated.attention_backward, emulated.RESIDENT_BLOCKS
+
+        def kernel(spec):
+            return spec
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
+    partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
+    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # as backward_params.h has them
+    heads, n_q = q.shape[:-2].numel(), q.shape[-2]
+    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # as packed_tiles.cuh
+    live_rows = empty(heads * live_words, dtype=torch.int64)
+
+    see = rule.visibility
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    call = (
+        q, k, v, out, _as_read(grad_out), lse.contiguous(), grad_lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right,
+        see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds,
+    )  # fmt: skip
+    rows, scores, of_q, of_k = map(kernel, plan.specs)
+    of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
+    run(rows, *call, partial, *plan.chunks[0].place)
+    if see.bounded and not offsets:
+        _clear_what_is_not_seen(see, dq, dk, dv)
+
+    def sums(chunk: Chunk, of_q: bool) -> torch.Tensor | None:
+        at = plan.sums_at(chunk, of_q)
+        return partial[at:] if at else partial
+
+    for chunk in plan.all_chunks:
+        gives_mask = of_mask is not None and chunk.of_q  # which every visible pair does once
+        if gives_mask and see.bounded:
+            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
+        run(scores, *call, None, *chunk.place)
+        if chunk.of_q:
+            run(of_q, *call, sums(chunk, True), *chunk.place)
+        if chunk.of_k:
+            run(of_k, *call, sums(chunk, False), *chunk.place)
+        if gives_mask:
+            of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
+    if of_mask is not None:
+        of_mask.finish()

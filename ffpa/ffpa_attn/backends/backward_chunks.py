@@ -1,0 +1,477 @@
+"""How the backward is cut into chunks that fit the workspace, and how long they take: sizes alone, no tensors.
+
+Times are in steps: 64 of the common dimension of a product of 128 x 256 on one multiprocessor. What matters is that tiles
+fill whole rounds of the multiprocessors, and that under a causal mask the longest tile does not outlast all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from math import inf
+from typing import NamedTuple
+
+from ..specs.spec import ProductTile
+
+ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
+_BYTES_OF_PAIR = 4  # P and dS
+_ENOUGH_BYTES = 1 << 30  # of several heads: more gain nothing
+
+_STEPS_OF_ENDS = 4  # begin and end of a tile of a product
+_STEPS_OF_SUMS = 7  # to write a tile's sums for a later chunk, or to read them: 128 KB at 18 bytes a cycle
+_STEPS_OF_FINISH = 8  # of a tile of P and dS
+_STEPS_OF_LAUNCH = 12
+
+Tiles = Sequence[ProductTile]  # to choose from
+
+
+class Chunk(NamedTuple):
+    """Of the key/value heads of all batch entries [first_entry, + entries); of the row tiles of each, and of the keys."""
+
+    first_entry: int
+    entries: int
+    first_tile: int
+    end_tile: int
+    first_key: int
+    end_key: int
+    turn: int  # which of the two places for sums of dK and dV of packed sequences it goes on from
+    of_q: bool  # gives dQ, or a part of its sums
+    of_k: bool  # the same of dK and dV
+    tiles_before: int = 0  # row tiles whose sums of dQ lie before its own
+    keys_before: int = 0  # and keys whose sums of dK and dV do
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self[:7]
+
+    @property
+    def row_tiles(self) -> int:
+        return self.end_tile - self.first_tile
+
+    @property
+    def keys(self) -> int:
+        return self.end_key - self.first_key
+
+    @property
+    def rows(self) -> int:
+        return self.entries * self.row_tiles * ROW_TILE
+
+    @property
+    def pairs(self) -> int:
+        """Not of packed sequences, whose rows have at most the keys of one."""
+        return self.rows * self.keys
+
+
+class Packed(NamedTuple):
+    """Sequences one after the other; rows and keys of all of them."""
+
+    sequences: int
+    rows: int
+    keys: int
+
+    def tiles(self, count: int, size: int) -> int:
+        return count // size + self.sequences  # as csrc/attention/packed_tiles.cuh
+
+
+class Work(NamedTuple):
+    """What is cut: entries are key/value heads of batch entries, each with the rows of `group` query heads."""
+
+    entries: int
+    group: int
+    n_q: int
+    n_k: int
+    d_qk: int
+    d_v: int
+    seen: float = 1.0  # part of the keys that a row sees, on average
+    multiprocessors: int = 132
+    packed: Packed | None = None  # entries are then key/value heads; n_q and n_k of the longest sequence
+    nearest: int | None = None  # row r sees the keys from r + nearest on, as far as they exist
+    farthest: int | None = None  # and those up to r + farthest
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.nearest is not None or self.farthest is not None
+
+    @property
+    def tiles_of_keys(self) -> int:
+        return self.keys // KEY_TILE
+
+    @property
+    def tiles_of_head(self) -> int:
+        return self.packed.tiles(self.packed.rows, ROW_TILE) if self.packed else -(-self.n_q // ROW_TILE)
+
+    @property
+    def tiles(self) -> int:
+        return self.group * self.tiles_of_head
+
+    @property
+    def keys(self) -> int:
+        return self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else self.columns
+
+    @property
+    def columns(self) -> int:
+        """Keys of a row in the workspace, where a chunk has all."""
+        return -(-self.n_k // KEY_TILE) * KEY_TILE
+
+    def columns_of(self, keys: int) -> int:
+        return min(keys, self.columns)
+
+    def keys_summed(self, keys: int) -> int:
+        """For how many there is room where sums of dK and dV of so many go from chunk to chunk: of packed sequences one ends in a
+        chunk, and one goes on.
+        """
+        return min(keys, 2 * self.columns)
+
+
+def sums_of_key(work: Work, width: int) -> int:
+    """Floats of dK and dV of one key, in tiles of this width."""
+    return (-(-work.d_qk // width) - (-work.d_v // width)) * width
+
+
+def sums_of_row(work: Work, width: int) -> int:
+    """Floats of dQ of one row."""
+    return -(-work.d_qk // width) * width
+
+
+# ---- how long ----
+
+
+def _steps_of_product(
+    count: int, tile: ProductTile, mean: float, longest: float, multiprocessors: int, ends: float = _STEPS_OF_ENDS
+) -> float:
+    """So many tiles over so many rows or keys on average and at most, shared by the multiprocessors."""
+    clusters = multiprocessors // tile.blocks
+    if mean == longest:
+        rounds = -(-count // clusters) * mean
+    else:  # the longest come first
+        rounds = max(longest, count * mean / clusters + mean / 2)
+    area = tile.rows * tile.columns / tile.blocks / (128 * 256) / tile.speed
+    return (rounds / 64 + ends * -(-count // clusters)) * area
+
+
+def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: bool) -> tuple[float, ProductTile]:
+    """(steps, tile) of a chunk's dQ, or of its dK and dV."""
+
+    def steps(tile: ProductTile) -> float:
+        if of_q:
+            count = entries * row_tiles * (ROW_TILE // tile.rows) * -(-work.d_qk // tile.columns)
+            return _steps_of_product(count, tile, work.n_k * work.seen, work.n_k, work.multiprocessors)
+        count = entries * -(-work.keys // tile.rows) * (sums_of_key(work, tile.columns) // tile.columns)
+        longest = min(row_tiles, work.group * -(-work.n_q // ROW_TILE)) * ROW_TILE
+        return _steps_of_product(count, tile, longest * work.seen, longest, work.multiprocessors)
+
+    return min((steps(tile), tile) for tile in tiles)
+
+
+def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
+    """Of whole entries."""
+    pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # in tiles
+    of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
+    products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
+    return -(-pairs // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
+
+
+# ---- what rows see ----
+
+
+def seen_by_rows(work: Work, first: int, end: int) -> tuple[int, int]:
+    """The key tiles that some rows see in these row tiles of an entry: those of a part of a head, or of whole ones."""
+    first_row = first % work.tiles_of_head * ROW_TILE
+    last_row = min(first_row + (end - first) * ROW_TILE, work.n_q) - 1
+    low = 0 if work.nearest is None else max(first_row + work.nearest, 0)
+    high = work.n_k if work.farthest is None else min(last_row + work.farthest + 1, work.n_k)
+    return (low // KEY_TILE, -(-high // KEY_TILE)) if low < high else (0, 0)
+
+
+def seeing_keys(work: Work, first: int, end: int) -> tuple[int, int]:
+    """The row tiles of each head in which some rows see a key of these key tiles."""
+    last_key = min(end * KEY_TILE, work.n_k) - 1
+    low = 0 if work.farthest is None else max(first * KEY_TILE - work.farthest, 0)
+    high = work.n_q if work.nearest is None else min(last_key - work.nearest + 1, work.n_q)
+    return (low // ROW_TILE, -(-high // ROW_TILE)) if low < high else (0, 0)
+
+
+# ---- what fits ----
+
+
+class Cut(NamedTuple):
+    chunks: list[Chunk]
+    entries: int  # that have these chunks one after the other; 1 where they hold all entries
+    of_q: ProductTile
+    of_k: ProductTile
+    row_tiles_kept: int = 0  # whose sums of dQ wait for later chunks at a time
+    keys_kept: int = 0  # the same of dK and dV
+
+
+def _parts(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """[first, end) in parts of at most `most`, all about as large."""
+    if first < end:
+        parts = -(-(end - first) // max(most, 1))
+        size = -(-(end - first) // parts)
+        yield from ((at, min(at + size, end)) for at in range(first, end, size))
+
+
+def _sizes(count: int) -> Iterator[int]:
+    """Of such parts, the largest first."""
+    size = count + 1
+    while size > 1:
+        size = -(-count // -(-count // (size - 1)))
+        yield size
+
+
+def _row_parts(work: Work, most: int, first_seen: int, end_seen: int) -> Iterator[tuple[int, int]]:
+    """The row tiles of an entry, at most so many at a time: some whole heads; or parts of one, of which these tiles count."""
+    of_head = work.tiles_of_head
+    if most >= of_head:
+        heads = _parts(0, work.group, most // of_head) if first_seen < end_seen else ()
+        yield from ((first * of_head, end * of_head) for first, end in heads)
+        return
+    for head in range(work.group):
+        for first, end in _parts(first_seen, end_seen, most):
+            yield head * of_head + first, head * of_head + end
+
+
+def _whole_entries(work: Work, tiles: Tiles, most: int, enough: int) -> int:
+    """At a time, at most so many."""
+    counts = sorted({-(-work.entries // parts) for parts in range(-(-work.entries // most), work.entries + 1)})
+    few = [count for count in counts if count <= max(enough, counts[0])]
+    return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, tiles, count))
+
+
+def _bytes(work: Work, row_tiles: int, keys: int) -> int:
+    """Of P and dS."""
+    return row_tiles * ROW_TILE * work.columns_of(keys) * _BYTES_OF_PAIR
+
+
+def cut(work: Work, tiles: Tiles, cap: int) -> Cut:
+    """Whole entries if one fits, as many as are fastest; else parts of one, which are then the same for every other."""
+    of_entry = _bytes(work, work.tiles, work.keys)
+    if of_entry > cap:
+        return _parts_of_packed(work, tiles, cap) if work.packed else _parts_of_entry(work, tiles, cap)
+    most = min(cap // of_entry, work.entries)
+    parts = _parts(0, work.entries, _whole_entries(work, tiles, most, _ENOUGH_BYTES // of_entry))
+    chunks = [Chunk(first, end - first, 0, work.tiles, 0, work.keys, 0, True, True) for first, end in parts]
+    return Cut(chunks, 1, *_tiles_of(work, tiles, chunks[0]))
+
+
+def _tiles_of(work: Work, tiles: Tiles, chunk: Chunk) -> tuple[ProductTile, ProductTile]:
+    of_q, of_k = (fastest_tile(work, tiles, chunk.entries, chunk.row_tiles, of_q)[1] for of_q in (True, False))
+    return of_q, of_k
+
+
+# ---- parts of an entry ----
+
+
+class Pass(NamedTuple):
+    """All visible pairs of an entry, one box of some row tiles and key tiles after the other: by rows, or by keys.
+
+    By rows, sums of dQ go through boxes that follow each other and need room for the rows of one, while sums of dK and dV
+    go on in the next rows and need room for all keys. By keys it is the other way round.
+    """
+
+    row_tiles: int
+    key_tiles: int
+    by_rows: bool
+    of_q: bool
+    of_k: bool
+
+    def chunks(self, work: Work) -> Iterator[Chunk]:
+        """None that nobody sees."""
+        for rows, (first, end) in self._boxes(work):
+            keys = first * KEY_TILE, end * KEY_TILE
+            before = (0, keys[0]) if self.by_rows else (rows[0], 0)
+            yield Chunk(0, 1, *rows, *keys, 0, self.of_q, self.of_k, *before)
+
+    def _boxes(self, work: Work) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        if self.by_rows:
+            for rows in _row_parts(work, self.row_tiles, 0, work.tiles_of_head):
+                for keys in _parts(*seen_by_rows(work, *rows), self.key_tiles):
+                    yield rows, keys
+        else:
+            for keys in _parts(0, work.tiles_of_keys, self.key_tiles):
+                for rows in _row_parts(work, self.row_tiles, *seeing_keys(work, *keys)):
+                    yield rows, keys
+
+    def row_tiles_kept(self, work: Work) -> int:
+        if not self.of_q or self.key_tiles == work.tiles_of_keys:
+            return 0
+        return self.row_tiles if self.by_rows else work.tiles
+
+    def keys_kept(self, work: Work) -> int:
+        if not self.of_k or self.row_tiles == work.tiles:
+            return 0
+        return work.keys if self.by_rows else self.key_tiles * KEY_TILE
+
+    def bytes_of_sums(self, work: Work, width: int) -> int:
+        """In tiles of this width."""
+        of_q = self.row_tiles_kept(work) * ROW_TILE * sums_of_row(work, width)
+        return 4 * (of_q + self.keys_kept(work) * sums_of_key(work, width))
+
+    def bytes_of_pairs(self, work: Work) -> int:
+        return _bytes(work, self.row_tiles, self.key_tiles * KEY_TILE)
+
+    def steps(self, work: Work, tile: ProductTile) -> float:
+        """Of what a mask hides, a box that it cuts lacks about one half."""
+        boxes = self._count(work)
+        hidden = 0.0
+        if work.is_bounded:
+            visible = work.seen * work.tiles * work.tiles_of_keys / (self.row_tiles * self.key_tiles)
+            hidden = max(boxes - visible, 0.0)
+        cut = min(2 * hidden, boxes)
+        steps = (boxes - cut) * self._steps_of_box(work, tile, boxes, 1.0)
+        return steps + (cut * self._steps_of_box(work, tile, boxes, 1 - hidden / cut) if cut else 0)
+
+    def _steps_of_box(self, work: Work, tile: ProductTile, boxes: float, seen: float) -> float:
+        """Of one that has so many of its pairs, among so many boxes."""
+        of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
+        tiles_of_p = self.row_tiles * 2 * self.key_tiles * seen
+        steps = -(-tiles_of_p // work.multiprocessors) * of_tile + _STEPS_OF_LAUNCH
+
+        def of_product(tiles: int, width: int, longest: int, times: float) -> float:
+            count = tiles * (ROW_TILE // tile.rows) * (width // tile.columns)
+            ends = _STEPS_OF_ENDS + 2 * _STEPS_OF_SUMS * max(1 - 1 / times, 0.0)
+            return _steps_of_product(count, tile, longest * seen, longest, work.multiprocessors, ends)
+
+        if self.of_q:
+            times = boxes * self.row_tiles / work.tiles  # that a row is in a box
+            steps += of_product(self.row_tiles, sums_of_row(work, tile.columns), self.key_tiles * KEY_TILE, times)
+        if self.of_k:
+            times = boxes * self.key_tiles / work.tiles_of_keys
+            steps += of_product(self.key_tiles, sums_of_key(work, tile.columns), self.row_tiles * ROW_TILE, times)
+        return steps
+
+    def _count(self, work: Work) -> float:
+        """Of boxes; where they are very many, as some of them say."""
+        if self.by_rows:
+            count, size, of_other, seen = work.tiles_of_head, self.row_tiles, self.key_tiles, seen_by_rows
+        else:
+            count, size, of_other, seen = work.tiles_of_keys, self.key_tiles, self.row_tiles, seeing_keys
+        parts = list(_parts(0, count, size))
+        asked = parts[:: -(-len(parts) // 32)] if work.is_bounded else parts[:1]
+        boxes = sum(-(-(end - first) // of_other) for first, end in (seen(work, *part) for part in asked))
+        heads = -(-work.group // max(self.row_tiles // work.tiles_of_head, 1))
+        return max(boxes * len(parts) / len(asked), 1) * heads
+
+
+def _passes(
+    work: Work, tile: ProductTile, by_rows: bool, of_q: bool, of_k: bool, fits: Callable[[int, int], bool]
+) -> Iterator[Pass]:
+    """Those whose bytes of pairs and of sums fit: with as many keys as do, or somewhat fewer."""
+
+    def has_room(one: Pass) -> bool:
+        return fits(one.bytes_of_pairs(work), one.bytes_of_sums(work, tile.columns))
+
+    of_head = work.tiles_of_head
+    for row_tiles in (*(of_head * heads for heads in _sizes(work.group) if heads > 1), *_sizes(of_head)):
+        of_all = Pass(row_tiles, work.tiles_of_keys, by_rows, of_q, of_k)
+        most = _most_keys(of_all, has_room)
+        if most:
+            fewest = -(-work.tiles_of_keys // most)
+            parts = (-(-work.tiles_of_keys // parts) for parts in range(fewest, fewest + 3))
+            yield from filter(has_room, (of_all._replace(key_tiles=key_tiles) for key_tiles in parts))
+
+
+def _most_keys(of_all: Pass, has_room: Callable[[Pass], bool]) -> int:
+    """Key tiles of such a pass. All of them need no sums of dQ, which fewer may have no room for; else more need more."""
+    most, too_many = 0, of_all.key_tiles
+    if has_room(of_all):
+        return too_many
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if has_room(of_all._replace(key_tiles=middle)) else (most, middle)
+    return most
+
+
+def _fastest_passes(work: Work, tile: ProductTile, cap: int) -> list[Pass]:
+    """One; or, where room for sums of all rows or of all keys is not there or leaves too little, one for dQ, and one for dK and
+    dV that computes P and dS again. None where neither fits.
+    """
+
+    def fastest(*passes: Iterator[Pass]) -> tuple[float, list[Pass]]:
+        return min(((of_pass.steps(work, tile), [of_pass]) for of_pass in chain(*passes)), default=(inf, []))
+
+    def fits(pairs: int, sums: int) -> bool:
+        return pairs + sums <= cap
+
+    ways = [fastest(*(_passes(work, tile, by_rows, True, True, fits) for by_rows in (True, False)))]
+    if ways[0][0] > _least_steps(work, tile, 2):
+        for for_pairs in (_bytes(work, 1, KEY_TILE), *(cap * i // 8 for i in range(1, 8))):  # of both, as sums are
+
+            def fit(pairs: int, sums: int, for_pairs: int = for_pairs) -> bool:
+                return pairs <= for_pairs and sums <= cap - for_pairs
+
+            of_q, of_k = (fastest(_passes(work, tile, of_q, of_q, not of_q, fit)) for of_q in (True, False))
+            ways.append((of_q[0] + of_k[0], of_q[1] + of_k[1]))
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def _least_steps(work: Work, tile: ProductTile, times: int) -> float:
+    """Of all gradients, if P and dS are computed so many times, and nothing else costs anything."""
+    tiles = 2 * work.tiles * work.tiles_of_keys * work.seen
+    widths = sums_of_row(work, tile.columns) + sums_of_key(work, tile.columns)
+    steps_of_p = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
+    return tiles * (times * steps_of_p + KEY_TILE // 64 * widths / 256 / tile.speed) / work.multiprocessors
+
+
+def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Cut:
+    """In the tiles that are fastest where there are many, if their sums fit."""
+    passes = []
+    for tile in sorted(tiles, key=lambda tile: _least_steps(work, tile, 1)):
+        if passes := _fastest_passes(work, tile, cap):
+            break
+    passes = passes or [Pass(1, 1, of_q, of_q, not of_q) for of_q in (True, False)]  # which is more than fits
+    chunks = [chunk for of_pass in passes for chunk in of_pass.chunks(work)]
+    row_tiles = max(of_pass.row_tiles_kept(work) for of_pass in passes)
+    return Cut(chunks, work.entries, tile, tile, row_tiles, max(of_pass.keys_kept(work) for of_pass in passes))
+
+
+# ---- packed sequences ----
+
+
+def _packed_row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
+    """The row tiles of an entry, at most so many at a time: of some sequences, whole ones if they are about as long."""
+    of_sequence = work.tiles // work.packed.sequences
+    step = max(most, 1) // of_sequence * of_sequence or max(most, 1)
+    yield from ((first, min(first + step, work.tiles)) for first in range(0, work.tiles, step))
+
+
+def _parts_of_packed(work: Work, tiles: Tiles, cap: int) -> Cut:
+    """Row tiles with all keys; if sums of dK and dV leave too little, dQ by row tiles, or by keys of one, and then dK and dV by
+    keys. Nobody knows which rows see which keys.
+    """
+    chunks = list(_packed_chunks(work, tiles, cap))
+    keys = max((work.keys_summed(c.keys) for c in chunks if c.of_k and c.row_tiles < work.tiles), default=0)
+    rows = max((c.row_tiles for c in chunks if c.of_q and c.keys < work.keys), default=0)
+    return Cut(chunks, work.entries, *_tiles_of(work, tiles, chunks[0]), rows, keys)
+
+
+def _packed_chunks(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
+    def chunk(row_tiles: tuple[int, int], keys: tuple[int, int], turn: int, of_q: bool, of_k: bool) -> Chunk:
+        return Chunk(0, 1, *row_tiles, *(tile * KEY_TILE for tile in keys), turn, of_q, of_k)
+
+    def partial(key_tiles: int) -> int:
+        return 4 * work.keys_summed(key_tiles * KEY_TILE) * max(sums_of_key(work, width) for width, *_ in tiles)
+
+    all_keys = 0, work.keys // KEY_TILE
+    of_tile = _bytes(work, 1, work.keys)
+    if partial(all_keys[1]) + of_tile * 4 <= cap:
+        for i, rows in enumerate(_packed_row_parts(work, (cap - partial(all_keys[1])) // of_tile)):
+            yield chunk(rows, all_keys, i % 2, True, True)
+        return
+    of_key_tile = _bytes(work, 1, KEY_TILE) + partial(1)  # with one row tile
+    most_key_tiles = cap // 4 // of_key_tile
+    if of_tile < cap:  # then beside a row tile
+        most_key_tiles = min(most_key_tiles, (cap - of_tile) // partial(1))
+    key_parts = list(_parts(0, all_keys[1], most_key_tiles))
+    left = cap - partial(key_parts[0][1])  # the sums are there all the time
+    if of_tile <= left:
+        for rows in _packed_row_parts(work, left // of_tile):
+            yield chunk(rows, all_keys, 0, True, False)
+    else:
+        left = min(left, cap - 4 * ROW_TILE * max(sums_of_row(work, width) for width, *_ in tiles))
+        for row_tile in range(work.tiles):
+            for keys in _parts(0, all_keys[1], left // _bytes(work, 1, KEY_TILE)):
+                yield chunk((row_tile, row_tile + 1), keys, 0, True, False)
+    for keys in key_parts:
+        for i, rows in enumerate(_packed_row_parts(work, left // _bytes(work, 1, (keys[1] - keys[0]) * KEY_TILE))):
+            yield chunk(rows, keys, i % 2, False, True)

@@ -1,0 +1,44 @@
+"""The forward for head dims whose O registers hold, on wgmma: of one block, or of two that exchange P. S, P and O never see
+global memory before they are done. `plan` is pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from ..launching.forward_call import Memo
+from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem
+from . import row_tiles
+
+MOST_COLUMNS = PAIR_COLUMNS[-1]
+
+
+class FusedPlan(row_tiles.RowTilePlan):
+    __slots__ = ()
+    workspace_bytes = 0  # but for what blocks share
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
+    """What runs the problem, or why it cannot."""
+    widest = max(p.d_qk, p.d_v)
+    if widest > MOST_COLUMNS:
+        return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
+    fused = (ForwardFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1])
+    pairs = (ForwardPair(p.dtype, columns) for columns in PAIR_COLUMNS if widest <= columns)
+    return row_tiles.why_not(p, "fused", flags) or FusedPlan(next(itertools.chain(fused, pairs)))
+
+
+def why_slower(p: Problem, plan: FusedPlan) -> str | None:
+    """Why the mma forward is faster, or None."""
+    return row_tiles.why_slower(p, plan.spec.blocks)
+
+
+def forward(plan: FusedPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+    """As row_tiles.forward; scratch is a count of row tiles."""
+
+    def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> row_tiles.Scratch:
+        return row_tiles.Scratch(min(tiles * plan.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
+
+    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, memo, scratch_of)

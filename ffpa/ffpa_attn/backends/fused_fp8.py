@@ -1,0 +1,89 @@
+"""The forward of 8-bit floats on wgmma (csrc/attention/forward_fp8.cuh). `plan` is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ArrangeValues, ForwardFp8, Problem
+from . import row_tiles
+
+ROWS = 64  # of a tile
+MOST_COLUMNS = FP8_COLUMNS[-1]
+_MOST_BLOCKS = 2**31 - 1  # of a grid
+_PAIR = torch.int16  # two 8-bit floats, as TMA sees them
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # what the kernel writes
+
+
+class Fp8Plan(NamedTuple):
+    spec: ForwardFp8
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 0  # but for what blocks share
+
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
+    @property
+    def specs(self) -> tuple:
+        return (ArrangeValues(), self.spec)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:
+    """What runs the problem, or why it cannot."""
+    widest = max(p.d_qk, p.d_v)
+    if widest > MOST_COLUMNS:
+        return f"registers hold {MOST_COLUMNS} columns of O in the fp8 forward, not {widest}"
+    blocks_of_v = p.batch * p.heads_kv * -(-p.n_k // FP8_BLOCK) * -(-p.d_v // 64)
+    if blocks_of_v > _MOST_BLOCKS:
+        return f"one launch arranges {_MOST_BLOCKS} blocks of V, and {blocks_of_v} are too many"
+    columns = next(columns for columns in FP8_COLUMNS if columns >= widest)
+    return row_tiles.why_not(p, "fp8", flags, ROWS) or Fp8Plan(ForwardFp8(p.dtype, columns))
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, N, D / 2] of 16 bits, as TMA reads it: rows, heads and entries that begin at 16 bytes. Copied where they do not."""
+    padded = -x.shape[3] % 16
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.data_ptr() % 16 or any(step % 16 for step in steps) or padded:
+        x = F.pad(x.view(torch.uint8), (0, padded)).contiguous()
+    return x.view(_PAIR)
+
+
+def forward(plan: Fp8Plan, q, k, v, q_scale, k_scale, v_scale, out, lse, rule) -> None:
+    """As triton_fp8.forward."""
+    batch, heads, n_q, _ = q.shape
+    heads_kv, n_k, d_v = v.shape[1:]
+    if not n_k:
+        out.zero_()
+        return None if lse is None else lse.fill_(-float("inf"))
+    arranging, kernel = plan.specs
+    if q.is_cuda:
+        from ..launching import native
+
+        gpu, multiprocessors = native.gpu_of(q.device), native.multiprocessors(q.device)
+        arranging, kernel = (native.kernel(spec, gpu) for spec in plan.specs)
+        ops = native.library()
+    else:
+        from ..launching import emulated as ops
+
+        multiprocessors = ops.RESIDENT_BLOCKS
+    arranged = torch.empty(batch, heads_kv, d_v, -(-n_k // FP8_BLOCK) * FP8_BLOCK, dtype=torch.uint8, device=v.device)
+    ops.arrange_values(arranging, v.view(torch.uint8), arranged)
+    written = out if out.dtype in _OUTPUTS else torch.empty_like(out, dtype=torch.float32)
+    lse = lse if lse is not None else out.new_empty(0, dtype=torch.float32)
+    see = rule.visibility
+    scratch = torch.empty(row_tiles.HEAD_BYTES // 4, dtype=torch.float32, device=q.device)
+    blocks = min(-(-n_q // ROWS) * batch * heads, multiprocessors)
+    ops.fp8_forward(
+        kernel, _pairs(q), _pairs(k), arranged.view(_PAIR), q_scale, k_scale, v_scale, written, lse, rule.scale, rule.softcap,
+        see.left, see.right, see.top_left, scratch, blocks,
+    )  # fmt: skip
+    if written is not out:
+        largest = torch.finfo(out.dtype).max
+        out.copy_(written.clamp_(-largest, largest))

@@ -1,0 +1,499 @@
+"""The contract in plain PyTorch: exact, deterministic, on any device, within the workspace cap.
+
+Everything is computed tile by tile: a tile is a few heads x a block of query rows x a block of keys, small enough that
+all its intermediates fit the workspace. The forward softmax sees whole rows, so its tiles span all visible keys; the
+backward recomputes P from the LSE and can cut both ways. Products take 16-bit inputs and accumulate in f32.
+
+Names: q-side tensors are [H, N, D] views; a tile's rows are folded with the heads of their GQA group, so that
+q_tile is [n, G * rows, D] and scores are [n, G * rows, keys] for n key/value heads.
+
+Packed sequences are read through their offsets on the device: no length is known here, only the longest, so rows past
+a sequence's end are loaded as zeros, seen by nobody, and stored nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from ..specs.spec import FP8_BLOCK, Visibility
+
+Block = tuple[int, int]  # [first, past the last)
+
+_INF = math.inf
+_ROUNDINGS = 2.0**-21  # of an LSE, relative to it
+_FAR = 2.0**14 * math.log(2)  # an LSE whose rounding begins to show
+_ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
+_FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
+_BACKWARD_BYTES_PER_SCORE = 28  # f32 P, dP, dS and a temporary, 16-bit copies, masks
+_THIN = 64  # rows (or keys) below which a tile's products are slow
+_BYTES_PER_VALUE = 20  # a loaded element of q, k, v, o, dO: 16-bit copy, f32 copy, f32 partial results
+
+
+class Rule(NamedTuple):
+    """From raw q.k to the score that softmax sees: cap(scale * q.k) + mask, over the visible keys."""
+
+    scale: float
+    softcap: float
+    visibility: Visibility
+
+
+class Dense:
+    """The rows of one batch entry: everything is a slice."""
+
+    def __init__(self, batch: int, length: int):
+        self.batch, self.length = batch, length
+
+    def load(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
+        return x[self.batch, heads, rows[0] : rows[1]]
+
+    def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
+        x[self.batch, heads, rows[0] : rows[1]] = value
+
+    load_lse = load
+    store_lse = store
+
+
+class Packed:
+    """The rows of one packed sequence: start and length live on the device, `length` is only their bound."""
+
+    def __init__(self, start: torch.Tensor, true_length: torch.Tensor, bound: int, total: int):
+        self.start, self.true_length, self.length, self.total = start, true_length, bound, total
+
+    def positions(self, rows: Block) -> torch.Tensor:
+        return torch.arange(rows[0], rows[1], device=self.start.device)
+
+    def _index(self, rows: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        position = self.positions(rows)
+        return (self.start + position).clamp(0, self.total - 1), position < self.true_length
+
+    def load(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
+        index, inside = self._index(rows)
+        return x[heads].index_select(1, index).masked_fill_(~inside[:, None], 0)
+
+    def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
+        """Adds to zeros: rows outside add 0 to wherever their clamped index points, so no row is ever lost."""
+        index, inside = self._index(rows)
+        x[heads].index_add_(1, index, value.masked_fill(~inside[:, None], 0).to(x.dtype))
+
+    def load_lse(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
+        index, inside = self._index(rows)
+        return x[heads].index_select(1, index).masked_fill_(~inside, -_INF)
+
+    def store_lse(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
+        index, inside = self._index(rows)
+        value = value.masked_fill(~inside, -_INF)
+        x[heads].scatter_reduce_(1, index.expand_as(value), value, "amax")
+
+
+class Sequence(NamedTuple):
+    """Queries and keys that meet each other, and the mask between them ([H|1, n_q|1, n_k|1] or None)."""
+
+    queries: Dense | Packed
+    keys: Dense | Packed
+    mask: torch.Tensor | None
+
+
+def dense_sequences(q, k, mask) -> Iterator[Sequence]:
+    """q, k: [B, H, N, D]; mask: [B|1, H|1, n_q|1, n_k|1] or None."""
+    for b in range(q.shape[0]):
+        entry = None if mask is None else mask[b if mask.shape[0] > 1 else 0]
+        yield Sequence(Dense(b, q.shape[2]), Dense(b, k.shape[2]), entry)
+
+
+def _lengths_may_be_read(cu: torch.Tensor) -> bool:
+    """Without waiting for a GPU: the true lengths save work."""
+    return not cu.is_cuda
+
+
+def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> Iterator[Sequence]:
+    """q, k: [H, T, D]. A length counts as clamped to [0, max_seqlen], and no row leaves the tensor."""
+
+    def side(x, cu, longest):
+        total = x.shape[1]
+        bound = min(longest, total)
+        starts = cu[:-1].clamp(0, total)
+        lengths = torch.minimum((cu[1:].clamp(0, total) - starts), torch.full_like(starts, bound)).clamp_(min=0)
+        bounds = lengths.tolist() if _lengths_may_be_read(cu) else [bound] * len(lengths)
+        return [Packed(*one, total) for one in zip(starts, lengths, bounds, strict=True)]
+
+    for queries, keys in zip(side(q, cu_seqlens_q, max_seqlen_q), side(k, cu_seqlens_k, max_seqlen_k), strict=True):
+        yield Sequence(queries, keys, None)
+
+
+def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask with all four dims, as a view."""
+    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+# ---- 8-bit tensors: a tile is loaded as the float32 that it means, and stored within what its type can hold ----
+
+
+def scale_by_block(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[B, H, blocks] as a view of a scale of x [B, H, N, D]: one of all, [B, H], or [B, H, blocks]."""
+    if scale.dim() == 2:
+        scale = scale[..., None]
+    return scale.expand(*x.shape[:2], -(-x.shape[2] // FP8_BLOCK))
+
+
+def row_scales(scale: torch.Tensor, rows: Block) -> torch.Tensor:
+    """[..., blocks] -> [..., rows, 1]"""
+    first, last = rows[0] // FP8_BLOCK, -(-rows[1] // FP8_BLOCK)
+    by_row = scale[..., first:last].repeat_interleave(FP8_BLOCK, -1)
+    return by_row[..., rows[0] - first * FP8_BLOCK :][..., : rows[1] - rows[0], None]
+
+
+class Dequantised:
+    """Reads as the tensor x * scale [B, H, N, D] in float32, of which only what is asked for ever exists."""
+
+    dtype = torch.float32
+
+    def __init__(self, x: torch.Tensor, scale: torch.Tensor | None):
+        self.x, self.scale, self.shape, self.device = x, scale, x.shape, x.device
+
+    def __getitem__(self, at: tuple[int, slice, slice]) -> torch.Tensor:
+        batch, heads, rows = at
+        values = self.x[at].float()
+        return (
+            values if self.scale is None else values.mul_(row_scales(self.scale[batch, heads], (rows.start, rows.stop)))
+        )
+
+
+class Saturated:
+    """Writes to x, which holds no infinity or no number of that size, what is nearest."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x, self.largest = x, torch.finfo(x.dtype).max
+
+    def __setitem__(self, at, value: torch.Tensor) -> None:
+        self.x[at] = value.clamp(-self.largest, self.largest)
+
+
+# ---- one tile ----
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, like: torch.dtype) -> torch.Tensor:
+    """Batched a @ b in f32: on a GPU from inputs rounded to a 16-bit type `like`, elsewhere from f32 inputs."""
+    if a.is_cuda and like != torch.float32:
+        return torch.bmm(a.to(like), b.to(like), out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _fold(x: torch.Tensor, n: int) -> torch.Tensor:
+    """[n * G, rows, ...] -> [n, G * rows, ...]"""
+    return x.reshape(n, -1, *x.shape[2:])
+
+
+def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
+    """A range that holds every key that one of the rows may see; packed sequences know no better than all."""
+    n_k = seq.keys.length
+    if isinstance(seq.keys, Packed):
+        return (0, n_k)
+    shift = 0 if see.top_left else n_k - seq.queries.length
+    lo = rows[0] + shift - see.left if see.left >= 0 else 0
+    hi = rows[1] + shift + see.right if see.right >= 0 else n_k
+    return (max(lo, 0), min(max(hi, 0), n_k))
+
+
+def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) -> torch.Tensor | None:
+    """[rows, keys] True where the row may not see the key, or None where all are visible."""
+    packed = isinstance(seq.keys, Packed)
+    if not packed and not see.bounded:
+        return None
+    row = torch.arange(*rows, dtype=torch.int32, device=device)[:, None]
+    key = torch.arange(*keys, dtype=torch.int32, device=device)[None, :]
+    if packed:
+        lengths = seq.queries.true_length, seq.keys.true_length
+        hidden = (row >= lengths[0]) | (key >= lengths[1])
+    else:
+        lengths = seq.queries.length, seq.keys.length
+        hidden = None
+    distance = key - row if see.top_left else key - row - (lengths[1] - lengths[0])
+    for beyond in ([distance < -see.left] if see.left >= 0 else []) + (
+        [distance > see.right] if see.right >= 0 else []
+    ):
+        hidden = beyond if hidden is None else hidden.logical_or_(beyond)
+    return hidden
+
+
+def _mask_tile(seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor | None:
+    """The mask of a tile: [H|1, rows|1, keys|1]"""
+    if seq.mask is None:
+        return None
+    mask = seq.mask[heads] if seq.mask.shape[0] > 1 else seq.mask
+    mask = mask[:, rows[0] : rows[1]] if mask.shape[1] > 1 else mask
+    return mask[:, :, keys[0] : keys[1]] if mask.shape[2] > 1 else mask
+
+
+def _cap(raw: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """raw q.k -> cap(scale * q.k), in place."""
+    scores = raw.mul_(rule.scale)
+    return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
+
+
+def _apply_masks(scores, rule: Rule, seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor:
+    """[n, G * rows, keys]: adds the mask and puts -inf where a row may not see a key, in place."""
+    by_head = scores.view(-1, rows[1] - rows[0], keys[1] - keys[0])  # [H of the tile, rows, keys]
+    mask = _mask_tile(seq, heads, rows, keys)
+    if mask is not None and mask.dtype == torch.bool:
+        by_head.masked_fill_(~mask, -_INF)
+    elif mask is not None:
+        by_head.add_(mask).masked_fill_(mask == -_INF, -_INF)  # whatever the score is
+    hidden = _hidden(seq, rule.visibility, rows, keys, scores.device)
+    if hidden is not None:
+        by_head.masked_fill_(hidden, -_INF)
+    return scores
+
+
+# ---- how much at once ----
+
+
+class Plan(NamedTuple):
+    """Sizes of a tile: n key/value heads x rows x keys."""
+
+    heads: int
+    rows: int
+    keys: int
+
+
+def _blocks(lo: int, hi: int, step: int) -> Iterator[Block]:
+    for start in range(lo, hi, step):
+        yield (start, min(start + step, hi))
+
+
+def _forward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
+    """Whole key rows; half of the workspace for scores, half for loaded rows."""
+    half = min(cap, _ENOUGH_BYTES) // 2
+    group = q.shape[-3] // k.shape[-3]
+    n_q, n_k, width = seq.queries.length, max(seq.keys.length, 1), q.shape[-1] + v.shape[-1]
+    row = group * (n_k * _FORWARD_BYTES_PER_SCORE + width * _BYTES_PER_VALUE)
+    rows = max(min(n_q, half // row), 1)
+    heads = max(min(k.shape[-3], half // (rows * row)), 1)
+    keys = max(min(n_k, half // (heads * width * _BYTES_PER_VALUE)), 1)
+    return Plan(heads, rows, keys)
+
+
+def _backward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
+    """A third each for scores, for what the query side loads, and for what the key side loads and sums up."""
+    third = min(cap, _ENOUGH_BYTES) // 3
+    group = q.shape[-3] // k.shape[-3]
+    loaded = (q.shape[-1] + v.shape[-1]) * _BYTES_PER_VALUE
+    keys = max(min(seq.keys.length, third // loaded), 1)
+    rows = max(min(seq.queries.length, third // (group * loaded)), 1)
+    while group * rows * keys * _BACKWARD_BYTES_PER_SCORE > third and rows * keys > 1:
+        if rows > _THIN or keys <= _THIN:
+            rows = -(-rows // 2)
+        else:
+            keys = -(-keys // 2)
+    tile = max(keys * loaded, group * rows * max(loaded, keys * _BACKWARD_BYTES_PER_SCORE))
+    return Plan(max(min(k.shape[-3], third // tile), 1), rows, keys)
+
+
+# ---- forward ----
+
+
+def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: int) -> None:
+    """Writes out and lse; both must come filled with what a row without keys gives (0, -inf)."""
+    group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
+    for seq in sequences:
+        plan = _forward_plan(cap, q, k, v, seq)
+        for h0, h1 in _blocks(0, heads_kv, plan.heads):
+            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
+            for rows in _blocks(0, seq.queries.length, plan.rows):
+                visible = _visible_keys(seq, rule.visibility, rows)
+                if visible[0] < visible[1]:
+                    _forward_rows(q, k, v, out, lse, seq, rule, heads, heads_q, rows, visible, plan)
+
+
+def _forward_rows(q, k, v, out, lse, seq, rule, heads, heads_q, rows, visible, plan) -> None:
+    n, n_rows = heads.stop - heads.start, rows[1] - rows[0]
+    q_tile = _fold(seq.queries.load(q, heads_q, rows), n)
+    scores = torch.empty(*q_tile.shape[:2], visible[1] - visible[0], dtype=torch.float32, device=q.device)
+    for keys in _blocks(*visible, plan.keys):
+        part = scores[..., keys[0] - visible[0] : keys[1] - visible[0]]
+        part.copy_(_matmul(q_tile, seq.keys.load(k, heads, keys).mT, q.dtype))
+    _apply_masks(_cap(scores, rule), rule, seq, heads_q, rows, visible)
+
+    row_max = scores.amax(-1, keepdim=True)
+    row_max.masked_fill_(row_max == -_INF, 0.0)
+    p = scores.sub_(row_max).exp_()
+    row_sum = p.sum(-1, keepdim=True)
+
+    o = torch.zeros(n, q_tile.shape[1], v.shape[-1], dtype=torch.float32, device=q.device)
+    for keys in _blocks(*visible, plan.keys):
+        part = p[..., keys[0] - visible[0] : keys[1] - visible[0]]
+        o += _matmul(part, seq.keys.load(v, heads, keys), v.dtype)
+    o.div_(row_sum.masked_fill(row_sum == 0, 1.0))
+    seq.queries.store(out, heads_q, rows, o.view(-1, n_rows, v.shape[-1]))
+    if lse is not None:
+        seq.queries.store_lse(lse, heads_q, rows, (row_max + row_sum.log()).view(-1, n_rows))
+
+
+# ---- backward ----
+
+
+def _is_far(lse: torch.Tensor) -> torch.Tensor:
+    return (lse.abs() > _FAR) & lse.isfinite()
+
+
+class _Gradients:
+    """What one call of the backward knows: inputs, and how to recompute a tile of P and dS from them."""
+
+    def __init__(self, grad_out, grad_lse, q, k, v, out, lse, rule: Rule):
+        self.grad_out, self.grad_lse, self.q, self.k, self.v, self.out, self.lse = grad_out, grad_lse, q, k, v, out, lse
+        self.rule = rule
+        self.far = lse.is_cuda or bool(_is_far(lse).any())  # nobody waits for a GPU to hear that no row is
+        self.largest, self.shares = torch.full_like(lse, -_INF), torch.zeros_like(lse)
+
+    def row_side(self, seq: Sequence, heads: slice, n: int, rows: Block):
+        """q, dO: [n, G * rows, D]; reference (an LSE), delta = rowsum(dO * O) - dLSE, share: [n, G * rows, 1]."""
+        load, load_lse = seq.queries.load, seq.queries.load_lse
+        q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
+        lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
+        delta = (d_out.float() * out.float()).sum(-1, keepdim=True)
+        if self.grad_lse is not None:
+            delta -= _fold(load_lse(self.grad_lse, heads, rows), n)[..., None]
+        # A row without keys passes on nothing, whatever it holds: P = exp(0 - inf) = 0.
+        empty = lse == -_INF
+        q, d_out, delta = (x.masked_fill(empty, 0) for x in (q, d_out, delta))
+        largest, share = (_fold(load_lse(x, heads, rows), n)[..., None] for x in (self.largest, self.shares))
+        reference = lse.masked_fill(empty, _INF).where(largest == -_INF, largest)
+        return q, d_out, reference, delta, share.clamp(min=0)
+
+    def key_side(self, seq: Sequence, heads: slice, keys: Block):
+        return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
+
+    def scores_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, q, k):
+        """Scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
+        raw, rule = _matmul(q, k.mT, q.dtype), self.rule
+        slope = raw.mul(rule.scale).div_(rule.softcap).cosh_().reciprocal_().square_() if rule.softcap else None
+        return _apply_masks(_cap(raw, rule), rule, seq, heads_q, rows, keys), slope
+
+    def find_shares(self, seq: Sequence, plan: Plan) -> None:
+        """A far row whose keys are all here, as its LSE says that these make, gets a softmax of its own: its largest score for the
+        LSE, whose rounding shows in P, and ln of its sum for a share. Else keys of the row are elsewhere, and the LSE is all.
+        """
+        if not self.far:
+            return
+        group, heads_kv = self.q.shape[-3] // self.k.shape[-3], self.k.shape[-3]
+        for (h0, h1), rows in product(_blocks(0, heads_kv, plan.heads), _blocks(0, seq.queries.length, plan.rows)):
+            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
+            q, _, lse, *_ = self.row_side(seq, heads_q, h1 - h0, rows)
+            largest, total = torch.full_like(lse, torch.finfo(lse.dtype).min), torch.zeros_like(lse)
+            for keys in _blocks(*_visible_keys(seq, self.rule.visibility, rows), plan.keys):
+                scores, _ = self.scores_and_slope(seq, heads_q, rows, keys, q, seq.keys.load(self.k, heads, keys))
+                before, largest = largest, largest.maximum(scores.amax(-1, keepdim=True))
+                total = total * (before - largest).exp() + scores.sub_(largest).exp_().sum(-1, keepdim=True)
+            share = total.log()
+            own = ((largest + share - lse).abs() <= lse.abs() * _ROUNDINGS) & _is_far(lse)
+            for x, value in ((self.largest, largest.where(own, -_INF)), (self.shares, share.where(own, 0.0))):
+                seq.queries.store_lse(x, heads_q, rows, value.view(-1, rows[1] - rows[0]))
+
+    def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
+        """P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
+        (q, d_out, reference, delta, share), (k, v) = row_side, key_side
+        scores, slope = self.scores_and_slope(seq, heads_q, rows, keys, q, k)
+        p = scores.sub_(reference).clamp_(max=0).sub_(share).exp_()  # more than 1 would be of roundings
+        d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
+        return p, d_score, d_score if slope is None else slope.mul_(d_score)
+
+
+def backward(grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, sequences, rule: Rule, cap: int) -> None:
+    """Adds dq, dk, dv to zeros. Needs out and lse of the whole row: the caller's may be merged from several calls."""
+    grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
+    group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
+    for seq in sequences:
+        plan = _backward_plan(cap, q, k, v, seq)
+        grads.find_shares(seq, plan)
+        whole_rows = plan.keys >= seq.keys.length
+        for h0, h1 in _blocks(0, heads_kv, plan.heads):
+            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
+            for keys in _blocks(0, seq.keys.length, plan.keys):
+                _key_gradients(grads, seq, heads, heads_q, keys, plan, dk, dv, dq if whole_rows else None)
+            if not whole_rows:
+                for rows in _blocks(0, seq.queries.length, plan.rows):
+                    _query_gradients(grads, seq, heads, heads_q, rows, plan, dq)
+
+
+def _meet(seq: Sequence, see: Visibility, rows: Block, keys: Block) -> bool:
+    lo, hi = _visible_keys(seq, see, rows)
+    return max(lo, keys[0]) < min(hi, keys[1])
+
+
+def _key_gradients(grads: _Gradients, seq, heads, heads_q, keys, plan, dk, dv, dq) -> None:
+    """dk, dv of a block of keys; with dq given the block holds all keys, and dq comes along."""
+    n, scale = heads.stop - heads.start, grads.rule.scale
+    key_side = grads.key_side(seq, heads, keys)
+    sum_k, sum_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in key_side)
+    for rows in _blocks(0, seq.queries.length, plan.rows):
+        if not _meet(seq, grads.rule.visibility, rows, keys):
+            continue
+        q, d_out, *_ = row_side = grads.row_side(seq, heads_q, n, rows)
+        p, _, ds = grads.tile(seq, heads_q, rows, keys, row_side, key_side)
+        sum_v += _matmul(p.mT, d_out, grads.v.dtype)
+        sum_k += _matmul(ds.mT, q, grads.q.dtype)
+        if dq is not None:
+            tile_dq = _matmul(ds, key_side[0], grads.q.dtype).mul_(scale)
+            seq.queries.store(dq, heads_q, rows, tile_dq.view(-1, rows[1] - rows[0], dq.shape[-1]))
+    seq.keys.store(dk, heads, keys, sum_k.mul_(scale))
+    seq.keys.store(dv, heads, keys, sum_v)
+
+
+def _query_gradients(grads: _Gradients, seq, heads, heads_q, rows, plan, dq) -> None:
+    n = heads.stop - heads.start
+    row_side = grads.row_side(seq, heads_q, n, rows)
+    sum_q = torch.zeros(row_side[0].shape, dtype=torch.float32, device=dq.device)
+    for keys in _blocks(*_visible_keys(seq, grads.rule.visibility, rows), plan.keys):
+        k, _ = key_side = grads.key_side(seq, heads, keys)
+        sum_q += _matmul(grads.tile(seq, heads_q, rows, keys, row_side, key_side)[2], k, grads.q.dtype)
+    seq.queries.store(dq, heads_q, rows, sum_q.mul_(grads.rule.scale).view(-1, rows[1] - rows[0], dq.shape[-1]))
+
+
+def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rule, cap: int) -> None:
+    """Writes the gradient of an additive mask [B|1, H|1, n_q|1, n_k|1], summed over its broadcast dims.
+
+    One block of the mask after the other; all heads, rows and keys that share its elements are summed in f32.
+    """
+    grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
+    sequences = list(dense_sequences(q, k, mask))
+    if not sequences or not sequences[0].queries.length or not sequences[0].keys.length:
+        return
+    group, heads_kv = q.shape[1] // k.shape[1], k.shape[1]
+    plan = _backward_plan(cap, q, k, v, sequences[0])
+    for seq in sequences:
+        grads.find_shares(seq, plan)
+    one_batch, one_head, one_row, one_key = (size == 1 for size in mask.shape)
+
+    def sharers(length: int, step: int, shared: bool) -> list[tuple[Block, list[Block]]]:
+        """Pairs of a block of the mask and the blocks of rows (or keys) that share it."""
+        blocks = list(_blocks(0, length, step))
+        return [((0, 1), blocks)] if shared else [(block, [block]) for block in blocks]
+
+    batches = sharers(len(sequences), 1, one_batch)
+    head_groups = sharers(heads_kv, 1, one_head)
+    for mask_batch, in_batches in batches:
+        for mask_heads, in_heads in head_groups:
+            for mask_rows, in_rows in sharers(sequences[0].queries.length, plan.rows, one_row):
+                for mask_keys, in_keys in sharers(sequences[0].keys.length, plan.keys, one_key):
+                    at = (
+                        mask_batch[0],
+                        slice(0, 1) if one_head else slice(mask_heads[0] * group, mask_heads[1] * group),
+                        slice(*mask_rows),
+                        slice(*mask_keys),
+                    )
+                    total = torch.zeros(d_mask[at].shape, dtype=torch.float32, device=q.device)
+                    for (b, _), (h, _), rows, keys in product(in_batches, in_heads, in_rows, in_keys):
+                        seq = sequences[b]
+                        if not _meet(seq, rule.visibility, rows, keys):
+                            continue
+                        heads, heads_q = slice(h, h + 1), slice(h * group, (h + 1) * group)
+                        row_side = grads.row_side(seq, heads_q, 1, rows)
+                        _, ds, _ = grads.tile(seq, heads_q, rows, keys, row_side, grads.key_side(seq, heads, keys))
+                        ds = ds.view(group, rows[1] - rows[0], keys[1] - keys[0])
+                        shared = [dim for dim, one in enumerate((one_head, one_row, one_key)) if one]
+                        total += ds.sum(shared, keepdim=True) if shared else ds
+                    d_mask[at] = total

@@ -1,0 +1,106 @@
+"""What the persistent forwards share (fused.py, two_phase.py): blocks take row tiles, whoever is free, without splitting keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .. import env
+from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessors
+from ..specs import archs
+from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem
+
+ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh have it
+HEAD_BYTES = 512  # of the scratch: what blocks share
+_MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
+
+
+class RowTilePlan(NamedTuple):
+    spec: KernelSpec
+
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
+    @property
+    def specs(self) -> tuple:
+        return (self.spec,)
+
+
+class Scratch(NamedTuple):
+    """How many blocks run, for how many keys each has room for P, and how much that is."""
+
+    blocks: int
+    chunk_keys: int
+    scratch_bytes: int
+
+
+def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
+    """Of packed sequences as csrc/attention/packed_tiles.cuh: nobody here knows how long each of them is."""
+    return heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
+
+
+def count(p: Problem, rows: int = ROWS) -> int:
+    return _count(p.batch, p.heads_q, p.n_q, p.packed and p.packed[0], rows)
+
+
+def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
+    """Why none of these forwards can run the problem, or None."""
+    if p.acc != "f32":
+        return f"the {name} forward accumulates in f32, not {p.acc}"
+    if p.num_stages:
+        return f"the {name} forward has a ring of its own, and `num_stages` no meaning"
+    forced = next((flag for flag in env.EXPERIMENTS if flags[flag] is not None), None)
+    if forced:
+        return f"the {name} forward knows no {forced}"
+    if p.n_q + p.n_k > MOST_POSITIONS:
+        return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    if p.packed and max(p.packed) > MOST_POSITIONS:
+        return f"the {name} forward counts positions in 32 bits, and {max(p.packed)} of all sequences are too many"
+    if (tiles := count(p, rows)) > _MOST_TILES:
+        return f"the {name} forward counts row tiles in 32 bits, and {tiles} are too many"
+    return None
+
+
+def least_blocks(p: Problem) -> int:
+    """That keep a GPU busy."""
+    return archs.multiprocessors(p.arch) * 3 // 4
+
+
+def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
+    """Why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
+    tiles = count(p)
+    if (busy := tiles * blocks_of_tile) < least_blocks(p):
+        return f"{tiles} row tiles keep {busy} of {archs.multiprocessors(p.arch)} multiprocessors busy, and the mma forward splits keys"
+    if p.n_q <= ROWS // 2:
+        return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
+    return None
+
+
+def forward(
+    spec: KernelSpec, q, k, v, out, lse, mask, offsets, rule, memo: Memo, scratch_of: Callable[[int, int, int], Scratch]
+) -> None:
+    """As mma.forward. `scratch_of(row tiles, keys, multiprocessors)`."""
+    if offsets or not k.shape[-2]:  # rows of no sequence, rows without keys
+        out.zero_()
+        lse.fill_(-float("inf"))
+    blocks = multiprocessors(q.device)
+    call = memo.get(blocks)
+    if call is None:
+        call = memo[blocks] = _call(spec, q, k, offsets, rule, scratch_of, blocks)
+    call(q, k, v, out, lse, mask, offsets)
+
+
+def _call(spec: KernelSpec, q, k, offsets, rule, scratch_of, multiprocessors: int) -> Call:
+    longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
+    n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
+    batch = len(offsets[0]) - 1 if offsets else len(q)
+    if not (batch and n_q and n_k):
+        return Call()
+    tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
+    blocks, chunk_keys, nbytes = scratch_of(tiles, n_k, multiprocessors)
+    see = rule.visibility
+    numbers = Numbers(
+        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, chunk_keys=chunk_keys, blocks=blocks,
+    )  # fmt: skip
+    return Call([launch(spec, numbers, q.device)], nbytes // 4)

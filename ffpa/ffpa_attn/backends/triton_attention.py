@@ -1,0 +1,440 @@
+"""Attention in Triton for head dims up to 256, forward and backward: which tiles a problem gets, and what its kernels are given.
+
+Importing this module imports no Triton; a call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import shutil
+import sysconfig
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import env
+from ..specs import archs
+from ..specs.spec import LEAST_SCALE, Problem
+from ..triton_ops.triton_launch import (
+    Launch,
+    Memo,
+    Tiles,
+    describer,
+    has_descriptor,
+    has_rows,
+    launch,
+    running,
+    strides,
+)
+from ..triton_ops.triton_tiles import DEFAULT, MEASURED
+
+MOST_COLUMNS = 256
+_MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
+_MOST_ROWS = 128  # of a tile
+_SLACK_BYTES = 1 << 10
+_MASK_BYTES = {
+    None: 0,
+    "bool": 0,
+    "additive": 4,
+}  # in stages: of float32, as elements below 4 bytes are not copied there
+_FAR_PROGRAMS = 512  # about so many look for far rows, and share what there are
+_LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
+
+
+class TritonPlan(NamedTuple):
+    direction: str
+    widths: tuple[int, int]  # of Q and K, of V: powers of 2
+    over_rows: Tiles  # forward, and dQ: programs own rows
+    over_keys: Tiles | None  # dK and dV: programs own keys
+    descriptors: bool  # reads by TMA where the tensors allow it
+    cores: int | None = None  # at most so many programs, which stay: the persistent forward
+    slice_rows: int | None = None  # of its row block, what is on chip at once
+    far: Tiles | None = None  # dQ, dK and dV where scores are too large for the others
+
+    @property
+    def kernel(self) -> str:
+        rows, keys, *_ = self.over_rows
+        kind = self.direction if self.cores is None else f"persistent_{self.direction}"
+        return f"triton_{kind}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
+
+    @property
+    def workspace_bytes(self) -> int:
+        return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
+
+
+# With rows of a slice. Half the shared memory of the smallest GPU; one stage, so that loads of scratch stay where its
+# barriers are.
+_PERSISTENT = {64: (Tiles(128, 64, 4, 1), 64), 128: (Tiles(128, 64, 4, 1), 32), 256: (Tiles(128, 32, 4, 1), 32)}
+
+
+_gave_up: list[tuple[tuple, str]] = []  # kinds of calls whose kernels cannot run in this process, and why
+_LEAST_RELEASE = (3, 6)
+_LAUNCHES_WITHOUT_C = (3, 9)  # earlier ones compile what launches kernels
+
+
+@cache
+def _release() -> tuple[int, ...]:
+    for name in ("triton", "pytorch-triton"):  # the second is what PyTorch's nightly builds call it
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
+    return _LAUNCHES_WITHOUT_C  # built by someone who has what it takes
+
+
+def give_up(p: Problem, plan: TritonPlan, reason: str) -> None:
+    """Leaves calls of this kind to others."""
+    _gave_up.append((_kind(p, plan), reason))
+
+
+def _kind(p: Problem, plan: TritonPlan) -> tuple:
+    """What kernels are compiled for, but for what lengths and strides decide."""
+    see = p.visibility
+    rule = see.left >= 0, see.right >= 0, see.top_left, p.mask, p.softcap > 0, p.scale >= LEAST_SCALE, p.needs_lse
+    return plan, p.device, p.arch, p.dtype, p.d_qk, p.d_v, p.packed is not None, *rule
+
+
+def if_able(p: Problem, plan: TritonPlan) -> TritonPlan | str:
+    """The plan, or why its kernels cannot run."""
+    return next((reason for kind, reason in _gave_up if kind == _kind(p, plan)), plan)
+
+
+@cache
+def why_not() -> str | None:
+    """Why Triton cannot run here at all."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'triton>=3.6'"
+    if _release() < _LEAST_RELEASE:
+        return f"Triton is {'.'.join(map(str, _release()))}; 3.6 or newer is needed: pip install -U triton"
+    return None
+
+
+def interprets() -> bool:
+    """Whether CPU tensors go to kernels that no choice leads to."""
+    flags = env.run_flags()
+    return flags["FFPA_BACKEND"] == "triton" and flags["TRITON_INTERPRET"] and not torch.cuda.is_available()
+
+
+@cache
+def _lacks_compiler() -> bool:
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
+    return _release() < _LAUNCHES_WITHOUT_C and not (compiler and header.exists())
+
+
+def width(d: int) -> int:
+    """Triton's tiles have powers of 2."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str, mask: str | None) -> int:
+    """At most, as Triton lays them out: own rows (or keys) once, the others in every stage, and in one place P or dS on its way,
+    or a mask's tiles, which are a stage fewer.
+    """
+    own, others = (tiles.keys, tiles.rows) if work == "keys" else (tiles.rows, tiles.keys)
+    resident = own * (widths[0] if work in ("forward", "fp8") else sum(widths))
+    size = 1 if work == "fp8" else 2
+    of_pair = max(size, (tiles.stages - 1) * _MASK_BYTES[mask])
+    return (resident + tiles.stages * others * sum(widths)) * size + own * others * of_pair + _SLACK_BYTES
+
+
+def _stages(asked: int, arch: str) -> int:
+    """Of one stage K and V come to the same place, and Triton 3.6's ptxas then loses where products find them."""
+    return max(asked, 2) if arch == "sm_90" else asked
+
+
+def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
+    """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own, and "far" ones in turn."""
+    widest, arch = max(64, *widths), p.arch or "sm_80"
+    measured = MEASURED.get(arch, {}).get((work, p.visibility.right >= 0), {}).get(widest)
+    most = archs.shared_memory_bytes(arch)
+    if measured and not p.num_stages:
+        tiles = Tiles(*measured)
+        while p.mask and tiles.stages > 2 and smem_bytes(tiles, widths, work, p.mask) > most:  # no mask was there
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        return tiles
+    for found in DEFAULT[work][widest]:
+        tiles = Tiles(*found)._replace(stages=_stages(p.num_stages or found[3], arch))
+        if smem_bytes(tiles, widths, work, p.mask) <= most:
+            return tiles
+    return f"{p.num_stages} stages of {max(widths)} columns do not fit the shared memory of {p.arch}"
+
+
+def reads_by_descriptors(p: Problem) -> bool:
+    return p.device == "cpu" or int(p.arch.removeprefix("sm_")) >= 90
+
+
+def _scratch_bytes_of_a_core(tiles: Tiles, widths: tuple[int, int]) -> int:
+    return tiles.rows * (widths[1] + 2) * 4  # O, maxima and sums
+
+
+def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
+    asked = f"the persistent Triton kernel (FFPA_TRITON_CORES={flags['FFPA_TRITON_CORES']})"
+    if p.packed:
+        return f"{asked} takes no packed sequences"
+    if p.mask:
+        return f"{asked} takes no mask"
+    if p.num_stages not in (None, 1):
+        return f"{asked} has one stage, not {p.num_stages}"
+    widths = width(p.d_qk), width(p.d_v)
+    tiles, slice_rows = _PERSISTENT[max(64, *widths)]
+    most_cores = (flags["FFPA_WORKSPACE_MB"] << 20) // _scratch_bytes_of_a_core(tiles, widths)
+    cores = min(flags["FFPA_TRITON_CORES"], most_cores)
+    return if_able(p, TritonPlan("forward", widths, tiles, None, False, cores, slice_rows))
+
+
+def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
+    """Why Triton cannot run the problem, whatever the tiles."""
+    reason = why_not()
+    if reason:
+        return reason
+    if p.device != "cuda" and not flags["TRITON_INTERPRET"]:
+        return "Triton runs CPU tensors in its interpreter alone; set TRITON_INTERPRET=1 before it is imported"
+    if p.device == "cuda" and _lacks_compiler():
+        return "Triton needs a C compiler and Python's headers; install gcc and python3-dev"
+    if max(p.d_qk, p.d_v) > MOST_COLUMNS:
+        return f"the Triton kernels keep whole rows on chip, up to {MOST_COLUMNS} columns and not {max(p.d_qk, p.d_v)}"
+    if p.acc != "f32":
+        return f"the Triton kernels accumulate in f32, not as acc={p.acc!r}"
+    if p.n_q + p.n_k > _MOST_POSITIONS:
+        return f"the Triton kernels count positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    experiment = next((name for name in env.EXPERIMENTS if flags[name] is not None), None)
+    if experiment:
+        return f"the Triton kernels do not know {experiment}={int(flags[experiment])}"
+    return None
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
+    """What runs the problem, or why Triton cannot."""
+    reason = refusal(p, flags)
+    if reason:
+        return reason
+    if p.direction == "forward" and flags["FFPA_TRITON_CORES"]:
+        return _persistent_plan(p, flags)
+    widths = width(p.d_qk), width(p.d_v)
+    works = ("forward",) if p.direction == "forward" else ("rows", "keys", "far")
+    found = [tiles_of(work, p, widths) for work in works]
+    refused = next((answer for answer in found if isinstance(answer, str)), None)
+    if refused:
+        return refused
+    over_rows, over_keys, far = found if len(found) > 1 else (found[0], None, None)
+    return if_able(p, TritonPlan(p.direction, widths, over_rows, over_keys, reads_by_descriptors(p), far=far))
+
+
+# ---- launches ----
+
+
+def _dense(x: torch.Tensor, packed: bool) -> torch.Tensor:
+    """[B, H, N, D] of dense tensors; packed ones, [H, T, D], as one batch entry."""
+    return x.unsqueeze(0) if packed else x
+
+
+def scale_and_cap(rule) -> tuple[float, float]:
+    """As a kernel computes with them: caps too small or too large for it are what they come to."""
+    if 0 < rule.softcap < _LEAST_CAP:
+        return 0.0, 0.0
+    return float(rule.scale), float(rule.softcap if rule.softcap < _LARGEST_CAP else 0.0)
+
+
+def sides(see) -> tuple[int, int]:
+    """Of a window. Without one whatever the lengths are: no other number to compile for."""
+    return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
+
+
+class _Kind:
+    """What all kernels, and all calls of a kind, are given alike."""
+
+    def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
+        """q, k, v [B, H, N, D]; more: other tensors that are read by rows."""
+        from ..triton_ops.triton_kernels import MaskStrides, Rule, Sizes
+
+        packed = offsets is not None
+        batch, self.heads, total_q, d_qk = q.shape
+        self.heads_kv, total_k, d_v = v.shape[1:]
+        longest_q, longest_k = offsets[2:] if packed else (total_q, total_k)
+        self.sequences = len(offsets[0]) - 1 if packed else batch
+        self.longest_q, self.longest_k = min(longest_q, total_q), min(longest_k, total_k)
+        see, (scale, cap) = rule.visibility, scale_and_cap(rule)
+        mask_strides = MaskStrides(0, 0, 0, 0)
+        if mask is not None:
+            steps = zip(mask.shape, mask.stride(), strict=True)
+            mask_strides = MaskStrides(*(0 if size == 1 else stride for size, stride in steps))
+        sizes = Sizes(self.heads, self.heads // self.heads_kv, self.longest_q, self.longest_k, total_q, total_k)
+        self.numbers = mask_strides, sizes, Rule(scale, cap, *sides(see))
+        self.tma = plan.descriptors and not packed and all(map(has_descriptor, (q, k, v, *more)))
+        self.hides = packed or see.bounded
+        left, right = sides(see)
+        shift = 0 if see.top_left else total_k - total_q
+        # Whether some rows see no key: of the first, the last that it sees; of the last, the first.
+        self.blind = see.bounded if packed else shift + right < 0 or total_q - 1 + shift - left >= total_k
+        self._describers: dict[Tiles, list] = {}
+        self.options = {
+            "PACKED": packed,
+            "TOP_LEFT": see.top_left,
+            "RAW": mask is None and not cap and scale >= LEAST_SCALE,
+            "CAPPED": cap > 0,
+            "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "additive",
+            "TMA": self.tma,
+            "D_QK": d_qk,
+            "D_V": d_v,
+            "WIDTH_QK": plan.widths[0],
+            "WIDTH_V": plan.widths[1],
+        }
+
+    @property
+    def empty(self) -> bool:
+        return not self.sequences or not self.longest_q
+
+    def over_rows(self, tiles: Tiles, numbers: Sequence, **options) -> Launch:
+        """Of a kernel whose programs own rows."""
+        programs = -(-self.longest_q // tiles.rows) * self.heads * self.sequences
+        edges = self.hides or self.longest_k % tiles.keys != 0
+        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
+
+    def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        """Of the kernels whose programs take turns at the blocks of a head, if any of its rows are far."""
+        heads = self.heads_kv * self.sequences
+        parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
+        edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(heads * parts, (parts, *numbers, *self.numbers), options, tiles)
+
+    def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
+        edges = self.hides or self.longest_q % tiles.rows != 0
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(programs, (*numbers, *self.numbers), options, tiles)
+
+    def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
+        """As a kernel of such tiles reads them."""
+        if not self.tma:
+            return q, k, v, *by_rows
+        describers = self._describers.get(tiles)
+        if describers is None:
+            qk, d_v = self.options["WIDTH_QK"], self.options["WIDTH_V"]
+            describers = [describer(q, tiles.rows, qk), describer(k, tiles.keys, qk), describer(v, tiles.keys, d_v)]
+            describers += [describer(x, tiles.rows, d_v) for x in by_rows]
+            self._describers[tiles] = describers
+        return [describe(x) for describe, x in zip(describers, (q, k, v, *by_rows), strict=True)]
+
+
+def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, H, Nq, Nk], of size 1 where it is broadcast; bool as bytes."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def forward(plan: TritonPlan, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> None:
+    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; packed sequences [H, T, D], [H, T] and their offsets."""
+    from ..triton_ops import triton_kernels, triton_persistent
+
+    packed = offsets is not None
+    if packed:  # rows of no sequence
+        out.zero_()
+        lse.fill_(-float("inf"))
+    q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
+    with_lse = lse.dim() > 1
+    lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
+    mask = _mask_of(mask)
+    if "kind" not in memo:
+        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, ())
+    kind: _Kind = memo["kind"]
+    if not out.numel() or kind.empty:
+        return
+    with running(q.device):
+        if plan.cores:
+            return triton_persistent.forward(plan, kind, q, k, v, out, lse, with_lse, memo)
+        tiles = plan.over_rows
+        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+        tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
+        launch(
+            memo,
+            triton_kernels.forward_kernel,
+            tensors,
+            lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
+        )
+
+
+def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
+    """dq, dk, dv: of any contents."""
+    from ..triton_ops import triton_backward_kernels as kernels
+    from ..triton_ops.triton_kernels import Strides
+
+    packed = offsets is not None
+    if not has_rows(grad):  # that of a sum is one number, expanded
+        grad = grad.contiguous()
+    q, k, v, grad, out, dq, dk, dv, lse = (
+        _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
+    )
+    mask = _mask_of(mask)
+    # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
+    padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
+    rows = lse.shape[0] * lse.shape[1] * padded
+    blocks = rows // kernels.STATISTICS_ROWS.value
+    statistics = torch.empty(4 * rows + blocks, dtype=torch.float32, device=q.device)
+    exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
+    statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
+    with_lse = grad_lse is not None
+    grad_lse = _dense(grad_lse, packed) if with_lse else lse
+    if "kind" not in memo:
+        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, (grad,))
+    kind: _Kind = memo["kind"]
+    nothing = kind.empty or not kind.longest_k
+    if packed or nothing:  # rows of no sequence
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    if nothing:
+        return
+    cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+    rest = out if mask is None else mask, cu_q, cu_k
+    over_rows, over_keys = plan.over_rows, plan.over_keys
+
+    def how_statistics() -> Launch:
+        numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
+        return Launch(
+            blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
+        )
+
+    with running(q.device):
+        launch(
+            memo,
+            kernels.statistics_kernel,
+            (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
+            how_statistics,
+        )
+        far = kind.sources(plan.far, q, k, v, grad)
+        launch(
+            memo,
+            kernels.shares_kernel,
+            (*far[:2], naturals, shares, largest, *rest),
+            lambda: kind.far(plan.far, [*strides(q, k), statistics_strides]),
+        )
+        if not kind.options["RAW"]:
+            exponents = naturals
+        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
+        launch(
+            memo,
+            kernels.keys_gradient_kernel,
+            tensors,
+            lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
+        )
+        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
+        launch(
+            memo,
+            kernels.rows_gradient_kernel,
+            tensors,
+            lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
+        )
+        if kind.options["RAW"]:
+            tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
+            launch(
+                memo,
+                kernels.far_gradients_kernel,
+                tensors,
+                lambda: kind.far(plan.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
+            )

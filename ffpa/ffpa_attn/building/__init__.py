@@ -1,0 +1,1 @@
+"""From a spec to machine code, or to a module of the emulator. Nothing here imports torch."""

@@ -1,0 +1,327 @@
+"""One ninja build for the wheel's library and for one compiled on demand, and the gate that every kernel passes.
+
+ptxas says what each kernel uses. Instructions of wgmma that had to be serialized fail the build: they cost more than the
+kernel gains. So do spills above the spec's allowance, of the release of nvcc that the kernels are measured with; another one
+may keep registers in other ways, and is told about in one sentence. What ptxas said of the kernels that pass is kept as
+their record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from os import cpu_count
+from pathlib import Path
+
+from .. import env
+from ..specs import archs
+from ..specs.spec import KernelSpec, aot_specs
+from ..support.progress import say
+from . import generation, sessions, toolchain
+from .cache import locked
+from .toolchain import BuildError
+
+# What the wheel's library is compiled for, and runs on from there.
+OLDEST_TORCH = (2, 10)
+TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
+_LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
+_FIRST_LINES, _LAST_LINES = 40, 5  # of a failed build's output, in its error
+
+
+def csrc() -> Path:
+    """The C++ sources: in the package when installed from a wheel, in the repository when installed editable."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "csrc", package.parents[1] / "csrc"):
+        if place.is_dir():
+            return place
+    raise BuildError(f"the C++ sources (csrc/) are not in {package}; install ffpa-cuda again")
+
+
+@cache
+def sources_hash() -> str:
+    """Changes with every change to what nvcc reads or to the text around it; the emulator is neither."""
+    digest = hashlib.sha256()
+    root = csrc()
+    files = {path.relative_to(root): path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
+    files = {name: path for name, path in files.items() if "emulated" not in name.parts}
+    files |= {Path(path).name: path for path in (Path(generation.__file__), Path(__file__))}
+    for name in sorted(files, key=str):
+        digest.update(f"{name}\0".encode() + files[name].read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+# ---- the gate ----
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel on one GPU; the worst of its functions where a spec has several."""
+
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_bytes: int = 0  # stores + loads
+    smem_bytes: int = 0  # static shared memory
+
+
+_FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_USAGE = {
+    "stack_bytes": re.compile(r"(\d+) bytes stack frame"),
+    "spill_bytes": re.compile(r"(\d+) bytes spill (?:stores|loads)"),
+    "registers": re.compile(r"Used (\d+) registers"),
+    "smem_bytes": re.compile(r"(\d+) bytes smem"),
+}
+_WGMMA = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
+
+
+def parse_ptxas(log: str) -> dict[str, Resources]:
+    """target -> resources, from the output of `ptxas -v`."""
+    used: dict[str, Resources] = {}
+    pieces = _FUNCTION.split(log)  # what comes before, then (function, target, text) for each function
+    for target, text in zip(pieces[2::3], pieces[3::3], strict=True):
+        now = {name: sum(map(int, pattern.findall(text))) for name, pattern in _USAGE.items()}
+        before = asdict(used.get(target, Resources()))
+        used[target] = Resources(**{name: max(before[name], now[name]) for name in now})
+    return used
+
+
+def gate(spec: KernelSpec, log: str) -> tuple[dict[str, Resources], list[str]]:
+    """(the resources of a kernel, what it spills beyond its allowance); raises when it must not ship, whoever compiled it."""
+    used = parse_ptxas(log)
+    if not used:
+        raise BuildError(f"{spec.name}: the compiler's output names no kernel:\n{log}")
+    spills = [
+        f"{spec.name} spills {resources.spill_bytes} bytes on {target} ({resources.registers} registers), "
+        f"allowed are {spec.allowed_spill_bytes}"
+        for target, resources in used.items()
+        if resources.spill_bytes > spec.allowed_spill_bytes
+    ]
+    warnings = sorted(_WGMMA.findall(log), key=lambda line: "Performance Loss" not in line)  # the worst first
+    if warnings:
+        raise BuildError(f"{spec.name}: ptxas had to serialize or repair its wgmma instructions: {warnings[0].strip()}")
+    return used, spills
+
+
+# ---- ninja ----
+
+
+def quoted(path: Path | str) -> str:
+    """For a command that ninja hands to the shell."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def python_that(does: str) -> str:
+    """A command with which ninja runs that in Python, as PATH may hold no tools but compilers. Arguments may follow it."""
+    return f"{quoted(sys.executable)} -ISc {quoted(does)}"
+
+
+def escaped(path: Path | str) -> str:
+    """For a path that ninja itself reads."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _gencode(targets: tuple[str, ...]) -> str:
+    return " ".join(f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Ninja compiles again what is newer than its result."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+# With `||` the shell stays, and says which signal killed its child. Ninja before 1.11 takes half a library for a whole
+# one, hence the other name.
+_RULES = """
+rule kernel
+  command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
+  description = compile $out
+  depfile = $out.d
+  deps = gcc
+rule host
+  command = $nvcc $flags $torch_flags -MD -MF $out.d -c $in -o $out || exit 1
+  description = compile $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $nvcc $link_flags $in -o $out.part $libraries && $replace $out.part $out
+  description = link $out
+"""
+
+
+def compile_library(
+    kernels: Mapping[KernelSpec, tuple[str, ...]],
+    directory: Path,
+    torch: toolchain.Torch | None = None,
+    headers: Path | None = None,
+    verbose: bool = False,
+) -> tuple[Path, dict[str, dict[str, Resources]]]:
+    """Compiles each spec to its targets in `directory`; returns the library, and spec name -> target -> resources.
+
+    With `torch` the registry and the operators are part of it: the wheel's library. `headers` is one more place to look
+    for kernels.
+    """
+    why = toolchain.why_no_build()
+    if why:
+        raise BuildError(why)
+    nvcc, root = toolchain.find_nvcc(), csrc()
+    directory.mkdir(parents=True, exist_ok=True)
+    include = [f"-I{quoted(place)}" for place in (root, headers) if place]
+    libraries = [f"-L{quoted(nvcc.library_path)}"] if nvcc.library_path else []
+    torch_flags = []
+    if torch:
+        torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem {quoted(torch.include)}"]
+        libraries += [f"-L{quoted(torch.lib)}", "-ltorch_cpu"]
+
+    builds, objects = [], []
+
+    def compile_one(rule: str, source: Path, name: str, variables: str = "") -> None:
+        objects.append(f"{name}.o")
+        builds.append(f"build {name}.o: {rule} {escaped(source)}{variables}")
+
+    with locked(directory / "lock", f"in {directory}") as lock:
+        for spec, targets in kernels.items():
+            source = directory / f"{spec.name}.cu"
+            write_if_changed(source, generation.instance_source(spec))
+            compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
+        if torch:
+            table = directory / "table.cpp"
+            write_if_changed(table, generation.table_source(kernels))
+            compile_one("host", table, "table")
+            for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
+                compile_one("host", source, f"{source.parent.name}_{source.stem}")
+
+        library = directory / "library.so"
+        variables = {
+            "nvcc": quoted(nvcc.path),
+            "flags": " ".join((*_COMPILE_FLAGS, *include)),
+            "torch_flags": " ".join(torch_flags),
+            "link_flags": " ".join(_LINK_FLAGS),
+            "libraries": " ".join(libraries),
+            "replace": python_that("import os, sys; os.replace(*sys.argv[1:])"),
+        }
+        lines = [f"{name} = {value}" for name, value in variables.items()]
+        lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
+        write_if_changed(directory / "build.ninja", "\n".join(lines))
+        run_ninja(directory, lock, verbose)
+        return library, _gate_all(kernels, directory, nvcc)
+
+
+def _gate_all(specs: Iterable[KernelSpec], directory: Path, nvcc: toolchain.Nvcc) -> dict[str, dict[str, Resources]]:
+    """Every kernel through the gate; what is wrong with any of them is one error."""
+    used, wrong, spills = {}, [], []
+    for spec in specs:
+        try:
+            used[spec.name], more = gate(spec, (directory / f"{spec.name}.o.log").read_text())
+            spills += more
+        except BuildError as error:
+            wrong.append(str(error))
+    if nvcc.is_measured:
+        wrong += [f"{spill}; shrink its tile, or raise its spec's allowed_spill_bytes" for spill in spills]
+    if wrong:
+        raise BuildError("\n".join(wrong))
+    if spills:
+        more = f" (and {len(spills) - 1} more)" if len(spills) > 1 else ""
+        say(
+            f"ffpa_attn: with nvcc {nvcc.version} {spills[0]}{more}; results are the same, and may come later than from "
+            f"nvcc {toolchain.MEASURED_NVCC}, which this version was measured with"
+        )
+    return used
+
+
+def run_ninja(
+    directory: Path, lock: int, verbose: bool = False, file: Path | str = "build.ninja", umask: int = -1
+) -> None:
+    """Holds the lock of the directory for as long as ninja or a compiler runs there, whatever becomes of this process."""
+    ninja = toolchain.find_ninja()
+    if ninja is None:
+        raise BuildError(toolchain.NO_NINJA)
+    jobs = env.all_flags()["MAX_JOBS"] or cpu_count() or 1
+    command = [str(ninja), "-C", str(directory), "-f", str(file), "-j", str(jobs)]
+    output = []
+
+    def heard(line: str) -> None:
+        output.append(line)
+        if verbose:
+            print(line, end="", flush=True)
+
+    status = sessions.run(command, heard, toolchain.build_environment(), pass_fds=(lock,), umask=umask)
+    if status != 0:
+        failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
+        shown = "see above" if verbose else "\n" + _ends(output[failed:])
+        cause = subprocess.CalledProcessError(status, command) if status < 0 else None
+        raise BuildError(f"`{shlex.join(command)}` failed: {shown}") from cause
+
+
+def _ends(lines: list[str]) -> str:
+    """What went wrong first, and what ninja says of it last."""
+    if len(lines) > _FIRST_LINES + _LAST_LINES:
+        lines = [*lines[:_FIRST_LINES], "...\n", *lines[-_LAST_LINES:]]
+    return "".join(lines).rstrip()
+
+
+# ---- the wheel's library ----
+
+LIBRARY = "_native.abi3.so"
+RECORD = "_native.json"
+
+
+def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
+    """spec -> what to compile it to, as the build flags ask."""
+    flags = env.all_flags()
+    requests = archs.requested(flags)
+    kernels = {spec: archs.targets(spec.arch, requests) for spec in aot_specs(flags)}
+    kernels = {spec: targets for spec, targets in kernels.items() if targets}
+    if not kernels:
+        asked = flags["FFPA_CUDA_ARCHS"] or flags["TORCH_CUDA_ARCH_LIST"] or "no architecture"
+        raise BuildError(
+            f"the build flags ask for {asked}, and no kernel runs there; set FFPA_CUDA_ARCHS to 8.0 or newer, or unset "
+            "it and TORCH_CUDA_ARCH_LIST"
+        )
+    return kernels
+
+
+def why_no_library() -> str | None:
+    """Why a build on this machine gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
+    return None if toolchain.find_nvcc() else toolchain.why_no_build()
+
+
+def build_wheel_library(directory: Path, destination: Path) -> None:
+    """Compiles the wheel's library to `destination`, with its record beside it."""
+    torch = toolchain.find_torch()
+    if torch is None:
+        raise BuildError(
+            "nvcc is here but PyTorch is not, and the operators need its headers; install torch >= 2.10 and build "
+            "with `pip install --no-build-isolation`"
+        )
+    if torch.release < OLDEST_TORCH:
+        raise BuildError(f"PyTorch is {torch.version}; its headers are needed from 2.10 on: install a newer one")
+    kernels = wheel_kernels()
+    library, resources = compile_library(kernels, directory, torch, verbose=True)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "sources": sources_hash(),
+        "nvcc": toolchain.find_nvcc().version,
+        "torch": torch.version,
+        "kernels": {
+            spec.name: {
+                "targets": targets,
+                "resources": {target: asdict(used) for target, used in resources[spec.name].items()},
+            }
+            for spec, targets in kernels.items()
+        },
+    }
+    fresh, fresh_record = destination.with_suffix(".new"), destination.with_name(f"{RECORD}.new")
+    shutil.copy(library, fresh)
+    fresh_record.write_text(json.dumps(record, indent=1) + "\n")
+    fresh.replace(destination)  # a process that runs on the old one keeps it
+    fresh_record.replace(destination.with_name(RECORD))

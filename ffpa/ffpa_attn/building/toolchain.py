@@ -1,0 +1,176 @@
+"""What a build needs from the machine: nvcc, ninja, and PyTorch's headers. Imports neither torch nor CUDA."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from .. import env
+
+MEASURED_NVCC = "13.0"  # the release whose kernels are measured, and that CI holds to the last spilled register
+NVCC_OF_PYPI = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime")  # one release throughout
+GET_NVCC = (
+    "pip install "
+    + " ".join(f'"{name}=={MEASURED_NVCC}.*"' for name in NVCC_OF_PYPI)
+    + " ninja, or set CUDA_HOME to a CUDA toolkit"
+)
+NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
+OLDEST_NVCC = 12  # knows sm_90a
+_NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
+
+
+class BuildError(RuntimeError):
+    """Something could not be compiled; the message says what, why, and the way out."""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: Path
+    found: str  # how
+
+    @property
+    def release(self) -> str:
+        """What `nvcc --version` prints."""
+        try:
+            return _release(self.path)
+        except BuildError as error:
+            raise BuildError(f"{error}; the way out: {GET_NVCC}") from None
+
+    @property
+    def version(self) -> str:
+        words = self.release.replace(",", " ").split()
+        return next((word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), "0 (unknown)")
+
+    @property
+    def is_measured(self) -> bool:
+        return self.version.startswith(f"{MEASURED_NVCC}.")
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split()[0].split(".")[0])
+
+    @property
+    def library_path(self) -> Path | None:
+        """Where PyPI's package keeps libcudart_static.a; a toolkit's nvcc knows its own place."""
+        lib = self.path.parent.parent / "lib"
+        return lib if (lib / "libcudart_static.a").exists() else None
+
+
+@cache
+def _release(path: Path) -> str:
+    try:
+        ask = {"capture_output": True, "text": True, "check": True, "env": build_environment()}
+        return subprocess.run([path, "--version"], **ask).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        # Where it could not be started for want of memory, or was killed, it may answer another time.
+        lasting = error.errno in _NO_PROGRAM if isinstance(error, OSError) else error.returncode > 0
+        if not lasting:
+            raise
+        raise BuildError(f"`{path} --version` failed: {error}") from None
+
+
+def find_nvcc() -> Nvcc | None:
+    """CUDA_HOME, then PATH, then the compiler that PyPI's nvidia-cuda-nvcc put beside the other packages."""
+    home = env.all_flags()["CUDA_HOME"]
+    if home:
+        nvcc = Path(home).absolute() / "bin" / "nvcc"
+        if not nvcc.exists():
+            raise BuildError(f"CUDA_HOME={home!r} holds no bin/nvcc; set it to a CUDA toolkit, or unset it")
+        return Nvcc(nvcc, "CUDA_HOME")
+    on_path = which("nvcc")
+    if on_path:
+        return Nvcc(on_path, "PATH")
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for nvcc in sorted(Path(place).glob("cu[0-9]*/bin/nvcc"), reverse=True):
+            return Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc")
+    return None
+
+
+def which(name: str, path: str | None = None) -> Path | None:
+    """The place of a program, absolute, because what stands in PATH may be relative to this directory and it is called in another."""
+    found = shutil.which(name, path=path)
+    return Path(found).absolute() if found else None
+
+
+def build_environment() -> dict[str, str]:
+    """What a compiler is started with. It runs in another directory, so places that are relative to this one are made absolute;
+    it speaks English, for `transient.py` reads what it says.
+    """
+    here = env.child_environment()
+    places = {"PATH": os.pathsep.join(str(Path(place).absolute()) for place in os.get_exec_path(here))}
+    chosen = here.get("NVCC_CCBIN", "")
+    if chosen and (os.sep in chosen or Path(chosen).is_dir()):  # else a name, to be found on PATH
+        places["NVCC_CCBIN"] = str(Path(chosen).absolute())
+    return {**here, **places, "LC_ALL": "C"}
+
+
+def compilers() -> str:
+    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls and what they compile for,
+    flags it adds itself.
+    """
+    flags = env.all_flags()
+    chosen = flags["NVCC_CCBIN"]
+    if chosen and not Path(chosen).is_dir():
+        hosts = [which(chosen)]
+    else:
+        hosts = [which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
+    releases = [f"{host}\n{_release(host)}" for host in hosts if host]
+    added = [f"{name}={flags[name]}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
+    return "\n".join([find_nvcc().release, *releases, platform.machine(), *added])
+
+
+def find_ninja() -> Path | None:
+    """This environment's before that on PATH: of two releases, each takes all that the other made for out of date."""
+    spec = importlib.util.find_spec("ninja")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
+            if ninja.exists():
+                return ninja.absolute()
+    return which("ninja")
+
+
+def why_no_build() -> str | None:
+    """Why nothing can be compiled here, and the way out; None when it can."""
+    try:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            return f"there is no nvcc in CUDA_HOME, on PATH or from PyPI; the way out: {GET_NVCC}"
+        if nvcc.major < OLDEST_NVCC:
+            return f"{nvcc.path} is nvcc {nvcc.version}, and {OLDEST_NVCC}.0 is the oldest that will do; {GET_NVCC}"
+    except (BuildError, ValueError) as error:  # ValueError: a build flag that is not allowed
+        return str(error)
+    if find_ninja() is None:
+        return NO_NINJA
+    if not (env.all_flags()["NVCC_CCBIN"] or shutil.which("g++")):
+        return "there is no g++ on PATH, which nvcc needs; on Debian or Ubuntu: apt-get install g++"
+    return None
+
+
+@dataclass(frozen=True)
+class Torch:
+    include: Path
+    lib: Path
+    version: str
+
+    @property
+    def release(self) -> tuple[int, int]:
+        return tuple(map(int, re.findall(r"\d+", self.version)[:2]))
+
+
+def find_torch() -> Torch | None:
+    """The installed PyTorch, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    root = Path(spec.origin).parent
+    return Torch(root / "include", root / "lib", version("torch"))

@@ -1,0 +1,437 @@
+"""Every check of what a caller passes, but for those of 8-bit floats (fp8_checks.py) and of what only memory tells (memory_checks.py). A message names the argument, what it was, what is allowed and the way out."""
+
+from __future__ import annotations
+
+from enum import Enum
+from numbers import Integral, Real
+
+import torch
+
+from ..specs.spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
+from .memory_checks import is_expanded
+
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_LARGEST = 3.4028234663852886e38  # of float32, in which scores are kept
+_KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
+
+
+_FARTHEST = 2**31 - 1  # no key is farther away
+
+
+# ---- Python values ----
+
+
+_SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
+
+
+def known(value) -> bool:
+    """Whether a number is there by now. What a program computes from lengths is a symbol while the program is traced. Nothing is asked
+    of it then, as an answer would hold the trace to lengths of the same answer; the operator checks the number when it runs.
+    """
+    if isinstance(value, (bool, int, float, *_SYMBOLS)) and torch.compiler.is_compiling():
+        tells = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
+        return tells(value) if tells else not isinstance(value, _SYMBOLS)
+    return not isinstance(value, _SYMBOLS)
+
+
+def described(value) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def level(value) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, LevelType):
+        return value.value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value in LEVELS:
+            return value
+        raise ValueError(f"`level` is {value}; allowed: {LEVELS}, LevelType.L1..L3, or None to choose automatically")
+    raise TypeError(f"`level` is {described(value)}; pass 1, 2, 3, LevelType.L1..L3, or None to choose automatically")
+
+
+def acc(value) -> str:
+    if isinstance(value, MMAAccType):
+        return value.value
+    if isinstance(value, str):
+        if value in ACCS:
+            return value
+        raise ValueError(f"`acc` is {value!r}; allowed: {ACCS} or MMAAccType.FP32, FP16, MIXED")
+    raise TypeError(f"`acc` is {described(value)}; pass one of {ACCS} or MMAAccType.FP32, FP16, MIXED")
+
+
+def num_stages(value) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`num_stages` is {described(value)}; pass an int in {STAGES}, or None to choose automatically")
+    if value not in STAGES:
+        raise ValueError(f"`num_stages` is {value}; allowed: {STAGES}, or None to choose automatically")
+    return value
+
+
+def _choice(name: str, value, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str):
+        if value in allowed:
+            return value
+        raise ValueError(f"`{name}` is {value!r}; allowed: {allowed}")
+    raise TypeError(f"`{name}` is {described(value)}; pass one of {allowed}")
+
+
+def layout(value) -> str:
+    return _choice("layout", value, LAYOUTS)
+
+
+def causal_and_align(causal, align) -> tuple[bool, str]:
+    """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
+    align = _choice("align", align, ALIGNS)
+    if isinstance(causal, (bool, torch.SymBool)):  # a symbol may be known, too: n > 8 where n is 9 at least
+        return (True if causal else False) if known(causal) else causal, align
+    if isinstance(causal, str) and causal in ALIGNS:
+        return True, causal
+    if isinstance(causal, str):
+        raise ValueError(f"`causal` is {causal!r}; allowed: True, False, or an alignment of {ALIGNS}")
+    raise TypeError(f"`causal` is {described(causal)}; pass True, False, or an alignment of {ALIGNS}")
+
+
+def _real(name: str, value, hint: str) -> float:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` is a tensor; pass a Python float (reading a tensor would wait for the GPU)")
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"`{name}` is {described(value)}; pass a float, {hint}")
+    if not known(value):
+        return torch.sym_float(value)
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"`{name}` is {value}; it must be finite (in float32), {hint}")
+    return float(value)
+
+
+def scale(value) -> float | None:
+    return None if value is None else _real("scale", value, "or None for D ** -0.5")
+
+
+def softcap(value) -> float:
+    value = _real("softcap", value, "0.0 for none")
+    if known(value) and value < 0:
+        raise ValueError(f"`softcap` is {value}; it must be >= 0 (0.0 for none)")
+    return value
+
+
+def window(value) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"`window` is {described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded")
+    if len(value) != 2:
+        raise ValueError(
+            f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
+        )
+    for side in value:
+        if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool):
+            raise TypeError(f"`window` holds {described(side)}; both entries must be ints, -1 = unbounded")
+        if known(side) and side < -1:
+            raise ValueError(f"`window` is {tuple(value)}; both entries must be >= -1 (-1 = unbounded)")
+    left, right = (min(side, _FARTHEST) if known(side) else side for side in value)
+    return left, right
+
+
+def visibility(causal, align, keys) -> dict:
+    """Which keys a row sees, as the operators have it. They take no symbol for `causal`: the window's right side stands for it."""
+    causal, align = causal_and_align(causal, align)
+    left, right = window(keys)
+    if not known(causal):
+        causal, right = False, right * torch.sym_ite(causal, 0, 1)
+    return {"causal": causal, "align": align, "window_left": left, "window_right": right}
+
+
+def flag(name: str, value) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"`{name}` is {described(value)}; pass True or False")
+
+
+def max_seqlen(name: str, value) -> int:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` is a tensor; pass a Python int (reading a tensor would wait for the GPU)")
+    if not isinstance(value, (int, torch.SymInt, Integral)) or isinstance(value, bool):
+        raise TypeError(f"`{name}` is {described(value)}; pass the longest length as an int")
+    if not known(value):
+        return value
+    if value < 0:
+        raise ValueError(f"`{name}` is {value}; it must be >= 0")
+    return min(int(value), _MOST_ROWS)
+
+
+_MOST_ROWS = 2**63 - 1  # what an operator's int holds
+
+
+def options(given: dict, layout_given: str = "BHND") -> None:
+    """The keyword arguments of an operator, which may be called without `ffpa`; only those given."""
+    layout(layout_given)
+    _choice("align", given.get("align", ALIGNS[0]), ALIGNS)
+    window((given.get("window_left", -1), given.get("window_right", -1)))
+    scale(given.get("scale"))
+    softcap(given.get("softcap", 0.0))
+    level(given.get("level"))
+    acc(given.get("acc", ACCS[0]))
+    num_stages(given.get("num_stages"))
+
+
+def mask_gradient(mask) -> None:
+    if mask is None or mask.dtype == torch.bool:
+        raise ValueError(
+            f"`mask_grad` is True but `mask` is {'None' if mask is None else 'bool'}; pass an additive mask"
+        )
+
+
+def only_tensors(**named) -> None:
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"`{name}` is {described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
+            )
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(_not_dense(name, value))
+
+
+def _not_dense(name: str, x) -> str:
+    if not x.is_nested:
+        return f"`{name}` has layout {x.layout}; pass a dense tensor: {name}.to_dense()"
+    if name not in ("q", "k", "v", "query", "key", "value"):
+        return f"`{name}` is a nested tensor; pass a dense one"
+    sequences = x.unbind()
+    heads_first = sequences and sequences[0].dim() == 3 and len({len(one) for one in sequences}) == 1
+    if x.layout is torch.jagged:
+        rows = f"{name}.transpose(1, 2).values()" if heads_first else f"{name}.values()"
+    else:
+        rows = (
+            f"torch.cat([x.transpose(0, 1) for x in {name}.unbind()])" if heads_first else f"torch.cat({name}.unbind())"
+        )
+    return (
+        f"`{name}` is a nested tensor; pass its sequences, [N, H, D] each, one after the other to ffpa_varlen: {rows}, and "
+        "where they begin as cu_seqlens, in torch.int32"
+    )
+
+
+def one_output(o, out):
+    """`o` is the first release's name of `out`."""
+    if o is not None and out is not None:
+        raise ValueError("`o` and `out` are both given; they name the same output: pass one")
+    if o is not None:
+        only_tensors(o=o)
+    if out is not None:
+        only_tensors(out=out)
+    return o if out is None else out
+
+
+def not_a_mask(o, *inputs) -> None:
+    """`o` is ffpa's fourth argument, and PyTorch's function has its mask there: what shows that it is no place for a result."""
+    q, _, v = inputs
+    if q.dim() != 4 or v.dim() != 4:
+        return  # the operator says so
+    shape = (*q.shape[:-1], v.shape[-1])
+    error = ValueError
+    if o.dtype not in DTYPES or (q.dtype in DTYPES and o.dtype != q.dtype):
+        error, fault = TypeError, f"has dtype {o.dtype} but `q` has {q.dtype}"
+    elif tuple(o.shape) != shape:
+        fault = f"has shape {shown_shape(o)}; a result has {shape}"
+    elif is_expanded(o):
+        fault = f"is expanded (strides {o.stride()}): several of its elements share memory"
+    elif o.requires_grad:
+        fault = "requires grad"
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        fault = "is given but an input requires grad, and what is written to a tensor cannot be differentiated"
+    else:
+        return
+    raise error(f"`o`, the fourth argument, takes the result, and it {fault}; a mask? pass mask=...")
+
+
+def no_grad_with_out(out, *inputs) -> None:
+    if not torch.is_grad_enabled():
+        return
+    if out.requires_grad:
+        raise ValueError("`out` requires grad; pass a plain buffer (out.detach()), or leave `out` away")
+    if any(x is not None and x.requires_grad for x in inputs):
+        raise ValueError(
+            "`out` is given but an input requires grad; results written to `out` cannot be differentiated: "
+            "leave `out` away, or call under torch.no_grad()"
+        )
+
+
+# ---- tensors: what shapes, types and devices tell, in fake tensors too ----
+
+
+def shown_shape(x) -> str:
+    return str(tuple(x.shape))
+
+
+def names_of(dtypes) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _same_dtype_and_device(q, others, dtypes) -> None:
+    if q.dtype not in dtypes:
+        way_out = _way_to_a_dtype(q, dtypes)
+        raise TypeError(f"`q` has dtype {q.dtype}; allowed: {names_of(dtypes)}; {way_out}")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
+    for name, x in others:
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})"
+            )
+        if x.device != q.device:
+            raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+
+
+def _way_to_a_dtype(q, dtypes) -> str:
+    if dtypes is FP8:
+        return "make q, k and v with ffpa_attn.quantize_fp8, or pass 16-bit tensors to ffpa"
+    if q.dtype in FP8:
+        return "pass dense 8-bit floats to ffpa_attn.ffpa_fp8, or cast with .to(torch.bfloat16)"
+    way_out, device = "cast with .to(torch.bfloat16)", q.device.type
+    # Autocast casts nothing else; where it is on, this very call was made under it.
+    would_cast = q.dtype == torch.float32 and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device)
+    return f"{way_out}, or call ffpa under torch.autocast({device!r})" if would_cast else way_out
+
+
+def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None:
+    if d_q != d_k:
+        raise ValueError(f"`k` has head dim {d_k} but `q` has {d_q}; q and k must share their last dim")
+    for name, d, of_padding in (
+        ("q", d_q, f"pass scale={max(d_q, 1)} ** -0.5, that of the true dim"),
+        ("v", d_v, "cut the result"),
+    ):
+        if d <= 0 or d % HEAD_DIM_STEP:
+            raise ValueError(
+                f"`{name}` has head dim {d}; allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} up; "
+                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and {of_padding}"
+            )
+    if heads_k != heads_v:
+        raise ValueError(f"`v` has {heads_v} heads but `k` has {heads_k}; k and v must have the same number of heads")
+    if heads_q == 0 or heads_k == 0:
+        raise ValueError(f"`{'q' if heads_q == 0 else 'k'}` has no heads; at least one is needed")
+    if heads_q % heads_k:
+        raise ValueError(f"`q` has {heads_q} heads but `k` has {heads_k}; the first must be a multiple of the second")
+
+
+def has_rank(name: str, x, rank: int, means: str) -> None:
+    if x.dim() != rank:
+        hint = "; add the missing dim with x.unsqueeze(...)" if x.dim() < rank else ""
+        raise ValueError(f"`{name}` has {x.dim()} dims, shape {shown_shape(x)}; it must have {rank}: {means}{hint}")
+
+
+def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
+    means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        has_rank(name, x, 4, means)
+    _same_dtype_and_device(q, (("k", k), ("v", v)), dtypes)
+    n, h = (2, 1) if layout == "BHND" else (1, 2)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0]:
+            way_out = f"; to share one, {name}.expand({q.shape[0]}, -1, -1, -1)" if x.shape[0] == 1 else ""
+            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; they must agree{way_out}")
+    if k.shape[n] != v.shape[n]:
+        raise ValueError(
+            f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})"
+        )
+    _same_head_dims_and_groups(q.shape[3], k.shape[3], v.shape[3], q.shape[h], k.shape[h], v.shape[h])
+    if mask is not None:
+        _mask(mask, q.device, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
+
+
+def _mask(mask, device, full) -> None:
+    if mask.dtype not in _KINDS:
+        raise TypeError(
+            f"`mask` has dtype {mask.dtype}; allowed: torch.bool (True = take part) or additive float16, bfloat16, float32"
+        )
+    if mask.device != device:
+        raise ValueError(f"`mask` is on {mask.device} but `q` is on {device}; move it: mask.to(q.device)")
+    fits = mask.dim() <= 4 and all(m == 1 or m == f for m, f in zip(reversed(mask.shape), reversed(full), strict=False))
+    if not fits:
+        raise ValueError(f"`mask` has shape {shown_shape(mask)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
+
+
+def mask_kind(mask) -> str | None:
+    return None if mask is None else _KINDS[mask.dtype]
+
+
+def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        has_rank(name, x, 3, "[T, H, D], the sequences one after the other")
+    _same_dtype_and_device(q, (("k", k), ("v", v)), DTYPES)
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
+    _same_head_dims_and_groups(q.shape[2], k.shape[2], v.shape[2], q.shape[1], k.shape[1], v.shape[1])
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu.dtype != torch.int32:
+            raise TypeError(f"`{name}` has dtype {cu.dtype}; it must be torch.int32: {name}.to(torch.int32)")
+        has_rank(name, cu, 1, "[B + 1], offsets of the sequences")
+        if cu.shape[0] < 1:
+            raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets")
+        if cu.device != q.device:
+            raise ValueError(f"`{name}` is on {cu.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise ValueError(
+            f"`cu_seqlens_k` has {cu_seqlens_k.shape[0]} entries but `cu_seqlens_q` has {cu_seqlens_q.shape[0]}; "
+            "both must hold B + 1 offsets"
+        )
+
+
+def output(name: str, x, shape, q) -> None:
+    if x.dtype != q.dtype:
+        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
+
+
+def saved_lse(name: str, x, shape, q) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
+
+
+# ---- the other functions ----
+
+
+def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
+    return _choice(name, value, allowed)
+
+
+def arch(value, q) -> str | None:
+    """ "sm_90" as given, or None to ask for the device of q."""
+    if value is None:
+        if q.is_cuda and not torch.cuda.is_available():
+            raise ValueError(
+                f"`arch` is None but `q` is on {q.device}, and no GPU is here; name one such as arch='sm_90'"
+            )
+        if q.device.type == "meta":
+            raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"`arch` is {described(value)}; pass a string such as 'sm_90'")
+    number = value.removeprefix("sm_").rstrip("a")
+    if not (value.startswith("sm_") and number.isdigit() and int(number) >= 80):
+        raise ValueError(f"`arch` is {value!r}; allowed: 'sm_80' and newer, such as 'sm_89' or 'sm_90'")
+    return f"sm_{number}"
+
+
+def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:
+    if o1.dim() not in (3, 4):
+        raise ValueError(f"`o1` has shape {shown_shape(o1)}; it must be [B, H, N, D], or packed [T, H, D]")
+    heads_by_rows = o1.transpose(-3, -2).shape[:-1] if rows_first else o1.shape[:-1]
+    for name, x, shape in (("o2", o2, o1.shape), ("lse1", lse1, heads_by_rows), ("lse2", lse2, heads_by_rows)):
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(
+                f"`{name}` has shape {shown_shape(x)}; with `o1` of shape {shown_shape(o1)} it must be {tuple(shape)}"
+            )
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.dtype != torch.float32:
+            raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
+    for name, x in (("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        if x.device != o1.device:
+            raise ValueError(f"`{name}` is on {x.device} but `o1` is on {o1.device}; they must agree")

@@ -1,0 +1,101 @@
+"""Checks of what only real memory tells: how rows lie, what overlaps, what offsets hold. Messages are as those of `arguments.py`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from ..specs.spec import ROW_ALIGNMENT
+from ..support.private_torch import FakeTensor, find
+
+_is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)
+
+
+def has_memory(x) -> bool:
+    """Whether there is an address to ask for."""
+    return not (x.is_meta or isinstance(x, FakeTensor) or _is_wrapped(x))
+
+
+def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
+    """Why the kernels could not read the rows of x as they lie, or None: as far as strides tell where there is no memory."""
+    if x.numel() == 0:
+        return None
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return f"has stride {x.stride(-1)} in its last dim; it must be 1"
+    step = max(alignment // x.element_size(), 1)
+    if any(size > 1 and stride % step for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
+        return f"has strides {x.stride()}; all but the last must be multiples of {step} (rows aligned to {alignment} bytes)"
+    if has_memory(x) and x.data_ptr() % alignment:
+        return f"starts at an address that is not a multiple of {alignment} bytes"
+    return None
+
+
+def readable(x) -> bool:
+    """Whether kernels read the rows of x as they lie: of a traced tensor, as far as strides tell. It has no address yet; should that be
+    odd, the call will say so.
+    """
+    if not torch.compiler.is_compiling():
+        return rows_problem(x) is None
+    step = ROW_ALIGNMENT // x.element_size()
+    return x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1])
+
+
+def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
+    for name, x in named.items():
+        problem = rows_problem(x, alignment)
+        if problem:
+            # A copy of rows that only start at the wrong address is one of contiguous rows too; contiguous() would give them back.
+            way_out = "clone" if problem.startswith("starts") else "contiguous"
+            raise ValueError(f"`{name}` {problem}; make a copy with {name}.{way_out}()")
+
+
+def contiguous_offsets(**named) -> None:
+    for name, cu in named.items():
+        if not cu.is_contiguous():
+            raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
+
+
+def _memory(x) -> tuple[int, int, bool]:
+    """The addresses that x may touch, [first, past the last), and whether it touches all of them."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
+
+
+def _surely_overlap(a, b) -> bool:
+    """False for views that interleave, such as the slots of one packed qkv tensor."""
+    (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
+    return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
+
+
+def writable(out, **inputs) -> None:
+    if out.numel() == 0:
+        return
+    if is_expanded(out):
+        raise ValueError(
+            f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()"
+        )
+    for name, x in inputs.items():
+        if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
+            raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
+
+
+def is_expanded(x) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> None:
+    """Reads the offsets (a GPU tensor: waits for the GPU)."""
+    values = cu.tolist()
+    if values[0] < 0 or values[-1] > total:
+        raise ValueError(f"`{name}` spans {values[0]}..{values[-1]}; the tensor has rows 0..{total}")
+    lengths = [b - a for a, b in pairwise(values)]
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"`{name}` falls from {values[i]} to {values[i + 1]} at entry {i + 1}; offsets must not decrease"
+            )
+        if length > longest:
+            raise ValueError(
+                f"`{max_name}` is {longest} but sequence {i} has {length} rows; pass at least the longest length"
+            )

@@ -1,0 +1,186 @@
+"""Tensors that go from rank to rank while kernels run: in messages of torch.distributed, or copied by GPUs of one host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .. import env
+from ..support.progress import say
+from . import peer_memory
+
+
+class Arriving:
+    """Tensors on their way here, and others on theirs to another rank."""
+
+    def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], wait: Callable[[], object]):
+        self.sent, self.received, self._wait = sent, received, wait
+
+    def wait(self) -> list[torch.Tensor]:
+        """What this stream does from now on finds those there, and may overwrite these."""
+        self._wait()
+        self.sent.clear()  # they have left, and need no memory here
+        return self.received
+
+
+class Exchange:
+    """What comes lies in one of several places in turn: till as many exchanges later.
+
+    Kernels fill a GPU: what needs a multiprocessor and waits for the kernel before it starts as late as the next one ends. With
+    `ahead` an exchange waits for what was computed before the last one was posted, not since: this takes three places.
+    """
+
+    places: list[list[torch.Tensor]]
+
+    def __init__(self, device: torch.device, ahead: bool):
+        self.device, self.posted = device, 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.passed = deque(maxlen=2 if ahead else 1)  # where the computing stream was at the last exchanges
+
+    def post(self, tensors: Sequence[torch.Tensor], to: int, source: int | None, rows: int) -> Arriving:
+        """Sends tensors [B, H, N, D], or none, to one rank of the group, and receives such of `rows` from another; None: nothing.
+
+        What is sent is contiguous and, with `ahead`, was there when the call began.
+        """
+        place = self.posted % len(self.places)
+        self.posted += 1
+        sent = list(tensors)
+        received = [] if source is None else [_of_rows(x, rows) for x in self.places[place]]
+        if self.stream:
+            self.passed.append(torch.cuda.current_stream(self.device).record_event())
+            self.stream.wait_event(self.passed[0])
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            return Arriving(sent, received, self._start(sent, to, received, source, place))
+
+    def finish(self) -> None:
+        """The call has awaited all that it posted."""
+
+    def _start(self, sent, to, received, source, place) -> Callable[[], object]:
+        """Returns what makes the stream that calls it wait for both."""
+        raise NotImplementedError
+
+
+class Messages(Exchange):
+    """Of torch.distributed: between any ranks, on any device."""
+
+    def __init__(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int, ahead: bool):
+        super().__init__(like[0].device, ahead)
+        self.places = [
+            [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like] for _ in range(places)
+        ]
+        self.group = group
+
+    def _start(self, sent, to, received, source, place):
+        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in sent]
+        messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in received]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return lambda: [work.wait() for work in works]
+
+
+class Copies(Exchange):
+    """Copy engines write into other ranks' places. No multiprocessor takes part; NCCL's kernels hold some till the other rank has come.
+
+    All ranks count exchanges alike. A rank whose place is free writes the exchange's number to the source, to the word of those that
+    are ready there; waits for the rank that it sends to; copies; and writes the number there, to the word of those that have sent.
+    Places and words last from call to call: processes take milliseconds to map one another's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, ahead: bool):
+        super().__init__(device, ahead)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.memory, self.size, self.in_a_call = None, 0, False
+        self.read = None  # when the last call had read what came
+
+    def prepare(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int) -> str | None:
+        """For a call, on all ranks at once; or, on all of them, why not."""
+        if self.in_a_call:
+            raise RuntimeError(
+                "ring_attention: a call in this `group` ended in an error, and its ranks may have exchanged different numbers of tensors "
+                "since; make a new group on all ranks (torch.distributed.new_group)"
+            )
+        words, *sizes = (_aligned(size) for size in (8 * self.world, *(x.nbytes for x in like)))
+        self.offsets = [[words + i * sum(sizes) + sum(sizes[:j]) for j in range(len(sizes))] for i in range(places)]
+        size = words + places * sum(sizes)
+        if size > self.size:
+            if self.memory:
+                peer_memory.release(group, self.memory)
+                self.memory, self.size = None, 0
+            found = peer_memory.shared(group, size, self.device)
+            if isinstance(found, str):
+                return found
+            self.memory, self.size = found, size
+        self.places = [[self.memory.tensor(*x) for x in zip(offsets, like, strict=True)] for offsets in self.offsets]
+        self.passed.clear()
+        if self.read:
+            self.stream.wait_event(self.read)
+        self.in_a_call = True
+        return None
+
+    def finish(self):
+        self.in_a_call = False
+        if self.stream:
+            self.read = torch.cuda.current_stream(self.device).record_event()
+
+    def _start(self, sent, to, received, source, place):
+        number, memory = self.posted, self.memory
+        if received:
+            memory.write(source, self.rank, number)
+        if sent:
+            memory.wait(to, number)
+            for x, offset in zip(sent, self.offsets[place], strict=True):
+                memory.copy(x, to, offset)
+            memory.write(to, self.world + self.rank, number)
+        copied = self.stream.record_event() if self.stream else None
+
+        def wait() -> None:
+            if received:
+                memory.wait(self.world + source, number)
+            if copied:
+                torch.cuda.current_stream(self.device).wait_event(copied)
+
+        return wait
+
+
+# What a group keeps: exchanges ahead of what is computed, and others.
+_kept: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, bool], Copies | None]] = WeakKeyDictionary()
+
+
+def exchange(group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int, ahead: bool) -> Exchange:
+    """Of one call, for tensors no larger than `like`; all ranks of the group ask together."""
+    device = like[0].device
+    if _may_be_copied(like):
+        kept, key = _kept.setdefault(group or dist.group.WORLD, {}), (device, ahead)
+        if key not in kept:
+            kept[key] = Copies(group, device, ahead)
+        if kept[key]:
+            with torch.cuda.device_of(like[0]):  # where NCCL, too, gathers objects
+                why_not = kept[key].prepare(group, like, places)
+            if not why_not:
+                return kept[key]
+            kept[key] = None
+            if env.run_flags()["FFPA_LOG"]:
+                say(f"ffpa_attn: ring attention sends messages: {why_not}")
+    return Messages(group, like, places, ahead)
+
+
+def _may_be_copied(tensors: Sequence[torch.Tensor]) -> bool:
+    if not (tensors[0].is_cuda and all(x.numel() for x in tensors) and env.run_flags()["FFPA_RING_COPIES"]):
+        return False
+    with torch.cuda.device(tensors[0].device):
+        return not torch.cuda.is_current_stream_capturing()
+
+
+def _aligned(size: int) -> int:
+    """As a kernel may ask of an address."""
+    return -(-size // 1024) * 1024
+
+
+def _of_rows(place: torch.Tensor, rows: int) -> torch.Tensor:
+    """As contiguous as what is sent."""
+    batch, heads, _, d = place.shape
+    return place.view(-1)[: batch * heads * rows * d].view(batch, heads, rows, d)

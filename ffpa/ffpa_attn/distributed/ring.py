@@ -1,0 +1,196 @@
+"""Ring attention: each rank keeps its rows of q; the K and V of the others come in turn, while those at hand are computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..attention import ffpa
+from ..backends.triton_merge import merge_into
+from ..checks import words
+from ..operators.first_order import first_order_only
+from . import sequence_shards
+from .exchange import Arriving, Exchange, exchange
+
+
+@sequence_shards.untraced
+def ring_attention(
+    q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False, **unknown
+):
+    """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
+
+    q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
+    ranks call it alike, and all run the backward. Returns this rank's part of the result, [B, Hq, N/W, Dv], and with
+    return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
+    deterministic.
+
+    layout      "zigzag": of 2W equal chunks rank r holds r and 2W - 1 - r, which makes causal work equal; "contiguous":
+                of W chunks rank r holds r, and the last one has the most to do.
+    causal, scale, softcap as in ffpa.
+
+    While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
+    gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
+    group keeps; others send messages. An error on one rank leaves the others waiting, copies without NCCL's timeout.
+
+    Before anything moves, the hosts of the ranks compare each kind of call (shapes, dtype, options, whether a gradient is
+    wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under FFPA_CHECK=1. A rank
+    alone with a new kind raises after the process group's timeout, while the others, whose kind is known, wait for it. Ranks
+    whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
+    ranks may no longer be at the same call raises at every later one.
+    """
+    if unknown:
+        words.refuse(ring_attention, unknown)
+    rank, world = sequence_shards.rank_and_world(group)
+    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
+    rule = sequence_shards.options(causal, scale, softcap, return_lse)
+    sequence_shards.check_that_ranks_agree("ring_attention", group, q, k, v, layout, rule)
+    sequence_shards.check_parts(q, k, v, layout)
+    if world == 1:
+        return ffpa(q, k, v, **rule, return_lse=return_lse)
+    out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
+    return (out, lse) if return_lse else out
+
+
+class _Part(NamedTuple):
+    """What of the rows at home sees what of the K and V at hand."""
+
+    first: int  # row
+    end: int  # of the keys
+    causal: bool
+
+    def rows(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[:, :, self.first :]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, : self.end]
+
+
+class _Ring(NamedTuple):
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+    layout: str
+    causal: bool
+    rule: dict  # the operators' other keyword arguments
+
+    def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
+        """First this rank's own K and V, then those of each rank before it; while the caller computes, the next ones travel."""
+        own = at_hand = [x.contiguous() for x in (k, v)]
+        keys = exchange(self.group, own, min(3, self.world - 1), ahead=True)
+        for step in range(self.world):
+            is_last = step == self.world - 1
+            arriving = None if is_last else keys.post(own, self.at(step + 1), self.at(-step - 1), k.shape[2])
+            yield step, self.visible(self.rank, self.at(-step), k.shape[2]), at_hand
+            at_hand = None if is_last else arriving.wait()
+        keys.finish()
+
+    def at(self, distance: int) -> int:
+        return (self.rank + distance) % self.world
+
+    def visible(self, rank: int, source: int, rows: int) -> _Part | None:
+        """What a rank sees of the K and V of another."""
+        if source == rank or not self.causal:
+            return _Part(0, rows, self.causal)
+        earlier = source < rank
+        if self.layout == "contiguous":
+            return _Part(0, rows, False) if earlier else None
+        # Of an earlier rank's chunks the first lies before both of ours and the second after both; a later rank's lie
+        # between ours.
+        return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
+
+    def give_home(self, home: Exchange, step: int, grads: Sequence[torch.Tensor], rows: int) -> Arriving:
+        """To whose K and V were at hand in that step, their gradients; the rank that then had ours has some for us."""
+        to, source = self.at(-step), self.at(step)
+        for_us = self.visible(source, self.rank, rows)
+        grads = [x.contiguous() for x in grads]
+        return home.post(grads, to, source if for_us else None, for_us.end if for_us else 0)
+
+
+# Results that are merged in one pass over the sums, which reads and writes these in float32; till then they take memory.
+_MERGED_AT_ONCE = 4
+
+
+class _Sums:
+    """Attention over the keys of all turns: float32 sums, and results of the last turns, all of the same rows, to be merged into them."""
+
+    def __init__(self, q, d_v: int, at_once: int):
+        self.first_row = 0
+        self.results = q.new_empty(at_once, *q.shape[:-1], d_v)
+        self.lses: list[torch.Tensor] = []  # of as many results
+        self.out = self.top = self.total = None
+
+    def place_for(self, first_row: int) -> torch.Tensor:
+        """Where to write the next result."""
+        if first_row != self.first_row or len(self.lses) == len(self.results):
+            self.merge()
+            self.first_row = first_row
+        return self.results[len(self.lses)]
+
+    def merge(self) -> None:
+        first = self.out is None  # of all rows: each sees itself
+        if first:
+            self.out = self.results.new_empty(self.results.shape[1:], dtype=torch.float32)
+            self.top, self.total = (torch.empty_like(self.lses[0]) for _ in range(2))
+        out, results = (x[..., self.first_row :, :] for x in (self.out, self.results[: len(self.lses)]))
+        sums = (x[:, :, self.first_row :] for x in (self.top, self.total))
+        merge_into(out, *sums, results, torch.stack(self.lses), first)
+        self.lses.clear()
+
+    def lse(self) -> torch.Tensor:
+        return self.total.log_().add_(self.top)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, ring: _Ring):
+        sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
+        for _, part, at_hand in ring.turns(k, v):
+            if part:
+                place = part.rows(sums.place_for(part.first))
+                lse = torch.ops.ffpa_attn.forward_out(
+                    part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule
+                )
+                sums.lses.append(lse)
+        sums.merge()
+        out, lse = sums.out.to(q.dtype), sums.lse()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, out, lse = saved
+        ring: _Ring = ctx.ring
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        dq = sums = home = None  # sums: of the gradients of this rank's K and V
+        pieces = []
+        for step, part, at_hand in ring.turns(k, v):
+            # While this step is computed, what the last one gave for others' K and V.
+            arriving = ring.give_home(home, step - 1, pieces, k.shape[2]) if step > 1 else None
+            pieces = []
+            if part:
+                *pieces, _ = torch.ops.ffpa_attn.backward(
+                    *map(part.rows, (grad_out, grad_lse, q)), *map(part.keys, at_hand), *map(part.rows, (out, lse)),
+                    causal=part.causal, **ring.rule, fp32_grads=True,
+                )  # fmt: skip
+            if step == 0:
+                dq, *sums = pieces
+                home = exchange(ring.group, sums, 1, ahead=False)
+            elif part:
+                part.rows(dq).add_(pieces.pop(0))
+            if arriving:
+                _add(sums, arriving.wait())
+        _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())
+        home.finish()
+        return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), None
+
+
+def _add(sums: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    """To their first rows."""
+    for total, piece in zip(sums, pieces):  # noqa: B905 - no rank may have seen these keys
+        total[:, :, : piece.shape[2]].add_(piece)

@@ -1,0 +1,187 @@
+"""How the ranks of a group share a sequence: which chunks each holds, and the checks of what it passes in."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import env
+from ..checks import arguments, memory_checks
+from . import agreement
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def held(layout: str, world: int) -> list[list[int]]:
+    """The chunks of each rank. Zigzag pairs an early with a late one: causal attention is the same work for every rank."""
+    if layout == "zigzag":
+        return [[rank, 2 * world - 1 - rank] for rank in range(world)]
+    return [[rank] for rank in range(world)]
+
+
+def apart(x: torch.Tensor, dim: int, layout: str, world: int) -> list[torch.Tensor]:
+    """What each rank holds of the whole sequence."""
+    chunks_of = held(layout, world)
+    chunks = x.tensor_split(sum(map(len, chunks_of)), dim)
+    return [_joined([chunks[i] for i in mine], dim) for mine in chunks_of]
+
+
+def together(parts: Sequence[torch.Tensor], dim: int, layout: str) -> torch.Tensor:
+    """The whole sequence from what each rank holds."""
+    chunks = {}
+    for part, mine in zip(parts, held(layout, len(parts)), strict=True):
+        chunks.update(zip(mine, part.tensor_split(len(mine), dim), strict=True))
+    return _joined([chunks[i] for i in range(len(chunks))], dim)
+
+
+def _joined(chunks: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+
+
+def shard_sequence(x, group=None, dim=2, layout="zigzag"):
+    """This rank's part of a sequence that every rank has whole; nothing is sent. Differentiable."""
+    rank, world = rank_and_world(group)
+    arguments.only_tensors(x=x)
+    dim = _dim(x, dim)
+    pieces = world * (2 if _layout(layout) == "zigzag" else 1)
+    if x.shape[dim] % pieces:
+        raise ValueError(
+            f"`x` has {x.shape[dim]} rows in dim {dim}; layout={layout!r} on {world} ranks needs a multiple of {pieces}: "
+            f"pad the sequence to {-(-x.shape[dim] // pieces) * pieces}"
+        )
+    return apart(x, dim, layout, world)[rank]
+
+
+def gather_sequence(x, group=None, dim=2, layout="zigzag"):
+    """The whole sequence, on every rank, from the part that each holds: what `shard_sequence` took apart. No gradients."""
+    _, world = rank_and_world(group)
+    arguments.only_tensors(x=x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "`x` requires grad, which gather_sequence does not pass on; compute on the parts, or pass x.detach()"
+        )
+    dim = _dim(x, dim)
+    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)
+    _even_rows("x", x.shape[dim], layout)
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x, group=group)
+    return together(parts, dim, layout)
+
+
+# ---- checks: before anything is sent, as a rank that raises later leaves the others waiting ----
+
+
+def rank_and_world(group) -> tuple[int, int]:
+    """This process' rank in the group, and how many there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "`group` needs torch.distributed, which has no process group yet; call "
+            "torch.distributed.init_process_group() first, or ffpa where one process holds the whole sequence"
+        )
+    if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "`group` does not hold this rank; call on the ranks that torch.distributed.new_group was given"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"`group` is a {type(group).__name__}; pass a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), "
+            "or None for all ranks"
+        )
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    arguments.only_tensors(q=q, k=k, v=v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(
+                f"`{name}` is a {type(x).__name__}; pass what this rank holds, {name}.to_local(), and mesh.get_group(): ffpa itself takes "
+                "DTensors sharded by batch or heads"
+            )
+    device = q.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    return q, k, v
+
+
+def check_parts(q, k, v, layout: str) -> None:
+    """After the ranks agree, so that all of them raise."""
+    arguments.dense(q, k, v, None, "BHND")
+    memory_checks.rows(q=q, k=k, v=v)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "
+            "cut them with shard_sequence"
+        )
+    _even_rows("q", q.shape[2], layout)
+
+
+def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: dict) -> None:
+    """Ranks that differ would add up what does not belong together, and what one of them alone refuses the others would wait for."""
+    _layout(layout)
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    rest = (q.dtype, k.dtype, v.dtype, wants_grad, layout, *options.values())
+    _compare(group, _OF_ATTENTION, (function, q.shape, k.shape, v.shape, *rest), q)
+
+
+def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> None:
+    """At every call where the host waits for each call anyway."""
+    flags = env.run_flags()
+    kind = (*kind, x.is_cuda, flags["FFPA_CHECK"], flags["FFPA_RING_COPIES"])
+    agreement.check(group, names, kind, flags["FFPA_CHECK"] or not x.is_cuda)
+
+
+_OF_DEVICE = ("is_cuda", "FFPA_CHECK", "FFPA_RING_COPIES")
+_OF_ATTENTION = (
+    "function", "q", "k", "v", "q.dtype", "k.dtype", "v.dtype", "requires_grad of q, k or v", "layout", "causal", "scale", "softcap",
+    *_OF_DEVICE,
+)  # fmt: skip
+_OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)
+
+
+def untraced(function):
+    """A function that torch.compile leaves as it is, with a graph before and one behind it: messages are no part of a graph."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        dynamo = sys.modules.get("torch._dynamo")  # which takes seconds to import
+        return (dynamo.disable(function) if dynamo else function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True
+    return call
+
+
+def options(causal, scale, softcap, return_lse) -> dict:
+    """The keyword arguments of ffpa and of its operators."""
+    arguments.flag("return_lse", return_lse)
+    return {
+        "causal": arguments.flag("causal", causal),
+        "scale": arguments.scale(scale),
+        "softcap": arguments.softcap(softcap),
+    }
+
+
+def _layout(layout) -> str:
+    return arguments.one_of("layout", layout, LAYOUTS)
+
+
+def _dim(x, dim) -> int:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"`dim` is {dim!r} ({type(dim).__name__}); pass the dim of the sequence as an int")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"`dim` is {dim}; `x` has {x.dim()} dims: pass one of {-x.dim()} to {x.dim() - 1}")
+    return dim % x.dim()
+
+
+def _even_rows(name: str, rows: int, layout: str) -> None:
+    if layout == "zigzag" and rows % 2:
+        raise ValueError(
+            f"`{name}` has {rows} rows; with layout='zigzag' each rank holds two chunks of equal length: pad the sequence "
+            "to a multiple of twice the number of ranks, or use layout='contiguous'"
+        )

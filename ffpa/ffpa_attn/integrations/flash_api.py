@@ -1,0 +1,325 @@
+"""The functions of flash-attn 2, and those of the package ffpa-attn on PyPI, done by `ffpa` and `ffpa_varlen`.
+
+Code written for them runs as it is. What ffpa cannot do raises NotImplementedError, but for calls that the package on
+PyPI leaves to PyTorch: these are left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+
+import torch
+import torch.nn.functional as F
+
+from ..attention import ffpa, ffpa_varlen
+from ..checks import arguments, memory_checks, words
+from ..specs.spec import HEAD_DIM_STEP
+from . import sdpa_override
+
+# ---- flash-attn 2 ----
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **unknown,
+):
+    """flash-attn's function of this name: q [B, Nq, Hq, D], k and v [B, Nk, Hkv, D]; returns [B, Nq, Hq, D].
+
+    causal and window_size meet at the last row and the last key. `alibi_slopes`, float32 [Hq] or [B, Hq], become a bias
+    [1 or B, Hq, Nq, Nk] in memory, and get no gradient. With return_attn_probs it returns (out, LSE [B, Hq, Nq], None):
+    flash-attn has something in the third place only where there is dropout. The LSE of a row that sees no key is -inf.
+    Results and gradients are deterministic whatever `deterministic` says.
+    """
+    if unknown:
+        words.refuse(flash_attn_func, unknown)
+    _no_dropout(dropout_p)
+    arguments.only_tensors(q=q, k=k, v=v)
+    bias = None if alibi_slopes is None else _alibi(q, k, alibi_slopes)
+    rule = _rule(q, softmax_scale, causal, window_size, softcap)
+    out = ffpa(_padded(q), _padded(k), _padded(v), mask=bias, layout="BNHD", return_lse=return_attn_probs, **rule)
+    return (_unpadded(out[0], v), out[1], None) if return_attn_probs else _unpadded(out, v)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    **unknown,
+):
+    """flash_attn_func for packed sequences: q [Tq, Hq, D], k and v [Tk, Hkv, D]; returns [Tq, Hq, D], LSE [Hq, Tq]."""
+    if unknown:
+        words.refuse(flash_attn_varlen_func, unknown)
+    _no_dropout(dropout_p)
+    _not_given("pass one sequence at a time to flash_attn_func", alibi_slopes=alibi_slopes)
+    _not_given("gather the pages of K and V into packed tensors first", block_table=block_table)
+    arguments.only_tensors(q=q, k=k, v=v)
+    offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
+    rule = _rule(q, softmax_scale, causal, window_size, softcap)
+    out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_attn_probs, **rule)
+    return (_unpadded(out[0], v), out[1], None) if return_attn_probs else _unpadded(out, v)
+
+
+def _alibi(q, k, slopes):
+    """-slope * |distance to the diagonal|, [B or 1, Hq, Nq, Nk]."""
+    arguments.only_tensors(alibi_slopes=slopes)
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"`alibi_slopes` has dtype {slopes.dtype}; it must be torch.float32: alibi_slopes.float()")
+    if q.dim() != 4 or k.dim() != 4:
+        return None  # ffpa says so
+    batch, n_q, heads, _ = q.shape
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"`alibi_slopes` has shape {tuple(slopes.shape)}; it must "
+            f"be [Hq] = {(heads,)} or [B, Hq] = {(batch, heads)}, "
+            "one slope for each head of `q`"
+        )
+    n_k = k.shape[1]
+    row = torch.arange(n_k - n_q, n_k, device=slopes.device)
+    distance = (row[:, None] - torch.arange(n_k, device=slopes.device)).abs()
+    return -slopes.detach().view(-1, heads, 1, 1) * distance
+
+
+# ---- ffpa-attn on PyPI, 0.2.4 ----
+
+
+class Backend:
+    """That package's choice of a kernel and its settings: accepted, and but for tensor_layout="NHD" without effect."""
+
+    name = "ffpa"
+
+    def __init__(self, name=None, forward=None, backward=None, *args, tensor_layout="HND", **settings):
+        self.name, self.forward, self.backward = name or self.name, forward, backward
+        self.tensor_layout = arguments.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
+        vars(self).update(settings)
+
+    def __eq__(self, other):
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash((type(self), self.name))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def is_nhd_supported(self, headdim: int) -> bool:
+        return True
+
+
+class CUDABackend(Backend):
+    name = "cuda"
+
+
+class TritonBackend(Backend):
+    name = "triton"
+
+
+class CuTeDSLBackend(Backend):
+    name = "cutedsl"
+
+
+class SDPABackend(Backend):
+    name = "sdpa"
+
+
+def is_nhd_zero_copy_input(t: torch.Tensor) -> bool:
+    """Whether a [B, N, H, D] tensor is read as it lies."""
+    return t.dim() == 4 and memory_checks.rows_problem(t) is None
+
+
+def ffpa_attn_func(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **kwargs
+):
+    """That package's function: query [B, Hq, Nq, D], key and value [B, Hkv, Nk, D]; returns [B, Hq, Nq, D].
+
+    The arguments mean what they mean to PyTorch's scaled_dot_product_attention, which takes the calls that ffpa cannot
+    (float32, dropout). Only, is_causal lets the last row see the last key, Nk must be at least Nq then, and a mask of
+    3 dims is [B, Nq, Nk] where that fits. `backend`, `forward_backend` and `backward_backend` are accepted: ffpa
+    chooses its kernel itself.
+    """
+    forward = _backends(ffpa_attn_func, kwargs)
+    arguments.only_tensors(query=query, key=key, value=value)
+    rows_first = isinstance(forward, Backend) and forward.tensor_layout == "NHD"
+    if rows_first:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    numbers = isinstance(attn_mask, torch.Tensor) and not sdpa_override.is_causal_bias(attn_mask)
+    if numbers and attn_mask.dim() == 3 and query.dim() == 4 and attn_mask.shape[0] == query.shape[0]:
+        attn_mask = attn_mask.unsqueeze(1)
+    if is_causal and _rows(query) > _rows(key):
+        raise ValueError(
+            f"`key` has {_rows(key)} rows but `query` has {_rows(query)}; with is_causal each row must have a key: "
+            "call ffpa with causal='top_left' or 'bottom_right'"
+        )
+    call, options = (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+    out = sdpa_override.attend(*call, **options, align="bottom_right")
+    if out is None:
+        out = _by_pytorch(*call, **options)
+    return out.transpose(1, 2) if rows_first else out
+
+
+def _rows(x) -> int:
+    return x.shape[-2] if x.dim() > 1 else 0
+
+
+def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
+    if attn_mask is None:
+        to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
+    else:  # what is none, PyTorch refuses
+        is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
+        to_write = is_mask and not sdpa_override.is_causal_bias(attn_mask)
+    if is_causal and to_write:
+        attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
+    return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+_TYPES_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _causal_mask(query, key, mask=None) -> torch.Tensor:
+    """Of what `mask` lets a row see, the keys up to its own; the last row's is the last."""
+    n_q, n_k = _rows(query), _rows(key)
+    visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+
+
+def ffpa_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    enable_gqa=False,
+    return_lse=False,
+    **kwargs,
+):
+    """ffpa_attn_func for packed sequences: q [Tq, Hq, D], k and v [Tk, Hkv, D]; returns [Tq, Hq, D] (and LSE [Hq, Tq]).
+
+    cu_seqlens_k=None says that keys lie as queries do. Of the further keywords that the package knows, window_size and
+    softcap mean what they mean in flash-attn, num_splits nothing; the others must be None.
+    """
+    _no_dropout(dropout_p)
+    window, softcap = kwargs.pop("window_size", None) or (None, None), kwargs.pop("softcap", None) or 0.0
+    kwargs.pop("num_splits", None)
+    _not_given("leave it away", **{name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs})
+    _backends(ffpa_attn_varlen_func, kwargs)
+    arguments.only_tensors(q=q, k=k, v=v)
+    _heads_agree(q, k, enable_gqa)
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    offsets += _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
+    rule = _rule(q, softmax_scale, causal, tuple(-1 if side is None else side for side in window), softcap)
+    out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_lse, **rule)
+    return (_unpadded(out[0], v), out[1]) if return_lse else _unpadded(out, v)
+
+
+_NOT_HERE = "sink attention_mask attn_mask block_mask score_mod aux_tensors seqused_k block_table alibi_slopes".split()
+_BACKENDS = ("cuda", "triton", "cutedsl", "sdpa")
+
+
+def _backends(function: Callable, kwargs: dict):
+    """Checks what is left of the keywords; returns the backend of the forward."""
+    for name, backend in kwargs.items():
+        if name not in ("backend", "forward_backend", "backward_backend"):
+            words.refuse(function, {name: backend})
+        if isinstance(backend, str):
+            arguments.one_of(name, backend, _BACKENDS)
+        elif backend is not None and not isinstance(backend, Backend):
+            raise TypeError(
+                f"`{name}` is a {type(backend).__name__}; pass one of {_BACKENDS}, a Backend, or leave it away"
+            )
+    forward = kwargs.get("forward_backend")
+    return kwargs.get("backend") if forward is None else forward
+
+
+def _heads_agree(q, k, enable_gqa) -> None:
+    if not arguments.flag("enable_gqa", enable_gqa) and q.shape[1:2] != k.shape[1:2]:
+        raise ValueError(
+            f"`enable_gqa` is False but shapes {tuple(q.shape)} and {tuple(k.shape)} have different numbers of heads; "
+            "pass enable_gqa=True to have several heads of queries share one of keys"
+        )
+
+
+# ---- all of them ----
+
+
+def _rule(q, scale, causal, window, softcap) -> dict:
+    """Which keys a row sees, and what their scores are, as keywords of ffpa."""
+    if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
+        scale = q.shape[-1] ** -0.5  # not that of padded columns
+    if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
+        scale = scale.item()
+    if arguments.known(causal):
+        causal = bool(causal) if isinstance(causal, Integral) else arguments.flag("causal", causal)
+    if isinstance(window, (tuple, list)):
+        window = tuple(map(_side, window))
+    return {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+
+
+def _side(n):
+    """Any negative number is unbounded."""
+    if not arguments.known(n):
+        return torch.sym_max(n, -1)
+    return max(int(n), -1) if isinstance(n, Integral) else n
+
+
+def _longest(n, x):
+    """A length in a tensor is not worth waiting for a GPU: it only bounds what the offsets say."""
+    return x.shape[0] if isinstance(n, torch.Tensor) and x.dim() else n
+
+
+def _padded(x):
+    """As flash-attn has it: any head dim, filled up with zeros, and columns with any stride, by way of a copy."""
+    if x.dim() == 0:
+        return x
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    missing = -x.shape[-1] % HEAD_DIM_STEP
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _unpadded(out, v):
+    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
+
+
+def _no_dropout(dropout_p) -> None:
+    if dropout_p:
+        raise NotImplementedError(
+            f"`dropout_p` is {dropout_p}; ffpa has no dropout: pass 0.0 (and drop out of the result), or call "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def _not_given(way_out: str, **named) -> None:
+    for name, value in named.items():
+        if value is not None:
+            raise NotImplementedError(f"`{name}` is given; ffpa has no such thing for packed sequences: {way_out}")

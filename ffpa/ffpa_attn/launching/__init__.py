@@ -1,0 +1,1 @@
+"""A spec's kernel, ready to launch on a GPU or in the emulator."""

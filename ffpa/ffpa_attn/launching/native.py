@@ -1,0 +1,150 @@
+"""The compiled kernels: which there are, whether one can run on a GPU, and its name in the registry once it can.
+
+Nothing here touches a GPU before a kernel is asked for, so importing is safe before a fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..building import build, jit, toolchain
+from ..specs import archs
+from ..specs.spec import KernelSpec, ScaledCopy
+from ..support.transient import is_transient
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+PYTHON_ONLY = (
+    "this installation holds no CUDA kernels, because it was not built, or built where there was no nvcc; in its source, run "
+    "`.dev/install.sh`, which fetches one, or set CUDA_HOME and run `pip install --no-build-isolation .`"
+)
+
+
+@cache
+def record() -> dict[str, Any] | None:
+    """What the build wrote down of the library in this package; None in a Python-only installation."""
+    path = _PACKAGE / build.RECORD
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+@cache
+def library():
+    """The operators of the native library, loaded now if need be."""
+    if record() is None:
+        raise RuntimeError(f"ffpa_attn: {PYTHON_ONLY}")
+    path = _PACKAGE / build.LIBRARY
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise RuntimeError(f"ffpa_attn: {path} does not load ({error}); install ffpa-cuda again") from None
+    return torch.ops.ffpa_attn_native
+
+
+@cache
+def gpu_of(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_built(spec: KernelSpec, gpu: str) -> bool:
+    """Whether the wheel's library holds the kernel in a form that this GPU runs."""
+    built = (record() or {"kernels": {}})["kernels"].get(spec.name)
+    return built is not None and any(archs.runs(target, gpu) for target in built["targets"])
+
+
+_unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that cannot be made ready in this process, and why
+
+
+def why_not(spec: KernelSpec, gpu: str) -> str | None:
+    """Why this kernel cannot run on this GPU; None when it can, if need be after compiling it."""
+    reason = archs.why_not_on(spec.arch, gpu)
+    if reason:
+        return f"{spec.name} cannot run: {reason}"
+    if (spec, gpu) in _unready:
+        return _unready[spec, gpu]
+    if record() is None:
+        return PYTHON_ONLY
+    if is_built(spec, gpu):
+        return None
+    reason = toolchain.why_no_build()
+    return f"{spec.name} is not built for {gpu}, and {reason}" if reason else None
+
+
+def driver_problem(runtime: int, driver: int) -> str | None:
+    """Versions as CUDA counts them: 13000 is 13.0. A driver runs what its own major version built, or an older one."""
+    if driver // 1000 >= runtime // 1000:
+        return None
+    built_with = f"these kernels were built with CUDA {shown(runtime)}"
+    if not driver:
+        return f"there is no NVIDIA driver, and {built_with}; install a driver for it"
+    return (
+        f"the NVIDIA driver supports CUDA {shown(driver)}, and {built_with}; install a newer driver, or ffpa-cuda "
+        f"from source with nvcc {driver // 1000}"
+    )
+
+
+def shown(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@cache
+def kernel(spec: KernelSpec, gpu: str) -> str:
+    """The kernel's name in the registry, ready to launch on GPUs of this kind; compiled now if need be."""
+    reason = why_not(spec, gpu)
+    if reason:
+        raise NotImplementedError(f"ffpa_attn: {reason}")
+    ops = library()
+    reason = driver_problem(*ops.cuda_versions())
+    if reason:
+        raise RuntimeError(f"ffpa_attn: {reason}")
+    if is_built(spec, gpu):
+        return spec.name
+    if record()["sources"] != build.sources_hash():
+        raise RuntimeError(
+            f"ffpa_attn: {build.csrc()} changed since the native library was built, so {spec.name} would not fit it; "
+            "install ffpa-cuda again"
+        )
+    name = f"{spec.name}@{gpu}"
+    with jit.opened(spec, gpu) as (_, compiled):
+        load_kernel(compiled.name, spec.name, name)
+    return name
+
+
+def load_kernel(path: str, spec: str, name: str) -> None:
+    """Registers the kernel of a library. It is no operator: a model from elsewhere can call those, with any path."""
+    load = ctypes.CDLL(str(_PACKAGE / build.LIBRARY)).ffpa_load_kernel
+    load.restype = ctypes.c_char_p
+    problem = load(path.encode(), spec.encode(), name.encode())
+    if problem:
+        raise RuntimeError(problem.decode(errors="replace"))
+
+
+def make_ready(spec: KernelSpec, gpu: str) -> bool:
+    """Whether the kernel can be launched, compiled now if need be. One that cannot is not tried again: `why_not` has it."""
+    handled = sys.exc_info()[1]
+    try:
+        kernel(spec, gpu)
+    except RuntimeError as error:
+        if is_transient(error, handled):
+            raise
+        _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
+        return False
+    return True
+
+
+def scaled_copy(spec: ScaledCopy, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * x for a contiguous CUDA tensor: the smallest call that proves a kernel can be found and launched."""
+    out = torch.empty_like(x)
+    library().scaled_copy(kernel(spec, gpu_of(x.device)), x, out, scale)
+    return out

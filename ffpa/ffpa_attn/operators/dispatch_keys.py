@@ -1,0 +1,238 @@
+"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd, autocast, torch.func; and where DTensor and the counter of operations learn of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import _C, autograd
+from torch.autograd import forward_ad
+
+from ..checks import memory_checks
+from ..support import private_torch
+from ..support.private_torch import FakeTensor
+from . import flops, mapped
+from .first_order import first_order_only
+
+_ops = torch.ops.ffpa_attn
+
+
+def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
+    """`bodies` of all operators are there. (A plain Function at the Autograd key costs half of register_autograd's time a call.)"""
+    for name in ("forward", "varlen_forward"):
+        op = getattr(_ops, name).default
+        kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
+        lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
+    for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
+        op = getattr(_ops, name).default
+        lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
+        lib.impl(name, _autocast(op, "cpu"), "AutocastCPU")
+    mapped.register(lib)
+    flops.register()
+
+
+class _Rules:
+    """How both forms are computed and differentiated; `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+
+    @staticmethod
+    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
+        # return_lse=False only allows to leave the LSE out: the backward needs it.
+        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
+        ctx.save_for_backward(q, k, v, out, lse, *rest[:2])
+        ctx.longest, ctx.options = rest[2:], options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, out, lse, *rest = saved
+        rule = {
+            name: value
+            for name, value in ctx.options.items()
+            if name not in ("return_lse", "level", "acc", "num_stages")
+        }
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
+        if ctx.longest:
+            return None, None, None, None, *_ops.varlen_backward(*args, **rule), None, None, None, None
+        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
+        *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
+        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(
+            "ffpa has no forward-mode derivatives (jvp, jacfwd, hessian); take those of torch.func.vjp or jacrev, or call "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+class _Attention(_Rules, autograd.Function):
+    """What autograd records."""
+
+
+if not private_torch.no_torch_func:
+
+    class _AttentionOfOneLevel(_Rules, autograd.function._SingleLevelFunction):
+        """What torch.func does to a call it does to the operator, before it comes here, level by level. A Function would have it
+        do so again, with a Function of another form; so this is what that calls at each level.
+        """
+
+
+def _autograd(op, body):
+    def kernel(keyset, *args, **options):
+        if _may_be_differentiated(args):
+            return _differentiably(op, body, keyset, options, *args)
+        return _below_autograd(op, body, keyset, args, options)
+
+    return kernel
+
+
+def _may_be_differentiated(args) -> bool:
+    """Forward-mode AD must come to the Function too: it says there that it has no formula."""
+    if private_torch.no_short_way:
+        return True
+    return (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0
+
+
+def _plain_calls_alone(op, body):
+    """Without what stops autograd below an operator, no other call can be told from one that wants gradients."""
+
+    def kernel(keyset, *args, **options):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        plain = all(type(x) is torch.Tensor and memory_checks.has_memory(x) for x in tensors)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if wanted or not plain or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(private_torch.no_gradients)
+        return body(*args, **options)
+
+    return kernel
+
+
+def _differentiably(*args):
+    if private_torch.no_torch_func:
+        return _without_torch_func(*args)
+    if not _C._are_functorch_transforms_active():
+        return _Attention.apply(*args)
+    with torch._functorch.utils.enable_single_level_autograd_function():
+        return _AttentionOfOneLevel.apply(*args)
+
+
+def _without_torch_func(*args):
+    try:
+        return _Attention.apply(*args)
+    except RuntimeError as error:
+        if "setup_context" in str(error):  # PyTorch asks for that in torch.func's transforms alone
+            raise NotImplementedError(private_torch.no_torch_func) from None
+        raise
+
+
+def _below_autograd(op, body, keyset, args, options):
+    if _OUR_BODIES and keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
+        return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
+    place_dtensors(args)
+    with _C._AutoDispatchBelowAutograd():
+        if not _OUR_BODIES:
+            return op(*args, **options)
+        return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+
+
+def place_dtensors(args) -> None:
+    """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
+        try:
+            from . import sharding
+
+            sharding.register()
+        except (ImportError, AttributeError) as error:
+            raise private_torch.off("DTensors", error) from None
+
+
+def have_work(q, *others) -> bool:
+    """Whether the dispatcher has more to do for a call than run an operator's body: for subclasses of tensors, for what traces,
+    records, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state()
+        or autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or not (q.is_cuda or q.is_cpu)
+        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))
+    ):
+        return True
+    for x in (q, *others):
+        if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
+            place_dtensors((q, *others))
+            return True
+    return False
+
+
+def _plain_keys() -> int:
+    plain = _C._dispatch_keys(torch.empty(0)).raw_repr()
+    for key in ("CUDA", "AutogradCUDA", "AutocastCUDA", "AutocastCPU"):
+        plain |= _C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
+    return plain
+
+
+def _always_work(*tensors) -> bool:
+    place_dtensors(tensors)
+    return True
+
+
+if private_torch.no_short_way:
+    have_work = _always_work
+    _OUR_BODIES = ()
+else:
+    _BEYOND_PLAIN = ~_plain_keys()
+    _BELOW_AUTOGRAD = _C._after_autograd_keyset.raw_repr()
+    _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+
+
+def as_autocast_would(*tensors) -> list[torch.Tensor]:
+    """What the operators would be given in a call that is only asked about: fake tensors in the place of those that are cast."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [_fake(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
+
+
+def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.is_meta or isinstance(x, FakeTensor):
+        return x.to(dtype)
+    make = private_torch.find("torch._subclasses.fake_tensor.FakeTensorMode")
+    return (make(allow_non_fake_inputs=True).from_tensor(x.detach()) if make else x.detach()).to(dtype)
+
+
+def _autocast(op, device: str):
+    """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
+    without_autocast = _without_autocast(device)
+
+    def kernel(q, k, v, *rest, **options):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 and x.device.type == device else x for x in (q, k, v))
+        with without_autocast():
+            return op(q, k, v, *rest, **options)
+
+    return kernel
+
+
+def _without_autocast(device: str) -> Callable:
+    """A context in which autocast casts nothing, entered in a fifth of the time that `torch.autocast` takes."""
+    guard, key = map(
+        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
+    )
+    keys = private_torch.find("torch._C.DispatchKeySet")
+    if not (guard and key and keys):
+        return partial(torch.autocast, device, enabled=False)
+    return partial(guard, keys(key))

@@ -1,0 +1,92 @@
+"""What the operators do under torch.vmap: the mapped dim becomes part of the batch, so that a map is one call.
+
+Packed sequences and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..checks import memory_checks
+
+_ops = torch.ops.ffpa_attn
+
+
+def register(lib: torch.library.Library) -> None:
+    for name, rule in (("forward", _forward), ("backward", _backward), ("forward_out", _to_out)):
+        torch.library.register_vmap(f"ffpa_attn::{name}", rule, lib=lib)
+    torch.library.register_vmap("ffpa_attn::varlen_forward_out", _to_out, lib=lib)
+
+
+def _forward(info, in_dims, q, k, v, mask=None, **options):
+    x, batch = info.batch_size, _batch(q, in_dims[0])
+    rows = [_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
+    if mask is not None:
+        mask = _folded_mask(mask, in_dims[3], x, batch)
+    out, lse = _ops.forward(*rows, mask, **options)
+    has_lse = options.get("return_lse", True)
+    return (_unfolded(out, x), _unfolded(lse, x) if has_lse else lse), (0, 0 if has_lse else None)
+
+
+def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *, mask_grad=False, **options):
+    x, batch = info.batch_size, _batch(q, in_dims[2])
+    rows = [_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
+    grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
+    grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
+    folded = mask
+    if mask is not None:  # each entry's gradient of a mask that all share is one of its own
+        folded = _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
+    *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
+    if mask_grad:
+        dmask = _of_one_mask(_unfolded(dmask, x), _shape_of_one(mask, in_dims[7]))
+    return (*(_unfolded(grad, x) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)
+
+
+def _to_out(info, in_dims, q, k, v, out, *rest, **options):
+    raise NotImplementedError("`out` is given under torch.vmap, which makes its results itself: leave `out` away")
+
+
+def _batch(q, dim: int | None) -> int:
+    return _shape_of_one(q, dim)[0]
+
+
+def _shape_of_one(t, dim: int | None) -> list[int]:
+    shape = list(t.shape)
+    if dim is not None:
+        del shape[dim]
+    return shape
+
+
+def _mapped_first(t, dim: int | None, size: int) -> torch.Tensor:
+    return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def _folded(t, dim: int | None, size: int) -> torch.Tensor:
+    """[B, …] of each entry becomes [size * B, …]; what all entries share is copied only where B is more than 1."""
+    return _mapped_first(t, dim, size).flatten(0, 1)
+
+
+def _unfolded(t, size: int) -> torch.Tensor:
+    return t.reshape(size, t.shape[0] // size if size else 0, *t.shape[1:])
+
+
+def _readable(t) -> torch.Tensor:
+    return t if memory_checks.readable(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _folded_mask(mask, dim: int | None, size: int, batch: int, whole: bool = False) -> torch.Tensor:
+    """One that all entries and batches share stays as it is, unless each is to have its own."""
+    shape = _shape_of_one(mask, dim)
+    shared = dim is None and (len(shape) < 4 or shape[0] == 1)
+    if shared and not whole:
+        return mask
+    shape = [1] * (4 - len(shape)) + shape
+    mask = _mapped_first(mask, dim, size).reshape(size, *shape)
+    return mask.expand(size, batch, *shape[1:]).flatten(0, 1)
+
+
+def _of_one_mask(dmask, shape: list[int]) -> torch.Tensor:
+    """[size, batch, …] becomes the gradient of a mask of this shape: where it has one for the whole batch, that is the sum."""
+    if len(shape) < 4 or shape[0] == 1:
+        dmask = dmask.sum(1, keepdim=True, dtype=torch.float32).to(dmask.dtype)
+    return dmask.reshape(dmask.shape[0], *shape)

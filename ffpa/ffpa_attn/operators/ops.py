@@ -1,0 +1,470 @@
+"""The operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend (`dispatch_keys.py`: autograd, autocast).
+
+The schemas are a contract (tests/test_ops.py: they only grow): ring attention and selective checkpointing use them by
+name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
+code holds nothing but the operator.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from .. import env
+from ..backends import backward, fused, fused_fp8, mma, reference, triton_attention, triton_fp8, two_phase
+from ..backends.choice import CANDIDATES, Choice, choose
+from ..checks import arguments, fp8_checks, memory_checks
+from ..launching import native
+from ..specs.spec import Problem
+from ..support import private_torch, progress
+from ..triton_ops import triton_launch
+from . import dispatch_keys, out_of_memory
+from .forms import Dense, Packed, describe, seen
+from .plain_torch import PlainTorch
+
+_RULE = (
+    "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
+    "Scalar softcap=0.0"
+)
+_HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=None"
+_OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_QKV = "Tensor q, Tensor k, Tensor v"
+_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
+
+SCHEMAS = (
+    f"forward({_QKV}, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> (Tensor out, Tensor lse)",
+    f"forward_out({_QKV}, Tensor(a!) out, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> Tensor lse",
+    f"varlen_forward({_QKV}, {_OFFSETS}, {_RULE}, {_HOW}) -> (Tensor out, Tensor lse)",
+    f"varlen_forward_out({_QKV}, Tensor(a!) out, {_OFFSETS}, {_RULE}, {_HOW}) -> Tensor lse",
+    f"backward({_SAVED}, Tensor? mask=None, {_RULE}, str layout='BHND', bool mask_grad=False, bool fp32_grads=False)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"varlen_backward({_SAVED}, {_OFFSETS}, {_RULE}, bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"fp8_forward({_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_RULE}, "
+    "ScalarType out_dtype, bool v_transposed=False, bool return_lse=True) -> (Tensor out, Tensor lse)",
+)
+
+_lib = torch.library.Library("ffpa_attn", "DEF")
+for _schema in SCHEMAS:
+    # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
+    _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+_ops = torch.ops.ffpa_attn
+# That of torch.nn.functional may be ours (sdpa_override.py).
+torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
+
+
+# ---- from a call to a choice ----
+
+
+class _Plan(NamedTuple):
+    """What a checked call does, kept for the next call of the same kind."""
+
+    choice: Choice
+    rule: reference.Rule
+    out_shape: tuple
+    lse_shape: tuple
+    workspace_cap: int
+    memo: dict  # a backend's own
+
+
+_MOST_PLANS = 4096
+_plans: dict[tuple, _Plan] = {}
+_warned: set[str] = set()
+
+
+def _decide(form, direction, q, k, v, options, flags) -> _Plan:
+    problem = describe(form, direction, q, k, v, options)
+    choice = _ready_choice(problem, flags)
+    if choice.fallback and flags["FFPA_STRICT"]:
+        raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
+    if choice.fallback and choice.fallback not in _warned:
+        _warned.add(choice.fallback)
+        message = f"ffpa_attn: {problem}: {choice.fallback} (this is said once)"
+        progress.warn(message, stacklevel=_frames_to_the_caller())
+    if flags["FFPA_LOG"]:
+        progress.say(f"ffpa_attn: {choice}")
+    rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
+    lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
+    return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {})
+
+
+def _ready_choice(problem: Problem, flags) -> Choice:
+    """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
+    for _ in CANDIDATES:
+        choice = choose(problem, flags)
+        specs = getattr(choice.plan, "specs", ())  # what nvcc compiles
+        if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in specs):
+            break
+    return choice
+
+
+def _without_triton(error: triton_launch.Unable, key: tuple, plan: _Plan) -> None:
+    """Leaves this call, and all that follow of its kind, to the next candidate."""
+    triton_attention.give_up(plan.choice.problem, plan.choice.plan, str(error))
+    _plans.pop(key, None)
+
+
+def _frames_to_the_caller() -> int:
+    """As warnings.warn in the function above counts them: to the first frame outside this package and PyTorch."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ffpa_attn", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _remember(key: tuple, plan: _Plan) -> _Plan:
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+# ---- forward ----
+
+
+def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
+    flags = env.run_flags()
+    key = (seen(q), seen(k), seen(v), seen(out), form.key(), flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
+    form.check_values(q, k, flags)
+    if out is not None:
+        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
+    try:
+        out = q.new_empty(plan.out_shape) if out is None else out
+        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        if out.numel():
+            _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
+    except triton_launch.Unable as error:
+        _without_triton(error, key, plan)
+        return _forward(form, q, k, v, out, options)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None
+    return out, lse
+
+
+def _bytes(shape, dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _no_memory(error: torch.OutOfMemoryError, plan: _Plan, flags, result_bytes: int) -> torch.OutOfMemoryError:
+    return out_of_memory.explained(error, plan.choice, plan.memo, result_bytes, flags)
+
+
+def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
+    form.check(q, k, v)
+    arguments.options(options, form.layout)
+    memory_checks.rows(q=q, k=k, v=v)
+    if out is not None:
+        arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
+        memory_checks.rows(out=out)
+    return _decide(form, "forward", q, k, v, options, flags)
+
+
+def _reference_forward(form, q, k, v, out, lse, plan) -> None:
+    with PlainTorch(q.device):
+        out.zero_()
+        lse.fill_(-float("inf"))
+        q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
+        sequences = form.sequences(q, k)
+        reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, sequences, plan.rule, plan.workspace_cap)
+
+
+def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
+    heads_first = [form.heads_first(x) for x in (q, k, v)]
+    causal, scale = plan.rule.visibility.right == 0, plan.rule.scale
+    # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
+    if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
+        return _reference_forward(form, q, k, v, out, lse, plan)
+    with PlainTorch(q.device):
+        form.heads_first(out).copy_(torch_sdpa(*heads_first, is_causal=causal, scale=scale))
+
+
+_NATIVE_FORWARD = {mma.MmaPlan: mma.forward, fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward}
+
+
+def _native_forward(form, q, k, v, out, lse, plan) -> None:
+    tensors = (form.heads_first(x) for x in (q, k, v, out))
+    run = _NATIVE_FORWARD[type(plan.choice.plan)]
+    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap, plan.memo)
+
+
+def _triton_forward(form, q, k, v, out, lse, plan) -> None:
+    tensors = (form.heads_first(x) for x in (q, k, v, out))
+    triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.memo)
+
+
+_FORWARD = {
+    "hopper": _native_forward,
+    "mma": _native_forward,
+    "triton": _triton_forward,
+    "sdpa": _sdpa_forward,
+    "reference": _reference_forward,
+}
+
+
+# ---- forward of 8-bit floats ----
+
+
+def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
+    fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
+    arguments.options(options)
+    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
+    return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
+
+
+def _reference_fp8(q, k, v, scales, out, lse, plan) -> None:
+    with PlainTorch(q.device):
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-float("inf"))
+        q, k, v = map(reference.Dequantised, (q, k, v), scales)
+        out = reference.Saturated(out) if out.dtype in arguments.FP8 else out
+        reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), plan.rule, plan.workspace_cap)
+
+
+def _triton_fp8(q, k, v, scales, out, lse, plan) -> None:
+    triton_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule, plan.memo)
+
+
+def _hopper_fp8(q, k, v, scales, out, lse, plan) -> None:
+    fused_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule)
+
+
+_FP8_FORWARD = {"hopper": _hopper_fp8, "triton": _triton_fp8, "reference": _reference_fp8}
+
+
+# ---- backward ----
+
+
+def _reference_backward(form, saved, grads, d_mask, plan) -> None:
+    with PlainTorch(saved[0].device):
+        for grad in grads:
+            grad.zero_()
+        sequences = form.sequences(saved[2], saved[3])
+        reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
+    _reference_mask_gradient(form, saved, d_mask, plan)
+
+
+def _reference_mask_gradient(form, saved, d_mask, plan) -> None:
+    if d_mask is not None:
+        with PlainTorch(d_mask.device):
+            d_mask.zero_()
+            reference.mask_gradient(*saved, reference.align_mask(form.mask), d_mask, plan.rule, plan.workspace_cap)
+
+
+def _triton_backward(form, saved, grads, d_mask, plan) -> None:
+    triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
+    _reference_mask_gradient(form, saved, d_mask, plan)
+
+
+def _kernel_backward(form, saved, grads, d_mask, plan) -> None:
+    of_scores = None if plan.rule.softcap else d_mask  # what they keep is the gradient of a score before its softcap
+    backward.backward(plan.choice.plan, *saved, *grads, of_scores, form.mask, form.offsets, plan.rule)
+    if of_scores is None:
+        _reference_mask_gradient(form, saved, d_mask, plan)
+
+
+_BACKWARD = {
+    "hopper": _kernel_backward,
+    "mma": _kernel_backward,
+    "triton": _triton_backward,
+    "reference": _reference_backward,
+}
+
+
+def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
+    """Gradients from the out and LSE of whole rows, which may be merged from several calls: P is exp(score - LSE), at most 1. An
+    infinite LSE of either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
+    """
+    flags = env.run_flags()
+    key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
+    plan = _plans.get(key) or _remember(
+        key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
+    )
+    form.check_values(q, k, flags)
+    if mask_grad:
+        arguments.mask_gradient(form.mask)
+
+    dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
+    saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
+    try:
+        dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
+        dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
+        d_mask = reference.align_mask(dmask) if mask_grad else None
+        _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
+    except triton_launch.Unable as error:
+        _without_triton(error, key, plan)
+        return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+    except torch.OutOfMemoryError as error:
+        of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
+        results = sum(_bytes(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)) + of_mask
+        raise _no_memory(error, plan, flags, results) from None
+    return dq, dk, dv, dmask
+
+
+def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> _Plan:
+    form.check(q, k, v)
+    arguments.options(options, form.layout)
+    for name, x in (("out", out), ("grad_out", grad_out)):
+        arguments.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
+    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+        if x is not None:
+            arguments.saved_lse(name, x, form.lse_shape(q), q)
+    memory_checks.rows(q=q, k=k, v=v, out=out)
+    return _decide(form, "backward", q, k, v, options, flags)
+
+
+# ---- the operators ----
+
+
+def _forward_dense(q, k, v, mask=None, *, layout="BHND", **options):
+    return _forward(Dense(layout, mask), q, k, v, None, options)
+
+
+def _forward_out_dense(q, k, v, out, mask=None, *, layout="BHND", **options):
+    return _forward(Dense(layout, mask), q, k, v, out, options)[1]
+
+
+def _forward_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, None, options)
+
+
+def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
+
+
+def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
+    flags = env.run_flags()
+    scales = q_scale, k_scale, v_scale
+    key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
+    fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
+    v = v.mT if v_transposed else v
+    try:
+        out = q.new_empty(plan.out_shape, dtype=out_dtype)
+        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        if out.numel():
+            pairs = zip(scales, (q, k, v), strict=True)
+            by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
+            _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+    except triton_launch.Unable as error:
+        _without_triton(error, key, plan)
+        v = v.mT if v_transposed else v
+        return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, out_dtype)) from None
+    return out, lse
+
+
+def _backward_dense(
+    grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options
+):
+    return _backward(Dense(layout, mask), grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+
+
+def _backward_packed(
+    grad_out,
+    grad_lse,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    fp32_grads=False,
+    **options,
+):
+    form = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
+
+
+_BODIES = {
+    "forward": _forward_dense,
+    "forward_out": _forward_out_dense,
+    "varlen_forward": _forward_packed,
+    "varlen_forward_out": _forward_out_packed,
+    "backward": _backward_dense,
+    "varlen_backward": _backward_packed,
+    "fp8_forward": _forward_fp8,
+}
+for _name, _body in _BODIES.items():
+    _lib.impl(_name, _body, "CPU")
+    _lib.impl(_name, _body, "CUDA")
+
+
+def at_once(name: str, q, *others):
+    """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator."""
+    return (_OPERATORS if dispatch_keys.have_work(q, *others) else _BODIES)[name]
+
+
+_OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
+
+
+# ---- fakes: shapes, types and the checks that need no memory ----
+
+
+def _fake_forward(form, q, k, v, options):
+    form.check(q, k, v)
+    lse_shape = form.lse_shape(q) if options.get("return_lse", True) else (0,)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_out(form, q, k, v, out, options):
+    arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
+    return _fake_forward(form, q, k, v, options)[1]
+
+
+def _fake_backward(form, q, k, v, fp32_grads, mask_grad):
+    form.check(q, k, v)
+    dtype = torch.float32 if fp32_grads else q.dtype
+    dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), dmask
+
+
+@torch.library.register_fake("ffpa_attn::forward", lib=_lib)
+def _(q, k, v, mask=None, *, layout="BHND", **options):
+    return _fake_forward(Dense(layout, mask), q, k, v, options)
+
+
+@torch.library.register_fake("ffpa_attn::forward_out", lib=_lib)
+def _(q, k, v, out, mask=None, *, layout="BHND", **options):
+    return _fake_out(Dense(layout, mask), q, k, v, out, options)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_forward", lib=_lib)
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _fake_forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, options)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_forward_out", lib=_lib)
+def _(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    return _fake_out(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)
+
+
+@torch.library.register_fake("ffpa_attn::backward", lib=_lib)
+def _(grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options):
+    return _fake_backward(Dense(layout, mask), q, k, v, fp32_grads, mask_grad)
+
+
+@torch.library.register_fake("ffpa_attn::varlen_backward", lib=_lib)
+def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_grads=False, **options):
+    return _fake_backward(Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
+
+
+@torch.library.register_fake("ffpa_attn::fp8_forward", lib=_lib)
+def _(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options):
+    fp8_checks.inputs(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
+    d_v = v.shape[2] if v_transposed else v.shape[3]
+    lse_shape = q.shape[:3] if return_lse else (0,)
+    return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+dispatch_keys.register(_lib, _BODIES)

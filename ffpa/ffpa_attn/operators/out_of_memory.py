@@ -1,0 +1,64 @@
+"""What a call says where there is no memory for its results or its workspace. It is not tried again with less: other sizes of
+the workspace give other bits, and these are not to depend on what is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..backends.choice import Choice, choose
+from ..launching.forward_call import Call
+
+_CAP = "FFPA_WORKSPACE_MB"
+
+
+def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
+    """The smallest FFPA_WORKSPACE_MB with which the same backend runs the problem."""
+
+    def runs(cap: int) -> bool:
+        try:
+            return choose(choice.problem, {**flags, _CAP: cap}).backend == choice.backend
+        except NotImplementedError:
+            return False
+
+    too_small, enough = 0, flags[_CAP]
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        too_small, enough = (too_small, middle) if runs(middle) else (middle, enough)
+    return enough
+
+
+def _workspace_bytes(choice: Choice, memo: Mapping) -> int | None:
+    """How much the call asks for, or None where only a call that runs finds out: no more than the cap."""
+    calls = [call for call in memo.values() if isinstance(call, Call)]
+    floats = sum((call.scratch or 0) + (call.partial or 0) for call in calls)
+    return getattr(choice.plan, "workspace_bytes", 4 * floats if calls else None)
+
+
+def _shown(count: int) -> str:
+    return f"{count / (1 << 20):.3g} MiB"
+
+
+def explained(
+    error: torch.OutOfMemoryError, choice: Choice, memo: Mapping, result_bytes: int, flags: Mapping[str, Any]
+) -> torch.OutOfMemoryError:
+    """The same error, with what can be done about it. `memo` is that of the call's plan."""
+    cap, least, workspace = flags[_CAP], least_cap(choice, flags), _workspace_bytes(choice, memo)
+    asked = f"up to {cap} MiB" if workspace is None else _shown(workspace)
+    beside = f"its workspace of {asked} ({_CAP}={cap})"
+    way_out = f"set {_CAP}={least}, the least that works for this call (smaller is slower), or free memory"
+    if workspace == 0:
+        beside = "what it keeps of rows"
+        way_out = (
+            f"it has no workspace, and {_CAP}={least}, the least that works, takes no less than {cap}: free memory"
+        )
+    elif least == cap:
+        way_out = f"{_CAP}={cap} is the least that works for this call: free memory"
+    said = str(error).partition("\n")[0]
+    return torch.OutOfMemoryError(
+        f"ffpa_attn: {choice.problem} on {choice.kernel}: no memory for its results of {_shown(result_bytes)} and {beside}; "
+        f"{way_out}. PyTorch says: {said}"
+    )

@@ -1,0 +1,1 @@
+"""Triton's kernels, the tiles they were measured with, and how they are launched."""
