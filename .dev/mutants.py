@@ -185,7 +185,6 @@ MUTANTS = [
         "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
         ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
         ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
-        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
     ),
     *_in(
         "operators/forms.py",
@@ -194,10 +193,16 @@ MUTANTS = [
         ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
     ),
     *_in(
+        "backends/sdpa.py",
+        "tests/test_choice.py",
+        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
+        ("SDPA for its other diagonal", "and not see.top_left and p.n_q != p.n_k", "and p.n_q > 10**9"),
+    ),
+    *_in(
         "backends/choice.py",
         "tests/test_choice.py",
-        ("SDPA for its other diagonal", "and not see.top_left and p.n_q != p.n_k", "and p.n_q > 10**9"),
-        ("level falls back on a GPU", 'if p.device == "cuda" or backend not in', "if backend not in"),
+        ("level falls back on a GPU", 'if p.device == "cuda" or flags["FFPA_EMULATE"] or not of_ours:', 'if flags["FFPA_EMULATE"] or not of_ours:'),
+        ("choice: a candidate is asked twice", "        self[name] = CANDIDATES[name](self.p, self.flags)\n        return self[name]", "        return CANDIDATES[name](self.p, self.flags)"),
     ),
     *_in(
         "attention.py",
@@ -396,7 +401,7 @@ MUTANTS = [
         ("C's columns swapped in pairs", "return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2}", "return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + 1 - value % 2}"),
     ),
     *_in(
-        "backends/mma.py",
+        "backends/levels.py",
         "tests/test_plan.py -k shared_memory",
         ("shared memory: Q's part of a slot forgotten", "(0 if q_resident else query)", "0"),
         ("shared memory: one row statistic forgotten", "(score_warps_by_keys + 1) * spec.rows", "score_warps_by_keys * spec.rows"),
@@ -405,7 +410,7 @@ MUTANTS = [
         ENABLE_FFPA_DEBUG="1",
     ),
     *_in(
-        "backends/mma.py",
+        "backends/levels.py",
         "tests/test_plan.py -k 'not shared_memory'",
         ("limit of shared memory ignored", "q_resident, of_values) <= limit", "q_resident, of_values) <= 2 * limit"),
         ("shortest ring first", "_stages(p, flags, [4, 3, 2, 1])", "_stages(p, flags, [1, 2, 3, 4])"),
@@ -423,7 +428,7 @@ MUTANTS = [
         ("scratch of whole rows of values forgotten", "return -(-d_v // spec.columns) * spec.columns * spec.rows * 4", "return d_v * spec.rows * 4"),
     ),
     *_in(
-        "backends/mma.py",
+        "backends/levels.py",
         "tests/test_toggles.py -k 'plan or stages_of or prefetch or grid_of'",
         ("toggle of the rings ignored", 'flags["ENABLE_FFPA_QKV_SMEM_SHARE"] is False or ', ""),
         ("stages of V ask for no ring", ' or flags["FFPA_PV_STAGES"] is not None', ""),
@@ -440,7 +445,7 @@ MUTANTS = [
         ("a window's left end ignored", "first = 0 if see.left < 0 else", "first = 0 if True else"),
     ),
     *_in(
-        "backends/mma.py",
+        "backends/levels.py",
         "tests/test_plan.py tests/test_mma_splits.py tests/test_mma_rows.py -k 'not emulated and not shared_memory'",
         ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
         ("few keys split", "p.n_k // (2 * shape.keys)", "p.n_k // 8"),
@@ -610,10 +615,10 @@ MUTANTS = [
         ("persistent: the last slice forgotten", "rows_end = tl.minimum(ROWS, at.n_q - first_row)", "rows_end = tl.minimum(ROWS, at.n_q - first_row) // SLICE * SLICE"),
     ),
     *_in("backends/triton_attention.py", "tests/test_triton_persistent.py", ("persistent: cap ignored", "min(flags[\"FFPA_TRITON_CORES\"], most_cores)", "flags[\"FFPA_TRITON_CORES\"]")),
+    *_in("backends/mma.py", "tests/test_choice.py", ("choice: rows are never few", "plan.splits > 1 and blocks", "plan.splits > 99 and blocks")),
     *_in(
         "backends/choice.py",
         "tests/test_choice.py",
-        ("choice: rows are never few", "plan.splits > 1 and blocks", "plan.splits > 99 and blocks"),
         ("choice: Triton's forward where it is not measured", 'elif p.arch != "sm_90":', "elif False:"),
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
     ),
@@ -839,8 +844,8 @@ MUTANTS = [
         ("dS of a mask: rows behind the last", ": n_q - first_row, : n_k", ": n_q, : n_k"),
     ),
     *_mask_gradient(
-        "operators/ops.py",
-        ("dS of a mask: with the softcap's slope", "None if plan.rule.softcap else d_mask", "d_mask"),
+        "backends/backward.py",
+        ("dS of a mask: with the softcap's slope", "None if rule.softcap else d_mask", "d_mask"),
     ),
     *_in(
         "backends/backward_chunks.py",
@@ -1269,7 +1274,7 @@ MUTANTS = [
         ("SDPA: odd rows", "all(map(memory_checks.readable, (q, k, v)))", "memory_checks.readable(q)"),
         ("SDPA: the result's rows after its heads", "elif q.stride(1) < q.stride(2):", "elif False:"),
         ("SDPA: three dims kept four", "return out if query.dim() == 4 else out.squeeze(1)", "return out"),
-        ("SDPA: what ffpa itself calls is replaced", "(__name__, ops.__name__, \"torch._C._nn\")", "(__name__, \"torch._C._nn\")"),
+        ("SDPA: what ffpa itself calls is replaced", "(__name__, \"ffpa_attn.backends.sdpa\", \"torch._C._nn\")", "(__name__, \"torch._C._nn\")"),
         ("SDPA: left on", "_replace(scaled_dot_product_attention, torch_sdpa)", "pass"),
         ("SDPA: causal biases", "return attn_mask._dispatch(", "return torch_sdpa(query, key, value) if True else attn_mask._dispatch("),
     ),
@@ -1589,9 +1594,13 @@ MUTANTS = [
         ("words: a copy that keeps strides", '"clone" if problem.startswith("starts") else "contiguous"', '"clone"'),
     ),
     *_in(
-        "backends/choice.py",
+        "launching/availability.py",
         "tests/test_choice.py",
         ("explain: a wheel holds all kernels", "archs.targets(spec.arch, archs.requested(flags)) if spec in aot_specs(flags) else ()", '(f"compute_{gpu[3:]}",)'),
+    ),
+    *_in(
+        "backends/choice.py",
+        "tests/test_choice.py",
         ("explain: no word of what is not here", 'why += f", in an installed wheel ({native.PYTHON_ONLY})"', "pass"),
     ),
     *_in(

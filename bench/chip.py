@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from ffpa_attn import env
-from ffpa_attn.backends import mma
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends import levels
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import build, jit
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
@@ -65,7 +65,7 @@ def flash_attention_2(d: int) -> tuple[int, int]:
     Up to 256 these are kernels of this project; beyond, what the same tiling would need.
     """
     spec = ForwardMmaRows("f16", "f32", "f32", head_dim=d, rows=64, keys=64)
-    return mma.smem_bytes(spec, d, 1, True), accumulators(spec)
+    return levels.smem_bytes(spec, d, 1, True), accumulators(spec)
 
 
 def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
@@ -80,7 +80,7 @@ def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> bui
 
 def chip_uses(
     w: Workload, arch: str, tags: Sequence[str] = (), afresh: bool = False
-) -> Iterator[tuple[str, ChipUse | None, MmaPlan | str]]:
+) -> Iterator[tuple[str, ChipUse | None, LevelPlan | str]]:
     """(tag, use, plan) of every level and kind of sums, or (tag, None, why it cannot run the workload on such a GPU).
 
     tags: parts of tags, only such; all without. afresh: each kernel is compiled now.
@@ -90,7 +90,7 @@ def chip_uses(
         tag = f"(ffpa+acc+{acc}+L{level})"
         if tags and not any(part in tag for part in tags):
             continue
-        plan = mma.plan(problem_of(w, level, acc, arch), env.run_flags())
+        plan = levels.plan(problem_of(w, level, acc, arch), env.run_flags())
         if isinstance(plan, str):
             yield tag, None, plan
             continue
@@ -99,7 +99,7 @@ def chip_uses(
             level,
             acc,
             plan.spec.name,
-            mma.smem_bytes(plan.spec, w.d, plan.stages, plan.q_resident, plan.value_stages),
+            levels.smem_bytes(plan.spec, w.d, plan.stages, plan.q_resident, plan.value_stages),
             archs.shared_memory_bytes(arch),
             accumulators(plan.spec),
             used and used.registers,

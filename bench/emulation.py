@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 from chip import ChipUse
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.testing import emulate
 from flops import nominal_flops
 from forced import problem_of, run
@@ -25,9 +25,9 @@ class Emulation:
     def __init__(self, w: Workload, arch: str, seed: int):
         self.w, self.arch, self.seed = w, arch, seed
         self.truth = Truth(w, "cpu", seed)
-        self.found: dict[MmaPlan, dict] = {}
+        self.found: dict[LevelPlan, dict] = {}
 
-    def run(self, use: ChipUse, plan: MmaPlan) -> ChipUse:
+    def run(self, use: ChipUse, plan: LevelPlan) -> ChipUse:
         """The same with what the emulator found: errors on the workload and on several tiles of keys; traffic and conflicts
         on the latter. What levels 1 and 2 run the same way, one column group, runs once.
         """
@@ -37,11 +37,11 @@ class Emulation:
             self.found[once] = self._find(use, plan)
         return replace(use, **self.found[once])
 
-    def _find(self, use: ChipUse, plan: MmaPlan) -> dict:
+    def _find(self, use: ChipUse, plan: LevelPlan) -> dict:
         spec, w = plan.spec, self.w
         whole = Workload(1, 1, 1, spec.rows, _KEY_TILES * spec.keys, w.d, w.d_v, w.dtype)
 
-        def attention(w: Workload, plan: MmaPlan):
+        def attention(w: Workload, plan: LevelPlan):
             def compute(x: Inputs) -> tuple[torch.Tensor]:
                 out = torch.empty(*x.q.shape[:-1], w.d_v, dtype=x.q.dtype)
                 run(plan, problem_of(w, use.level, use.acc), x, out)

@@ -14,7 +14,7 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.launching import native
 from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility
@@ -40,10 +40,10 @@ def problem_of(w: Workload, level: int | None, acc: str = "f32", arch: str = "sm
     )  # fmt: skip
 
 
-def run(plan: mma.MmaPlan, p: Problem, x: Inputs, out: torch.Tensor) -> None:
+def run(plan: levels.LevelPlan, p: Problem, x: Inputs, out: torch.Tensor) -> None:
     rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=p.softcap)
     q, k, v, o = (t.transpose(0, 1) if p.packed else t for t in (x.q, x.k, x.v, out))
-    mma.forward(plan, q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30, {})
+    plan.forward(q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30, {})
 
 
 class ForcedCalls:
@@ -55,13 +55,13 @@ class ForcedCalls:
         self.out = torch.empty_like(self.inputs.q)
         self.timer = Timer("cuda")
 
-    def run(self, plan: mma.MmaPlan) -> None:
+    def run(self, plan: levels.LevelPlan) -> None:
         run(plan, self.problem, self.inputs, self.out)
 
-    def milliseconds(self, plan: mma.MmaPlan) -> float:
+    def milliseconds(self, plan: levels.LevelPlan) -> float:
         return self.timer.milliseconds(lambda: self.run(plan))
 
-    def tflops(self, plans: Mapping[Name, mma.MmaPlan], iters: int) -> dict[Name, float]:
+    def tflops(self, plans: Mapping[Name, levels.LevelPlan], iters: int) -> dict[Name, float]:
         """One call of each, and medians of more, in turn, of the fastest."""
         first = {}
         for name, plan in plans.items():

@@ -36,12 +36,11 @@ class Overhead(NamedTuple):
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    table = dict(ops._FORWARD)
-    ops._FORWARD.update(dict.fromkeys(table, lambda *args: None))
+    run, ops._run = ops._run, lambda *args: None
     try:
         yield
     finally:
-        ops._FORWARD.update(table)
+        ops._run = run
 
 
 def _microseconds(call: Callable[[], object], rounds: int, calls: int) -> float:

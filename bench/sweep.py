@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 from chip import accumulators
 from ffpa_attn import env
-from ffpa_attn.backends import mma
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends import levels
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import jit
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs import archs, tiles
@@ -58,18 +58,18 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
         if not (16 << 10) <= max(key_bytes, value_bytes) <= (72 << 10) or not 1 / 3 <= key_bytes / value_bytes <= 3:
             continue
         spec = forward_spec("bf16", acc, shape)
-        if mma.smem_bytes(spec, d_qk, 2, False) <= _LIMITS[0]:
+        if levels.smem_bytes(spec, d_qk, 2, False) <= _LIMITS[0]:
             found.append(shape)
     return found
 
 
-def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> MmaPlan | None:
+def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> LevelPlan | None:
     """As the choice would have it on a GPU with so much shared memory."""
-    fitting = mma.settings(spec, problem, env.run_flags(), limit)
+    fitting = levels.settings(spec, problem, env.run_flags(), limit)
     if fitting is None or fitting[0] == 1:
         return None
     stages, value_stages, q_resident = fitting
-    return MmaPlan(spec, problem.level, stages, q_resident, value_stages=value_stages)
+    return LevelPlan(spec, problem.level, stages, q_resident, value_stages=value_stages)
 
 
 def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> list[Result]:

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn.backends import triton_attention, triton_fp8
+from ffpa_attn.backends import triton_attention
 from ffpa_attn.backends.triton_attention import TritonPlan
+from ffpa_attn.backends.triton_fp8 import TritonFp8Plan
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import FP8_BLOCK, Visibility
@@ -63,6 +64,9 @@ def candidates(work: str, width: int, arch: str) -> list[Tiles]:
     return found
 
 
+_CAP = 1 << 30
+
+
 class Calls:
     """One problem's tensors, and calls on them with any tiles."""
 
@@ -78,8 +82,8 @@ class Calls:
         self.gradients = [torch.empty_like(q) for _ in range(3)]
         self.work, self.width = work, width
         self.memos: dict[Tiles, dict] = defaultdict(dict)
-        kind = "fp8" if work == "fp8" else "forward"
-        self.plan = TritonPlan(kind, (width, width), candidates(kind, width, gpu())[0], None, has_descriptors())
+        kind, plan = ("fp8", TritonFp8Plan) if work == "fp8" else ("forward", TritonPlan)
+        self.plan = plan(kind, (width, width), candidates(kind, width, gpu())[0], None, has_descriptors())
         if work == "fp8":
             self.in_8_bits = [x.to(torch.float8_e4m3fn) for x in (q, self.inputs.k, self.inputs.v)]
             self.in_8_bits[2] = self.in_8_bits[2].mT.contiguous().mT
@@ -97,15 +101,15 @@ class Calls:
             self._forward(plan, self.memos[tiles])
         elif self.work == "fp8":
             scales = [self.no_scale] * 3
-            triton_fp8.forward(plan, *self.in_8_bits, *scales, self.out, None, self.rule, self.memos[tiles])
+            plan.forward_fp8(*self.in_8_bits, scales, self.out, None, self.rule, _CAP, self.memos[tiles])
         else:
             x = self.inputs
             saved = (x.grad, None, x.q, x.k, x.v, self.out, self.lse)
-            triton_attention.backward(plan, *saved, *self.gradients, None, None, self.rule, self.memos[tiles])
+            plan.backward(saved, self.gradients, None, None, None, self.rule, _CAP, self.memos[tiles])
 
     def _forward(self, plan: TritonPlan, memo: dict) -> None:
         x = self.inputs
-        triton_attention.forward(plan, x.q, x.k, x.v, self.out, self.lse, None, None, self.rule, memo)
+        plan.forward(x.q, x.k, x.v, self.out, self.lse, None, None, self.rule, _CAP, memo)
 
 
 def gpu() -> str:

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 from ffpa_attn import env
-from ffpa_attn.backends import mma
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends import levels
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import jit
 from ffpa_attn.specs import archs
 from ffpa_attn.testing import emulate
@@ -38,13 +38,13 @@ TOGGLES: list[tuple[str, dict[str, str], int | None]] = [  # what it is, flags, 
 ]
 
 
-def plan_of(d: int, level: int, flags: dict[str, str], num_stages: int | None, args) -> MmaPlan | None:
+def plan_of(d: int, level: int, flags: dict[str, str], num_stages: int | None, args) -> LevelPlan | None:
     """None where the settings do not fit."""
     with contextlib.ExitStack() as stack:
         for name, value in flags.items():
             stack.enter_context(env.overridden(name, value))
         problem = problem_of(square(d, "bf16", args.H, args.N), level)._replace(num_stages=num_stages)
-        plan = mma.plan(problem, env.run_flags())
+        plan = levels.plan(problem, env.run_flags())
     return None if isinstance(plan, str) else plan
 
 
@@ -91,7 +91,7 @@ def resources_page(args) -> list[str]:
                 x = make_inputs(w, "cpu", seed=0)
                 run(plan, problem_of(w, level), x, torch.empty_like(x.q))
             tiles = 3 * 2 * (-(-d // spec.columns) if level == 2 else 1)
-            smem = mma.smem_bytes(spec, d, plan.stages, plan.q_resident, plan.value_stages)
+            smem = levels.smem_bytes(spec, d, plan.stages, plan.q_resident, plan.value_stages)
             lines.append(
                 f"| {d} | L{level} | {spec.rows} x {spec.keys}, {spec.columns} columns; steps {spec.key_columns}, {spec.value_rows} "
                 f"| {plan.stages} | {'resident' if plan.q_resident else 'streamed'} | {used.registers} | {used.spill_bytes} "

@@ -7,7 +7,7 @@ import ffpa_attn
 import pytest
 import torch
 from ffpa_attn import env, explain, ffpa
-from ffpa_attn.backends import triton_attention
+from ffpa_attn.backends import choice, sdpa, triton_attention
 from ffpa_attn.backends.choice import CANDIDATES, choose
 from ffpa_attn.building import toolchain
 from ffpa_attn.launching import native
@@ -80,7 +80,7 @@ class TestSdpaMeansTheSame:
 
     def test_its_unfused_backend_is_never_called(self, device, monkeypatch):
         monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: 0)
-        monkeypatch.setattr(ops, "torch_sdpa", None)
+        monkeypatch.setattr(sdpa, "torch_sdpa", None)
         x = q(device=device)
         assert ffpa(x, x, x).shape == x.shape
 
@@ -261,9 +261,8 @@ class TestWarnings:
 
 class TestExplain:
     def test_what_explain_says_is_what_runs(self, monkeypatch, device):
-        ran = []
-        for name, body in list(ops._FORWARD.items()):
-            monkeypatch.setitem(ops._FORWARD, name, lambda *args, name=name, body=body: (ran.append(name), body(*args)))
+        ran, run = [], ops._run
+        monkeypatch.setattr(ops, "_run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
         x = q(device=device)
         for options in (
             {},
@@ -333,16 +332,29 @@ class TestExplain:
         assert explain(x, x, x, direction="backward").problem.direction == "backward"
 
     def test_runs_nothing(self, monkeypatch):
-        for name in ops._FORWARD:
-            monkeypatch.setitem(ops._FORWARD, name, None)
+        monkeypatch.setattr(ops, "_run", None)
         explain(q(), q(), q(), mask=torch.ones(16, 16, dtype=torch.bool), layout="BHND", scale=2.0)
 
 
-def test_every_candidate_gives_a_reason_or_none():
+def test_each_candidate_is_asked_once(monkeypatch):
+    """One that decides about the order of others, too."""
+    asked = []
+    every = {
+        name: lambda p, flags, name=name, plan=plan: (asked.append(name), plan(p, flags))[1]
+        for name, plan in CANDIDATES.items()
+    }
+    monkeypatch.setattr(choice, "CANDIDATES", every)
+    for n_q in (1, 200, 8192):
+        asked.clear()
+        choose(PROBLEM._replace(n_q=n_q, d_qk=128, d_v=128, needs_lse=True), flags())
+        assert "mma" in asked and len(asked) == len(set(asked))
+
+
+def test_every_candidate_gives_a_plan_or_a_reason():
     for name, candidate in CANDIDATES.items():
         for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=(8192, 8192))):
             answer = candidate(problem, flags())
-            assert answer is None or (isinstance(answer, str) and len(answer) > 10), name
+            assert len(answer) > 10 if isinstance(answer, str) else callable(answer.forward), name
 
 
 def test_plans_are_kept_and_bounded(monkeypatch):

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from ffpa_attn import ffpa, ffpa_fp8, ffpa_varlen
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
@@ -383,7 +383,7 @@ def in_parts(monkeypatch):
     """ffpa of one query row, its keys in four parts."""
     monkeypatch.setenv("FFPA_BACKEND", "mma")
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(mma, "_splits", lambda *_: 4)
+    monkeypatch.setattr(levels, "_splits", lambda *_: 4)
 
     def run(q, k, v, **options):
         if torch.cuda.is_available():

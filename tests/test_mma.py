@@ -8,8 +8,8 @@ import pytest
 import torch
 from cases import CASES, Case, make_inputs
 from ffpa_attn import env, ffpa
-from ffpa_attn.backends import mma
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends import levels
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.launching import emulated, native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
@@ -77,16 +77,16 @@ def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128)
         and spec.acc_qk == spec.acc_pv == "f32"
         and (spec.streamed or spec.columns >= columns)
     ]
-    return min(fit, key=lambda spec: (spec.columns, mma.smem_bytes(spec, 0, 4, False)))
+    return min(fit, key=lambda spec: (spec.columns, levels.smem_bytes(spec, 0, 4, False)))
 
 
 def plan_of(spec: ForwardMma, level: int, d_qk: int, stages: int = 2, q_resident: bool = False, arch="sm_80"):
     """With fewer stages where so many do not fit."""
     limit = archs.shared_memory_bytes(arch.rstrip("a"))
-    return MmaPlan(
+    return LevelPlan(
         spec,
         level,
-        max(n for n in range(1, stages + 1) if mma.smem_bytes(spec, d_qk, n, q_resident) <= limit),
+        max(n for n in range(1, stages + 1) if levels.smem_bytes(spec, d_qk, n, q_resident) <= limit),
         q_resident,
     )
 
@@ -96,7 +96,7 @@ def emulated_run(monkeypatch):
     """emulated_run(plan, case, inputs, …) → (out, lse, report), whatever plan would be chosen."""
 
     def run(plan, case, inputs, arch="sm_80", seed=0):
-        monkeypatch.setattr(mma, "plan", lambda p, flags: plan)
+        monkeypatch.setattr(levels, "plan", lambda p, flags: plan)
         monkeypatch.setattr(ops, "_plans", {})
         with emulate(arch, seed=seed) as reports:
             out, lse = call(case, inputs)
@@ -133,7 +133,7 @@ def products(spec, case: Case) -> int:
 TOP_LEFT_WINDOW = {"causal": True, "align": "top_left", "window": (40, -1)}
 
 
-def shipped_case(spec, seed: int) -> tuple[Case, MmaPlan, str]:
+def shipped_case(spec, seed: int) -> tuple[Case, LevelPlan, str]:
     """Two row blocks, two heads, and both, with tails; each seed other rules, level, ring and edge of the head dim."""
     d = 2 * spec.columns if spec.streamed else spec.columns
     heads, n_q, d_qk, d_v, rule, mask, tiles, level, stages, q_resident, arch = [
@@ -375,8 +375,8 @@ def test_every_head_dim_on_a_gpu(level, d, dtype, acc, rule):
 def test_stages_and_resident_q_on_a_gpu(level, stages, q_resident, monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
     case = Case(heads_q=4, heads_kv=2, n_q=500, n_k=700, d=256, dtype=torch.float16, rule={"causal": True})
-    plan = MmaPlan(shipped(level, torch.float16, 256), level, stages, q_resident)
-    monkeypatch.setattr(mma, "plan", lambda p, flags: plan)
+    plan = LevelPlan(shipped(level, torch.float16, 256), level, stages, q_resident)
+    monkeypatch.setattr(levels, "plan", lambda p, flags: plan)
     inputs = make_inputs(case, "cuda")
     check(case, inputs, *call(case, inputs, level=level))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import PACKED_CASES, PackedCase, make_packed_inputs
 from ffpa_attn import ffpa_varlen
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
@@ -38,7 +38,7 @@ def check(case: PackedCase, device: str, level):
 @by_level_and_case
 def test_emulated(case, level, splits, monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(mma, "_splits", lambda *_: splits)
+    monkeypatch.setattr(levels, "_splits", lambda *_: splits)
     with emulate("sm_90a", seed=3) as reports:
         check(case, "cpu", level)
     assert ["merge" in report["kernel"] for report in reports] == [False, True][:splits]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from cases import Case, make_inputs
 from ffpa_attn import env
-from ffpa_attn.backends import mma
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends import levels
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.launching import emulated, native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
@@ -41,8 +41,8 @@ def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
     arch = ("sm_80", "sm_80", "sm_90a")[seed]
     limit = archs.shared_memory_bytes(arch.rstrip("a"))
-    stages = next(n for n in ((1, 3, 4)[seed], 2, 1) if mma.smem_bytes(spec, d, n, True) <= limit)
-    monkeypatch.setattr(mma, "plan", lambda p, flags: MmaPlan(spec, 1, stages, True))
+    stages = next(n for n in ((1, 3, 4)[seed], 2, 1) if levels.smem_bytes(spec, d, n, True) <= limit)
+    monkeypatch.setattr(levels, "plan", lambda p, flags: LevelPlan(spec, 1, stages, True))
     inputs = make_inputs(case, "cpu", seed)
     with emulate(arch, seed=seed) as reports:
         out, lse = call(case, inputs)
@@ -80,14 +80,14 @@ def test_shared_memory_is_what_the_kernel_asks_for():
     for spec in SHIPPED:
         for stages in (1, 2):
             smem, _ = emulated.launch_shape(spec, spec.head_dim, stages, True)
-            assert mma.smem_bytes(spec, spec.head_dim, stages, True) == smem
+            assert levels.smem_bytes(spec, spec.head_dim, stages, True) == smem
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("d", [8, 64, 72, 96, 128, 192, 256])
 def test_every_gpu_has_a_plan(arch, d):
     for mask in (None, "bool"):
-        plan = mma.plan(PROBLEM._replace(arch=arch, d_qk=d, d_v=d, mask=mask), env.run_flags())
+        plan = levels.plan(PROBLEM._replace(arch=arch, d_qk=d, d_v=d, mask=mask), env.run_flags())
         assert plan.spec in SHIPPED and plan.spec.head_dim >= d
         assert not (mask and plan.spec.plain)
 
@@ -95,12 +95,12 @@ def test_every_gpu_has_a_plan(arch, d):
 @pytest.mark.parametrize("value, family", [("0", "forward_mma"), ("1", "forward_mma_rows")])
 def test_a_toggle_chooses_the_family(value, family, monkeypatch):
     monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", value)
-    assert mma.plan(PROBLEM, env.run_flags()).spec.family == family
+    assert levels.plan(PROBLEM, env.run_flags()).spec.family == family
 
 
 def test_what_does_not_fit_whole(monkeypatch):
     monkeypatch.setenv("ENABLE_FFPA_PERSIST_KV_G2S", "1")
-    assert "whole tiles of K and V of up to 256 columns" in mma.plan(PROBLEM._replace(d_qk=320), env.run_flags())
+    assert "whole tiles of K and V of up to 256 columns" in levels.plan(PROBLEM._replace(d_qk=320), env.run_flags())
 
 
 # ---- on a GPU ----

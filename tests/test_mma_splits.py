@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import Case, make_inputs
 from ffpa_attn import env
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import Problem, Visibility
@@ -36,7 +36,7 @@ PROBLEM = Problem(
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_emulated(case, level, monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(mma, "_splits", lambda *_: 3)
+    monkeypatch.setattr(levels, "_splits", lambda *_: 3)
     inputs = make_inputs(case, "cpu")
     with emulate("sm_90a", seed=3) as reports:
         out, lse = call(case, inputs, level=level)
@@ -53,7 +53,7 @@ def test_on_a_gpu(case, level):
 
 
 def plan(**changes):
-    return mma.plan(PROBLEM._replace(**changes), env.run_flags())
+    return levels.plan(PROBLEM._replace(**changes), env.run_flags())
 
 
 def test_where_the_rows_fill_the_gpu_nothing_is_split():

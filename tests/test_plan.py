@@ -6,11 +6,10 @@ import oracle
 import pytest
 import torch
 from ffpa_attn import env, ffpa
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.backends.choice import choose
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.launching import emulated, native
-from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility, aot_specs, visible_keys
 from ffpa_attn.testing import emulate
@@ -24,18 +23,18 @@ HEAD_DIMS = [264, 320, 512, 640, 1024, 1152, 2048]
 
 
 def plan(**changes):
-    return mma.plan(PROBLEM._replace(**changes), env.run_flags())
+    return levels.plan(PROBLEM._replace(**changes), env.run_flags())
 
 
 def fits(spec, d_qk, stages, q_resident, arch):
-    return mma.smem_bytes(spec, d_qk, stages, q_resident) <= archs.shared_memory_bytes(arch)
+    return levels.smem_bytes(spec, d_qk, stages, q_resident) <= archs.shared_memory_bytes(arch)
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():
     for spec in SHIPPED:
         for d_qk, stages, q_resident in ((8, 1, True), (spec.columns, 2, True), (1152, 4, False), (520, 3, True)):
             assert (
-                mma.smem_bytes(spec, d_qk, stages, q_resident)
+                levels.smem_bytes(spec, d_qk, stages, q_resident)
                 == emulated.launch_shape(spec, d_qk, stages, q_resident)[0]
             )
 
@@ -117,7 +116,9 @@ def test_level_2_takes_the_fewest_groups():
     for d_v in (320, 648, 1152, 2048):
         columns = plan(level=2, d_v=d_v).spec.columns
         groups = -(-d_v // columns)
-        most = max(spec.columns for spec in SHIPPED if not spec.streamed and spec.columns <= mma._MOST_GROUPED_COLUMNS)
+        most = max(
+            spec.columns for spec in SHIPPED if not spec.streamed and spec.columns <= levels._MOST_GROUPED_COLUMNS
+        )
         assert groups == -(-d_v // most)
 
 
@@ -214,7 +215,7 @@ def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
         for n, width in ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
     )
     rule = SimpleNamespace(visibility=Visibility(-1, -1, False), scale=1.0, softcap=0.0)
-    mma.forward(chosen, q, k, v, out, torch.empty(0), None, None, rule, cap, {})
+    chosen.forward(q, k, v, out, torch.empty(0), None, None, rule, cap, {})
     numbers, *_, scratch, partial = calls[0]
     return *(0 if x is None else x.nbytes for x in (scratch,)), numbers.blocks, 0 if partial is None else partial.nbytes
 
@@ -246,7 +247,3 @@ def test_a_block_larger_than_the_workspace(monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")
     assert plan(level=3, d_v=4096).spec.rows == 64
     assert "needs 2 MiB of workspace for a block of 64 rows" in plan(level=3, d_v=8192)
-
-
-def test_the_backend_table_knows_it():
-    assert ops._FORWARD["mma"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Case, make_inputs
 from ffpa_attn import env
-from ffpa_attn.backends import mma
+from ffpa_attn.backends import levels
 from ffpa_attn.backends.choice import choose
 from ffpa_attn.launching import emulated, native
 from ffpa_attn.operators import ops
@@ -66,7 +66,7 @@ def set_all(monkeypatch, flags):
 def test_what_becomes_of_a_plan(name, flags, d, effect, monkeypatch):
     set_all(monkeypatch, flags)
     for level in levels_of(d):
-        plan = mma.plan(PROBLEM._replace(d_qk=d, d_v=d, level=level), env.run_flags())
+        plan = levels.plan(PROBLEM._replace(d_qk=d, d_v=d, level=level), env.run_flags())
         for field, value in effect.items():
             assert getattr(plan if field in plan._fields else plan.spec, field) == value, (level, plan)
 
@@ -74,7 +74,7 @@ def test_what_becomes_of_a_plan(name, flags, d, effect, monkeypatch):
 @pytest.mark.parametrize("stages, of_values", [(2, 3), (1, 4), (4, 1)])
 def test_stages_of_v_are_its_own(stages, of_values, monkeypatch):
     monkeypatch.setenv("FFPA_PV_STAGES", str(of_values))
-    plan = mma.plan(PROBLEM._replace(num_stages=stages, d_qk=320, d_v=320), env.run_flags())
+    plan = levels.plan(PROBLEM._replace(num_stages=stages, d_qk=320, d_v=320), env.run_flags())
     assert (plan.stages, plan.value_stages) == (stages, of_values)
 
 
@@ -110,12 +110,12 @@ def test_none_is_passed_over_for_a_faster_backend(name, value, monkeypatch):
 
 def test_prefetch_is_of_v_too(monkeypatch):
     set_all(monkeypatch, {"ENABLE_FFPA_PREFETCH_QKV": "0", "FFPA_PV_STAGES": "2"})
-    assert "exclude each other" in mma.plan(PROBLEM, env.run_flags())
+    assert "exclude each other" in levels.plan(PROBLEM, env.run_flags())
 
 
 def test_a_grid_of_too_many_heads(monkeypatch):
     set_all(monkeypatch, GRID_OF_HEADS)
-    assert "too large" in mma.plan(PROBLEM._replace(heads_q=2**16, heads_kv=2**16), env.run_flags())
+    assert "too large" in levels.plan(PROBLEM._replace(heads_q=2**16, heads_kv=2**16), env.run_flags())
 
 
 # Together, since each kernel of its own takes the emulator seconds to compile.
@@ -141,8 +141,8 @@ def test_emulated(level, case, flags, words, rings, monkeypatch):
     stages, of_values = rings
     set_all(monkeypatch, {**flags, **({"FFPA_PV_STAGES": str(of_values)} if of_values else {})})
     inputs = make_inputs(case, "cpu")
-    plans, choose = [], mma.plan
-    monkeypatch.setattr(mma, "plan", lambda p, flags: plans.append(choose(p, flags)) or plans[-1])
+    plans, choose = [], levels.plan
+    monkeypatch.setattr(levels, "plan", lambda p, flags: plans.append(choose(p, flags)) or plans[-1])
     monkeypatch.setattr(ops, "_plans", {})
     with emulate("sm_90a", seed=4) as reports:
         out, lse = call(case, inputs, level=level, num_stages=stages)
@@ -153,7 +153,7 @@ def test_emulated(level, case, flags, words, rings, monkeypatch):
     plan = plans[-1]
     settings = plan.spec, case.d, plan.stages, plan.q_resident, plan.value_stages
     smem, grid = emulated.launch_shape(*settings, plan.grid_of_heads, heads=3, batch=2)
-    assert smem == mma.smem_bytes(*settings)
+    assert smem == levels.smem_bytes(*settings)
     assert grid[1:] == ((3, 2) if "ENABLE_FFPA_LAUNCH_GRID_DNHB" in flags else (1, 1)) and math.prod(grid) == 6
 
 

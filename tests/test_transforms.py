@@ -35,10 +35,8 @@ def by_autograd(function, tensors, which):
 
 def calls(monkeypatch) -> list:
     """One entry for each time that a kernel is asked for."""
-    made = []
-    for bodies in (ops._FORWARD, ops._BACKWARD):
-        for name, body in list(bodies.items()):
-            monkeypatch.setitem(bodies, name, lambda *args, body=body: (made.append(args), body(*args)))
+    made, run = [], ops._run
+    monkeypatch.setattr(ops, "_run", lambda *args: (made.append(args), run(*args)))
     return made
 
 
@@ -206,7 +204,7 @@ def test_masks_without_gradient(device, own, monkeypatch):
     made = calls(monkeypatch)
     found = vmap(lambda q, k, v, m: ffpa(q, k, v, mask=m), in_dims=(0, 0, 0, 0 if own else None))(*tensors, mask)
     close([found], [torch.stack(want)])
-    assert made[0][0].mask.shape == ((6, 1, 9, 13) if own else (9, 13))
+    assert made[0][-2].shape == ((6, 1, 9, 13) if own else (9, 13))
 
 
 def test_no_place_for_results_under_vmap(device):

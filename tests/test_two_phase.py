@@ -16,7 +16,7 @@ from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa, ffpa_varlen
 from ffpa_attn.backends import two_phase
 from ffpa_attn.backends.choice import CANDIDATES
-from ffpa_attn.backends.mma import MmaPlan
+from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.building import build
 from ffpa_attn.launching import emulated, native
@@ -600,9 +600,9 @@ def test_what_runs_on_mma(arch, monkeypatch):
         {"n_q": 1, "batch": 100},
         {"n_q": 256, "heads_q": 8},
     ):
-        assert isinstance(mma(problem._replace(**changes)), MmaPlan), changes
-    assert isinstance(mma(problem, ENABLE_FFPA_SMEM_SWIZZLE_Q=True), MmaPlan)
-    assert isinstance(mma(problem._replace(d_v=4096), FFPA_WORKSPACE_MB=1), MmaPlan)
+        assert isinstance(mma(problem._replace(**changes)), LevelPlan), changes
+    assert isinstance(mma(problem, ENABLE_FFPA_SMEM_SWIZZLE_Q=True), LevelPlan)
+    assert isinstance(mma(problem._replace(d_v=4096), FFPA_WORKSPACE_MB=1), LevelPlan)
 
 
 @pytest.mark.parametrize("backend, least_mb", [("hopper", 75), ("mma", 83)])

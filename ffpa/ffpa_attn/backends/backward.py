@@ -29,6 +29,7 @@ from ..specs.spec import (
 from . import backward_chunks
 from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
 from .backward_mask import MaskGradient
+from .reference_plan import mask_gradient
 
 
 class BackwardPlan(NamedTuple):
@@ -67,6 +68,13 @@ class BackwardPlan(NamedTuple):
     @property
     def specs(self) -> tuple:
         return self[:4]
+
+    def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+        """As triton_attention.TritonPlan.backward."""
+        of_scores = None if rule.softcap else d_mask  # what is kept is the gradient of a score before its softcap
+        _gradients(self, *saved, *grads, of_scores, mask, offsets, rule)
+        if of_scores is None:
+            mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
 
 # The kernels of a backend, and the tiles of its products.
@@ -156,7 +164,7 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
                 x[..., end:, :].zero_()
 
 
-def backward(
+def _gradients(
     plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule
 ) -> None:
     """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences.

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ..launching.forward_call import Memo
-from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem
+from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem, Visibility
 from . import row_tiles
+from .row_tiles import Scratch
 
 MOST_COLUMNS = PAIR_COLUMNS[-1]
 
@@ -18,6 +18,10 @@ MOST_COLUMNS = PAIR_COLUMNS[-1]
 class FusedPlan(row_tiles.RowTilePlan):
     __slots__ = ()
     workspace_bytes = 0  # but for what blocks share
+
+    def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
+        """A count of row tiles."""
+        return Scratch(min(tiles * self.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
@@ -33,12 +37,3 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
 def why_slower(p: Problem, plan: FusedPlan) -> str | None:
     """Why the mma forward is faster, or None."""
     return row_tiles.why_slower(p, plan.spec.blocks)
-
-
-def forward(plan: FusedPlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-    """As row_tiles.forward; scratch is a count of row tiles."""
-
-    def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> row_tiles.Scratch:
-        return row_tiles.Scratch(min(tiles * plan.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
-
-    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, memo, scratch_of)

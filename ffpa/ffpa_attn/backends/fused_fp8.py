@@ -33,6 +33,41 @@ class Fp8Plan(NamedTuple):
     def specs(self) -> tuple:
         return (ArrangeValues(), self.spec)
 
+    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
+        """As triton_fp8.TritonFp8Plan.forward_fp8."""
+        batch, heads, n_q, _ = q.shape
+        heads_kv, n_k, d_v = v.shape[1:]
+        if not n_k:
+            out.zero_()
+            return None if lse is None else lse.fill_(-float("inf"))
+        arranging, kernel = self.specs
+        if q.is_cuda:
+            from ..launching import native
+
+            gpu, multiprocessors = native.gpu_of(q.device), native.multiprocessors(q.device)
+            arranging, kernel = (native.kernel(spec, gpu) for spec in self.specs)
+            ops = native.library()
+        else:
+            from ..launching import emulated as ops
+
+            multiprocessors = ops.RESIDENT_BLOCKS
+        arranged = torch.empty(
+            batch, heads_kv, d_v, -(-n_k // FP8_BLOCK) * FP8_BLOCK, dtype=torch.uint8, device=v.device
+        )
+        ops.arrange_values(arranging, v.view(torch.uint8), arranged)
+        written = out if out.dtype in _OUTPUTS else torch.empty_like(out, dtype=torch.float32)
+        lse = lse if lse is not None else out.new_empty(0, dtype=torch.float32)
+        see = rule.visibility
+        scratch = torch.empty(row_tiles.HEAD_BYTES // 4, dtype=torch.float32, device=q.device)
+        blocks = min(-(-n_q // ROWS) * batch * heads, multiprocessors)
+        ops.fp8_forward(
+            kernel, _pairs(q), _pairs(k), arranged.view(_PAIR), *scales, written, lse, rule.scale, rule.softcap,
+            see.left, see.right, see.top_left, scratch, blocks,
+        )  # fmt: skip
+        if written is not out:
+            largest = torch.finfo(out.dtype).max
+            out.copy_(written.clamp_(-largest, largest))
+
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:
     """What runs the problem, or why it cannot."""
@@ -53,37 +88,3 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
     if x.data_ptr() % 16 or any(step % 16 for step in steps) or padded:
         x = F.pad(x.view(torch.uint8), (0, padded)).contiguous()
     return x.view(_PAIR)
-
-
-def forward(plan: Fp8Plan, q, k, v, q_scale, k_scale, v_scale, out, lse, rule) -> None:
-    """As triton_fp8.forward."""
-    batch, heads, n_q, _ = q.shape
-    heads_kv, n_k, d_v = v.shape[1:]
-    if not n_k:
-        out.zero_()
-        return None if lse is None else lse.fill_(-float("inf"))
-    arranging, kernel = plan.specs
-    if q.is_cuda:
-        from ..launching import native
-
-        gpu, multiprocessors = native.gpu_of(q.device), native.multiprocessors(q.device)
-        arranging, kernel = (native.kernel(spec, gpu) for spec in plan.specs)
-        ops = native.library()
-    else:
-        from ..launching import emulated as ops
-
-        multiprocessors = ops.RESIDENT_BLOCKS
-    arranged = torch.empty(batch, heads_kv, d_v, -(-n_k // FP8_BLOCK) * FP8_BLOCK, dtype=torch.uint8, device=v.device)
-    ops.arrange_values(arranging, v.view(torch.uint8), arranged)
-    written = out if out.dtype in _OUTPUTS else torch.empty_like(out, dtype=torch.float32)
-    lse = lse if lse is not None else out.new_empty(0, dtype=torch.float32)
-    see = rule.visibility
-    scratch = torch.empty(row_tiles.HEAD_BYTES // 4, dtype=torch.float32, device=q.device)
-    blocks = min(-(-n_q // ROWS) * batch * heads, multiprocessors)
-    ops.fp8_forward(
-        kernel, _pairs(q), _pairs(k), arranged.view(_PAIR), q_scale, k_scale, v_scale, written, lse, rule.scale, rule.softcap,
-        see.left, see.right, see.top_left, scratch, blocks,
-    )  # fmt: skip
-    if written is not out:
-        largest = torch.finfo(out.dtype).max
-        out.copy_(written.clamp_(-largest, largest))

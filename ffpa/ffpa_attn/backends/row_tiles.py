@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import env
 from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessors
 from ..specs import archs
-from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem
+from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem, Visibility
 
 ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh have it
 HEAD_BYTES = 512  # of the scratch: what blocks share
 _MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
+
+
+class Scratch(NamedTuple):
+    """How many blocks run, for how many keys each has room for P, and how much that is."""
+
+    blocks: int
+    chunk_keys: int
+    scratch_bytes: int
 
 
 class RowTilePlan(NamedTuple):
@@ -26,13 +34,34 @@ class RowTilePlan(NamedTuple):
     def specs(self) -> tuple:
         return (self.spec,)
 
+    def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
+        """What so many row tiles share."""
+        raise NotImplementedError
 
-class Scratch(NamedTuple):
-    """How many blocks run, for how many keys each has room for P, and how much that is."""
+    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+        """As levels.LevelPlan.forward."""
+        if offsets or not k.shape[-2]:  # rows of no sequence, rows without keys
+            out.zero_()
+            lse.fill_(-float("inf"))
+        blocks = multiprocessors(q.device)
+        call = memo.get(blocks)
+        if call is None:
+            call = memo[blocks] = self._call(q, k, v, offsets, rule, blocks, workspace_cap)
+        call(q, k, v, out, lse, mask, offsets)
 
-    blocks: int
-    chunk_keys: int
-    scratch_bytes: int
+    def _call(self, q, k, v, offsets, rule, blocks: int, workspace_cap: int) -> Call:
+        longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
+        n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
+        batch = len(offsets[0]) - 1 if offsets else len(q)
+        if not (batch and n_q and n_k):
+            return Call()
+        tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
+        see = rule.visibility
+        blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], see, blocks, workspace_cap)
+        numbers = Numbers(
+            *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, chunk_keys=chunk_keys, blocks=blocks,
+        )  # fmt: skip
+        return Call([launch(self.spec, numbers, q.device)], nbytes // 4)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
@@ -75,32 +104,3 @@ def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
     if p.n_q <= ROWS // 2:
         return f"{p.n_q} rows leave half of a tile of {ROWS} empty"
     return None
-
-
-def forward(
-    spec: KernelSpec, q, k, v, out, lse, mask, offsets, rule, memo: Memo, scratch_of: Callable[[int, int, int], Scratch]
-) -> None:
-    """As mma.forward. `scratch_of(row tiles, keys, multiprocessors)`."""
-    if offsets or not k.shape[-2]:  # rows of no sequence, rows without keys
-        out.zero_()
-        lse.fill_(-float("inf"))
-    blocks = multiprocessors(q.device)
-    call = memo.get(blocks)
-    if call is None:
-        call = memo[blocks] = _call(spec, q, k, offsets, rule, scratch_of, blocks)
-    call(q, k, v, out, lse, mask, offsets)
-
-
-def _call(spec: KernelSpec, q, k, offsets, rule, scratch_of, multiprocessors: int) -> Call:
-    longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
-    n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
-    batch = len(offsets[0]) - 1 if offsets else len(q)
-    if not (batch and n_q and n_k):
-        return Call()
-    tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
-    blocks, chunk_keys, nbytes = scratch_of(tiles, n_k, multiprocessors)
-    see = rule.visibility
-    numbers = Numbers(
-        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, chunk_keys=chunk_keys, blocks=blocks,
-    )  # fmt: skip
-    return Call([launch(spec, numbers, q.device)], nbytes // 4)

@@ -32,6 +32,7 @@ from ..triton_ops.triton_launch import (
     strides,
 )
 from ..triton_ops.triton_tiles import DEFAULT, MEASURED
+from .reference_plan import mask_gradient
 
 MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
@@ -44,27 +45,6 @@ _MASK_BYTES = {
 }  # in stages: of float32, as elements below 4 bytes are not copied there
 _FAR_PROGRAMS = 512  # about so many look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
-
-
-class TritonPlan(NamedTuple):
-    direction: str
-    widths: tuple[int, int]  # of Q and K, of V: powers of 2
-    over_rows: Tiles  # forward, and dQ: programs own rows
-    over_keys: Tiles | None  # dK and dV: programs own keys
-    descriptors: bool  # reads by TMA where the tensors allow it
-    cores: int | None = None  # at most so many programs, which stay: the persistent forward
-    slice_rows: int | None = None  # of its row block, what is on chip at once
-    far: Tiles | None = None  # dQ, dK and dV where scores are too large for the others
-
-    @property
-    def kernel(self) -> str:
-        rows, keys, *_ = self.over_rows
-        kind = self.direction if self.cores is None else f"persistent_{self.direction}"
-        return f"triton_{kind}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
-
-    @property
-    def workspace_bytes(self) -> int:
-        return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
 
 
 # With rows of a slice. Half the shared memory of the smallest GPU; one stage, so that loads of scratch stay where its
@@ -329,112 +309,140 @@ def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
-def forward(plan: TritonPlan, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> None:
-    """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; packed sequences [H, T, D], [H, T] and their offsets."""
-    from ..triton_ops import triton_kernels, triton_persistent
-
-    packed = offsets is not None
-    if packed:  # rows of no sequence
-        out.zero_()
-        lse.fill_(-float("inf"))
-    q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
-    with_lse = lse.dim() > 1
-    lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
-    mask = _mask_of(mask)
-    if "kind" not in memo:
-        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, ())
-    kind: _Kind = memo["kind"]
-    if not out.numel() or kind.empty:
-        return
-    with running(q.device):
-        if plan.cores:
-            return triton_persistent.forward(plan, kind, q, k, v, out, lse, with_lse, memo)
-        tiles = plan.over_rows
-        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
-        tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
-        launch(
-            memo,
-            triton_kernels.forward_kernel,
-            tensors,
-            lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
-        )
+# ---- the plan, and how it runs ----
 
 
-def backward(plan: TritonPlan, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
-    """dq, dk, dv: of any contents."""
-    from ..triton_ops import triton_backward_kernels as kernels
-    from ..triton_ops.triton_kernels import Strides
+class TritonPlan(NamedTuple):
+    direction: str
+    widths: tuple[int, int]  # of Q and K, of V: powers of 2
+    over_rows: Tiles  # forward, and dQ: programs own rows
+    over_keys: Tiles | None  # dK and dV: programs own keys
+    descriptors: bool  # reads by TMA where the tensors allow it
+    cores: int | None = None  # at most so many programs, which stay: the persistent forward
+    slice_rows: int | None = None  # of its row block, what is on chip at once
+    far: Tiles | None = None  # dQ, dK and dV where scores are too large for the others
 
-    packed = offsets is not None
-    if not has_rows(grad):  # that of a sum is one number, expanded
-        grad = grad.contiguous()
-    q, k, v, grad, out, dq, dk, dv, lse = (
-        _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
-    )
-    mask = _mask_of(mask)
-    # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
-    padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
-    rows = lse.shape[0] * lse.shape[1] * padded
-    blocks = rows // kernels.STATISTICS_ROWS.value
-    statistics = torch.empty(4 * rows + blocks, dtype=torch.float32, device=q.device)
-    exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
-    statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
-    with_lse = grad_lse is not None
-    grad_lse = _dense(grad_lse, packed) if with_lse else lse
-    if "kind" not in memo:
-        memo["kind"] = _Kind(plan, q, k, v, mask, offsets, rule, (grad,))
-    kind: _Kind = memo["kind"]
-    nothing = kind.empty or not kind.longest_k
-    if packed or nothing:  # rows of no sequence
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-    if nothing:
-        return
-    cu_q, cu_k = offsets[:2] if packed else (lse, lse)
-    rest = out if mask is None else mask, cu_q, cu_k
-    over_rows, over_keys = plan.over_rows, plan.over_keys
+    specs = ()  # that nvcc compiles
 
-    def how_statistics() -> Launch:
-        numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
-        return Launch(
-            blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
-        )
+    @property
+    def kernel(self) -> str:
+        rows, keys, *_ = self.over_rows
+        kind = self.direction if self.cores is None else f"persistent_{self.direction}"
+        return f"triton_{kind}_head_dim{max(self.widths)}_rows{rows}_keys{keys}"
 
-    with running(q.device):
-        launch(
-            memo,
-            kernels.statistics_kernel,
-            (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
-            how_statistics,
-        )
-        far = kind.sources(plan.far, q, k, v, grad)
-        launch(
-            memo,
-            kernels.shares_kernel,
-            (*far[:2], naturals, shares, largest, *rest),
-            lambda: kind.far(plan.far, [*strides(q, k), statistics_strides]),
-        )
-        if not kind.options["RAW"]:
-            exponents = naturals
-        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
-        launch(
-            memo,
-            kernels.keys_gradient_kernel,
-            tensors,
-            lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
-        )
-        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
-        launch(
-            memo,
-            kernels.rows_gradient_kernel,
-            tensors,
-            lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
-        )
-        if kind.options["RAW"]:
-            tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
+    @property
+    def workspace_bytes(self) -> int:
+        return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
+
+    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+        """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; packed sequences [H, T, D], [H, T] and their offsets."""
+        from ..triton_ops import triton_kernels, triton_persistent
+
+        packed = offsets is not None
+        if packed:  # rows of no sequence
+            out.zero_()
+            lse.fill_(-float("inf"))
+        q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
+        with_lse = lse.dim() > 1
+        lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
+        mask = _mask_of(mask)
+        if "kind" not in memo:
+            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, ())
+        kind: _Kind = memo["kind"]
+        if not out.numel() or kind.empty:
+            return
+        with running(q.device):
+            if self.cores:
+                return triton_persistent.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+            tiles = self.over_rows
+            cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+            tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
             launch(
                 memo,
-                kernels.far_gradients_kernel,
+                triton_kernels.forward_kernel,
                 tensors,
-                lambda: kind.far(plan.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
+                lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
             )
+
+    def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+        """saved: dO, dLSE or None, q, k, v, out and LSE; grads: dq, dk and dv, of any contents; d_mask where it is wanted."""
+        self._gradients(*saved, *grads, mask, offsets, rule, memo)
+        mask_gradient(saved, d_mask, mask, rule, workspace_cap)
+
+    def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
+        from ..triton_ops import triton_backward_kernels as kernels
+        from ..triton_ops.triton_kernels import Strides
+
+        packed = offsets is not None
+        if not has_rows(grad):  # that of a sum is one number, expanded
+            grad = grad.contiguous()
+        q, k, v, grad, out, dq, dk, dv, lse = (
+            _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
+        )
+        mask = _mask_of(mask)
+        # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
+        padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
+        rows = lse.shape[0] * lse.shape[1] * padded
+        blocks = rows // kernels.STATISTICS_ROWS.value
+        statistics = torch.empty(4 * rows + blocks, dtype=torch.float32, device=q.device)
+        exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
+        statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
+        with_lse = grad_lse is not None
+        grad_lse = _dense(grad_lse, packed) if with_lse else lse
+        if "kind" not in memo:
+            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, (grad,))
+        kind: _Kind = memo["kind"]
+        nothing = kind.empty or not kind.longest_k
+        if packed or nothing:  # rows of no sequence
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+        if nothing:
+            return
+        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+        rest = out if mask is None else mask, cu_q, cu_k
+        over_rows, over_keys = self.over_rows, self.over_keys
+
+        def how_statistics() -> Launch:
+            numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
+            return Launch(
+                blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
+            )
+
+        with running(q.device):
+            launch(
+                memo,
+                kernels.statistics_kernel,
+                (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
+                how_statistics,
+            )
+            far = kind.sources(self.far, q, k, v, grad)
+            launch(
+                memo,
+                kernels.shares_kernel,
+                (*far[:2], naturals, shares, largest, *rest),
+                lambda: kind.far(self.far, [*strides(q, k), statistics_strides]),
+            )
+            if not kind.options["RAW"]:
+                exponents = naturals
+            tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
+            launch(
+                memo,
+                kernels.keys_gradient_kernel,
+                tensors,
+                lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
+            )
+            tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
+            launch(
+                memo,
+                kernels.rows_gradient_kernel,
+                tensors,
+                lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
+            )
+            if kind.options["RAW"]:
+                tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
+                launch(
+                    memo,
+                    kernels.far_gradients_kernel,
+                    tensors,
+                    lambda: kind.far(self.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
+                )

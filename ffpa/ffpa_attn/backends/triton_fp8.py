@@ -32,16 +32,88 @@ QUANTIZED = Tiles(FP8_BLOCK, 64, 4, 1)  # rows and columns at a time
 ARCH = "sm_89"  # the first that has 8-bit floats
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
+class TritonFp8Plan(TritonPlan):
+    __slots__ = ()
+
+    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: Memo) -> None:
+        """q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side); scales [B, H, blocks of 128 rows],
+        those shared expanded, or None; lse [B, H, N] or None.
+        """
+        from ..triton_ops.triton_fp8_kernels import arrange_values_kernel, fp8_forward_kernel
+        from ..triton_ops.triton_kernels import Rule, Sizes
+
+        q_scale, k_scale, v_scale = scales
+        batch, heads, n_q, d_qk = q.shape
+        heads_kv, n_k, d_v = v.shape[1:]
+        if not n_k:
+            out.zero_()
+            return None if lse is None else lse.fill_(-float("inf"))
+        tiles, widths = self.over_rows, self.widths
+        blocks = -(-n_k // FP8_BLOCK)
+        # What there is none of is neither read nor written: any tensor will do.
+        lse_there, *scales = (out if x is None else x for x in (lse, q_scale, k_scale, v_scale))
+        by_tma = self.descriptors and has_descriptor(q)
+        k_read = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
+        v_as_it_is = k_read is not None
+        if v_as_it_is:
+            v_read = v.mT
+        else:
+            by_tma &= has_descriptor(k)
+            k_read, v_read = k, torch.empty(batch, heads_kv, d_v, blocks * FP8_BLOCK, dtype=v.dtype, device=v.device)
+        sources = q, k_read, v_read
+
+        def how_to_arrange() -> Launch:
+            numbers = *strides(v), v.stride(3), heads_kv, n_k, blocks * FP8_BLOCK
+            return Launch(blocks * heads_kv * batch, numbers, {"D": d_v, "WIDTH": widths[1]}, _ARRANGED)
+
+        def how() -> Launch:
+            see, (scale, cap) = rule.visibility, scale_and_cap(rule)
+            sizes = Sizes(heads, heads // heads_kv, n_q, n_k, n_q, n_k)
+            tensors = q, k, v_read, out, lse_there, *scales
+            options = {
+                "TOP_LEFT": see.top_left,
+                "EDGES": see.bounded or n_k % tiles.keys != 0,
+                "RAW": not cap and scale >= LEAST_SCALE,
+                "CAPPED": cap > 0,
+                "LSE": lse is not None,
+                "TMA": by_tma,
+                "V_AS_IT_IS": v_as_it_is,
+                "Q_SCALED": q_scale is not None,
+                "K_SCALE": _kind_of(k_scale),
+                "V_SCALE": _kind_of(v_scale),
+                "P_EXPONENT": _P_EXPONENT[q.dtype],
+                "LARGEST_OUT": torch.finfo(out.dtype).max if out.dtype.itemsize == 1 else float("inf"),
+                "D_QK": d_qk,
+                "D_V": d_v,
+                "WIDTH_QK": widths[0],
+                "WIDTH_V": widths[1],
+            }
+            numbers = *strides(*tensors), sizes, Rule(scale, cap, *sides(see))
+            return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, options, tiles)
+
+        with running(q.device):
+            if not v_as_it_is:
+                launch(memo, arrange_values_kernel, (v, v_read), how_to_arrange)
+            if by_tma:
+                if "describers" not in memo:
+                    k_block = (tiles.keys // 16, 2, 4, 2, widths[0]) if v_as_it_is else (tiles.keys, widths[0])
+                    blocks_read = (tiles.rows, widths[0]), k_block, (widths[1], tiles.keys)
+                    memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
+                sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
+            launch(memo, fp8_forward_kernel, (*sources, out, lse_there, *scales), how)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:
     """What runs the problem, or why Triton cannot."""
-    reason = triton_attention.refusal(p, flags)
+    too_old = archs.why_not_on(ARCH, p.arch) if p.device == "cuda" else None
+    reason = too_old or triton_attention.refusal(p, flags)
     if reason:
         return reason
     widths = max(_LEAST_DEPTH, triton_attention.width(p.d_qk)), triton_attention.width(p.d_v)
     tiles = tiles_of("fp8", p, widths)
     if isinstance(tiles, str):
         return tiles
-    plan = TritonPlan("fp8", widths, tiles, None, triton_attention.reads_by_descriptors(p))
+    plan = TritonFp8Plan("fp8", widths, tiles, None, triton_attention.reads_by_descriptors(p))
     return triton_attention.if_able(p, plan)
 
 
@@ -59,73 +131,6 @@ def _in_sixteens(k: torch.Tensor) -> torch.Tensor | None:
 
 def _kind_of(scale: torch.Tensor | None) -> str:
     return "none" if scale is None else "block" if scale.shape[2] > 1 and scale.stride(2) else "head"
-
-
-def forward(plan: TritonPlan, q, k, v, q_scale, k_scale, v_scale, out, lse, rule, memo: Memo) -> None:
-    """q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side); scales [B, H, blocks of 128 rows],
-    those shared expanded, or None; lse [B, H, N] or None.
-    """
-    from ..triton_ops.triton_fp8_kernels import arrange_values_kernel, fp8_forward_kernel
-    from ..triton_ops.triton_kernels import Rule, Sizes
-
-    batch, heads, n_q, d_qk = q.shape
-    heads_kv, n_k, d_v = v.shape[1:]
-    if not n_k:
-        out.zero_()
-        return None if lse is None else lse.fill_(-float("inf"))
-    tiles, widths = plan.over_rows, plan.widths
-    blocks = -(-n_k // FP8_BLOCK)
-    # What there is none of is neither read nor written: any tensor will do.
-    lse_there, *scales = (out if x is None else x for x in (lse, q_scale, k_scale, v_scale))
-    by_tma = plan.descriptors and has_descriptor(q)
-    k_read = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
-    v_as_it_is = k_read is not None
-    if v_as_it_is:
-        v_read = v.mT
-    else:
-        by_tma &= has_descriptor(k)
-        k_read, v_read = k, torch.empty(batch, heads_kv, d_v, blocks * FP8_BLOCK, dtype=v.dtype, device=v.device)
-    sources = q, k_read, v_read
-
-    def how_to_arrange() -> Launch:
-        numbers = *strides(v), v.stride(3), heads_kv, n_k, blocks * FP8_BLOCK
-        return Launch(blocks * heads_kv * batch, numbers, {"D": d_v, "WIDTH": widths[1]}, _ARRANGED)
-
-    def how() -> Launch:
-        see, (scale, cap) = rule.visibility, scale_and_cap(rule)
-        sizes = Sizes(heads, heads // heads_kv, n_q, n_k, n_q, n_k)
-        tensors = q, k, v_read, out, lse_there, *scales
-        options = {
-            "TOP_LEFT": see.top_left,
-            "EDGES": see.bounded or n_k % tiles.keys != 0,
-            "RAW": not cap and scale >= LEAST_SCALE,
-            "CAPPED": cap > 0,
-            "LSE": lse is not None,
-            "TMA": by_tma,
-            "V_AS_IT_IS": v_as_it_is,
-            "Q_SCALED": q_scale is not None,
-            "K_SCALE": _kind_of(k_scale),
-            "V_SCALE": _kind_of(v_scale),
-            "P_EXPONENT": _P_EXPONENT[q.dtype],
-            "LARGEST_OUT": torch.finfo(out.dtype).max if out.dtype.itemsize == 1 else float("inf"),
-            "D_QK": d_qk,
-            "D_V": d_v,
-            "WIDTH_QK": widths[0],
-            "WIDTH_V": widths[1],
-        }
-        numbers = *strides(*tensors), sizes, Rule(scale, cap, *sides(see))
-        return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, options, tiles)
-
-    with running(q.device):
-        if not v_as_it_is:
-            launch(memo, arrange_values_kernel, (v, v_read), how_to_arrange)
-        if by_tma:
-            if "describers" not in memo:
-                k_block = (tiles.keys // 16, 2, 4, 2, widths[0]) if v_as_it_is else (tiles.keys, widths[0])
-                blocks_read = (tiles.rows, widths[0]), k_block, (widths[1], tiles.keys)
-                memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
-            sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
-        launch(memo, fp8_forward_kernel, (*sources, out, lse_there, *scales), how)
 
 
 def quantizes(x: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..launching.forward_call import Memo
 from ..specs import archs
 from ..specs.spec import (
     TWO_PHASE_COLUMNS,
@@ -32,6 +31,9 @@ _LEAST_TILES = 4  # of a chunk, if there are more: with fewer, moving O between 
 
 class TwoPhasePlan(row_tiles.RowTilePlan):
     __slots__ = ()
+
+    def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
+        return cut(tiles, n_k, see, d_v, self.spec.columns, multiprocessors, cap)
 
 
 def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None:
@@ -99,12 +101,3 @@ def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | s
     if least > flags["FFPA_WORKSPACE_MB"] << 20:
         return f"the two-phase forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
     return TwoPhasePlan(_spec(p, backend))
-
-
-def forward(plan: TwoPhasePlan, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-    """As row_tiles.forward."""
-
-    def scratch_of(tiles: int, n_k: int, multiprocessors: int) -> Scratch:
-        return cut(tiles, n_k, rule.visibility, v.shape[-1], plan.spec.columns, multiprocessors, workspace_cap)
-
-    row_tiles.forward(plan.spec, q, k, v, out, lse, mask, offsets, rule, memo, scratch_of)

@@ -16,9 +16,8 @@ from torch.backends import cuda
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ..attention import ffpa
+from ..backends.sdpa import torch_sdpa  # what torch.nn.functional holds, or held
 from ..checks import arguments, memory_checks
-from ..operators import ops
-from ..operators.ops import torch_sdpa  # what torch.nn.functional holds, or held
 from ..support import private_torch
 from ..support.private_torch import FakeTensor
 from . import tf32
@@ -80,7 +79,7 @@ def disable_sdpa() -> None:
 
 def _replace(old, new) -> None:
     for name, module in list(sys.modules.items()):
-        if name not in (__name__, ops.__name__, "torch._C._nn"):
+        if name not in (__name__, "ffpa_attn.backends.sdpa", "torch._C._nn"):
             variables = getattr(module, "__dict__", {})
             for variable in [variable for variable, value in list(variables.items()) if value is old]:
                 variables[variable] = new

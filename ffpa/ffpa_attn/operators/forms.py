@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import reference
 from ..checks import arguments, memory_checks
 from ..launching import native
 from ..specs.spec import ROW_ALIGNMENT, Problem, Visibility
@@ -48,9 +47,6 @@ class Dense:
         """[B, H, N, D] as a view."""
         return x if self.layout == "BHND" else x.transpose(1, 2)
 
-    def sequences(self, q, k):
-        return reference.dense_sequences(q, k, reference.align_mask(self.mask))
-
 
 class Packed:
     """[T, H, D] with offsets [B + 1] of the sequences."""
@@ -93,9 +89,6 @@ class Packed:
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """[H, T, D] as a view."""
         return x.transpose(0, 1)
-
-    def sequences(self, q, k):
-        return reference.packed_sequences(q, k, *self.offsets)
 
 
 def _scale(q, options) -> float:

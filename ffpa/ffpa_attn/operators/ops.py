@@ -12,20 +12,17 @@ import sys
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 
 from .. import env
-from ..backends import backward, fused, fused_fp8, mma, reference, triton_attention, triton_fp8, two_phase
+from ..backends import reference, triton_attention
 from ..backends.choice import CANDIDATES, Choice, choose
 from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
 from ..specs.spec import Problem
-from ..support import private_torch, progress
+from ..support import progress
 from ..triton_ops import triton_launch
 from . import dispatch_keys, out_of_memory
 from .forms import Dense, Packed, describe, seen
-from .plain_torch import PlainTorch
 
 _RULE = (
     "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
@@ -53,8 +50,6 @@ for _schema in SCHEMAS:
     # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
     _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 _ops = torch.ops.ffpa_attn
-# That of torch.nn.functional may be ours (sdpa_override.py).
-torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
 
 
 # ---- from a call to a choice ----
@@ -96,8 +91,7 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
     for _ in CANDIDATES:
         choice = choose(problem, flags)
-        specs = getattr(choice.plan, "specs", ())  # what nvcc compiles
-        if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in specs):
+        if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in choice.plan.specs):
             break
     return choice
 
@@ -114,6 +108,10 @@ def _frames_to_the_caller() -> int:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ffpa_attn", "torch"):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _run(plan: _Plan, direction: str, *call) -> None:
+    getattr(plan.choice.plan, direction)(*call, plan.rule, plan.workspace_cap, plan.memo)
 
 
 def _remember(key: tuple, plan: _Plan) -> _Plan:
@@ -137,7 +135,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_empty(plan.out_shape) if out is None else out
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
         if out.numel():
-            _FORWARD[plan.choice.backend](form, q, k, v, out, lse, plan)
+            _run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _forward(form, q, k, v, out, options)
@@ -164,48 +162,6 @@ def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
     return _decide(form, "forward", q, k, v, options, flags)
 
 
-def _reference_forward(form, q, k, v, out, lse, plan) -> None:
-    with PlainTorch(q.device):
-        out.zero_()
-        lse.fill_(-float("inf"))
-        q, k, v, rows_out = (form.heads_first(x) for x in (q, k, v, out))
-        sequences = form.sequences(q, k)
-        reference.forward(q, k, v, rows_out, lse if lse.dim() > 1 else None, sequences, plan.rule, plan.workspace_cap)
-
-
-def _sdpa_forward(form, q, k, v, out, lse, plan) -> None:
-    heads_first = [form.heads_first(x) for x in (q, k, v)]
-    causal, scale = plan.rule.visibility.right == 0, plan.rule.scale
-    # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
-    if torch._fused_sdp_choice(*heads_first, None, 0.0, causal, scale=scale) == SDPBackend.MATH.value:
-        return _reference_forward(form, q, k, v, out, lse, plan)
-    with PlainTorch(q.device):
-        form.heads_first(out).copy_(torch_sdpa(*heads_first, is_causal=causal, scale=scale))
-
-
-_NATIVE_FORWARD = {mma.MmaPlan: mma.forward, fused.FusedPlan: fused.forward, two_phase.TwoPhasePlan: two_phase.forward}
-
-
-def _native_forward(form, q, k, v, out, lse, plan) -> None:
-    tensors = (form.heads_first(x) for x in (q, k, v, out))
-    run = _NATIVE_FORWARD[type(plan.choice.plan)]
-    run(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.workspace_cap, plan.memo)
-
-
-def _triton_forward(form, q, k, v, out, lse, plan) -> None:
-    tensors = (form.heads_first(x) for x in (q, k, v, out))
-    triton_attention.forward(plan.choice.plan, *tensors, lse, form.mask, form.offsets, plan.rule, plan.memo)
-
-
-_FORWARD = {
-    "hopper": _native_forward,
-    "mma": _native_forward,
-    "triton": _triton_forward,
-    "sdpa": _sdpa_forward,
-    "reference": _reference_forward,
-}
-
-
 # ---- forward of 8-bit floats ----
 
 
@@ -216,64 +172,7 @@ def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan
     return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
 
 
-def _reference_fp8(q, k, v, scales, out, lse, plan) -> None:
-    with PlainTorch(q.device):
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-float("inf"))
-        q, k, v = map(reference.Dequantised, (q, k, v), scales)
-        out = reference.Saturated(out) if out.dtype in arguments.FP8 else out
-        reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), plan.rule, plan.workspace_cap)
-
-
-def _triton_fp8(q, k, v, scales, out, lse, plan) -> None:
-    triton_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule, plan.memo)
-
-
-def _hopper_fp8(q, k, v, scales, out, lse, plan) -> None:
-    fused_fp8.forward(plan.choice.plan, q, k, v, *scales, out, lse, plan.rule)
-
-
-_FP8_FORWARD = {"hopper": _hopper_fp8, "triton": _triton_fp8, "reference": _reference_fp8}
-
-
 # ---- backward ----
-
-
-def _reference_backward(form, saved, grads, d_mask, plan) -> None:
-    with PlainTorch(saved[0].device):
-        for grad in grads:
-            grad.zero_()
-        sequences = form.sequences(saved[2], saved[3])
-        reference.backward(*saved, *grads, sequences, plan.rule, plan.workspace_cap)
-    _reference_mask_gradient(form, saved, d_mask, plan)
-
-
-def _reference_mask_gradient(form, saved, d_mask, plan) -> None:
-    if d_mask is not None:
-        with PlainTorch(d_mask.device):
-            d_mask.zero_()
-            reference.mask_gradient(*saved, reference.align_mask(form.mask), d_mask, plan.rule, plan.workspace_cap)
-
-
-def _triton_backward(form, saved, grads, d_mask, plan) -> None:
-    triton_attention.backward(plan.choice.plan, *saved, *grads, form.mask, form.offsets, plan.rule, plan.memo)
-    _reference_mask_gradient(form, saved, d_mask, plan)
-
-
-def _kernel_backward(form, saved, grads, d_mask, plan) -> None:
-    of_scores = None if plan.rule.softcap else d_mask  # what they keep is the gradient of a score before its softcap
-    backward.backward(plan.choice.plan, *saved, *grads, of_scores, form.mask, form.offsets, plan.rule)
-    if of_scores is None:
-        _reference_mask_gradient(form, saved, d_mask, plan)
-
-
-_BACKWARD = {
-    "hopper": _kernel_backward,
-    "mma": _kernel_backward,
-    "triton": _triton_backward,
-    "reference": _reference_backward,
-}
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
@@ -295,7 +194,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
         dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
         d_mask = reference.align_mask(dmask) if mask_grad else None
-        _BACKWARD[plan.choice.backend](form, saved, [form.heads_first(x) for x in (dq, dk, dv)], d_mask, plan)
+        _run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
@@ -350,7 +249,7 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
         if out.numel():
             pairs = zip(scales, (q, k, v), strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            _FP8_FORWARD[plan.choice.backend](q, k, v, by_block, out, lse if lse.dim() > 1 else None, plan)
+            _run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         v = v.mT if v_transposed else v

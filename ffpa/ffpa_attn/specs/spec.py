@@ -57,6 +57,9 @@ class Visibility(NamedTuple):
         return self.left >= 0 or self.right >= 0
 
 
+FP8_DTYPES = ("e4m3", "e5m2")
+
+
 class Problem(NamedTuple):
     """One call: everything that a choice of kernel may depend on, and nothing else."""
 

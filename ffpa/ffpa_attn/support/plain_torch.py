@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..support import private_torch
+from . import private_torch
 
 _set_grad_enabled = private_torch.find("torch._C._set_grad_enabled") or torch.set_grad_enabled
 

@@ -1,0 +1,361 @@
+"""The forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
+
+Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls with many rows that force nothing
+go to two_phase.py instead. `plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessors
+from ..specs import archs
+from ..specs.spec import (
+    COLUMNS,
+    LEAST_SCALE,
+    MOST_COLUMNS,
+    MOST_POSITIONS,
+    ROWS_HEAD_DIMS,
+    ForwardMma,
+    ForwardMmaRows,
+    MergeSplits,
+    Problem,
+    Shape,
+    Visibility,
+    forward_spec,
+    register_shapes,
+    rows_shapes,
+    rows_spec,
+    streamed_shapes,
+    visible_keys,
+)
+
+# What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
+_SPLIT_FIXED = {
+    "ENABLE_FFPA_PERSIST_KV_G2S": False,
+    "ENABLE_FFPA_PERSIST_Q_S2R": False,
+    "ENABLE_FFPA_PERSIST_V_S2R": False,
+}
+_ROWS_FIXED = {
+    "ENABLE_FFPA_QKV_SMEM_SHARE": False,
+    "ENABLE_FFPA_SMEM_SWIZZLE_Q": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_K": True,
+    "ENABLE_FFPA_SMEM_SWIZZLE_V": True,
+    "ENABLE_FFPA_PERSIST_Q_G2S": True,
+    "ENABLE_FFPA_PERSIST_KV_G2S": True,
+    "ENABLE_FFPA_PERSIST_V_S2R": True,  # a fragment of V is loaded once a tile, for all rows of a warp
+    "FFPA_PV_STAGES": None,
+}
+
+_MOST_BLOCKS = 2**31 - 1
+_MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
+_MOST_SPLITS = 64
+_ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
+_MEASURED_KEYS = 8192  # with which the speeds of tiles were measured
+_ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
+_RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
+_MOST_COLUMNS_OF_Q = 192  # in registers
+_MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
+
+
+class LevelPlan(NamedTuple):
+    spec: ForwardMma | ForwardMmaRows
+    level: int
+    stages: int
+    q_resident: bool
+    splits: int = 1
+    value_stages: int = 0  # where V has a ring of its own
+    grid_of_heads: bool = False
+    packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
+
+    @property
+    def kernel(self) -> str:
+        return self.spec.name
+
+    @property
+    def specs(self) -> tuple:
+        return (self.spec,)
+
+    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+        """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None. `memo` is the same for calls
+        that differ in addresses alone.
+
+        Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+        """
+        if offsets:  # rows of no sequence
+            out.zero_()
+            lse.fill_(-float("inf"))
+            if len(offsets[0]) < 2 or not offsets[2]:
+                return
+        see = rule.visibility
+        if self.packs_heads:
+            q, k, v, out, mask = _pack_heads(q, k, v, out, mask, see)
+            see = Visibility(-1, -1, False)
+        blocks = multiprocessors(q.device)
+        call = memo.get(blocks)
+        if call is None:
+            call = memo[blocks] = _call(self, q, v, offsets, rule, see, workspace_cap, blocks)
+        call(q, k, v, out, lse, mask, offsets)
+
+
+def smem_bytes(
+    spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
+) -> int:
+    """As the Config's launch_shape says; a test compares the two."""
+    if isinstance(spec, ForwardMmaRows):
+        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
+
+    def step(rows: int, columns: int, padded: bool) -> int:
+        return rows * (columns * 2 + 16 * padded)
+
+    query = step(spec.rows, spec.key_columns, spec.pad_q)
+    key = step(spec.keys, spec.key_columns, spec.pad_k) + (0 if q_resident else query)
+    value = step(spec.value_rows, spec.columns, spec.pad_v)
+    slots = stages * key + value_stages * value if spec.own_rings else stages * max(key, value)
+    score_warps_by_keys = 256 // spec.rows
+    statistics = (score_warps_by_keys + 1) * spec.rows * 4
+    resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
+    barriers = 64 * (1 + spec.own_rings)
+    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_BLOCK_BYTES + resident
+
+
+def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
+    """(acc_qk, acc_pv) as `acc` and the toggles say."""
+    acc_qk = "f16" if p.acc == "f16" else "f32"
+    acc_pv = "f32" if p.acc == "f32" else "f16"
+    if flags["ENABLE_FFPA_FORCE_QK_F16"] is not None:
+        acc_qk = "f16" if flags["ENABLE_FFPA_FORCE_QK_F16"] else "f32"
+    if flags["ENABLE_FFPA_FORCE_PV_F16"] is not None:
+        acc_pv = "f16" if flags["ENABLE_FFPA_FORCE_PV_F16"] else "f32"
+    if "f16" in (acc_qk, acc_pv) and p.dtype != "f16":
+        return f"tensor cores accumulate products of {p.dtype} in f32 only"
+    return acc_qk, acc_pv
+
+
+def _columns(d_v: int) -> int:
+    return max(-(-d_v // 64) * 64, COLUMNS[0])
+
+
+def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
+    """(level, shape)"""
+    if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
+        for shape in register_shapes(_columns(p.d_v), acc):
+            yield 1, shape
+    if p.level == 2:
+        groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
+        for shape in register_shapes(_columns(-(-p.d_v // groups)), acc):
+            yield 2, shape
+    if p.level in (3, None):
+        for shape in streamed_shapes(max(p.d_qk, p.d_v), acc):
+            yield 3, shape
+
+
+_LEAST_READERS = 0.9  # of the multiprocessors, that are taken to read as fast as all do
+
+
+def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
+    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and some more for its ends.
+
+    Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
+    """
+    multiprocessors = archs.multiprocessors(p.arch)
+    groups = -(-p.d_v // shape.columns)
+    rows = p.batch * p.heads_q * p.n_q
+    items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
+    width = p.d_qk + (p.d_v if level == 3 else shape.columns)
+    ends = _ENDS[level] / shape.keys
+    measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
+    of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
+    on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
+    tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
+    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
+    memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
+    merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
+    return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
+
+
+def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
+    """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
+    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 2) * 4
+    most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
+    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
+
+
+def _as_toggled(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
+    pads = {f"pad_{x}": flags[f"ENABLE_FFPA_SMEM_SWIZZLE_{x.upper()}"] is False for x in "qkv"}
+    own_rings = flags["ENABLE_FFPA_QKV_SMEM_SHARE"] is False or flags["FFPA_PV_STAGES"] is not None
+    return replace(spec, own_rings=own_rings, serial=_is_serial(flags), **pads)
+
+
+def _is_serial(flags: Mapping[str, Any]) -> bool:
+    return flags["ENABLE_FFPA_REGISTERS_PIPE_KV"] is False
+
+
+def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list[int]:
+    """Those that may be, the preferred ones first."""
+    prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
+    stages = [p.num_stages] if p.num_stages else all_stages
+    return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
+
+
+def settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
+    """(stages, value_stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing
+    is forced.
+    """
+    stages, resident = _stages(p, flags, [4, 3, 2, 1]), flags["ENABLE_FFPA_PERSIST_Q_G2S"]
+    for q_resident in (True, False) if resident is None else (resident,):
+        for n in stages:
+            of_values = (flags["FFPA_PV_STAGES"] or n) if spec.own_rings else 0
+            last_choice = q_resident and n == 1 and resident is None and len(stages) > 1
+            if not last_choice and smem_bytes(spec, p.d_qk, n, q_resident, of_values) <= limit:
+                return n, of_values, q_resident
+    return None
+
+
+def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str) -> str | None:
+    forced = (name for name, value in fixed.items() if flags[name] not in (None, value))
+    return next((f"the {family} does not know {name}={int(flags[name])}" for name in forced), None)
+
+
+def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
+    """Warps own whole rows, and whole tiles of K and V are in shared memory."""
+    width = max(p.d_qk, p.d_v)
+    if width > ROWS_HEAD_DIMS[-1]:
+        return f"shared memory holds whole tiles of K and V of up to {ROWS_HEAD_DIMS[-1]} columns, not {width}"
+    reason = _not_known(flags, _ROWS_FIXED, "mma forward for small head dims")
+    if reason:
+        return reason
+    q_in_registers = flags["ENABLE_FFPA_PERSIST_Q_S2R"]
+    if q_in_registers and width > _MOST_COLUMNS_OF_Q:
+        return f"registers hold {_MOST_COLUMNS_OF_Q} columns of Q beside S and O, not {width}"
+    head_dim = next(d for d in ROWS_HEAD_DIMS if width <= d)
+    padded = p._replace(d_qk=head_dim)
+    limit = archs.shared_memory_bytes(p.arch)
+    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
+    plans = []
+    for shape in rows_shapes(head_dim):
+        spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
+        if spec.plain and (p.mask or p.softcap or p.scale < LEAST_SCALE or q_in_registers):
+            continue
+        fits = [
+            (slowdown, n)
+            for slowdown, most in ((1.0, half), (1.4, limit))  # one block alone has nothing to hide its softmax
+            for n in _stages(p, flags, [2, 1])
+            if smem_bytes(spec, p.d_qk, n, True) <= most
+        ]
+        if fits:
+            slowdown, stages = fits[0]
+            splits = _splits(padded, 1, shape, flags["FFPA_WORKSPACE_MB"] << 20)
+            cost = _microseconds(padded, 1, shape, splits) * slowdown
+            plans.append((cost, LevelPlan(spec, 1, stages, True, splits)))
+    return _cheapest(plans, spec, p)
+
+
+def _cheapest(plans: list[tuple[float, LevelPlan]], last: ForwardMma | ForwardMmaRows, p: Problem) -> LevelPlan | str:
+    if not plans:
+        return f"{last.name} with these settings needs more shared memory than {p.arch} has"
+    _, best = min(plans, key=lambda plan: plan[0])
+    groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
+    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
+    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
+
+
+def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
+    """K and V come in steps along the head dim and along the keys."""
+    if p.level == 1 and p.d_v > MOST_COLUMNS:
+        return f"level 1 keeps O in registers, which hold {MOST_COLUMNS} columns of it and not {p.d_v}"
+    reason = _not_known(flags, _SPLIT_FIXED, "split-D mma forward")
+    if reason:
+        return reason
+    limit = archs.shared_memory_bytes(p.arch)
+    plans = []
+    for level, shape in _candidates(p, acc):
+        spec = _as_toggled(forward_spec(p.dtype, acc, shape, streamed=level == 3), flags)
+        fitting = settings(spec, p, flags, limit)
+        if fitting is None:
+            continue
+        cap = flags["FFPA_WORKSPACE_MB"] << 20
+        of_a_block = _scratch_bytes(spec, p.d_v) if level == 3 else 0
+        if of_a_block > cap:
+            reason = f"level 3 needs {-(-of_a_block >> 20)} MiB of workspace for a block of {spec.rows} rows"
+            continue
+        splits = _splits(p, level, shape, cap - of_a_block)
+        cost = _microseconds(p, level, shape, splits)
+        stages, value_stages, q_resident = fitting
+        if stages == 1:
+            cost *= 8  # nothing hides the loads: only where nothing else fits
+        plans.append((cost, LevelPlan(spec, level, stages, q_resident, splits, value_stages)))
+    return reason if reason and not plans else _cheapest(plans, spec, p)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
+    """What runs the forward, or why nothing of this family can (whether it is built is another question)."""
+    acc = _accumulators(p, flags)
+    if isinstance(acc, str):
+        return acc
+    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
+    if packs_heads:
+        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
+    if p.n_q + p.n_k > MOST_POSITIONS:
+        return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
+    for name, stages in (("num_stages", p.num_stages), ("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])):
+        if prefetch is not None and stages and prefetch != (stages > 1):
+            return f"ENABLE_FFPA_PREFETCH_QKV={int(prefetch)} and {name}={stages} exclude each other"
+    grid_of_heads = bool(flags["ENABLE_FFPA_LAUNCH_GRID_DNHB"])
+    if grid_of_heads and max(p.heads_q, p.batch) > _MOST_BLOCKS_OF_A_DIM:
+        return f"ENABLE_FFPA_LAUNCH_GRID_DNHB=1: a grid of {p.heads_q} heads and {p.batch} batch entries is too large"
+
+    whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
+    families = (_rows_plan, _split_plan) if whole_tiles and p.level in (None, 1) else (_split_plan,)
+    reasons = []
+    for family in families:
+        answer = family(p, acc, flags)
+        if not isinstance(answer, str):
+            return answer._replace(packs_heads=packs_heads, grid_of_heads=grid_of_heads)
+        reasons.append(answer)
+    return "; ".join(reasons)
+
+
+def _scratch_bytes(spec: ForwardMma, d_v: int) -> int:
+    """O in fp32, of one resident block of level 3."""
+    return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
+
+
+def _pack_heads(q, k, v, out, mask, see: Visibility):
+    """The query heads that share a key/value head as rows of one, and K and V without what their one row does not see."""
+    group = q.shape[1] // k.shape[1]
+    diagonal = 0 if see.top_left else k.shape[2] - 1
+    first = 0 if see.left < 0 else max(diagonal - see.left, 0)
+    end = k.shape[2] if see.right < 0 else min(diagonal + see.right + 1, k.shape[2])
+    keys = slice(first, max(first, end))
+
+    def packed(x):
+        return x.unflatten(1, (x.shape[1] // group, group)).squeeze(3)
+
+    if mask is not None:
+        if mask.shape[-1] > 1:
+            mask = mask[..., keys]
+        if mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.unflatten(-3, (-1, group)).squeeze(-2)
+    return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
+
+
+def _call(plan: LevelPlan, q, v, offsets, rule, see: Visibility, workspace_cap: int, blocks: int) -> Call:
+    scratch = partial = None
+    if plan.splits > 1:
+        rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
+        partial = plan.splits * rows * q.shape[-3] * (v.shape[-1] + 2)
+        workspace_cap -= 4 * partial
+    if plan.spec.streamed:  # fewer blocks run where the cap asks for it
+        of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
+        blocks = max(1, min(blocks, workspace_cap // of_a_block))
+        scratch = blocks * of_a_block // 4
+    numbers = Numbers(
+        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
+        plan.q_resident, plan.grid_of_heads, 0, blocks, plan.splits,
+    )  # fmt: skip
+    specs = (plan.spec, *((MergeSplits(plan.spec.dtype),) if plan.splits > 1 else ()))
+    return Call([launch(spec, numbers, q.device) for spec in specs], scratch, partial)

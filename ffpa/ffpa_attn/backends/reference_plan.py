@@ -1,0 +1,57 @@
+"""The backend that runs everything, everywhere: the contract in PyTorch's operators (reference.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..specs.spec import Problem
+from ..support.plain_torch import PlainTorch
+from . import reference
+
+
+class ReferencePlan(NamedTuple):
+    kernel = "reference"
+    specs = ()
+
+    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+        with PlainTorch(q.device):
+            out.zero_()
+            lse.fill_(-float("inf"))
+            wanted = lse if lse.dim() > 1 else None
+            reference.forward(q, k, v, out, wanted, _sequences(q, k, mask, offsets), rule, workspace_cap)
+
+    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
+        with PlainTorch(q.device):
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-float("inf"))
+            q, k, v = map(reference.Dequantised, (q, k, v), scales)
+            out = reference.Saturated(out) if out.dtype.itemsize == 1 else out
+            reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), rule, workspace_cap)
+
+    def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+        with PlainTorch(saved[0].device):
+            for grad in grads:
+                grad.zero_()
+            sequences = _sequences(saved[2], saved[3], mask, offsets)
+            reference.backward(*saved, *grads, sequences, rule, workspace_cap)
+        mask_gradient(saved, d_mask, mask, rule, workspace_cap)
+
+
+def _sequences(q, k, mask, offsets) -> Iterator[reference.Sequence]:
+    if offsets is None:
+        return reference.dense_sequences(q, k, reference.align_mask(mask))
+    return reference.packed_sequences(q, k, *offsets)
+
+
+def mask_gradient(saved, d_mask, mask, rule, workspace_cap: int) -> None:
+    """For those whose kernels give none; d_mask is None where it is not wanted."""
+    if d_mask is not None:
+        with PlainTorch(d_mask.device):
+            d_mask.zero_()
+            reference.mask_gradient(*saved, reference.align_mask(mask), d_mask, rule, workspace_cap)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> ReferencePlan:
+    return ReferencePlan()

@@ -1,0 +1,65 @@
+"""The backend that is PyTorch's own fused attention, only where it means exactly the same and never materialises N^2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from ..specs.spec import FP8_DTYPES, LEAST_SCALE, Problem
+from ..support import private_torch
+from ..support.plain_torch import PlainTorch
+from .reference_plan import ReferencePlan
+
+_MOST_HEADS = 65535  # a grid's second dimension
+# What torch.nn.functional holds may be ours (integrations/sdpa_override.py).
+torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
+
+
+class SdpaPlan(NamedTuple):
+    kernel = "sdpa"
+    specs = ()
+
+    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+        causal = rule.visibility.right == 0
+        # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
+        if torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
+            return ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
+        with PlainTorch(q.device):
+            out.copy_(torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale))
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:
+    if p.dtype in FP8_DTYPES:
+        return "sdpa knows no 8-bit floats"
+    if private_torch.no_torch_sdpa:
+        return private_torch.no_torch_sdpa
+    if p.direction != "forward" or p.needs_lse:
+        return "SDPA returns no LSE"
+    if p.packed:
+        return "SDPA takes no packed sequences"
+    if p.mask:
+        return "SDPA leaves open what a row without keys gives"
+    if p.softcap:
+        return "SDPA has no softcap"
+    if p.scale < LEAST_SCALE:
+        return "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"
+    see = p.visibility
+    if see.left >= 0 or see.right > 0:
+        return "SDPA has no window"
+    if see.right == 0 and not see.top_left and p.n_q != p.n_k:
+        return "SDPA's causal mask is top-left aligned"
+    if p.heads_q != p.heads_kv:
+        return "SDPA repeats K and V or materialises N^2 for grouped heads"
+    if p.d_qk != p.d_v:
+        return "SDPA materialises N^2 where D_qk differs from D_v"
+    if p.heads_q > _MOST_HEADS:
+        return f"SDPA launches no more than {_MOST_HEADS} heads"
+    if not p.n_k:
+        return "SDPA leaves open what a row without keys gives"
+    if p.batch * p.heads_q * p.n_q * p.d_v * 2 > flags["FFPA_WORKSPACE_MB"] << 20:
+        return "SDPA's own copy of the result is larger than the workspace"
+    return SdpaPlan()
