@@ -9,4 +9,6 @@ if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 fi
 [ $# -gt 0 ] || set -- --gen-bench --show-all --plot --check
-exec "$PY" tests/test_ffpa_attn.py "$@"
+"$PY" tests/test_ffpa_attn.py "$@"
+record=$(find tmp -name '*.json' -newer .dev/bench.sh -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 | cut -d' ' -f2)
+[ -z "$record" ] || echo "What was measured is in $record. Of a GPU that docs/speed.md lacks? Attach it to an issue."

@@ -1,9 +1,9 @@
-"""Writes the measured parts of README.md, and the pictures it shows, from the records in bench/results/:
+"""Writes the measured parts of README.md and docs/speed.md, and the pictures they show, from the records in bench/results/:
 `python bench/readme.py`.
 
 `<!-- bench: NAME -->` … `<!-- /bench -->` holds the table of NAME.json, `<!-- plots: NAME -->` its pictures, and
 `<!-- cases: NAME NAME … -->` one line for each of several records, by what stands behind their GPU. What is in between is generated: measure again, or
-change bench/tables.py and bench/plots.py, never the README or a picture.
+change bench/tables.py and bench/plots.py, never a page or a picture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from record import Record
 from tables import cases_table, markdown
 
 _ROOT = Path(__file__).resolve().parents[1]
-README, RESULTS = _ROOT / "README.md", _ROOT / "bench" / "results"
+PAGES = (_ROOT / "README.md", _ROOT / "docs" / "speed.md")
+RESULTS = _ROOT / "bench" / "results"
 _BLOCK = re.compile(r"(<!-- (?P<kind>bench|plots|cases): (?P<names>[^>]+?) -->\n).*?(<!-- /(?P=kind) -->)", re.DOTALL)
 _PICTURES = {
     "TFLOPS": "TFLOPS over head dim, beside the ceiling and PyTorch's efficient attention",
@@ -56,8 +57,8 @@ def _load(path: Path) -> Record:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def generated(text: str, results: Path) -> str:
-    """The text with every marked part as its records have it."""
+def generated(text: str, results: Path, up: str = "") -> str:
+    """The text with every marked part as its records have it; `up` leads from its folder to the repository's root."""
 
     def part(block: re.Match) -> str:
         names = block["names"].split()
@@ -68,10 +69,14 @@ def generated(text: str, results: Path) -> str:
             shown = "".join(map(markdown, records))
         else:
             paths = {f"{results.name}/{name}_{what}.png": words for name in names for what, words in _PICTURES.items()}
-            shown = "".join(f"![{words}](bench/{path})\n" for path, words in paths.items())
+            shown = "".join(f"![{words}]({up}bench/{path})\n" for path, words in paths.items())
         return f"{block[1]}{shown}{block[4]}"
 
     return _BLOCK.sub(part, text)
+
+
+def up_from(page: Path) -> str:
+    return "../" * (len(page.relative_to(_ROOT).parts) - 1)
 
 
 def mark_of(record: Path) -> str:
@@ -97,6 +102,7 @@ def draw(text: str, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    text = generated(README.read_text(encoding="utf-8"), RESULTS)
-    README.write_text(text, encoding="utf-8")
-    draw(text, RESULTS)
+    for page in PAGES:
+        text = generated(page.read_text(encoding="utf-8"), RESULTS, up_from(page))
+        page.write_text(text, encoding="utf-8")
+        draw(text, RESULTS)

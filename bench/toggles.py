@@ -1,5 +1,5 @@
 """What each experiment with the mma forward buys, and what the levels take of the chip: `python bench/toggles.py` on a
-GPU prints the page .dev/design/toggles.md. Without one, `--resources` prints its second half.
+GPU prints the page docs/design/toggles.md. Without one, `--resources` prints its second half.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random problems over every argument, held to the float64 oracle, in many processes: `python tests/campaign.py --seconds 300`.
 
 A problem that comes out wrong is made smaller and printed as a test; `--only SEED` runs one again. Exits with 1 where any was
-wrong, where a process died or hung, and where too many calls were refused. `.dev/design/campaign.md` says what it covers.
+wrong, where a process died or hung, and where too many calls were refused. `docs/design/campaign.md` says what it covers.
 """
 
 from __future__ import annotations

@@ -371,12 +371,13 @@ def test_the_readme_shows_what_was_recorded(recorded, tmp_path):
     shown = readme.generated(text, tmp_path)
     assert shown == f"# x\n<!-- bench: recorded -->\n{markdown(recorded)}<!-- /bench -->\ny\n"
     assert readme.generated(shown, tmp_path) == shown
-    text = readme.README.read_text()
-    assert readme.generated(text, readme.RESULTS) == text
-    for stored, pictures in readme.pictured(text, readme.RESULTS).items():
-        assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures), (
-            "run `python bench/readme.py`"
-        )
+    for page in readme.PAGES:
+        text = page.read_text()
+        assert readme.generated(text, readme.RESULTS, readme.up_from(page)) == text
+        for stored, pictures in readme.pictured(text, readme.RESULTS).items():
+            assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures), (
+                "run `python bench/readme.py`"
+            )
 
 
 def test_pictures_and_cases_of_the_readme(recorded, tmp_path):

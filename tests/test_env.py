@@ -1,4 +1,4 @@
-"""The table of flags: typed, tri-state, read at run time, printed, and the same in the README."""
+"""The table of flags: typed, tri-state, read at run time, printed, and the same in docs/flags.md."""
 
 import os
 import subprocess
@@ -139,8 +139,8 @@ def test_printed_with_how_to_set_each():
 
 
 def test_readme_table_is_generated():
-    assert env.markdown_table() in (ROOT / "README.md").read_text(), (
-        "paste the output of env.markdown_table() into README.md"
+    assert env.markdown_table() in (ROOT / "docs" / "flags.md").read_text(), (
+        "paste the output of env.markdown_table() into docs/flags.md"
     )
 
 

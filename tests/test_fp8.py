@@ -2,13 +2,12 @@
 
 import math
 import re
-import types
 
 import oracle
 import pytest
 import torch
 from ffpa_attn import env, ffpa_fp8, fp8, quantize_fp8
-from ffpa_attn.backends import choice, fused_fp8, triton_fp8
+from ffpa_attn.backends import choice, triton_fp8
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import Problem, Visibility
@@ -32,29 +31,25 @@ TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its 
 @pytest.fixture(params=["reference", "triton", "hopper"])
 def path(request, monkeypatch) -> str:
     device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
-    launches, kernels = [], None
+    launches, run = [], ops._run
     if request.param == "hopper":
-        kernels = fused_fp8
         if device == "cuda" and (torch.cuda.get_device_capability() != (9, 0) or native.record() is None):
             pytest.skip("needs a Hopper GPU and a built library")
         if device == "cpu":
             monkeypatch.setenv("FFPA_EMULATE", "sm_90a")
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is an extra")
-        kernels = triton_fp8
         if device == "cpu" and torch.cuda.is_available():
             pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
         if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this GPU has no 8-bit floats")
         if device == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if kernels:
-        forward = kernels.forward
-        monkeypatch.setattr(kernels, "forward", lambda *args: (launches.append(1), forward(*args)))
+    monkeypatch.setattr(ops, "_run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args)))
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     yield request.param
-    if kernels:
-        assert launches, "the kernel was never launched"
+    if request.param != "reference":
+        assert request.param in launches, "the kernel was never launched"
 
 
 def dequantised(x8, scale):
@@ -385,8 +380,7 @@ def test_rows_of_scales():
 
 def test_what_the_kernel_is_given(monkeypatch):
     calls = []
-    kernels = types.SimpleNamespace(forward=lambda *args: calls.append(args))
-    monkeypatch.setattr(ops, "triton_fp8", kernels)
+    monkeypatch.setattr(ops, "_run", lambda *args: calls.append(args))
     monkeypatch.setattr(choice.triton_attention, "why_not", lambda: None)
     monkeypatch.setenv("FFPA_BACKEND", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -394,7 +388,9 @@ def test_what_the_kernel_is_given(monkeypatch):
     k_scale, v_scale = torch.rand(2, 2), torch.rand(2, 2, 2)
     options = {"v_transposed": True, "causal": "top_left", "softcap": 3.0, "out_dtype": E5M2}
     ffpa_fp8(q, k, v, k_scale=k_scale, v_scale=v_scale, **options)
-    (_, got_q, got_k, got_v, q_scale, by_k, by_v, out, lse, rule, _) = calls[0]
+    (plan, direction, got_q, got_k, got_v, (q_scale, by_k, by_v), out, lse) = calls[0]
+    rule = plan.rule
+    assert (plan.choice.backend, direction) == ("triton", "forward_fp8")
     assert (got_q.data_ptr(), got_k.data_ptr(), got_v.data_ptr()) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert got_v.shape == (2, 2, 200, 72) and got_v.stride(3) == 200
     assert q_scale is None
@@ -404,7 +400,7 @@ def test_what_the_kernel_is_given(monkeypatch):
     assert out.shape == (2, 4, 50, 72) and out.dtype == E5M2 and lse is None
     assert rule == (64**-0.5, 3.0, Visibility(-1, 0, True))
     ffpa_fp8(q, k, v, return_lse=True, **options)
-    assert calls[1][8].shape == (2, 4, 50) and calls[1][8].dtype == torch.float32
+    assert calls[1][-1].shape == (2, 4, 50) and calls[1][-1].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

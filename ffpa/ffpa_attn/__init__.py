@@ -38,7 +38,7 @@ from .integrations.flash_api import (
 from .integrations.sdpa_override import disable_sdpa, enable_sdpa, sdpa
 from .specs.spec import LevelType, MMAAccType
 from .support import private_torch, progress
-from .version import __version__
+from .support.version import __version__
 
 for _said in private_torch.warnings():
     progress.warn(f"ffpa_attn: {_said}", stacklevel=2)

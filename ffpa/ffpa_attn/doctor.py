@@ -20,7 +20,7 @@ from .launching import native
 from .specs import archs
 from .specs.spec import ScaledCopy, aot_specs
 from .support import private_torch
-from .version import __version__
+from .support.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
