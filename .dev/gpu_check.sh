@@ -30,7 +30,7 @@ processes=$(nproc)
 step campaign "$PY" tests/campaign.py --seconds "${SECONDS_OF_PROBLEMS:-300}" --processes "$processes" --seed "${SEED:-0}" --json "$out/campaign.json"
 step stress "$PY" tests/campaign_stress.py --json "$out/stress.json"
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
-step small env FFPA_BACKEND=triton "$PY" bench/small.py
+step small env FFPA_BACKEND=triton "$PY" bench/small_heads.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
     "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py tests/test_{fused,two_phase,backward}.py \

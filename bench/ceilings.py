@@ -1,4 +1,4 @@
-"""What this device reaches at best, measured beside the kernels: a large matrix product and a large copy."""
+"""The ceilings of this device, measured beside the kernels: a large matrix product and a large copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workload import Workload
 
 @dataclass(frozen=True)
 class Ceilings:
-    gemm: str  # what was multiplied
+    gemm: str  # description of the product
     gemm_tflops: float
     copy: str
     copy_gb_per_s: float
 
     def of(self, w: Workload) -> tuple[str, float]:
-        """("GEMM" or "copy", ms): which of the two bounds a workload, and the time it would take there."""
+        """Returns which of "GEMM" and "copy" bounds a workload, and the ms that it would take there."""
         times = {
             "GEMM": nominal_flops(w) / self.gemm_tflops * 1e-9,
             "copy": least_bytes(w) / self.copy_gb_per_s * 1e-6,
@@ -29,7 +29,7 @@ class Ceilings:
 
 
 class CeilingCalls:
-    """The tensors behind the ceilings, made once a run. On a CPU: small, and f32, its fast matrix product."""
+    """The tensors behind the ceilings, made once per run; on a CPU they are small, and f32 for a fast product."""
 
     def __init__(self, device: str):
         self.side, self.bytes, dtype = (
@@ -47,6 +47,6 @@ class CeilingCalls:
         }
 
     def from_times(self, times: Mapping[str, list[float]]) -> Ceilings:
-        """times in ms, by the names of `calls`."""
+        """Makes the ceilings from times in ms, by the names of `calls`."""
         tflops = 2 * self.side**3 / median(times["GEMM"]) * 1e-9
         return Ceilings(self.gemm, tflops, self.copy, 2 * self.bytes / median(times["copy"]) * 1e-6)

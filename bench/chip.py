@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU's chip: those that a workload would get at its full size, with the flags as they are."""
+"""What kernels take of a GPU's chip: those that a workload would get at its full size, with the flags as they are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
 from forced import problem_of
 from workload import Workload
 
-MOST_REGISTERS = 255  # of a thread
-MARKS = {"f32": "*", "f16": "^", "mixed": "*^"}  # of sums
+MOST_REGISTERS = 255  # registers of one thread
+MARKS = {"f32": "*", "f16": "^", "mixed": "*^"}  # marks for the types of sums
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class ChipUse:
     level: int
     acc: str
     kernel: str
-    shared_bytes: int  # of a block
-    most_shared_bytes: int  # that a block may have there
-    accumulators: int  # registers of a thread that hold O and S
-    registers: int | None  # of a thread, all of them; None: was not compiled here
+    shared_bytes: int  # bytes of one block
+    most_shared_bytes: int  # bytes that a block may have there
+    accumulators: int  # registers of one thread that hold O and S
+    registers: int | None  # registers of one thread in all; None: was not compiled here
     spill_bytes: int | None
-    # In the emulator (emulation.py):
+    # The emulator finds these (emulation.py):
     max_error: float | None = None
     problem: str | None = None  # why the result is wrong
-    bank_conflicts: float | None = None  # 1: none
-    bytes_per_flop: float | None = None  # moved between global memory and the chip, by one block of rows
+    bank_conflicts: float | None = None  # 1: no conflicts
+    bytes_per_flop: float | None = None  # traffic of one block of rows between global memory and the chip
 
     @property
     def tag(self) -> str:
@@ -49,27 +49,27 @@ class ChipUse:
 
 
 def accumulators(spec: ForwardMma | ForwardMmaRows) -> int:
-    """Registers of a thread that hold O and S."""
+    """Returns how many registers of one thread hold O and S."""
     if isinstance(spec, ForwardMmaRows):
         out, scores = spec.rows * spec.head_dim // 128, spec.rows * spec.keys // 128
     else:
-        warps = 4 if spec.rows >= 64 else 8  # of a team, which share the columns of O in pairs of fragments
+        warps = 4 if spec.rows >= 64 else 8  # warps of a team, which share the columns of O in pairs of fragments
         out = spec.rows // (8 // warps) // 16 * (-(-spec.columns // (16 * warps)) * 2) * 4
         scores = spec.rows * spec.keys // 256
     return out // (2 if spec.acc_pv == "f16" else 1) + scores // (2 if spec.acc_qk == "f16" else 1)
 
 
 def flash_attention_2(d: int) -> tuple[int, int]:
-    """(bytes of shared memory, accumulators) of 64 rows and 64 keys tiled as there: whole rows of Q, K, V and O.
+    """Returns (bytes of shared memory, accumulators) of a tiling with 64 rows, 64 keys and whole rows of Q, K, V and O.
 
-    Up to 256 these are kernels of this project; beyond, what the same tiling would need.
+    Up to D = 256 this project has such kernels; beyond, these are what the same tiling would need.
     """
     spec = ForwardMmaRows("f16", "f32", "f32", head_dim=d, rows=64, keys=64)
     return levels.smem_bytes(spec, d, 1, True), accumulators(spec)
 
 
 def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
-    """What ptxas says of the kernel: as the build wrote it down, or of a compilation now."""
+    """Returns what ptxas says of the kernel: as the build wrote it down, or in a compilation now."""
     target = archs.exact_target(spec.arch, arch)
     if afresh:
         with tempfile.TemporaryDirectory() as empty, env.overridden("FFPA_CACHE_DIR", empty):
@@ -81,9 +81,10 @@ def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> bui
 def chip_uses(
     w: Workload, arch: str, tags: Sequence[str] = (), afresh: bool = False
 ) -> Iterator[tuple[str, ChipUse | None, LevelPlan | str]]:
-    """(tag, use, plan) of every level and kind of sums, or (tag, None, why it cannot run the workload on such a GPU).
+    """Yields (tag, use, plan) of every level and kind of sums, or (tag, None, why such a GPU cannot run the workload).
 
-    tags: parts of tags, only such; all without. afresh: each kernel is compiled now.
+    `tags` are parts of tags: only tags with one of them count, or all if there are none. With `afresh`, each kernel is
+    compiled now.
     """
     kinds = ACCS if w.dtype == "fp16" else ACCS[:1]
     for acc, level in product(kinds, LEVELS) if not w.backward else ():

@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from console import Progress, chip_line, first_values, headline, row_line
 from ffpa_attn import env
 from ffpa_attn.launching.native import gpu_of
 from flops import nominal_flops
-from lines import Progress, chip_line, first_values, headline, row_line
 from measure import Bench, Measured, Settings
 from providers import PEERS
 from record import Record, clocks, machine, source
@@ -24,7 +24,7 @@ from workload import DTYPES, Workload, halved, without_head_dim
 
 _SIZES = {"B": 1, "H": 48, "N": 8192}
 _VARLEN_BATCH = 4
-_CPU_FLOPS = 0.1e9  # a call on a CPU stays below this, some 3 ms
+_CPU_FLOPS = 0.1e9  # most FLOPs of a call on a CPU, some 3 ms
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -165,7 +165,7 @@ def _peers(text: str) -> tuple[str, ...]:
 
 
 def _workloads(args: argparse.Namespace) -> tuple[list[Workload], list[Workload], str | None]:
-    """One per head dim, as this machine can run it and as asked; and what was reduced to fit a CPU, and why."""
+    """Returns one workload per head dim, as this machine can run it and as asked; and what a CPU reduced, and why."""
     dims = args.D or list(range(320, args.MAX_D + 1, 64))
     if not dims:
         raise ValueError(f"--MAX-D {args.MAX_D} leaves no head dim; the first is 320 (or name one with --D)")
@@ -215,7 +215,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
-    """The lines of one workload."""
+    """Prints the lines of one workload."""
     best_ms = None
     for row in measured.result.rows:
         improved = best_ms is None or row.median_ms < best_ms
@@ -239,7 +239,7 @@ def _show(args: argparse.Namespace, measured: Measured, said: set[str]) -> None:
 
 
 def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:
-    """The record, and what went wrong with ours."""
+    """Returns the record, and what went wrong with our rows."""
     command = "python tests/test_ffpa_attn.py " + shlex.join(args.command)
     chip = f"{without_head_dim(args.fullsize[0])} on {args.arch}"
     method = {
@@ -293,7 +293,7 @@ def _stem(args: argparse.Namespace, record: Record) -> Path:
 
 
 def _keep(args: argparse.Namespace, record: Record) -> None:
-    """Table and plots as asked; the record whenever something was asked for, or would be lost."""
+    """Prints table and plots as asked; saves the record whenever something was asked for, or would be lost."""
     stem = _stem(args, record)
     saved = []
     if args.gen_bench_table or (args.recorded and not args.plot_flops):
@@ -314,7 +314,7 @@ def _keep(args: argparse.Namespace, record: Record) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 where a row of ours failed or --check found a wrong one; 130 after Ctrl-C."""
+    """Returns 0; 1 where a row of ours failed or --check found a wrong one; 130 after Ctrl-C."""
     env.let_stdout_write_anything()
     args = parse(argv)
     args.command = sys.argv[1:] if argv is None else argv

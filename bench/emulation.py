@@ -1,4 +1,4 @@
-"""The kernels of a workload in the emulator, on one that is small enough: are they right? No speed is told.
+"""Runs a workload's kernels in the emulator, on a workload small enough for it: are they right? No speed is told.
 
 The instances are those of the full size on a GPU; a machine without one proves them all the same.
 """
@@ -16,7 +16,7 @@ from forced import problem_of, run
 from truth import Truth
 from workload import Inputs, Workload
 
-_KEY_TILES = 3  # so that what a tile leaves for the next one shows
+_KEY_TILES = 3  # more than one, so that what a tile leaves for the next one shows
 
 
 class Emulation:
@@ -28,10 +28,10 @@ class Emulation:
         self.found: dict[LevelPlan, dict] = {}
 
     def run(self, use: ChipUse, plan: LevelPlan) -> ChipUse:
-        """The same with what the emulator found: errors on the workload and on several tiles of keys; traffic and conflicts
-        on the latter. What levels 1 and 2 run the same way, one column group, runs once.
+        """Returns `use` with what the emulator found: errors on the workload and on several tiles of keys; traffic and
+        conflicts on the latter. What levels 1 and 2 run the same way, one column group, runs once.
         """
-        plan = plan._replace(splits=1)  # the parts were those of the full size
+        plan = plan._replace(splits=1)  # the number of parts was that of the full size
         once = plan._replace(level=0)
         if once not in self.found:
             self.found[once] = self._find(use, plan)

@@ -1,14 +1,14 @@
-"""What a workload costs on paper: visible pairs, nominal FLOPs, and the bytes that must move at least once."""
+"""The cost of a workload on paper: visible pairs, nominal FLOPs, and the bytes that must move at least once."""
 
 from __future__ import annotations
 
 from workload import Workload
 
-BACKWARD_FACTOR = 2.5  # five products where the forward has two; also counted so where a kernel recomputes more
+BACKWARD_FACTOR = 2.5  # five products, and the forward has two; counted so even where a kernel recomputes more
 
 
 def visible_pairs(n_q: int, n_kv: int, causal: bool) -> int:
-    """Pairs (row, key) that meet. Causal, bottom right: row r meets the keys up to r + n_kv - n_q."""
+    """Counts pairs (row, key) that meet. Causal is bottom right: row r meets the keys up to r + n_kv - n_q."""
     if not causal:
         return n_q * n_kv
     unseen = max(n_kv - n_q, 0)  # rows count up from here to n_kv visible keys; earlier ones see none
@@ -25,12 +25,12 @@ def nominal_flops(w: Workload) -> float:
 
 
 def halved_flops(w: Workload) -> float:
-    """Half of the whole square: what others report for causal attention."""
+    """Counts FLOPs of half of the whole square, which others report for causal attention."""
     return _flops(w, sum(n_q * n_kv for n_q, n_kv in w.sequences) / 2)
 
 
 def least_bytes(w: Workload) -> int:
-    """Every tensor once. Forward: q, k, v, out. Backward: those, grad of out, and the three gradients."""
+    """Counts bytes, every tensor once. Forward: q, k, v, out. Backward: those, grad of out, and the three gradients."""
     rows, keys = (sum(lengths) for lengths in zip(*w.sequences, strict=True))
     elements = (w.d + w.d_v) * (rows * w.heads + keys * w.heads_kv)
     return 2 * elements * (2 if w.backward else 1)

@@ -1,4 +1,4 @@
-"""Calls of the mma forward with a given plan: what the sweep of tiles, the page of toggles and the emulation need."""
+"""Calls of the mma forward with a given plan, for the sweep of tiles, the page of toggles and the emulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from timing import Timer, measure_in_turn
 from workload import Inputs, Workload, make_inputs
 
 SHORT = {"fp16": "f16", "bf16": "bf16"}
-_WORTH_MORE = 16  # of those whose first call was the fastest
+_WORTH_MORE = 16  # plans, those with the fastest first calls, that are measured further
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -62,7 +62,7 @@ class ForcedCalls:
         return self.timer.milliseconds(lambda: self.run(plan))
 
     def tflops(self, plans: Mapping[Name, levels.LevelPlan], iters: int) -> dict[Name, float]:
-        """One call of each, and medians of more, in turn, of the fastest."""
+        """Returns TFLOPS by name: one call of each plan, and medians of more calls, in turn, of the fastest."""
         first = {}
         for name, plan in plans.items():
             self.run(plan)
@@ -81,7 +81,7 @@ class ForcedCalls:
 
 
 def compiled(specs: list[ForwardMma]) -> set[ForwardMma]:
-    """Those that compile without more spills than are allowed; many at a time."""
+    """Returns the specs that compile without more spills than are allowed; many compile at a time."""
 
     def is_ready(spec: ForwardMma) -> bool:
         try:

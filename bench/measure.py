@@ -1,4 +1,4 @@
-"""One workload measured: every provider checked, warmed up, then timed in turn with the ceilings."""
+"""Measures one workload: every provider is checked, warmed up, then timed in turn with the ceilings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from ceilings import CeilingCalls
 from chip import chip_uses
+from console import ends
 from emulation import Emulation
 from ffpa_attn.building.toolchain import BuildError
-from lines import ends
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa
 from pypi import PypiPeer
@@ -27,15 +27,15 @@ class Settings:
     warmup: int = 1
     iters: int = 5
     seed: int = 0
-    ones: tuple[str, ...] = ()  # of "q", "k", "v": all ones where timed
+    ones: tuple[str, ...] = ()  # those of "q", "k", "v" that are all ones where timed
     peers: tuple[str, ...] = ()  # names in providers.PEERS
-    tags: tuple[str, ...] = ()  # parts of tags: only such rows; empty = all
+    tags: tuple[str, ...] = ()  # parts of tags: only rows with one of them; empty = all
     pypi: Path | None = None  # a folder that holds the ffpa-attn of PyPI
-    debug: bool = False  # a provider's exception ends the run
-    arch: str = "sm_90"  # of the GPU; without one, whose kernels the emulator runs
-    whole_outputs: bool = False  # keep them, not only what a line shows
-    check: bool = False  # what cannot be proven is a failure
-    emulation: bool = True  # where there is no GPU
+    debug: bool = False  # let a provider's exception end the run
+    arch: str = "sm_90"  # the GPU's architecture, or the one whose kernels the emulator runs
+    whole_outputs: bool = False  # keep whole outputs, not only what a line shows
+    check: bool = False  # make it a failure when something cannot be proven
+    emulation: bool = True  # run the levels in the emulator if there is no GPU
     build: bool = False  # compile the kernels of the levels afresh
 
 
@@ -44,16 +44,16 @@ class _Ready:
     """A provider that ran."""
 
     provider: Provider
-    once: Callable[[], float]  # one timed call: ms
+    once: Callable[[], float]  # makes one timed call and returns its ms
     verdict: Verdict
     peak: int | None
-    output: torch.Tensor  # what is shown of it, on the CPU
+    output: torch.Tensor  # the part that is shown, on the CPU
 
 
 @dataclass(frozen=True)
 class Measured:
-    result: Result | None  # None: ended before anything was timed
-    outputs: dict[str, torch.Tensor]  # by tag: out or dq of the timed inputs, or its ends
+    result: Result | None  # None: the run ended before anything was timed
+    outputs: dict[str, torch.Tensor]  # out or dq of the timed inputs, or its ends, by tag
     failed: list[str]  # rows of ours that raised, and whatever ended the measurement
     interrupted: bool
 
@@ -66,7 +66,7 @@ class Bench:
         self.pypi = PypiPeer(settings.pypi, device) if settings.pypi else None
 
     def run(self, w: Workload, full: Workload, on_progress: Callable[[float, str], None]) -> Measured:
-        """w: as large as this machine can; full: as asked. on_progress(share done, what is next)"""
+        """Measures `w`, which this machine can run, for `full` as asked; calls on_progress(share done, next)."""
         times: dict[str, list[float]] = {}
         ready: list[_Ready] = []
         skipped: list[tuple[str, str]] = []
@@ -173,7 +173,7 @@ class Bench:
         measure_in_turn(subjects, self.settings.iters, times, on_step, self.timer.on_gpu, on_failure)
 
     def _look_at_the_chip(self, w, full, chip, skipped, failed, on_step) -> None:
-        """What the levels take of it; without a GPU they run in the emulator."""
+        """Appends what the levels take of the chip; without a GPU they run in the emulator."""
         if self.device == "cpu" and not self.settings.emulation:
             return
         emulation = None
@@ -199,7 +199,7 @@ class Bench:
             chip.append(use)
 
     def _free(self) -> None:
-        """What a failed provider or a finished phase left: the next one must not run out of memory for it."""
+        """Frees what a failed provider or a finished phase left: the next one must not run out of memory for it."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()

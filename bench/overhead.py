@@ -1,4 +1,4 @@
-"""What a call of ffpa costs on the host beside the kernel: `python bench/overhead.py` prints a table.
+"""Measures what a call of ffpa costs on the host beside the kernel: `python bench/overhead.py` prints a table.
 
 The kernels are replaced by a function that does nothing. What is left is reading arguments, checks, the choice,
 dispatch and autograd; the allocation of out and lse, which any attention pays, is measured alone and subtracted.
@@ -45,7 +45,7 @@ def _no_kernels() -> Iterator[None]:
 
 def _microseconds(call: Callable[[], object], rounds: int, calls: int) -> float:
     times = []
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds + 1):  # the first round warms up
         start = time.perf_counter()
         for _ in range(calls):
             call()

@@ -18,7 +18,7 @@ _PEER_LINES = (("-", "s"), ("--", "v"), ("-.", "P"), (":", "X"), ("-", "<"), ("-
 
 
 def _figure(title: str, subtitle: str, columns: int = 1):
-    """The figure, and its axes or the list of them."""
+    """Returns the figure, and its axes or the list of them."""
     figure = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
     panels = figure.subplots(1, columns, squeeze=False)[0]
     panels[0].set_title(title, fontsize=15, fontweight="bold", color=_INK, loc="left", pad=26)
@@ -83,7 +83,7 @@ def tflops_figure(record: Record) -> Figure:
 
 
 def speedup_figure(record: Record, acc: str) -> Figure | None:
-    """A group of bars per head dim: every level with these accumulators; None where that or SDPA was not measured."""
+    """Draws a group of bars per head dim, one bar per level with these sums; None if that or SDPA was not measured."""
     results = [result for result in record.results if result.sdpa]
     # What runs when nothing is forced accumulates in f32.
     rows = {row.series: row for result in results for row in result.rows if row.is_ffpa and (row.acc or "f32") == acc}
@@ -114,7 +114,7 @@ def speedup_figure(record: Record, acc: str) -> Figure | None:
 
 
 def chip_figure(record: Record) -> Figure | None:
-    """Shared memory and registers over head dim, beside a tiling that keeps whole rows on chip; f32 sums."""
+    """Draws shared memory and registers over head dim, beside a tiling that keeps whole rows on chip; f32 sums."""
     uses = [(result.workload.d, use) for result in record.results for use in result.chip if use.acc == "f32"]
     if not uses:
         return None
@@ -131,7 +131,7 @@ def chip_figure(record: Record) -> Figure | None:
         needed = [flash_attention_2(d)[i] / (1024, 1)[i] for d in whole_rows]
         label = "FlashAttention-2 tiling, 64 x 64"
         axes.plot(whole_rows, needed, color=_PEER, marker="s", linewidth=1.8, label=label)
-        for level, width in ((1, 5.0), (2, 2.6), (3, 1.8)):  # 1 and 2 are one kernel up to 640: both must show
+        for level, width in ((1, 5.0), (2, 2.6), (3, 1.8)):  # levels 1 and 2 are one kernel up to 640: both must show
             line = [(d, of(use)) for d, use in uses if use.level == level]
             style = {"color": _LEVEL_COLORS[level], "marker": "o", "markersize": 3 + width, "linewidth": width}
             axes.plot(*zip(*line, strict=True), label=f"FFPA L{level}", **style)
@@ -144,7 +144,7 @@ def chip_figure(record: Record) -> Figure | None:
 
 
 def save_plots(record: Record, stem: Path, mark: str = "") -> list[Path]:
-    """`mark` goes into each file, where nobody sees it."""
+    """Saves the pictures; `mark` goes into each file, where nobody sees it."""
     figures = {"TFLOPS": tflops_figure(record)}
     figures |= {f"ffpa+acc+{acc}_Speedup": speedup_figure(record, acc) for acc in ACCS}
     figures["on_chip"] = chip_figure(record)

@@ -1,4 +1,4 @@
-"""Who can compute a workload: this project's kernels, and the others to compare with."""
+"""The providers that can compute a workload: this project's kernels, and the others to compare with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from workload import Inputs, Workload, rows_of
 
-_FALLBACKS = ("sdpa", "reference")  # what ffpa runs on where no kernel of ours can
+_FALLBACKS = ("sdpa", "reference")  # backends that ffpa runs on where no kernel of ours can
 
 
 # ---- ours ----
@@ -41,7 +41,7 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
     more = {}
     if choice.plan:
         settings = choice.plan._asdict()
-        spec = settings.pop("spec", None)  # of a compiled kernel
+        spec = settings.pop("spec", None)  # compiled kernels have a spec
         more = {"settings": settings, "sums": tuple(getattr(spec, name, "f32") for name in ("acc_qk", "acc_pv"))}
     fallback = None if w.backward else choice.fallback
     return Provider(
@@ -50,8 +50,8 @@ def _ours(w: Workload, tag: str, choice: Choice, **forced) -> Provider:
 
 
 def our_providers(w: Workload, x: Inputs, refused: list[tuple[str, str]]) -> Iterator[Provider]:
-    """Every (acc, level, stages) that a kernel exists for, then what runs when nothing is forced. On a GPU, `refused`
-    gets the levels that have none, and why.
+    """Yields every (acc, level, stages) that a kernel exists for, then what runs when nothing is forced. On a GPU,
+    `refused` gets the levels that have no kernel, and why.
     """
     for acc, level, num_stages in product(ACCS, LEVELS, STAGES) if not w.backward else ():
         forced = {"acc": acc, "level": level, "num_stages": num_stages}
@@ -70,7 +70,7 @@ def our_providers(w: Workload, x: Inputs, refused: list[tuple[str, str]]) -> Ite
 
 
 def _sequence_by_sequence(w: Workload, dense: Callable) -> Callable[[Inputs], torch.Tensor]:
-    """A dense function for packed inputs: what people do who have no varlen kernel."""
+    """Applies a dense function to packed inputs, as people do who have no varlen kernel."""
 
     def attention(x: Inputs) -> torch.Tensor:
         parts = (
@@ -108,7 +108,7 @@ def _sdpa(tag: str, kernel: str, backend: SDPBackend | None) -> Callable[[Worklo
 
 
 def _unfused(w: Workload, x: Inputs) -> Provider:
-    """Three steps, the scores in memory."""
+    """Computes attention in three steps, with the scores in memory."""
 
     def dense(q, k, v):
         repeats = q.shape[1] // k.shape[1]
@@ -149,7 +149,7 @@ def _flex(w: Workload, x: Inputs) -> Provider:
         raise Unavailable("packed sequences need a block mask per batch")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # it would give up, silently, after a few head dims
+    torch._dynamo.reset()  # without this it would give up, silently, after a few head dims
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if w.causal:
@@ -173,6 +173,6 @@ PEERS: dict[str, Callable[[Workload, Inputs], Provider]] = {
 
 
 def sdpa(w: Workload, x: Inputs) -> Provider:
-    """The baseline of every speedup: PyTorch's efficient attention, its one fused kernel for large head dims."""
+    """Makes the baseline of every speedup: PyTorch's efficient attention, its one fused kernel for large head dims."""
     backend = SDPBackend.EFFICIENT_ATTENTION if x.q.is_cuda else None
     return _sdpa(SDPA_TAG, "efficient" if x.q.is_cuda else "sdpa cpu", backend)(w, x)

@@ -25,7 +25,7 @@ class PypiPeer:
     tag = "(ffpa-pypi)"
 
     def __init__(self, folder: Path, device: str):
-        from ffpa_attn import env  # ours: the child must not see it
+        from ffpa_attn import env  # our module: the child must not see it
 
         self.child = subprocess.Popen(
             [sys.executable, __file__, device],
@@ -37,7 +37,7 @@ class PypiPeer:
         )
 
     def prepare(self, w: Workload, seed: int, ones: Collection[str], warmup: int) -> dict:
-        """kernel, verdict, peak_bytes and some values of the output."""
+        """Returns kernel, verdict, peak_bytes and some values of the output."""
         return self._ask({"workload": w.as_dict(), "seed": seed, "ones": list(ones), "warmup": warmup})
 
     def milliseconds(self) -> float:
@@ -93,7 +93,7 @@ def _serve(device: str) -> None:
     answers, child = sys.stdout, None
     for line in sys.stdin:
         try:
-            with redirect_stdout(sys.stderr):  # what the package prints is no answer
+            with redirect_stdout(sys.stderr):  # the package's own prints are no answers
                 child = child or _Child(device)
                 told = {"answer": child.answer(json.loads(line))}
         except Exception as error:

@@ -1,9 +1,9 @@
-"""Writes the measured parts of README.md and docs/speed.md, and the pictures they show, from the records in bench/results/:
-`python bench/readme.py`.
+"""Writes the measured parts of README.md and docs/speed.md, and the pictures they show, from the records in bench/results/.
 
-`<!-- bench: NAME -->` … `<!-- /bench -->` holds the table of NAME.json, `<!-- plots: NAME -->` its pictures, and
-`<!-- cases: NAME NAME … -->` one line for each of several records, by what stands behind their GPU. What is in between is generated: measure again, or
-change bench/tables.py and bench/plots.py, never a page or a picture.
+Run it as `python bench/readme.py`. `<!-- bench: NAME -->` … `<!-- /bench -->` holds the table of NAME.json,
+`<!-- plots: NAME -->` its pictures, and `<!-- cases: NAME NAME … -->` one line for each of several records, named
+after the part of NAME behind the GPU. What is in between is generated: measure again, or change bench/tables.py and
+bench/plots.py, never a page or a picture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PICTURES = {
 
 
 def publishable(record: Record) -> Record:
-    """The record, or ValueError with what stands against showing it as a result of this project."""
+    """Returns the record, or raises ValueError with what stands against showing it as a result of this project."""
     rows = [row for result in record.results for row in result.rows]
     against = [
         f"{row.tag} ran on {row.kernel}, not on a kernel of this project"
@@ -58,7 +58,7 @@ def _load(path: Path) -> Record:
 
 
 def generated(text: str, results: Path, up: str = "") -> str:
-    """The text with every marked part as its records have it; `up` leads from its folder to the repository's root."""
+    """Returns the text with every marked part as its records have it; `up` leads from its folder to the root."""
 
     def part(block: re.Match) -> str:
         names = block["names"].split()
@@ -80,14 +80,14 @@ def up_from(page: Path) -> str:
 
 
 def mark_of(record: Path) -> str:
-    """Goes into a record's pictures: another one is due when the record, or what draws it, changes."""
+    """Returns the mark of a record's pictures, which changes when the record, or what draws them, changes."""
     parts = [record.read_bytes(), *((_ROOT / "bench" / name).read_bytes() for name in ("plots.py", "record.py"))]
     parts.append(repr([flash_attention_2(d) for d in range(64, 1025, 64)]).encode())
     return f"drawn from {hashlib.sha256(b''.join(parts)).hexdigest()}"
 
 
 def pictured(text: str, results: Path) -> dict[Path, list[Path]]:
-    """record -> the pictures of it that the text shows."""
+    """Maps each record to the pictures of it that the text shows."""
     names = {name for block in _BLOCK.finditer(text) if block["kind"] == "plots" for name in block["names"].split()}
     return {results / f"{name}.json": [results / f"{name}_{what}.png" for what in _PICTURES] for name in sorted(names)}
 

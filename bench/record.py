@@ -1,4 +1,4 @@
-"""What a run leaves behind: where, what source, what was measured. JSON holds all of it; CSV one line per row."""
+"""The record of a run: where, what source, what was measured. JSON holds all of it; CSV one line per row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
     tag: str
     kernel: str
     is_ffpa: bool
-    own_kernel: bool  # False: ffpa fell back, this is no number of ours
+    own_kernel: bool  # False: ffpa fell back, so this is no number of ours
     acc: str | None
     level: int | None
     num_stages: int | None
@@ -50,14 +50,14 @@ class Row:
     median_ms: float
     min_ms: float
     max_ms: float
-    tflops: float  # nominal, of the median
+    tflops: float  # nominal TFLOPS at the median
     halved_tflops: float | None  # causal only: as if half of the square were visible
     ceiling: str  # what bounds the workload: "GEMM" or "copy"
     ceiling_percent: float
     peak_bytes: int | None
     max_error: float
     problem: str | None  # why the result is wrong
-    settings: dict = field(default_factory=dict)  # of ours: level, stages and the rest of the plan
+    settings: dict = field(default_factory=dict)  # plan of one of our kernels: level, stages and the rest
 
     @staticmethod
     def of(
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def series(self) -> str:
-        """The row of the table, and the line of the plot, that it belongs to."""
+        """Names the row of the table, and the line of the plot, that this row belongs to."""
         if self.level:
             return f"FFPA L{self.level}{MARKS[self.acc]}"
         if self.is_ffpa:
@@ -106,7 +106,7 @@ class Result:
     rows: list[Row]
     skipped: list[tuple[str, str]]  # (who, why)
     chip: list[ChipUse]
-    clocks: dict[str, str] | None = None  # of the GPU, right after the last call
+    clocks: dict[str, str] | None = None  # the GPU's clocks, right after the last call
 
     @property
     def sdpa(self) -> Row | None:
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def series(self) -> list[str]:
-        """SDPA first, then ours by level and accumulators, automatic, the others."""
+        """Orders the series: SDPA first, then ours by level and accumulators, automatic, the others."""
         rows = {row.series: row for result in self.results for row in result.rows}
 
         def place(name: str) -> tuple:
@@ -181,7 +181,7 @@ class Record:
 
 
 def _lines(value, depth: int, indent: str = "\n") -> str:
-    """JSON with a line for each member down to `depth`: a row of a record is one line."""
+    """Writes JSON with a line for each member down to `depth`: a row of a record is one line."""
     if not depth or not value or not isinstance(value, (dict, list)):
         return json.dumps(value)
     inner = indent + " "
@@ -211,7 +211,7 @@ def _processor() -> str:
 
 
 def clocks() -> dict[str, str] | None:
-    """Clocks, power and temperature of the GPU as nvidia-smi tells them now."""
+    """Returns clocks, power and temperature of the GPU as nvidia-smi tells them now."""
     uuid = torch.cuda.get_device_properties(0).uuid
     told = _output("nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
     return told and dict(zip(_CLOCKS, told.split(", "), strict=True))
@@ -237,7 +237,7 @@ def machine(device: str) -> dict:
 
 
 def source() -> dict:
-    """The commit's tree, whether files differ from it, and the flags that were set."""
+    """Returns the commit's tree, whether files differ from it, and the flags that were set."""
     tree = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD^{tree}")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain")
     built = native.record()

@@ -1,8 +1,9 @@
-"""Ring attention as each of W ranks has it, on fewer GPUs: these have neighbouring ranks, and send round among themselves.
+"""Measures ring attention as each of W ranks has it, on fewer GPUs.
 
-`python bench/ring.py --ranks 8` prints ms of a step of the first, middle and last ranks, and of a W-th of what one GPU takes for the
-whole sequence: their ratio is what W GPUs can reach of W times one. On a single GPU NCCL sends to itself what would come from
-another; W GPUs have the real thing, which examples/ring_attention.py --scaling measures for 1, 2, 4, ... of them.
+The GPUs have neighbouring ranks, and send round among themselves. `python bench/ring.py --ranks 8` prints ms of a step
+of the first, middle and last ranks, and a W-th of the ms that one GPU takes for the whole sequence: their ratio is what
+W GPUs can reach of W times one. On a single GPU NCCL sends to itself what would come from another; W GPUs have the real
+thing, which examples/ring_attention.py --scaling measures for 1, 2, 4, ... of them.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def main(gpu: int, args: argparse.Namespace, meeting: str) -> None:
     causal, timer, post = not args.all_keys, Timer("cuda"), exchange.Exchange.post
 
     def among_gpus(self, first: int, tensors, to, source, rows):
-        """To another GPU, where there are several: as far on as the rank that it is meant for, or the next one if that is itself."""
+        """Posts to the GPU as far on as the target rank is, or to the next one, if any, where that is this GPU."""
         ranks_on = (to - first - gpu) % args.ranks
         on = ranks_on % args.gpus or min(1, args.gpus - 1)
-        # Of gradients there come the rows that the sender saw.
+        # Gradients arrive for those rows that the sender saw.
         if tensors[0].dtype == torch.float32 and causal:
             sender = first + (gpu - on) % args.gpus
             earlier = (sender + ranks_on) % args.ranks < sender

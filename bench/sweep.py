@@ -1,8 +1,9 @@
 """Measures every tile that the split-D forward on mma.sync can have, and writes the table that the choice reads.
 
 `python bench/sweep.py` measures all widths, levels and accumulators; `--level 1 --D 512,640 --acc f32` some of them;
-`--write` puts the result into ffpa/ffpa_attn/specs/tiles.py, in place of the rows measured. Each tile is a kernel compiled on
-demand (2 to 10 s of one core). On a machine without a GPU, `--dry` lists the tiles and what they need of registers.
+`--write` puts the result into ffpa/ffpa_attn/specs/tiles.py, in place of the rows measured. Each tile is a kernel
+compiled on demand (2 to 10 s of one core). On a machine without a GPU, `--dry` lists the tiles and the registers that
+they need.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from ffpa_attn.specs import archs, tiles
 from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
 from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
-ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # by what PV accumulates in, as the tables are
+ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # keyed by what PV accumulates in, as the tables are
 STREAMED_HEAD_DIMS = (*COLUMNS, 1152, 2048)
 _LIMITS = [archs.shared_memory_bytes(arch) for arch in ("sm_90", "sm_80", "sm_89")]  # 227, 163, 99 KB
 _STREAMED_COLUMNS = (128, 192, 256, 320, 384, 448)
-_LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # of a tile: fewer were not tried
-_MOST_ACCUMULATORS = 212  # of the 255 registers of a thread
-_WITHIN = {0: 0.96, 2: 0.9}  # by limit: of level 3's fastest is as good, so that few kernels do
+_LEAST_SCORES = {1: 64 * 128, 3: 128 * 128}  # scores of a tile, by level: fewer were not tried
+_MOST_ACCUMULATORS = 212  # registers of a thread, which has 255
+_WITHIN = {0: 0.96, 2: 0.9}  # share of level 3's fastest speed that suffices, by limit, so that few kernels do
 
 Result = dict[Shape, float]  # TFLOPS
 Tiles = list[tuple[int, ...]]
 
 
 def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, least_scores: int) -> list[Shape]:
-    """Tiles of so many scores whose fragments fit registers, of which two stages fit shared memory, in steps of 16 to
-    72 KB.
+    """Returns the tiles of at least so many scores whose fragments fit registers and of which two stages fit shared
+    memory, in steps of 16 to 72 KB.
     """
     found = []
     for c, rows, keys, key_columns, value_rows in itertools.product(
         columns, (32, 64, 128), (64, 128, 256), (32, 64, 96, 128), (16, 32, 64, 128, 256)
     ):
         shape = Shape(c, rows, keys, key_columns, value_rows, 0)
-        warps_by_keys = 8 * 32 // rows  # of a tile: each has 32 rows of S and a multiple of 16 keys
+        warps_by_keys = 8 * 32 // rows  # warps along a tile's keys: each has 32 rows of S and a multiple of 16 keys
         key_bytes, value_bytes = keys * key_columns * 2, value_rows * c * 2
         if (
             keys % value_rows
@@ -64,7 +65,7 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
 
 
 def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> LevelPlan | None:
-    """As the choice would have it on a GPU with so much shared memory."""
+    """Returns the plan that the choice would make with so much shared memory, or None if two stages do not fit."""
     fitting = levels.settings(spec, problem, env.run_flags(), limit)
     if fitting is None or fitting[0] == 1:
         return None
@@ -73,7 +74,7 @@ def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> LevelPlan | None:
 
 
 def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> list[Result]:
-    """TFLOPS of all legal tiles, with the settings of each limit of shared memory where they fit it."""
+    """Returns TFLOPS of all legal tiles, with the settings of each limit of shared memory where they fit it."""
     dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "fp16"
     w = square(d, dtype, args.H, args.N)
     problem = problem_of(w, level)
@@ -91,7 +92,7 @@ def measured(columns: tuple[int, ...], d: int, acc: str, level: int, args) -> li
 
 @cache
 def ships(shape: Shape, acc: str, streamed: bool) -> bool:
-    """Whether each kernel that takes this tile passes the build's gate, on sm_80 too."""
+    """Tells whether each kernel that takes this tile passes the build's gate, on sm_80 too."""
     for accumulators_of in (pair for pair in ACCUMULATORS["f16"] if pair[1] == acc):
         for arch in ("sm_80", "sm_90"):
             try:
@@ -117,8 +118,8 @@ def show(d: int, acc: str, level: int, results: list[Result]) -> None:
 
 
 def register_tiles(columns: int, acc: str, args) -> Tiles:
-    """The fastest tile in each limit of shared memory, and the fastest of 32 rows; of f16 sums, which few call for, only
-    those of 227 and 99 KB.
+    """Returns the fastest tile in each limit of shared memory, and the fastest of 32 rows; for f16 sums, which few call
+    for, only those of 227 and 99 KB.
     """
     results = measured((columns,), columns, acc, 1, args)
     show(columns, acc, 1, results)
@@ -129,7 +130,7 @@ def register_tiles(columns: int, acc: str, args) -> Tiles:
 
 
 def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tiles]:
-    """For each head dim a tile near its fastest, few in all; and one of 99 KB."""
+    """Returns for each head dim a tile near its fastest, few in all; and one that fits 99 KB."""
     results = {}
     for d in head_dims:
         results[d] = measured(args.columns, d, acc, 3, args)
@@ -151,7 +152,7 @@ def streamed_tiles(acc: str, head_dims: tuple[int, ...], args) -> dict[int, Tile
 
 
 def rate(registers: dict[int, Tiles], streamed: dict[int, Tiles], d: int, acc: str, args) -> None:
-    """The speeds of the chosen tiles of all levels, measured in turn: those that the choice compares."""
+    """Enters the speeds of the chosen tiles of all levels, measured in turn: the choice compares these."""
     dtype = "bf16" if ACCS[acc] in ACCUMULATORS["bf16"] else "fp16"
     w, plans = square(d, dtype, args.H, args.N), {}
     for level, table in ((1, registers), (3, streamed)):

@@ -1,7 +1,8 @@
 """Measures the tiles that the Triton kernels can have on this GPU, and writes the table that plans read.
 
-`python bench/sweep_triton.py --write` measures forward, backward and the forward of 8-bit floats (e4m3, V transposed), causal
-and not, at widths 64, 128 and 256, and replaces this GPU's part of ffpa/ffpa_attn/triton_ops/triton_tiles.py. Kernels are compiled first, by one process for each core.
+`python bench/sweep_triton.py --write` measures forward, backward and the forward of 8-bit floats (e4m3, V transposed),
+causal and not, at widths 64, 128 and 256, and replaces this GPU's part of ffpa/ffpa_attn/triton_ops/triton_tiles.py.
+Kernels are compiled first, by one process for each core.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from timing import Timer, measure_in_turn
 from workload import Workload, make_inputs
 
 WIDTHS = (64, 128, 256)
-WORKS = ("forward", "rows", "keys", "fp8")  # the kernels: of the backward two, by what a program owns
+WORKS = ("forward", "rows", "keys", "fp8")  # kernels; the backward has two, named after what a program owns
 _FEW = 256  # rows and keys where a kernel is only to be compiled
-_MOST_ACCUMULATORS = 224  # of a thread, of its 255 registers
+_MOST_ACCUMULATORS = 224  # registers of a thread, which has 255
 _REGISTERS = (168, 128)
-_ALL_REGISTERS = 65536  # of a core
-_OTHER_REGISTERS = 24  # of a thread, beside its accumulators
-_LEAST_OWN = 64  # rows (or keys) of a program: what a product on a Hopper has
-_WORTH_MORE = 6  # of those whose first calls were the fastest
+_ALL_REGISTERS = 65536  # registers of one multiprocessor
+_OTHER_REGISTERS = 24  # registers of a thread beside its accumulators
+_LEAST_OWN = 64  # rows (or keys) of a program: as many as a product on a Hopper has
+_WORTH_MORE = 6  # tiles, those with the fastest first calls, that are measured further
 
 
 def candidates(work: str, width: int, arch: str) -> list[Tiles]:
-    """Tiles whose accumulators fit registers and whose stages fit shared memory, also with fewer registers of a thread where that
-    lets one more program share both.
+    """Returns the tiles whose accumulators fit registers and whose stages fit shared memory, also with fewer registers
+    per thread where that lets one more program share both.
     """
     found = []
     for rows, keys, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
@@ -121,18 +122,18 @@ def has_descriptors() -> bool:
 
 
 def compile_one(case: tuple) -> str | None:
-    """Leaves the kernel in Triton's cache; what stands against it."""
+    """Leaves the kernel in Triton's cache; returns what stands against it, or None."""
     width, causal, work, heads, tiles = case
     try:
         Calls(width, causal, work, _FEW, heads).run(tiles)
         torch.cuda.synchronize()
-    except Exception as error:  # of any kind: a tile less to measure
+    except Exception as error:  # any error: one tile less to measure
         return f"{work} {tiles}: {str(error).splitlines()[0]}"
     return None
 
 
 def measured(calls: Calls, tiles: list[Tiles], iters: int) -> list[tuple[float, Tiles]]:
-    """(ms, tiles), the fastest first: a few calls of each, and more, in turn, of the fastest."""
+    """Returns (ms, tiles), the fastest first: from a few calls of each, and more, in turn, of the fastest."""
     timer = Timer("cuda")
     once = {one: lambda one=one: timer.milliseconds(lambda: calls.run(one)) for one in tiles}
     first = {one: min(call() for _ in range(3)) for one, call in once.items()}
@@ -147,7 +148,7 @@ def shown_tiles(tiles: Tiles) -> tuple:
 
 
 def source(table: dict) -> str:
-    """triton_tiles.py, with this table of what was measured."""
+    """Returns the text of triton_tiles.py with this table of what was measured."""
     text = Path(triton_tiles.__file__).read_text()
     begin, end = text.index("MEASURED = "), text.index("# Elsewhere")
     lines = []

@@ -36,7 +36,7 @@ def bench_table(record: Record) -> str:
 
 
 def cases_table(records: Mapping[str, Record]) -> str:
-    """One line for each workload, by its name: what runs when nothing is forced, and how long the others take."""
+    """Makes one line for each workload, by its name: what runs if nothing is forced, and how long others take."""
     lines = ["| | workload | ms | TFLOPS | of the ceiling | others, ms | kernel |", "|---|---|---|---|---|---|---|"]
     for name, record in records.items():
         for result in record.results:
@@ -53,7 +53,7 @@ def cases_table(records: Mapping[str, Record]) -> str:
 
 
 def chip_table(record: Record) -> str:
-    """What each level takes of the chip, one column per head dim."""
+    """Makes the table of what each level takes of the chip, one column per head dim."""
     by_series: dict[str, list[ChipUse | None]] = {}
     for i, result in enumerate(record.results):
         for use in result.chip:
@@ -80,7 +80,7 @@ def chip_table(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """What must be said below the table."""
+    """Returns what must be said below the table."""
     rows = [row for result in record.results for row in result.rows]
     ceiling = record.results[0].ceilings.gemm
     lines = [

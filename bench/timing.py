@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 _LONGEST_WAIT = 2e-3
-_CYCLES_PER_SECOND = 2e9  # at least what GPUs run at
+_CYCLES_PER_SECOND = 2e9  # at least the clock of any GPU
 
 
 class Timer:
@@ -20,7 +20,7 @@ class Timer:
             # Writing twice the L2 cache evicts what the last call left there.
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.evictor = torch.empty(max(2 * cache, 64 << 20), dtype=torch.int8, device=device)
-            self.host_seconds = WeakKeyDictionary()  # of calls
+            self.host_seconds = WeakKeyDictionary()  # host time of each call's last launch
 
     def milliseconds(self, call: Callable[[], object]) -> float:
         if not self.on_gpu:
@@ -29,7 +29,7 @@ class Timer:
             return (time.perf_counter() - start) * 1e3
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.evictor.zero_()
-        # The GPU waits while the host launches the call, twice as long as it took the last time: its time holds no launch gap.
+        # The GPU waits while the host launches the call, twice as long as that took last time: no launch gap is timed.
         wait = min(2 * self.host_seconds.get(call, _LONGEST_WAIT), _LONGEST_WAIT)
         torch.cuda._sleep(int(wait * _CYCLES_PER_SECOND))
         start.record()
@@ -85,7 +85,7 @@ def measure_in_turn(
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int | None:
-    """Device memory that a call takes beyond what was there before, its result included; None on the CPU."""
+    """Returns the device memory that a call takes beyond what was there, its result included; None on the CPU."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()

@@ -1,5 +1,7 @@
-"""What each experiment with the mma forward buys, and what the levels take of the chip: `python bench/toggles.py` on a
-GPU prints the page docs/design/toggles.md. Without one, `--resources` prints its second half.
+"""Measures what each experiment with the mma forward buys, and what the levels take of the chip.
+
+`python bench/toggles.py` on a GPU prints the page docs/design/toggles.md. Without one, `--resources` prints its second
+half.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from workload import Workload, make_inputs
 
 HEAD_DIMS = (320, 512, 1024)
 LEVELS = (1, 2, 3)
-TOGGLES: list[tuple[str, dict[str, str], int | None]] = [  # what it is, flags, num_stages
+TOGGLES: list[tuple[str, dict[str, str], int | None]] = [  # description, flags, num_stages
     ("Q, K and V padded, not swizzled", {f"ENABLE_FFPA_SMEM_SWIZZLE_{x}": "0" for x in "QKV"}, None),
     ("a ring each for K and V", {"ENABLE_FFPA_QKV_SMEM_SHARE": "0"}, None),
     ("the same, one stage of V", {"FFPA_PV_STAGES": "1"}, None),
@@ -39,7 +41,7 @@ TOGGLES: list[tuple[str, dict[str, str], int | None]] = [  # what it is, flags, 
 
 
 def plan_of(d: int, level: int, flags: dict[str, str], num_stages: int | None, args) -> LevelPlan | None:
-    """None where the settings do not fit."""
+    """Returns the plan with these settings, or None where they do not fit."""
     with contextlib.ExitStack() as stack:
         for name, value in flags.items():
             stack.enter_context(env.overridden(name, value))
@@ -76,7 +78,7 @@ def toggles_page(args) -> list[str]:
 
 
 def resources_page(args) -> list[str]:
-    """What the compiler and the emulator say of the kernels chosen on an H200."""
+    """Returns what the compiler and the emulator say of the kernels chosen on an H200."""
     lines = [
         "| D | level | tile | stages | Q | registers | spills, B | shared memory, KB | barriers a tile | bank conflicts |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -1,8 +1,9 @@
-"""A small language model trained from the same start on ffpa, on PyTorch's own attention, and on plain matrix products.
+"""Trains a small language model from one start on ffpa, on PyTorch's own attention, and on plain matrix products.
 
-`python bench/train.py` runs 200 steps on packed sequences of this repository's own text: grouped query heads, head dim 512,
-causal, bf16. It plots the losses, and compares the distance between those of ffpa and SDPA with that between products and SDPA: what
-rounding alone does to a training run. (SDPA computes such a call in float32 on a GPU; products round scores and P to bf16.)
+`python bench/train.py` runs 200 steps on packed sequences of this repository's own text: grouped query heads, head dim
+512, causal, bf16. It plots the losses, and compares the distance between those of ffpa and SDPA with that between
+products and SDPA: what rounding alone does to a training run. (SDPA computes such a call in float32 on a GPU; products
+round scores and P to bf16.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def block_mask(cu: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[tokens, tokens]: of the same sequence, and not later."""
+    """Returns [tokens, tokens]: true where the key is of the same sequence, and not later."""
     position = torch.arange(tokens, device=cu.device)
     sequence = torch.searchsorted(cu[1:], position.int(), right=True)
     return (sequence[:, None] == sequence) & (position[:, None] >= position)
@@ -87,7 +88,7 @@ def text() -> torch.Tensor:
 
 
 def train(attention, args, device: str) -> list[float]:
-    """The loss of every step. Data, start and order are the same for every attention."""
+    """Returns the loss of every step. Data, start and order are the same for every attention."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     data = text()
@@ -115,7 +116,7 @@ def train(attention, args, device: str) -> list[float]:
 
 
 def distance(a: list[float], b: list[float]) -> float:
-    """The root mean square of their difference."""
+    """Returns the root mean square of their difference."""
     return (torch.tensor(a) - torch.tensor(b)).square().mean().sqrt().item()
 
 

@@ -1,7 +1,8 @@
-"""Is a provider right? Its results on random normal data against the float64 oracle, judged by the tests' comparator.
+"""Judges whether a provider is right: its results on random normal data, against the float64 oracle.
 
-Whole matrices in float64 do not fit at the sizes that are measured, so a sample is compared: the first and the last
-heads of K and V with all their query heads; forward, a few blocks of rows; backward, all rows, block by block.
+The tests' comparator judges. Whole matrices in float64 do not fit at the sizes that are measured, so a sample is
+compared: the first and the last heads of K and V with all their query heads; forward, a few blocks of rows; backward,
+all rows, block by block.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import oracle
 import torch
 from workload import DTYPES, Inputs, Workload, make_inputs, rows_of
 
-_ROWS = 64  # in a sampled block
+_ROWS = 64  # rows of a sampled block
 _SCORES = 1 << 23  # most scores of a block, where all rows count
-_SEED_OFFSET = 1000  # other numbers than those that are timed
+_SEED_OFFSET = 1000  # gives other numbers than those that are timed
 
 
 class Verdict(NamedTuple):
@@ -26,7 +27,7 @@ class Verdict(NamedTuple):
     problem: str | None  # why the result is wrong
 
 
-Sums = tuple[str, str]  # what QK^T and PV accumulate in
+Sums = tuple[str, str]  # types that QK^T and PV accumulate in
 _F32: Sums = ("f32", "f32")
 
 
@@ -40,7 +41,7 @@ class _Sample(NamedTuple):
 
 
 class Truth:
-    """Computed once per workload, asked once per provider."""
+    """The true results, computed once per workload and compared once per provider."""
 
     def __init__(self, w: Workload, device: str, seed: int):
         self.w = w
@@ -50,7 +51,7 @@ class Truth:
         self._bases: dict[Sums, list[list[torch.Tensor]]] = {}
 
     def verdict(self, run: Callable[[Inputs], tuple[torch.Tensor, ...]], sums: Sums = _F32) -> Verdict:
-        """run: inputs -> (out,) or, backward, (dq, dk, dv), judged by PyTorch's own error with such sums."""
+        """Judges run: inputs -> (out,) or, backward, (dq, dk, dv), by PyTorch's own error with such sums."""
         results = [x.detach() for x in run(self.inputs)]
         names = ("dq", "dk", "dv") if self.w.backward else ("out",)
         worst, problems = 0.0, []
@@ -67,7 +68,7 @@ class Truth:
         return Verdict(worst, "; ".join(problems) or None)
 
     def _part(self, x: torch.Tensor, sample: _Sample, of_keys: bool) -> torch.Tensor:
-        """The sampled part of a result."""
+        """Returns the sampled part of a result."""
         group = self.w.heads // self.w.heads_kv
         x = rows_of(self.w, x, sample.sequence, of_keys)
         if of_keys:
@@ -85,7 +86,7 @@ class Truth:
         return _Sample(sequence, head_kv, blocks, want)
 
     def _base(self, sums: Sums) -> list[list[torch.Tensor]]:
-        """PyTorch's own results, of each sample."""
+        """Returns PyTorch's own results for each sample."""
         if sums not in self._bases:
             attention = partial(compare.baseline, acc_qk=sums[0], acc_pv=sums[1])
             dtype = DTYPES[self.w.dtype]
@@ -95,7 +96,7 @@ class Truth:
         return self._bases[sums]
 
     def _compute(self, attention, dtype, sequence, head_kv, blocks) -> list[torch.Tensor]:
-        """[out] of the blocks, or [dq, dk, dv] with dk and dv summed up over blocks and heads."""
+        """Returns [out] of the blocks, or [dq, dk, dv] with dk and dv summed up over blocks and heads."""
         w, x = self.w, self.inputs
         group = w.heads // w.heads_kv
         k, v = (rows_of(w, t, sequence, True)[:, head_kv, None] for t in (x.k, x.v))

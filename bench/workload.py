@@ -1,4 +1,4 @@
-"""What is measured: one attention problem, and its tensors."""
+"""One attention problem to be measured, and its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Workload:
     batch: int
     heads: int
     heads_kv: int
-    n_q: int  # packed: the longest
+    n_q: int  # rows; packed: those of the longest sequence
     n_kv: int
     d: int
     d_v: int
@@ -27,7 +27,7 @@ class Workload:
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """(rows, keys) of each batch entry."""
+        """Lists (rows, keys) of each batch entry."""
         if not self.packed:
             return [(self.n_q, self.n_kv)] * self.batch
         return [tuple(max(n * (i + 1) // self.batch, 1) for n in (self.n_q, self.n_kv)) for i in range(self.batch)]
@@ -39,7 +39,7 @@ class Workload:
         return ", ".join([f"B={self.batch}, H={heads}, N={lengths}, D={dims}", *self.kind()])
 
     def kind(self) -> list[str]:
-        """In words, whatever is not a size."""
+        """Lists in words whatever is not a size."""
         words = {"causal": self.causal, "varlen": self.packed, "backward": self.backward}
         return [self.dtype, *(word for word, holds in words.items() if holds)]
 
@@ -48,7 +48,7 @@ class Workload:
 
 
 def without_head_dim(w: Workload) -> str:
-    """In words."""
+    """Describes the workload in words."""
     return ", ".join(part for part in str(w).split(", ") if not part.startswith("D="))
 
 
@@ -59,11 +59,11 @@ class Inputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     offsets: tuple  # () or (cu_seqlens_q, cu_seqlens_k, longest q, longest k)
-    grad: torch.Tensor | None  # of the output, for a backward
+    grad: torch.Tensor | None  # gradient of the output, for a backward
 
 
 def make_inputs(w: Workload, device: str, seed: int, ones: Collection[str] = ()) -> Inputs:
-    """Random normal, or all ones for the tensors named ("q", "k", "v")."""
+    """Makes random normal inputs, or all ones for the tensors named ("q", "k", "v")."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(name: str, heads: int, length: int, rows: int, d: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _offsets(lengths, device: str) -> torch.Tensor:
 
 
 def rows_of(w: Workload, x: torch.Tensor, sequence: int, of_keys: bool) -> torch.Tensor:
-    """One batch entry of a tensor, as a view [1, H, N, D]."""
+    """Returns one batch entry of a tensor, as a view [1, H, N, D]."""
     if not w.packed:
         return x[sequence : sequence + 1]
     lengths = [lengths[of_keys] for lengths in w.sequences]
@@ -96,7 +96,7 @@ def rows_of(w: Workload, x: torch.Tensor, sequence: int, of_keys: bool) -> torch
 
 
 def halved(w: Workload) -> Workload | None:
-    """A workload of less work and the same kind, or None when it is small already."""
+    """Returns a workload of less work and the same kind, or None when it is small already."""
     if w.heads_kv > 1:
         group = w.heads // w.heads_kv
         return replace(w, heads=w.heads_kv // 2 * group, heads_kv=w.heads_kv // 2)

@@ -1,4 +1,4 @@
-"""Training steps of a Gemma-4-style model from its config, on ffpa and on SDPA: tokens a second, and peak memory.
+"""Runs training steps of a Gemma-4-style model from its config, on ffpa and on SDPA: tokens a second, and peak memory.
 
 `python examples/gemma_step.py` takes a toy size, on a CPU in seconds. On a GPU, for example:
 `python examples/gemma_step.py --tokens 16384 --layers 6 --hidden 2560 --heads 8 --heads-kv 1 --head-dim 256`.
@@ -40,7 +40,7 @@ def config_of(args: argparse.Namespace) -> Gemma4TextConfig:
 
 
 def train(attention: str, args: argparse.Namespace, device: str) -> tuple[list[float], float, float]:
-    """Losses, tokens a second after the first step, and peak memory of a GPU in GiB."""
+    """Returns losses, tokens a second after the first step, and peak memory of a GPU in GiB."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(args), attn_implementation=attention, dtype=torch.bfloat16)
     model.to(device).train()
@@ -48,7 +48,7 @@ def train(attention: str, args: argparse.Namespace, device: str) -> tuple[list[f
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(1, args.vocabulary, (1, args.tokens), device=device)
-    # Several texts in one row: their positions say where one ends, and no row sees another text.
+    # Several texts share one row of tokens: their positions say where one ends, and no token sees another text.
     positions = torch.arange(args.tokens, device=device)[None] % (args.tokens // args.texts)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several ranks, checked against one process and timed.
+"""Computes attention over a sequence that lies on several ranks, checks it against one process, and times it.
 
 torchrun --nproc-per-node 8 examples/ring_attention.py --rows 131072 --scaling   # GPUs, over NCCL; a table of 1 to 8
 python examples/ring_attention.py   # a rank for each GPU, or two on the CPU, over gloo, at toy size
@@ -23,7 +23,7 @@ from ffpa_attn import distributed, ffpa
 
 GPUS = torch.cuda.device_count()
 NAMES = ("out", "lse", "dq", "dk", "dv")
-WORST = 0.03  # of the largest element: a few roundings to 16 bits
+WORST = 0.03  # largest error allowed, relative to the largest element: a few roundings to 16 bits
 
 
 def arguments() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
 
 
 def inputs(args, device) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out: the whole sequence, the same on every rank."""
+    """Returns q, k, v and the gradient of out: the whole sequence, the same on every rank."""
     generator = torch.Generator(device).manual_seed(0)
     heads_kv = args.heads_kv or args.heads
     shapes = [(1, heads, args.rows, args.d) for heads in (args.heads, heads_kv, heads_kv, args.heads)]
@@ -63,7 +63,7 @@ def forward(attention, q, k, v, grad):
 
 
 def seconds(call, device, calls: int, group=None) -> float:
-    """The median over calls, each as long as the slowest rank takes."""
+    """Returns the median over calls, each as long as the slowest rank takes."""
     taken = []
     for _ in range(calls + 1):
         dist.barrier(group)
@@ -77,14 +77,14 @@ def seconds(call, device, calls: int, group=None) -> float:
 
 
 def largest(x: torch.Tensor) -> float:
-    """On any rank."""
+    """Returns the largest size of an element on any rank."""
     x = x.abs().amax().float()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
 
 
 def operations(args) -> float:
-    """Of a forward: two products of each visible pair. The backward has five."""
+    """Returns the operations of a forward, which has two products of each visible pair. The backward has five."""
     pairs = args.rows**2 if args.all_keys else args.rows * (args.rows + 1) / 2
     return 4 * args.d * args.heads * pairs
 
@@ -122,12 +122,13 @@ def run(args, device, say) -> bool:
 
 
 def scaling(args, device, on_one, on_ranks, whole, say) -> None:
-    """The first 1, 2, 4, ... ranks at the same sequence, and how much of their number times one they reach."""
+    """Times the first 1, 2, 4, ... ranks at one sequence; says how much of their number times one they reach."""
     world = dist.get_world_size()
     say("| ranks | forward, ms | TFLOPS a rank | efficiency | and backward, ms | TFLOPS a rank | efficiency |\n")
     say("|---|---|---|---|---|---|---|\n")
     alone = {}
-    shared = args.rows // 2 if args.attention == "ring" else math.gcd(args.rows // 2, args.heads)  # by the ranks
+    # The number of ranks must divide `shared`.
+    shared = args.rows // 2 if args.attention == "ring" else math.gcd(args.rows // 2, args.heads)
     fit = [1 << i for i in range(world.bit_length()) if shared % (1 << i) == 0 and 1 << i <= world]
     for size in sorted({*fit, world}):
         group = dist.new_group(range(size))
@@ -145,12 +146,12 @@ def scaling(args, device, on_one, on_ranks, whole, say) -> None:
                 )
             say(f"| {' | '.join(row)} |\n")
             dist.destroy_process_group(group)
-            del group, attention  # and the memory that the group keeps
+            del group, attention  # this frees the memory that the group keeps
         dist.barrier()
 
 
 def main(rank: int | None, args, meeting: str | None = None) -> None:
-    """rank and meeting: of a process started here; torchrun tells its own."""
+    """Processes that this program starts are given their rank and meeting; torchrun tells its own."""
     place = {"init_method": f"file://{meeting}", "rank": rank, "world_size": args.ranks} if meeting else {}
     if GPUS:
         device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=rank))

@@ -1,4 +1,4 @@
-"""A VAE's decoder with and without ffpa: the attention in its middle has one head, as wide as the network has channels.
+"""Runs a VAE's decoder with and without ffpa: its middle attention has one head, as wide as the network has channels.
 
 `python examples/vae_decode.py` decodes random latents with a small, randomly initialised AutoencoderKL of diffusers:
 seconds on a CPU. Attention as in Stable Diffusion's VAE, of 16384 rows and 512 columns, is
@@ -49,7 +49,7 @@ def make_vae(channels: int) -> AutoencoderKL:
 
 
 def decode(vae: AutoencoderKL, latents: torch.Tensor, calls: int) -> tuple[torch.Tensor, float, int]:
-    """(image, seconds of a call, peak memory in bytes)"""
+    """Returns (image, seconds of a call, peak memory in bytes)."""
     on_gpu = latents.is_cuda
     image, seconds = vae.decode(latents).sample, []
     if on_gpu:

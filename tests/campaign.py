@@ -1,7 +1,8 @@
-"""Random problems over every argument, held to the float64 oracle, in many processes: `python tests/campaign.py --seconds 300`.
+"""Checks random problems over every argument against float64: `python tests/campaign.py --seconds 300`, many processes.
 
-A problem that comes out wrong is made smaller and printed as a test; `--only SEED` runs one again. Exits with 1 where any was
-wrong, where a process died or hung, and where too many calls were refused. `docs/design/campaign.md` says what it covers.
+A problem that comes out wrong is made smaller and printed as a test; `--only SEED` runs one again. Exits with 1 where
+any was wrong, where a process died or hung, and where too many calls were refused. `docs/design/campaign.md` says what
+it covers.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from campaign_problems import DEVICES, KINDS  # noqa: E402
 _SEEDS_OF_ONE = 10_000_000  # problems that belong to one --seed
 _MOST_REFUSED = 0.3
 _SHRINK_SECONDS = 20.0
-_START_SECONDS = 300.0  # that imports may take beyond the patience with a problem
-_MOST_BYTES_KEPT = 3 << 30  # of a GPU, by a process between problems
+_START_SECONDS = 300.0  # time that imports may take, beyond the patience with a problem
+_MOST_BYTES_KEPT = 3 << 30  # bytes of a GPU that a process may keep between problems
 
 
 def arguments() -> argparse.Namespace:
@@ -54,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _set_up(device: str) -> None:
-    """Before anything imports Triton."""
+    """Prepares the process for a device, before anything imports Triton."""
     if device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
@@ -78,7 +79,7 @@ def _leave_memory_to_others() -> None:
 
 
 def outcome(p) -> tuple[str, str]:
-    """("right" | "refused" | "wrong" | "fatal", why)"""
+    """Returns ("right" | "refused" | "wrong" | "fatal", why)."""
     import torch
     from campaign_check import Refused, Wrong, check
 
@@ -95,9 +96,9 @@ def outcome(p) -> tuple[str, str]:
 
 
 def _work(args: argparse.Namespace) -> int:
-    """Problem after problem; says of each that it begins, and how it ended, in lines of JSON."""
+    """Checks problem after problem; says of each that it begins, and how it ended, in lines of JSON."""
     told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else prints
+    os.dup2(2, 1)  # whatever else prints goes to stderr
     _set_up(args.device)
 
     def tell(**what) -> None:
@@ -136,7 +137,7 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _next(index: int, processes: int) -> int:
-    """Of a process's problems: the rest of a run, then that run whose turn it is."""
+    """Returns the next index of a process's problems: the rest of a run, then that run whose turn it is."""
     index += 1
     return index if index % _RUN else index + (processes - 1) * _RUN
 
@@ -162,7 +163,7 @@ def _kind(p) -> str:
 
 
 class Campaign:
-    """Processes that are started again where they die or hang."""
+    """Runs processes, which are started again where they die or hang."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -172,7 +173,8 @@ class Campaign:
         self.two_tiles = 0
         self.refusals: collections.Counter = collections.Counter()
         self.slowest: list[tuple[float, int]] = []
-        self.shrunk: collections.Counter = collections.Counter()  # by each worker, however often its process is started
+        # This counts the problems that each worker made smaller, however often its process is started.
+        self.shrunk: collections.Counter = collections.Counter()
         self.lock = threading.Lock()
 
     @property
@@ -199,7 +201,7 @@ class Campaign:
             first = self._one_process(worker, first)
 
     def _one_process(self, worker: int, first: int) -> int:
-        """Where the next process is to go on."""
+        """Runs one process, and returns where the next is to go on."""
         own = {"--worker": worker, "--first": first, "--shrink": self.args.shrink - self.shrunk[worker]}
         own = [x for name, value in own.items() for x in (name, str(value))]
         command = [sys.executable, str(_HERE / "campaign.py"), *sys.argv[1:], *own]

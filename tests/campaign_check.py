@@ -1,4 +1,4 @@
-"""One problem: the call, the truth, and whether they agree."""
+"""Checks one problem: the call, the truth, and whether they agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _device(p: Problem) -> str:
 
 @contextlib.contextmanager
 def running(p: Problem):
-    """The environment that the problem names."""
+    """Makes the environment the one that the problem names."""
     flags = {"FFPA_BACKEND": p.backend, **dict(p.flags)}
     if p.device == "interpreter":
         flags["TRITON_INTERPRET"] = "1"
@@ -40,7 +40,7 @@ def running(p: Problem):
         if p.device in EMULATED:
             from ffpa_attn.testing import emulate
 
-            if p.device == "fused":  # a compiler's choices do not depend on the instance: few of them do
+            if p.device == "fused":  # a compiler's choices do not depend on the instance: a few instances will do
                 stack.enter_context(env.overridden("ENABLE_FFPA_DEBUG", "1"))
             stack.enter_context(emulate(p.arch, seed=p.schedule, exact=p.exact, fused=p.device == "fused"))
         if p.device != "cuda":
@@ -55,7 +55,7 @@ def running(p: Problem):
 
 
 def _is_failure(text: str) -> bool:
-    """Of a warning, or a refusal: that a kernel could not be compiled, loaded or launched."""
+    """Says whether a warning or a refusal means that a kernel could not be compiled, loaded or launched."""
     return "ffpa_attn" in text and any(words in text for words in ("failed", "not ready", "Error"))
 
 
@@ -81,7 +81,7 @@ def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
 
 
 def call(p: Problem, x: tensors.Inputs, leaves, **more):
-    """What ffpa or ffpa_varlen gives."""
+    """Returns what ffpa or ffpa_varlen gives."""
     how = {**p.rule, "level": p.level, "acc": p.acc, "num_stages": p.num_stages, **more}
     q, k, v, mask = leaves
     if p.packed:
@@ -93,7 +93,7 @@ _REFUSALS = ("exclude each other", "which means the mma family")
 
 
 def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
-    """What is given as `out`, full of 7."""
+    """Returns what is given as `out`, full of 7."""
     shape = p.batch, p.heads_q, heads_first(p, x.q).shape[-2], p.d_v
     sevens = torch.full(shape, 7.0, dtype=x.q.dtype, device=x.q.device)
     if p.packed:
@@ -104,7 +104,7 @@ def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
 
 
 def forward(p: Problem, x: tensors.Inputs):
-    """(out, lse or None)"""
+    """Returns (out, lse or None)."""
     more, block, around = {}, None, None
     if p.out is not None:
         view, block = own_output(p, x)
@@ -137,7 +137,7 @@ def _rows_of_lse(p: Problem, quiet):
 
 
 def _quiet(p: Problem, x: tensors.Inputs):
-    """Rows all whose keys a finite mask hides, in the layout of out."""
+    """Returns the rows all whose keys a finite mask hides, in the layout of out."""
     if not p.quiet_rows or p.mask is None or p.mask.dtype == "bool" or not p.n_k:
         return None
     mask = x.mask[(None,) * (4 - x.mask.dim())]
@@ -150,7 +150,7 @@ def _quiet(p: Problem, x: tensors.Inputs):
 
 
 def both(p: Problem, x: tensors.Inputs, quiet, grads=None):
-    """(out, lse, gradients by name, the gradients of out and lse that these come from: random ones, if none are given)"""
+    """Returns (out, lse, gradients by name, those of out and lse that they come from: random, if none are given)."""
     named = {"q": x.q, "k": x.k, "v": x.v, "m": x.mask}
     leaves = {name: t if t is None else t.detach().requires_grad_(name in p.wanted) for name, t in named.items()}
     out, lse = call(p, x, tuple(leaves.values()), return_lse=True)
@@ -163,7 +163,7 @@ def both(p: Problem, x: tensors.Inputs, quiet, grads=None):
 
 
 def run(p: Problem, x: tensors.Inputs):
-    """(out, lse, gradients, what they are of), as often as the problem says, with the same bits."""
+    """Calls as often as the problem says, for the same bits: (out, lse, gradients, those of out and lse)."""
     first = None
     with running(p):
         for _ in range(p.repeats):
@@ -204,7 +204,7 @@ def check(p: Problem) -> str:
         comparisons = [_unwritten(sums, _checksum(x.blocks))]
         comparisons += _compare_packed(p, x, *ran) if p.packed else _compare_dense(p, x, *ran)
         try:
-            compare.settle(*comparisons)  # waits for the GPU once
+            compare.settle(*comparisons)  # this waits for the GPU once
         except AssertionError as error:
             raise Wrong(str(error)) from None
     return p.backend
@@ -228,7 +228,7 @@ def _compare_dense(p, x, out, lse, gradients, grads) -> list[compare.Comparison]
 
 
 def _sums(p: Problem) -> dict:
-    """How sums are formed: the reference path's by a BLAS, and those of the interpreter too."""
+    """Says how sums are formed: the reference path's by a BLAS, and those of the interpreter too."""
     ordered = p.device in ("cuda", *EMULATED) and p.backend != "reference"
     return {
         "acc_qk": "f16" if p.acc == "f16" else "f32",
@@ -249,13 +249,13 @@ def _compare(p, q, k, got: dict, want: dict) -> list[compare.Comparison]:
                 found.append(compare.lse_close(name, x, wanted, q, k, p.scale, base, moved))
             else:
                 found.append(compare.close(name, x, wanted, bases, moved, least))
-        except AssertionError as error:  # of shapes and types
+        except AssertionError as error:  # shapes or types are wrong
             raise Wrong(str(error)) from None
     return found
 
 
 def _compare_packed(p, x, out, lse, gradients, grads) -> list[compare.Comparison]:
-    """Sequence by sequence; rows of none give 0 and -inf."""
+    """Compares sequence by sequence; rows of no sequence give 0 and -inf."""
     shapes = {"out": (x.q.shape[0], p.heads_q, p.d_v), "dq": x.q.shape, "dk": x.k.shape, "dv": x.v.shape}
     totals = {}
     device = out.device
@@ -285,7 +285,7 @@ def _compare_packed(p, x, out, lse, gradients, grads) -> list[compare.Comparison
 
 
 def forget() -> None:
-    """What calls before are remembered by."""
+    """Clears what earlier calls are remembered by."""
     ops._plans.clear()
 
 

@@ -1,7 +1,7 @@
-"""Random problems: one seed gives one problem, the same on every machine.
+"""Draws random problems: one seed gives one problem, the same on every machine.
 
-`generate` draws every argument of a call; what a backend is known to refuse is seldom asked of it. What Triton compiles a
-kernel for is drawn once for many seeds (`campaign_families.py`).
+`generate` draws every argument of a call; what a backend is known to refuse is seldom asked of it. What Triton compiles
+a kernel for is drawn once for many seeds (`campaign_families.py`).
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def _as_sdpa_knows(p: Problem) -> Problem:
 
 
 def _as_few_kernels_know(p: Problem) -> Problem:
-    """Head dims of the kernels that ENABLE_FFPA_DEBUG=1 leaves: those of 64, 192 and 512 columns, on wgmma of 64 alone."""
+    """Limits head dims to kernels that ENABLE_FFPA_DEBUG=1 leaves: 64, 192 and 512 columns, on wgmma 64 alone."""
     ranges = ((8, 64), (136, 192), (456, 512))[: 1 if p.backend == "hopper" else 3]
     least, most = next((ends for ends in ranges if p.d <= ends[1]), ranges[-1])
     return p.with_(d=min(max(p.d, least), most), d_v=min(max(p.d_v, least), most))
 
 
 def _for_slow_devices(r: random.Random, p: Problem) -> Problem:
-    """One in three has two tiles each way, or more; others are small. Few are wide."""
+    """Makes problems small, but one in three has two tiles each way, or more. Few are wide."""
     wide = 640 if r.random() < 0.1 else 64 if r.random() < 0.7 else 256
     p = p.with_(d=min(p.d, wide), d_v=min(p.d_v, wide))
     p = p.with_(

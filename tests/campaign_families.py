@@ -1,8 +1,9 @@
-"""Families of problems that share the kernels that Triton compiles for them.
+"""Draws families of problems that share the kernels that Triton compiles for them.
 
-Triton compiles a kernel for each dtype, pair of head dims and kind of mask, and again for numbers that are 1, and for those that
-16 divides: two to ten seconds each. A GPU checks a hundred problems in that time, so what decides it is drawn once for a family,
-which is many seeds in a row: the first problem, of which all others of the family are relatives.
+Triton compiles a kernel for each dtype, pair of head dims and kind of mask, and again for numbers that are 1, and for
+those that 16 divides: two to ten seconds each. A GPU checks a hundred problems in that time, so what decides it is
+drawn once for a family, which is many seeds in a row: the first problem, of which all others of the family are
+relatives.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from itertools import zip_longest
 import campaign_parts as parts
 from campaign_problems import FP8, Problem
 
-SEEDS = 250  # of a family; a process takes so many at a time
-_SEEDS_OF_FP8 = 4 * SEEDS  # these are few among others
-_MOST_COLUMNS = 256  # that Triton's kernels take
+SEEDS = 250  # problems of one family; a process takes so many at a time
+_SEEDS_OF_FP8 = 4 * SEEDS  # 8-bit problems are few among others
+_MOST_COLUMNS = 256  # most columns that Triton's kernels take
 _WHOLE_TILES = 128  # a multiple of all tiles
-_UNIT = 16  # that the compiler asks numbers for
-_NOTHING = 0.05  # of all have no rows, or no keys
+_UNIT = 16  # a divisor that the compiler asks numbers for
+_NOTHING = 0.05  # share of problems without rows, or without keys
 
 
 def compiles(p: Problem) -> bool:
-    """Whether Triton may compile kernels for it."""
+    """Says whether Triton may compile kernels for a problem."""
     return p.device == "cuda" and p.backend in ("triton", "auto") and max(p.d, p.d_v) <= _MOST_COLUMNS
 
 
@@ -32,7 +33,7 @@ def family(seed: int, kind: str | None) -> int:
 
 
 def relative(r: random.Random, first: Problem, kind: str | None, seed: int) -> Problem:
-    """Another problem of the family, drawn by r: one in which the compiler sees nothing new."""
+    """Draws, by r, another problem of the family: one in which the compiler sees nothing new."""
     first = parts.within(first.with_(batch=max(first.batch, 1)))
     p = first.with_(seed=seed, repeats=2 if r.random() < 0.1 else 1, **_rule(r, first))
     if first.dtype in FP8:
@@ -59,7 +60,7 @@ def _is_positive(p: Problem) -> bool:
 
 
 def _rule(r: random.Random, first: Problem) -> dict:
-    """Positive scales for positive ones, sides of a window where there are any."""
+    """Draws a rule: positive scales for positive ones, sides of a window where the first problem has any."""
     fp8 = first.dtype in FP8
     drawn = [parts.scale(r, "f16" if fp8 else first.dtype) for _ in range(8)]
     scales = [x for x in drawn if (x > 0) == _is_positive(first)] or [first.scale]
@@ -78,7 +79,7 @@ def _side(r: random.Random, side: int) -> int:
 
 
 def _length(r: random.Random, length: int, most: int) -> int:
-    """Another one of which the compiler knows as much: whether it is 1, what 16 leaves of it, and whether tiles divide it."""
+    """Draws a length of which the compiler knows as much: if it is 1, what 16 leaves of it, if tiles divide it."""
     if length == 1:
         return 1
     step = _WHOLE_TILES if length % _UNIT == 0 else _UNIT
@@ -88,7 +89,7 @@ def _length(r: random.Random, length: int, most: int) -> int:
 
 
 def _sizes(r: random.Random, first: Problem, most: int) -> Problem:
-    """Lengths that fit the device; more rows than keys where the first has."""
+    """Draws lengths that fit the device; there are more rows than keys where the first problem has more."""
     p = first
     for _ in range(40):
         drawn = _packed(r, first, most) if first.packed else _dense(r, first, most)
@@ -105,7 +106,7 @@ def _dense(r: random.Random, first: Problem, most: int) -> Problem:
 
 
 def _packed(r: random.Random, first: Problem, most: int) -> Problem:
-    """The longest sequence and the sum of all are of the same kinds."""
+    """Draws packed lengths: the longest sequence and the sum of all are of the same kinds as the first problem's."""
     drawn = parts.lengths(r, most)
     sides = [_lengths(r, drawn[name], getattr(first, name), most) for name in ("lengths_q", "lengths_k")]
     if first.lengths_q == first.lengths_k and r.random() < 0.8:
@@ -125,7 +126,7 @@ def _lengths(r: random.Random, drawn: tuple[int, ...], first: tuple[int, ...], m
 
 
 def _without(r: random.Random, p: Problem) -> Problem:
-    """Nothing to compute, or no keys, where tiles divide them: a tile of them is whole then too."""
+    """Leaves nothing to compute, or no keys, where tiles divide them: a tile of them is whole then too."""
     if p.packed:
         return p.with_(lengths_q=(), lengths_k=(), odd_offsets="")
     return p.with_(**{r.choice(("n_q", "n_k" if p.n_k % _WHOLE_TILES == 0 else "n_q")): 0})

@@ -1,4 +1,4 @@
-"""A problem of 8-bit floats: the call, held to the bound of test_fp8.py."""
+"""Checks a problem of 8-bit floats: the call is held to the bound of test_fp8.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _quantised(p: Problem, heads: int, rows: int, columns: int, per: str | None,
 
 
 def run_fp8(p: Problem):
-    """(out, lse, [q, k and v, each with its scale])"""
+    """Returns (out, lse, [q, k and v, each with its scale])."""
     device = "cuda" if p.device == "cuda" else "cpu"
     with running(p), torch.no_grad():
         sizes = ((p.heads_q, p.n_q, p.d), (p.heads_kv, p.n_k, p.d), (p.heads_kv, p.n_k, p.d_v))

@@ -1,4 +1,4 @@
-"""Which kernels Triton would compile for a problem on a Hopper GPU: told without one, from tensors that have no memory."""
+"""Tells without a GPU which kernels Triton would compile for a problem on Hopper, from tensors that have no memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGE = 2**31
 
 
 def _seen_of(x):
-    """What Triton's compiler is told of an argument."""
+    """Returns what Triton's compiler is told of an argument."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.storage_offset() * x.element_size() % 16 == 0
     if hasattr(x, "block_shape"):
@@ -32,7 +32,7 @@ def _seen_of(x):
 
 
 def compiled(p: Problem) -> set[tuple]:
-    """Of 16-bit floats."""
+    """Returns what would be compiled for a problem of 16-bit floats."""
     found = set()
 
     def launch(memo, kernel, given, how) -> None:
@@ -49,7 +49,7 @@ def compiled(p: Problem) -> set[tuple]:
         stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))
         stack.enter_context(
             mock.patch.object(ops.memory_checks, "writable", lambda *_, **__: None)
-        )  # all lie at address 0
+        )  # all tensors lie at address 0
         stack.enter_context(mock.patch.object(native, "why_not", lambda *_: None))
         stack.enter_context(mock.patch.object(native, "make_ready", lambda *_: True))
         stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))

@@ -1,4 +1,4 @@
-"""The parts of a random problem, each drawn by itself: sizes, layouts, masks, rules, numbers; and what a device has time for."""
+"""Draws the parts of a random problem one by one: sizes, layouts, masks, rules, numbers; a device has time for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from campaign_problems import EMULATED, Layout, Mask, Problem
 # ---- sizes ----
 
 _EDGES = (16, 32, 64, 128, 256, 512, 1024)
-_LIMITS = {  # rows or keys, pairs of all heads, pairs times columns, elements of a tensor
+_LIMITS = {  # most rows or keys, pairs of all heads, pairs times columns, elements of a tensor
     "cuda": (9000, 2e7, 3e9, 2e7),
     "emulator": (700, 1.2e5, 2e7, 3e5),
     "fused": (700, 1.2e5, 2e7, 3e5),
@@ -55,13 +55,13 @@ def head_dims(r: random.Random, backend: str) -> tuple[int, int]:
 
 
 def heads(r: random.Random) -> tuple[int, int]:
-    """(heads of K and V, of Q for each)"""
+    """Draws (heads of K and V, heads of Q for each)."""
     group = r.choice((1, 1, 1, 1, 2, 2, 3, 4, 5, 8, 16))
     return r.choice((1, 1, 2, 2, 3, 4, 8)), group
 
 
 def fits(p: Problem) -> bool:
-    """Whether the device has the time and the memory for it, and its truth."""
+    """Says whether the device has the time and the memory for a problem, and for its truth."""
     most, pairs, work, elements = _LIMITS[p.device]
     lengths = p.lengths_q + p.lengths_k if p.packed else (p.n_q, p.n_k)
     of_keys = sum(p.lengths_k) if p.packed else p.batch * p.n_k
@@ -72,7 +72,7 @@ def fits(p: Problem) -> bool:
 
 
 def within(p: Problem) -> Problem:
-    """As much smaller as the device asks for."""
+    """Makes a problem as much smaller as the device asks for."""
     while not fits(p):
         if p.batch > 1:
             p = p.with_(batch=p.batch - 1)
@@ -90,7 +90,7 @@ def within(p: Problem) -> Problem:
 
 
 def lengths(r: random.Random, most: int) -> dict:
-    """Of packed sequences, rows and keys."""
+    """Draws the lengths of packed sequences, rows and keys."""
     count = r.choice((0, 1, 2, 3, 5, 8))
     drawn = []
     for _ in range(2):
@@ -104,7 +104,7 @@ def packed(r: random.Random, device: str, most: int) -> dict:
     found = {**lengths(r, most), "spare": r.choice((0, 0, 1, 9))}
     if device == "cuda" and len(found["lengths_q"]) > 1:
         found["odd_offsets"] = r.choice(("",) * 7 + ("first", "last", "falls"))
-        if found["odd_offsets"] == "last":  # it would take in the spare rows
+        if found["odd_offsets"] == "last":  # the last sequence would take in the spare rows
             found["spare"] = 0
     least = -5 if device == "cuda" else 0
     found["longest"] = tuple(r.choice((0, 0, 0, least, 3, 1000)) for _ in range(2))
@@ -151,7 +151,7 @@ def mask(r: random.Random, large: bool) -> Mask:
 
 
 def mask_values(r: random.Random, dtype: str, large: bool) -> dict:
-    """What is hidden, by which number, and what other keys are raised by."""
+    """Draws what is hidden, by which number, and what other keys are raised by."""
     pattern = r.choice(("holes", "holes", "left", "left", "right", "rows", "whole", "none"))
     hidden, attract = float("-inf"), 0.0
     if dtype != "bool" and r.random() < 0.6:
@@ -186,7 +186,7 @@ def scale(r: random.Random, dtype: str) -> float:
 
 
 def numbers(r: random.Random, p: Problem, large: bool) -> dict:
-    """What q, k and v hold, and how large that is. `large`: products of 1e5 to 8e8, finite in 16 bits."""
+    """Draws what q, k and v hold, and how large that is; if `large`, products are 1e5 to 8e8, finite in 16 bits."""
     found = {}
     kind = r.random()
     if large:
@@ -203,7 +203,8 @@ def numbers(r: random.Random, p: Problem, large: bool) -> dict:
         found = {"size_v": 100.0}
     elif kind < 0.17:
         found = {"numbers": "equal_keys"}
-    elif kind < 0.19 and not p.backward and (p.mask is None or p.mask.dtype == "bool"):  # NaN less infinity is what?
+    # What NaN minus infinity should give is left open.
+    elif kind < 0.19 and not p.backward and (p.mask is None or p.mask.dtype == "bool"):
         found = {"numbers": "nan_row"}
     return found
 
@@ -216,7 +217,7 @@ SCALES_OF_ANY_NUMBERS = (None, -0.1, 0.05, 1.0, -0.3)
 
 
 def wanted(r: random.Random, of_mask: Mask | None) -> str:
-    """Whose gradients."""
+    """Draws whose gradients are asked for."""
     names = r.choice(("qkv", "qkv", "qkv", "q", "kv", "v", "k"))
     return names + "m" * bool(of_mask and of_mask.dtype != "bool" and r.random() < 0.4)
 
@@ -232,7 +233,7 @@ _EXPERIMENTS = (
 
 
 def how(r: random.Random, p: Problem) -> dict:
-    """Levels, stages, accumulators, flags: what the mma family alone knows."""
+    """Draws levels, stages, accumulators and flags: what the mma family alone knows."""
     found, flags = {}, []
     if p.backend == "mma" and not p.backward and p.device in ("cuda", *EMULATED):
         if r.random() < 0.5:

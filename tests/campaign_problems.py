@@ -1,4 +1,4 @@
-"""A `Problem` is everything that a call depends on, as plain values alone: a wrong one prints as the source code that makes it."""
+"""A `Problem` is all that a call depends on, as plain values alone: a wrong one prints as source code that makes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layout:
         0,
     )  # entries, heads and rows that nobody asked for; a row's are elements, in eights
     offset: int = 0  # elements, in eights
-    shared: str = ""  # of "B" and "H": of stride 0
+    shared: str = ""  # dims among "B" and "H" whose stride is 0
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Mask:
     own: tuple[bool, bool, bool, bool] = (True, True, True, True)  # dims with elements of their own: B, H, rows, keys
     dims: int = 4
     pattern: str = "holes"  # holes, left, right, rows, whole, none: which elements are hidden
-    hidden: float = float("-inf")  # what they hold; a bool mask holds False
-    attract: float = 0.0  # what some keys are raised by
-    size: float = 1.0  # of the random values of an additive mask
+    hidden: float = float("-inf")  # value of hidden elements; a bool mask holds False
+    attract: float = 0.0  # number that some keys are raised by
+    size: float = 1.0  # size of the random values of an additive mask
     transposed: bool = False
     slack: int = 0
 
@@ -45,7 +45,7 @@ class Problem:
     """Everything that a call depends on. Tensors hold numbers made from `seed`."""
 
     seed: int = 0
-    device: str = "cuda"  # of DEVICES
+    device: str = "cuda"  # one of DEVICES
     backend: str = "auto"
     backward: bool = False
     dtype: str = "bf16"
@@ -76,7 +76,7 @@ class Problem:
     size_k: float = 1.0
     size_v: float = 1.0
     # gradients
-    wanted: str = "qkv"  # of q, k, v, m(ask)
+    wanted: str = "qkv"  # names whose gradients are asked for: q, k, v, m(ask)
     grad_lse: bool = False
     quiet_rows: bool = False  # dO of rows that see hidden keys alone is 0
     # how it lies in memory
@@ -84,15 +84,15 @@ class Problem:
     q: Layout = Layout()
     k: Layout = Layout()
     v: Layout = Layout()
-    out: Layout | None = None  # where `out=` is given
+    out: Layout | None = None  # layout of `out`, if it is given
     # how it runs
     level: int | None = None
     acc: str = "f32"
     num_stages: int | None = None
     flags: tuple[tuple[str, str], ...] = ()
-    arch: str = "sm_80"  # that the emulator is
+    arch: str = "sm_80"  # architecture that the emulator is
     schedule: int = 0
-    exact: bool = False  # its sums are those of tensor cores, bit for bit
+    exact: bool = False  # whether emulated sums are those of tensor cores, bit for bit
     repeats: int = 1
     # 8-bit floats
     scales: tuple[str | None, str | None, str | None] = (None, None, None)
@@ -121,16 +121,16 @@ class Problem:
         return replace(self, **changes)
 
     def __repr__(self) -> str:
-        """As source code that makes it; what is at its default is left out."""
+        """Gives the source code that makes the problem; what is at its default is left out."""
         return _source(self)
 
     def has_two_tiles(self) -> bool:
-        """Of rows and of keys, whatever the kernel's are."""
+        """Says whether a sequence has two tiles of rows and of keys, whatever the kernel's tiles are."""
         lengths = zip(self.lengths_q, self.lengths_k, strict=True) if self.packed else [(self.n_q, self.n_k)]
         return any(n_q >= TWO_TILES[0] and n_k >= TWO_TILES[1] for n_q, n_k in lengths)
 
     def pairs(self) -> int:
-        """Rows times keys, of all heads."""
+        """Returns rows times keys, of all heads."""
         if self.packed:
             return self.heads_q * sum(a * b for a, b in zip(self.lengths_q, self.lengths_k, strict=True))
         return self.batch * self.heads_q * self.n_q * self.n_k

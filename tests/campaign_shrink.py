@@ -1,4 +1,4 @@
-"""A wrong problem made smaller while it stays wrong, and printed as a test."""
+"""Makes a wrong problem smaller while it stays wrong, and prints it as a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZES = ("batch", "heads_kv", "group", "n_q", "n_k")
 
 
 def _simpler(p: Problem) -> Iterator[Problem]:
-    """Problems with one thing less, what matters most first."""
+    """Yields problems with one thing less, what matters most first."""
     for name in _SIZES:
         value = getattr(p, name)
         for less in sorted({1, value // 2, value - 1}):
@@ -55,8 +55,8 @@ def _simpler(p: Problem) -> Iterator[Problem]:
 def shrink(
     p: Problem, why: str, outcome: Callable[[Problem], tuple[str, str]], seconds: float
 ) -> tuple[Problem, str, str]:
-    """(the smallest found by then, "wrong", why it is). One that ends the process, "fatal", is taken at once; one that fails
-    in another way than the first is no smaller form of it.
+    """Returns (the smallest found by then, "wrong", why it is). A problem that ends the process, "fatal", is taken at
+    once; one that fails in another way than the first is no smaller form of it.
     """
     way = _way(why)
     end = time.monotonic() + seconds
@@ -76,12 +76,12 @@ def shrink(
 
 
 def _way(why: str) -> str:
-    """The error's type."""
+    """Returns the error's type."""
     return why.partition(":")[0]
 
 
 def as_test(p: Problem, why: str) -> str:
-    """Source of a test, to be run beside campaign.py."""
+    """Returns the source of a test, to be run beside campaign.py."""
     said = " ".join(why.split())[:300]
     return f"""
 def test_found_{p.device}_{p.seed}():

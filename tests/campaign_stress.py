@@ -1,4 +1,4 @@
-"""Calls again and again: the same bits, in memory that held NaN, on streams, in threads and graphs, and where memory runs out.
+"""Repeats calls: the same bits, in memory that held NaN, on streams, in threads and graphs, and where memory runs out.
 
 `python tests/campaign_stress.py` runs it all on a GPU (three to five minutes); `--device cpu` what a CPU can.
 """
@@ -29,14 +29,14 @@ from campaign_draw import generate  # noqa: E402
 from campaign_problems import FP8, Problem  # noqa: E402
 from ffpa_attn import env  # noqa: E402
 
-_MOST_PAIRS = 3e6  # of what is repeated: small calls show races as well, and more often
+_MOST_PAIRS = 3e6  # most pairs in a repeated call: small calls show races as well, and more often
 
 
 # ---- calls to repeat ----
 
 
 class Kind:
-    """A problem's call, ready to run again. The environment is to be that of `campaign_check.running`."""
+    """Holds a problem's call, ready to run again. The environment is to be that of `campaign_check.running`."""
 
     def __init__(self, p: Problem):
         self.p = p.with_(repeats=1, out=None)
@@ -45,7 +45,7 @@ class Kind:
         self.grads = None
 
     def __call__(self) -> list[torch.Tensor]:
-        """Results, gradients too."""
+        """Returns results, gradients too."""
         if self.p.backward:
             out, lse, gradients, self.grads = campaign_check.both(self.p, self.x, None, self.grads)
             return [out, lse, *gradients.values()]
@@ -56,7 +56,7 @@ class Kind:
 def kinds(
     count: int, device: str, first_seed: int, wanted: Callable[[Problem], bool] = lambda p: True
 ) -> Iterator[Kind]:
-    """Of calls that run; half of them with gradients."""
+    """Yields calls that run; half of them have gradients."""
     found, seen = 0, set()
     for seed in itertools.count(first_seed):
         p = generate(seed, device, "backward" if found % 2 else "forward")
@@ -91,7 +91,7 @@ def _same_kind(p: Problem) -> tuple:
 
 @contextlib.contextmanager
 def garbage_in_new_memory():
-    """NaN, where it is to hold floats."""
+    """Fills new memory with NaN, where it is to hold floats."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -100,7 +100,7 @@ def garbage_in_new_memory():
 
 
 def repeat(kind: Kind, times: int) -> int:
-    """How many calls differ from the first. They are compared on the device, and asked about once."""
+    """Returns how many calls differ from the first. They are compared on the device, and asked about once."""
     with campaign_check.running(kind.p):
         first = [campaign_check.as_integers(x).clone() for x in kind()]
         differ = torch.zeros((), dtype=torch.int64, device=first[0].device)
@@ -113,7 +113,7 @@ def repeat(kind: Kind, times: int) -> int:
 
 
 def streams(chosen: list[Kind], rounds: int) -> int:
-    """Four streams at once; how many results differ from those of one."""
+    """Uses four streams at once, and returns how many results differ from those of one."""
     want = [_alone(kind) for kind in chosen]
     side = [torch.cuda.Stream() for _ in range(4)]
     wrong = 0
@@ -130,7 +130,7 @@ def streams(chosen: list[Kind], rounds: int) -> int:
 
 
 def threads(chosen: list[Kind], rounds: int) -> int:
-    """Eight threads, each with a stream of its own; all with one environment, which is the process's."""
+    """Runs eight threads, each with a stream of its own; all share one environment, which is the process's."""
     with env.overridden("FFPA_BACKEND", "auto"):
         chosen = [kind for kind in chosen if kind.p.backend == "auto" and not kind.p.flags]
         want = [kind() for kind in chosen]
@@ -160,7 +160,7 @@ def threads(chosen: list[Kind], rounds: int) -> int:
 
 
 def graphs(chosen: list[Kind], others: list[Kind], replays: int) -> int:
-    """Replays of a captured call beside eager ones."""
+    """Replays a captured call beside eager ones."""
     wrong = 0
     for kind in chosen:
         with campaign_check.running(kind.p):
@@ -182,7 +182,7 @@ def graphs(chosen: list[Kind], others: list[Kind], replays: int) -> int:
 
 
 def first_call_in_a_capture(chosen: list[Kind]) -> int:
-    """A kind of call that this process never ran, its checks and choice made while a stream is captured."""
+    """Captures a kind of call that this process never ran: its checks and choice are made in the capture."""
     wrong = 0
     for kind in chosen:
         with campaign_check.running(kind.p):
@@ -199,7 +199,7 @@ def first_call_in_a_capture(chosen: list[Kind]) -> int:
 
 
 def cold_captures() -> list[str]:
-    """The first calls of a process, while a stream is captured: kernels are found, and loaded, there."""
+    """Captures the first calls of a process: kernels are found, and loaded, while a stream is captured."""
     wrong = []
     torch.ones(8, device="cuda").sum().item()
     for backend, d, backward in itertools.product(("auto", "mma", "triton"), (64, 256, 512, 1024), (False, True)):
@@ -247,7 +247,7 @@ def _alone(kind: Kind) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def failing_allocation(k: int):
-    """The k-th allocation inside the package fails: what it calls torch.empty, new_empty, empty_like and zeros is replaced.
+    """Fails the k-th allocation inside the package, whose torch.empty, new_empty, empty_like and zeros are replaced.
 
     The dispatcher is not asked, as a call that runs its body at once does not pass through it.
     """
@@ -295,7 +295,7 @@ def _bytes_kept(kind: Kind, before: int) -> int:
 
 
 def run_out(kind: Kind) -> tuple[int, list[str]]:
-    """Fails each allocation of the call in turn: (how many failed, what was wrong)."""
+    """Fails each allocation of the call in turn, and returns (how many failed, what was wrong)."""
     wrong = []
     with campaign_check.running(kind.p):
         want = [x.clone() for x in kind()]

@@ -1,4 +1,4 @@
-"""The tensors of a problem: numbers that are the same on every machine, laid out in memory as it asks, with NaN around."""
+"""Makes a problem's tensors: numbers that are the same on every machine, laid out as it asks, with NaN around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from campaign_problems import Layout, Mask, Problem
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "bool": torch.bool}
 DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_EVEN_FIELDS = 0x0000FFFF0000FFFF  # of four of 16 bits
+_EVEN_FIELDS = 0x0000FFFF0000FFFF  # every second of four fields of 16 bits
 _MARGIN = 64  # elements before and after each tensor
 
 
@@ -23,7 +23,7 @@ _STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 
 
 def bits(shape, seed: int, device) -> torch.Tensor:
-    """int64, as good as random: a hash of where an element is, in integers, which every device computes alike."""
+    """Returns int64, as good as random: a hash of where an element is, which every device computes alike."""
     x = torch.arange(math.prod(shape), device=device).add_(_signed(seed * 0x632BE59BD9B4E019 % (1 << 64)))
     x.mul_(_STEP)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
@@ -34,7 +34,7 @@ def bits(shape, seed: int, device) -> torch.Tensor:
 
 
 def normal(shape, seed: int, device) -> torch.Tensor:
-    """float32: sums of four 16-bit numbers, which are nearly normal, and exact."""
+    """Returns float32: sums of four 16-bit numbers, which are nearly normal, and exact."""
     x = bits(shape, seed, device)
     pairs = (x & _EVEN_FIELDS).add_((x >> 16).bitwise_and_(_EVEN_FIELDS))  # two sums side by side: each pass costs
     total = (pairs >> 32).add_(pairs).bitwise_and_(0x7FFFFFFF)
@@ -47,11 +47,11 @@ def uniform(shape, seed: int, device) -> torch.Tensor:
 
 class Placed(NamedTuple):
     view: torch.Tensor
-    block: torch.Tensor  # all of the memory
+    block: torch.Tensor  # all of the memory around the view
 
 
 def place(numbers: torch.Tensor, layout: Layout, dims: str = "BHN") -> Placed:
-    """A view [B, H, N, D] (or as `dims` name them) of memory that is NaN all around; no number is NaN that is asked for."""
+    """Places numbers in a view [B, H, N, D] (or as `dims` name them) of memory that is NaN in all other places."""
     size = dict(zip(dims, numbers.shape[:-1], strict=True))
     slack = dict(zip("BHN", layout.slack, strict=True))
     step, strides = numbers.shape[-1] + slack["N"], {}
@@ -73,7 +73,7 @@ def place(numbers: torch.Tensor, layout: Layout, dims: str = "BHN") -> Placed:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To the nearest finite number."""
+    """Rounds to the nearest finite number."""
     most = torch.finfo(dtype).max
     return x.clamp_(-most, most).to(dtype)
 
@@ -114,13 +114,13 @@ def make_mask(mask: Mask, p: Problem, device) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    q: torch.Tensor  # as the call takes them
+    q: torch.Tensor  # tensors in the layout that the call takes
     k: torch.Tensor
     v: torch.Tensor
     mask: torch.Tensor | None
-    offsets: tuple  # of packed sequences
+    offsets: tuple  # offsets of packed sequences
     spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
-    blocks: list[torch.Tensor]  # what no call may write to
+    blocks: list[torch.Tensor]  # memory that no call may write to
 
 
 def make(p: Problem, device) -> Inputs:

@@ -1,8 +1,8 @@
-"""What a call must give, how far PyTorch's own computation is from it, and how far rounding of large scores may move it.
+"""Says what a call must give, how far PyTorch's own result is from it, and how far rounding large scores may move it.
 
-The truth is the oracle's formula in float64, written out with its gradients, a block of rows at a time (a test compares both).
-Beside it, of the same matrices, stand the yardsticks of the comparator: attention and its gradients as PyTorch computes them
-in the input type. Only where scores are large (compare.LARGE) does a third thing: what float32 can no longer tell apart.
+The truth is the oracle's formula in float64, with its gradients, a block of rows at a time (a test compares both).
+Beside it, of the same matrices, stand the comparator's yardsticks: attention and its gradients as PyTorch computes them
+in the input type. Where scores are large (compare.LARGE), a third thing says what float32 cannot tell apart.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import compare
 import oracle
 import torch
 
-_MOST_SCORES = 1 << 22  # of a block: 32 MB in float64
-_ROUNDINGS = 3  # to 16 bits, of what a dS is of: P, dP - delta, and itself
-_LEAST_NORMAL = 2.0**-126  # exp2 of hardware gives 0 below it
-_ROUNDING_OF_P = 2.0**-12  # of a score that is not large; float32 has it to 2^-24 of its size
-_FAR_APART = 85.0  # exp(-87.3) is that small
+_MOST_SCORES = 1 << 22  # scores of one block: 32 MB in float64
+_ROUNDINGS = 3  # roundings to 16 bits that a dS has behind it: those of P, of dP - delta, and its own
+_LEAST_NORMAL = 2.0**-126  # hardware's exp2 gives 0 below it
+_ROUNDING_OF_P = 2.0**-12  # error of P by rounding a score that is not large, which float32 has to 2^-24 of its size
+_FAR_APART = 85.0  # difference of scores whose P may be below normal numbers: exp(-87.3) is
 
 
 class Expected(NamedTuple):
     want: torch.Tensor  # float64
     bases: tuple[torch.Tensor, ...]  # PyTorch's own, in the type of the result
     moved: torch.Tensor | None  # what is allowed beyond twice their error
-    least: torch.Tensor | None  # and what that counts as at least
+    least: torch.Tensor | None  # what twice that error counts as at least
 
 
 class Part(NamedTuple):
-    """Of a result: what a block of rows adds to it."""
+    """What a block of rows adds to a result."""
 
     want: torch.Tensor
     bases: list[torch.Tensor]
     moved: torch.Tensor | None = None
-    variance: torch.Tensor | None = None  # of the error that rounding makes
-    surely: torch.Tensor | None = None  # an error that float32 sums may make
+    variance: torch.Tensor | None = None  # variance of the error that rounding makes
+    surely: torch.Tensor | None = None  # error that float32 sums may make
 
     def each(self, change) -> Part:
         return Part(*(x if x is None else [change(y) for y in x] if isinstance(x, list) else change(x) for x in self))
@@ -77,7 +77,7 @@ class Sum:
 
 
 def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[slice, slice]]:
-    """(key/value heads of batch entries, rows)"""
+    """Yields (key/value heads of batch entries, rows)."""
     rows = max(1, min(n_q, _MOST_SCORES // max(1, group * n_k)))
     heads = max(1, min(batch_heads, _MOST_SCORES // max(1, group * n_k * rows)))
     for head in range(0, batch_heads, heads):
@@ -86,7 +86,7 @@ def _blocks(batch_heads: int, group: int, n_q: int, n_k: int) -> Iterator[tuple[
 
 
 def expected(q, k, v, **how) -> dict[str, Expected]:
-    """As `sums` takes them."""
+    """Returns what each result must be, from the arguments that `sums` takes."""
     return {name: x.expected() for name, x in sums(q, k, v, **how).items()}
 
 
@@ -94,7 +94,8 @@ def sums(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
     grad=None, grad_lse=None, ordered=True,
 ) -> dict[str, Sum]:  # fmt: skip
-    """Of out and lse, and with `grad` of dq, dk, dv and of an additive mask's dmask. All as [B, H, N, D]; mask broadcastable.
+    """Returns sums of out and lse, and with `grad` of dq, dk, dv and a mask's dmask, as [B, H, N, D]; mask
+    broadcastable.
 
     ordered: whether sums of products have one order, so that keys that are alike have the same.
     """
@@ -124,12 +125,12 @@ def sums(
     product, score = _largest(q, k, scale, mask if additive else None)
     limit = 0.9 * compare.large_terms(softcap)
     sizes = {
-        "large": not (product <= limit and score <= limit),  # NaN is too
+        "large": not (product <= limit and score <= limit),  # NaN counts as large, too
         "tiny_p": not 2 * score < _FAR_APART - math.log(max(n_k, 1)),
     }
 
     def of_block(x, heads, rows):
-        """[heads, group * rows, ...] of x [heads, group, rows, ...]."""
+        """Returns [heads, group * rows, ...] of x [heads, group, rows, ...]."""
         x = x[heads, :, rows]
         return x.reshape(x.shape[0], group * x.shape[2], *x.shape[3:])
 
@@ -177,7 +178,7 @@ def sums(
 
 
 def _largest(q, k, scale: float, bias) -> tuple[float, float]:
-    """Bounds of the sizes of all products of q and k, and of all scores; a GPU is asked once."""
+    """Returns bounds of the sizes of all products of q and k, and of all scores; a GPU is asked once."""
     if not q.numel() or not k.numel():
         return 0.0, 0.0
     of_q, of_k = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
@@ -189,7 +190,7 @@ def _largest(q, k, scale: float, bias) -> tuple[float, float]:
 
 
 def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
-    """Sums of a block, [heads, group, rows, keys], into the mask's elements, entry by entry."""
+    """Adds a part of a block, [heads, group, rows, keys], to the mask's elements, entry by entry."""
     count, group = part.want.shape[:2]
     mask_shape = total.want.shape
     for i in range(count):
@@ -205,7 +206,7 @@ def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
 
 
 class Block:
-    """Matrices [heads, rows, keys] of some rows and all keys. What is 64 is float64; q, k and v are as they were given."""
+    """Matrices [heads, rows, keys] of some rows and all keys; names with 64 are float64, q, k and v as given."""
 
     def __init__(
         self,
@@ -226,11 +227,11 @@ class Block:
         large,
         tiny_p,
     ):
-        """large: whether scores may be; tiny_p: whether a P may be below normal numbers."""
+        """`large` says whether scores may be large; `tiny_p`, whether a P may be below normal numbers."""
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
         self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
         self.tiny_p = tiny_p
-        self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # the deviation of what is rounded, at most, of its size
+        self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # largest standard deviation of what is rounded, by its size
         self.raw = q64 @ k64.mT * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
         scores = self.capped if bias is None else self.capped + bias.double()
@@ -248,7 +249,7 @@ class Block:
             )
 
     def _base_scores(self, bias, acc_qk, large: bool) -> None:
-        """As compare.baseline has them."""
+        """Computes the scores that compare.baseline has."""
         exact = self.q.float() @ self.k.float().mT
         product = (
             exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
@@ -273,7 +274,7 @@ class Block:
         self.base_o = product.to(self.q.dtype)
 
     def _has_no_yardstick(self, product, acc_qk: str) -> torch.Tensor:
-        """Rows whose products say nothing as PyTorch has them: large ones. But sums in f16 are what they are until they overflow."""
+        """Returns rows whose products say nothing as PyTorch has them: large ones, or f16 sums that overflow."""
         return self.large if acc_qk == "f32" else ~(product.isfinite() | self.hidden).all(-1, keepdim=True)
 
     def out(self) -> Part:
@@ -290,7 +291,7 @@ class Block:
         return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
 
     def gradients(self, grad, grad_lse) -> dict[str, Part]:
-        """Of dq, dk, dv, and of the scores."""
+        """Returns the parts of dq, dk, dv, and of the gradient of the scores."""
         grad64, scale = grad.double(), self.scale
         d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
         dp = grad64 @ self.v64.mT
@@ -304,11 +305,11 @@ class Block:
         d_lse32 = 0.0 if grad_lse is None else grad_lse.float()[..., None]
         dp32 = grad.float() @ self.v.float().mT
         dv_base = self.p16.float().mT @ grad.float()
-        # As autograd has it: dP in 16 bits, sums over it in float32, dS in 16 bits with its scale.
+        # Autograd rounds dP to 16 bits, sums over it in float32, and rounds dS to 16 bits with its scale.
         dp16 = dp32.to(dtype).float()
         by_autograd = self.base_p * (dp16 - ((self.base_p * dp16).sum(-1, keepdim=True) - d_lse32))
         ds_scaled = (by_autograd * slope32 * scale).to(dtype).float()
-        # As kernels have it that see a block of keys at a time: delta is of the output in 16 bits, dS in 16 bits without scale.
+        # Kernels see a block of keys at a time: delta is made of the output in 16 bits, dS is in 16 bits without scale.
         delta = (grad.float() * self.base_o.float()).sum(-1, keepdim=True) - d_lse32
         by_blocks = self.base_p * (dp32 - delta)
         ds16 = (by_blocks * slope32).to(dtype).float()
@@ -335,7 +336,7 @@ class Block:
         return parts
 
     def _lost(self, grad, lowered, slope) -> dict:
-        """name -> what a P below the least normal number of float32 adds, which is 0 on hardware. Nothing, of ordinary scores."""
+        """Returns name -> what a P below float32's normal numbers adds, 0 on hardware; nothing, of ordinary scores."""
         lost = self._tiny
         if lost is None:
             return {}
@@ -350,7 +351,7 @@ class Block:
 
     @functools.cached_property
     def _tiny(self) -> torch.Tensor | None:
-        """P where it is below the least normal number or may be by its own rounding, or None where it nowhere is."""
+        """Returns P where it is, or may be by its rounding, below the least normal number; None where it nowhere is."""
         if not self.tiny_p:
             return None
         least = (self.p if self.movement is None else self.movement.p_again[0]) * (1 - _ROUNDING_OF_P)
@@ -358,8 +359,8 @@ class Block:
         return tiny if tiny is not None and bool(tiny.any()) else None
 
     def _errors(self, grad, dp, ds, d_score, slope) -> dict:
-        """name -> (variance, what float32 sums may add). P, dP - delta and dS are rounded, and so is the output that delta is of,
-        which changes all dS of a row alike.
+        """Returns name -> (variance, what float32 sums may add). P, dP - delta and dS are rounded, and so is the output
+        that delta is made of, which changes all dS of a row alike.
         """
         p, k, q, scale = self.p, self.k64, self.q64, self.scale
         of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
@@ -379,7 +380,7 @@ class Block:
         }
         if self.mask is not None:
             of_mask = _ROUNDINGS * (self.unit * d_score).square()
-            # Keys that share an element share the error of delta, and that of dP - delta where dLSE is nearly all of it.
+            # Keys that share an element share the error of delta, and that of dP - delta where dLSE is most of it.
             if self.mask.shape[-1] == 1:
                 of_delta = of_delta + (self.unit * d_score.sum(-1, keepdim=True)).square()
                 errors["dmask"] = (of_mask + of_delta * p * p.sum(-1, keepdim=True), sums)

@@ -1,4 +1,4 @@
-"""The case matrix that every path must pass, and how its tensors are made.
+"""Defines the case matrix that every path must pass, and how its tensors are made.
 
 Inputs are random normal. Each tensor lies inside a larger block of NaN (rows before, after and between, columns past
 the head dim), so whatever is read beside a tensor shows up in the result.
@@ -22,7 +22,7 @@ class Case:
     d: int = 64
     d_v: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    mask: str | None = None  # see make_mask
+    mask: str | None = None  # a kind that make_mask knows
     layout: str = "BHND"
     rule: dict = field(default_factory=dict)  # causal, align, scale, window, softcap
 
@@ -39,7 +39,7 @@ class Case:
 
 
 def poisoned(shape, dtype, device, generator, row_slack: int = 8, size: float = 1.0) -> torch.Tensor:
-    """A random normal tensor with odd strides inside a block of NaN; rows stay aligned to 16 bytes."""
+    """Returns a random normal tensor with odd strides inside a block of NaN; rows stay aligned to 16 bytes."""
     *outer, rows, cols = shape
     block = torch.full((*(n + 1 for n in outer), rows + 3, cols + row_slack), torch.nan, dtype=dtype, device=device)
     view = block[tuple(slice(0, n) for n in outer)][..., 2 : 2 + rows, :cols]
@@ -48,8 +48,8 @@ def poisoned(shape, dtype, device, generator, row_slack: int = 8, size: float = 
 
 
 def make_mask(kind: str | None, case: Case, device, generator) -> torch.Tensor | None:
-    """bool, bool-keys [B,1,1,Nk], bool-left-padded, bool-some-rows-empty, additive, additive-2d, additive-f32,
-    additive-some-rows-empty [1,H,Nq,Nk], bias-by-head
+    """Returns a mask of one of these kinds: bool, bool-keys [B,1,1,Nk], bool-left-padded, bool-some-rows-empty,
+    additive, additive-2d, additive-f32, additive-some-rows-empty [1,H,Nq,Nk], bias-by-head.
     """
     full = (case.batch, case.heads_q, case.n_q, case.n_k)
     if kind is None:
@@ -82,7 +82,7 @@ def make_mask(kind: str | None, case: Case, device, generator) -> torch.Tensor |
 
 
 def make_inputs(case: Case, device, seed: int = 0):
-    """(q, k, v, mask) of a case; no two cases share numbers."""
+    """Returns (q, k, v, mask) of a case; no two cases share numbers."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(case.id.encode()))
     d_v = case.d_v or case.d
     shapes = [
@@ -102,7 +102,7 @@ def make_inputs(case: Case, device, seed: int = 0):
 
 
 _f16 = torch.float16
-_base = Case(heads_q=1, heads_kv=1)  # what is about heads has more of them
+_base = Case(heads_q=1, heads_kv=1)  # cases about heads have more of them
 
 CASES: list[Case] = [
     # head dims: every multiple of 64, and ones between
@@ -127,11 +127,11 @@ CASES: list[Case] = [
         for n_q, n_k in ((70, 70), (40, 110), (110, 40))
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
-    _base.with_(n_q=300, n_k=50, d=24, rule={"window": (100, 20), "align": "top_left"}),  # its last rows lie past all keys
+    _base.with_(n_q=300, n_k=50, d=24, rule={"window": (100, 20), "align": "top_left"}),  # its last rows see no key
     _base.with_(n_q=90, n_k=60, d=512, rule={"causal": True, "window": (10, 30)}),
     _base.with_(n_q=60, n_k=90, d=256, heads_q=4, heads_kv=2, rule={"causal": True, "window": (0, 0)}),
-    # visible keys that begin or end one key from the edge of a tile, whatever its size: the first and the last tile hold
-    # one key that one row sees; all rows but the first (last) see a whole tile
+    # Visible keys begin or end one key from the edge of a tile, whatever its size: the first and the last tile hold one
+    # key that one row sees; all rows but the first (last) see a whole tile.
     *[
         _base.with_(n_q=30, n_k=n_k, d=d, rule={"window": window})
         for d in (64, 512, 1024)
@@ -168,7 +168,7 @@ class PackedCase:
     d: int = 128
     d_v: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    spare: int = 0  # rows after the last sequence, of no sequence
+    spare: int = 0  # rows after the last sequence, which belong to none
     rule: dict = field(default_factory=dict)
 
     @property
@@ -201,7 +201,7 @@ def offsets(lengths, device) -> torch.Tensor:
 
 
 def make_packed_inputs(case: PackedCase, device, seed: int = 0):
-    """(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k); spare rows hold NaN."""
+    """Returns (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k); spare rows hold NaN."""
     generator = torch.Generator().manual_seed(seed + len(case.id))
     t_q, t_k = sum(case.lengths_q), sum(case.lengths_k)
     shapes = [(t_q, case.heads_q, case.d), (t_k, case.heads_kv, case.d), (t_k, case.heads_kv, case.d_v or case.d)]

@@ -1,12 +1,12 @@
-"""The one comparator: how far a result may be from the float64 oracle.
+"""The one comparator says how far a result may be from the float64 oracle.
 
 The yardstick is PyTorch itself: the same computation, matmuls in the input type and softmax in float32. A result may
-err twice as much as that, plus one unit in the last place, which is no less for a number that is below normal ones; NaN and
-infinities must sit exactly where the oracle has them.
+err twice as much as that, plus one unit in the last place, which is no less for a number that is below normal ones; NaN
+and infinities must sit exactly where the oracle has them.
 
-Rows that see a score beyond 10^4, or one whose terms are that large, have another yardstick, softmax in float32 of float32 scores, as a product in float16
-overflows; and there float32 itself no longer tells scores apart, so that what its rounding may change is allowed too
-(`Movement`). Everywhere else that is nothing.
+Rows that see a score beyond 10^4, or one whose terms are that large, have another yardstick, softmax in float32 of
+float32 scores, as a product in float16 overflows; and there float32 itself no longer tells scores apart, so that what
+its rounding may change is allowed too (`Movement`). Everywhere else that is nothing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import NamedTuple
 import oracle
 import torch
 
-LARGE = 1e4  # a score beyond, before or after its mask: a product in float16 is about to overflow
+LARGE = 1e4  # a score beyond it, before or after its mask: a product in float16 is about to overflow
 
-_DEVIATIONS = 4.0  # of an error: what is allowed at least, of the largest and of their RMS
+_DEVIATIONS = 4.0  # standard deviations that the largest error may have at least; their RMS has a margin of as many
 _MMA_DEPTH = 16  # products that a tensor core adds up before it rounds the sum
 _ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 
 
 def _matmul(a, b, acc: str):
-    """a @ b, accumulated in "f32" or "f16".
+    """Returns a @ b, accumulated in "f32" or "f16".
 
     PyTorch has the latter on GPUs alone (torch.backends.cuda.matmul.allow_fp16_accumulation). What it means is the same
-    everywhere: the sum is an f16 number, rounded after every 16 products. Rounding is all that makes such sums worse, so
-    this is no looser a yardstick than an eager matmul on the tensor cores would be.
+    everywhere: the sum is an f16 number, rounded after every 16 products. Rounding is all that makes such sums worse,
+    so this is no looser a yardstick than an eager matmul on the tensor cores would be.
     """
     if acc == "f32":
         return a @ b
@@ -45,7 +45,7 @@ def baseline(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND",
     acc_qk="f32", acc_pv="f32",
 ):  # fmt: skip
-    """PyTorch's own attention in the input type: (out, lse), differentiable. Rows without keys give (0, 0)."""
+    """Computes PyTorch's own attention in the input type: (out, lse), differentiable. Rows without keys give (0, 0)."""
     if layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     repeats = q.shape[1] // k.shape[1]
@@ -76,8 +76,8 @@ def baseline(
 def is_large(
     scores: torch.Tensor, finite: torch.Tensor, sizes: torch.Tensor | None = None, softcap: float = 0.0
 ) -> torch.Tensor:
-    """[.., rows, 1]: rows that see a score beyond LARGE, or a product that is not `finite` in the input type, or one whose terms
-    are large though their sum is not.
+    """Returns, as [.., rows, 1], the rows that see a score beyond LARGE, or a product that is not `finite` in the input
+    type, or one whose terms are large though their sum is not.
     """
     large = (scores.abs() > LARGE) & (scores != -torch.inf) | ~finite
     if sizes is not None:
@@ -86,12 +86,12 @@ def is_large(
 
 
 def large_terms(softcap: float) -> float:
-    """A softcap below 1 divides a product, and the rounding of its sum, by less: its slope hangs on what that leaves."""
+    """A softcap below 1 divides a product, and its sum's rounding, by less: its slope hangs on what that leaves."""
     return LARGE * min(softcap or 1.0, 1.0)
 
 
 def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float = 0.0) -> torch.Tensor | None:
-    """The sums of the sizes of the terms of each score, or None where all are small."""
+    """Returns the sums of the sizes of the terms of each score, or None where all are small."""
     if not q.numel() or not k.numel():
         return None
     largest = float(q.abs().amax().nan_to_num(torch.inf).double() * k.abs().amax().nan_to_num(torch.inf).double())
@@ -101,31 +101,31 @@ def sizes_of_products(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: f
 
 
 class Movement(NamedTuple):
-    """What becomes of a result where each score of a row with large ones moves by its own rounding in float32. All float64.
+    """What becomes of a result where each score of a row with large ones moves by its rounding in float32. All float64.
 
-    `by` bounds how far: the sum of products moves by an ulp of the sum of their sizes (tensor cores cut sums off), the score
-    by half an ulp each time that it is rounded: scaled, with its mask added, in base 2; four times more by a softcap. So P lies
-    between exp(low - greatest sum) and exp(high - least sum), whatever scores do together. Keys that are all alike have the
-    same product where sums have one order (`ordered`: on tensor cores, not in a CPU's BLAS), so that P moves by what comes
-    later alone.
+    `by` bounds how far: the sum of products moves by an ulp of the sum of their sizes (tensor cores cut sums off), the
+    score by half an ulp each time that it is rounded: scaled, with its mask added, in base 2; four times more by a
+    softcap. So P lies between exp(low - greatest sum) and exp(high - least sum), whatever scores do together. Keys that
+    are all alike have the same product where sums have one order (`ordered`: on tensor cores, not in a CPU's BLAS), so
+    that P moves by what comes later alone.
 
-    The backward's P is exp(score - LSE) of an LSE in float32, the caller's: its rounding moves scores once more, and the
-    scores are computed again. Such a P need not add up to 1, yet is never more than 1.
+    The backward's P is exp(score - LSE) of an LSE in float32, the caller's: its rounding moves scores once more, and
+    the scores are computed again. Such a P need not add up to 1, yet is never more than 1.
     """
 
     large: torch.Tensor  # [.., rows, 1]
-    p: tuple[torch.Tensor, torch.Tensor]  # the least and the largest, in the forward and
-    p_again: tuple[torch.Tensor, torch.Tensor]  # in the backward
+    p: tuple[torch.Tensor, torch.Tensor]  # the least and the largest P of the forward
+    p_again: tuple[torch.Tensor, torch.Tensor]  # the same, in the backward
     by: torch.Tensor
     log_sum: tuple[torch.Tensor, torch.Tensor]  # [.., rows, 1]
     softcap: float
 
     @classmethod
     def of(cls, k, sizes, raw, scores, lse, large, softcap, bias, ordered) -> Movement:
-        """sizes: of products, None where they are small; raw: the scaled products; scores: -inf where hidden."""
+        """sizes: those of products, None if small; raw: the scaled products; scores: -inf where hidden."""
         hidden = scores == -torch.inf
         of_products = 2.0**-24 * raw.abs() + 2.0**-23 * (raw.abs() if sizes is None else sizes)
-        if softcap:  # it lets large products move by little
+        if softcap:  # a softcap lets large products move by little
             capped, *ends = (softcap * torch.tanh((raw + x) / softcap) for x in (0.0, of_products, -of_products))
             of_products = torch.maximum(*((end - capped).abs() for end in ends)) + 2.0**-22 * capped.abs()
         of_products = of_products.masked_fill(hidden, 0.0)
@@ -145,12 +145,12 @@ class Movement(NamedTuple):
         )
 
     def _change(self, p, between) -> torch.Tensor:
-        """Of P, at most; nothing in rows without large scores."""
+        """Returns the change of P, at most; it is nothing in rows without large scores."""
         least, most = between
         return torch.where(self.large, torch.maximum(most - p, p - least).clamp_min(0.0), 0.0)
 
     def out(self, p, v, out) -> torch.Tensor:
-        """No farther than to the least or the largest of its values: it stays an average of them."""
+        """Returns the move of out: no farther than to its least or largest value, of which it is an average."""
         farthest = torch.maximum(v.amax(-2, keepdim=True) - out, out - v.amin(-2, keepdim=True))
         return torch.minimum(self._change(p, self.p) @ v.abs(), farthest * self.large)
 
@@ -159,7 +159,7 @@ class Movement(NamedTuple):
         return torch.where(self.large, torch.maximum(high - lse, lse - low), 0.0)
 
     def gradients(self, p, k, q, v, out, grad, d_score, lowered, slope, capped, scale) -> dict[str, torch.Tensor]:
-        """d_score = P * lowered, the gradient of a score; times slope, that of its softcap, of a scaled product."""
+        """d_score = P * lowered is the gradient of a score; slope, of its softcap, makes it a scaled product's."""
         change = self._change(p, self.p_again)
         of_delta = (grad.abs() * self.out(p, v, out)).sum(-1, keepdim=True)
         of_score = change * lowered.abs() + (p + change) * of_delta
@@ -174,20 +174,20 @@ class Movement(NamedTuple):
 
 
 def _between(scores, by, low_sum, high_sum) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the least P, the largest) where scores move by `by` and the logarithm of their sum lies between these."""
+    """Returns (the least P, the largest) where scores move by `by`; the logarithm of their sum is between these."""
     most = torch.exp((scores + by - low_sum).clamp_max(0.0))
     return torch.exp(scores - by - high_sum).nan_to_num(0.0), most.nan_to_num(0.0)
 
 
 class Comparison(NamedTuple):
-    """What a comparison found, in float64 where the tensors are, and what judges these numbers: many come from a GPU at once."""
+    """What a comparison found, in float64 on the tensors' device, and what judges it: many come from a GPU at once."""
 
     found: torch.Tensor
     judge: Callable[..., None]
 
 
 def settle(*comparisons: Comparison) -> None:
-    """Raises AssertionError for the first that is too far off."""
+    """Raises AssertionError for the first comparison that is too far off."""
     if not comparisons:
         return
     numbers = torch.cat([one.found for one in comparisons]).tolist()
@@ -205,10 +205,11 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=N
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, least=None) -> Comparison:
-    """got: what we computed; want: the oracle's, float64; base: PyTorch's own, in got's type, or several such; moved: what
-    the rounding of large scores changes, which is allowed beyond; least: what twice PyTorch's error counts as at least, where
-    it is small by luck: of each element so many deviations of its own rounding (`deviations`). The RMS of such rounding is one
-    deviation, more by chance where few rows have most of it. What may round to an infinity may be one.
+    """Compares got, what we computed, with want, the oracle's float64; base: PyTorch's own, in got's type, or several
+    such; moved: what the rounding of large scores changes, which is allowed beyond; least: what twice PyTorch's error
+    counts as at least, where it is small by luck: of each element so many deviations of its own rounding
+    (`deviations`). The RMS of such rounding is one deviation, more by chance where few rows have most of it. What may
+    round to an infinity may be one.
     """
     bases = base if isinstance(base, tuple) else (base,)
     base = bases[0]
@@ -258,13 +259,13 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, base, moved=None, le
 
 
 def _least_ulp(dtype: torch.dtype) -> float:
-    """The distance of numbers below the least normal one."""
+    """Returns the distance of numbers below the least normal one."""
     numbers = torch.finfo(dtype)
     return numbers.smallest_normal * numbers.eps
 
 
 def _rows_that_count(sizes: torch.Tensor) -> torch.Tensor:
-    """How many rows that are all alike would have this sum of squares, and this sum of the squares of squares."""
+    """Returns how many rows, all alike, would have this sum of squares and this sum of the squares of squares."""
     of_rows = sizes.square().sum(-1)
     squares = of_rows.square().sum()
     return torch.where(squares > 0, of_rows.sum().square() / squares, 1.0)
@@ -274,7 +275,7 @@ _NO_NUMBERS = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isnegin
 
 
 def deviations(count: int) -> float:
-    """How many standard deviations the largest of so many normal errors may be: about sqrt(2 ln count), and one more."""
+    """Returns how many deviations the largest of so many normal errors may be: about sqrt(2 ln count) + 1."""
     return max(_DEVIATIONS, 1 + math.sqrt(2 * math.log(max(count, 1))))
 
 
@@ -287,8 +288,8 @@ def assert_lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, sca
 
 
 def lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, base=None, moved=None) -> Comparison:
-    """LSE is float32 whatever the inputs: its error is that of float32 sums of D products (and of nothing coarser), or two
-    units in the last place where it is large; of rows with large scores `moved` is allowed beyond.
+    """LSE is float32 whatever the inputs: its error is that of float32 sums of D products (and of nothing coarser), or
+    two units in the last place where it is large; of rows with large scores `moved` is allowed beyond.
 
     Where scores are f16 sums, `base` is the baseline's LSE with such sums, and twice its error is allowed as well.
     """

@@ -47,7 +47,7 @@ def pytest_runtestloop(session):
 
 
 def _taken(items, folder: Path):
-    """The tests that this run is the first to take."""
+    """Yields the tests that this run is the first to take."""
     for tests in _together(items):
         name = hashlib.sha256(tests[0].nodeid.encode()).hexdigest()[:16]
         try:
@@ -58,7 +58,7 @@ def _taken(items, folder: Path):
 
 
 def _together(items) -> list[list]:
-    """Lists of the tests that one process runs; those that take long begin first."""
+    """Returns lists of the tests that one process runs; those that take long begin first."""
     large = [item for item in items if item.get_closest_marker("large")]
     long = sorted((item for item in items if _seconds(item) and item not in large), key=_seconds, reverse=True)
     rows: list[list] = []
@@ -85,8 +85,8 @@ def device(request) -> str:
 
 @pytest.fixture(autouse=True)
 def share_memory(request):
-    """Parts of the suite share a GPU, and PyTorch keeps what was freed. A large test waits till others have left it room, and
-    takes all of it at once.
+    """Parts of the suite share a GPU, and PyTorch keeps what was freed. A large test waits till others have left it
+    room, and takes all of it at once.
     """
     large = request.node.get_closest_marker("large")
     if large and torch.cuda.is_available() and not runs_on_the_cpu(request.node):
@@ -102,7 +102,7 @@ def runs_on_the_cpu(item) -> bool:
 
 
 def take_room(gigabytes: int, seconds: float = 600) -> None:
-    """It stays with PyTorch's allocator, which gives the test of it."""
+    """Waits for room and takes it: it stays with PyTorch's allocator, which hands it to the test."""
     total = torch.cuda.mem_get_info()[1] >> 30
     if gigabytes >= total:
         pytest.skip(f"needs {gigabytes} GB of a GPU's memory, and this one has {total}")
@@ -123,7 +123,7 @@ def take_room(gigabytes: int, seconds: float = 600) -> None:
 
 @pytest.fixture(scope="session")
 def nvcc() -> Path:
-    """The compiler of kernels. Where PyPI has one, its absence is a failure: that every kernel compiles is proven here."""
+    """Finds the compiler. Where PyPI has one, its absence is a failure: that every kernel compiles is proven here."""
     from ffpa_attn.building import toolchain
 
     why = toolchain.why_no_build()
@@ -142,7 +142,7 @@ def clean_environment(monkeypatch):
     for flag in env.FLAGS:
         if flag.scope == "run" and flag.name != "FFPA_CACHE_DIR":
             monkeypatch.delenv(flag.name, raising=False)
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
+    if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled, and importing it takes seconds
         torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ffpa_attn: ")

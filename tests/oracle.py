@@ -1,4 +1,4 @@
-"""What attention is: float64, whole matrices, one line per rule. Shares no code with the package.
+"""Defines what attention is: float64, whole matrices, one line per rule. It shares no code with the package.
 
 `attention` is differentiable, so the oracle of every gradient is autograd through it.
 """
@@ -9,7 +9,7 @@ import torch
 
 
 def visible(n_q: int, n_k: int, causal=False, align="bottom_right", window=(-1, -1), device="cpu") -> torch.Tensor:
-    """[n_q, n_k] True where row r may see key c."""
+    """Returns [n_q, n_k], True where row r may see key c."""
     r = torch.arange(n_q, device=device).unsqueeze(1)
     c = torch.arange(n_k, device=device).unsqueeze(0)
     diagonal = r if align == "top_left" else r + (n_k - n_q)
@@ -31,7 +31,7 @@ def visible_pairs(n_q: int, n_k: int, **rule) -> int:
 def attention(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"
 ):
-    """(out, lse) in float64; out in the layout of q, lse [B, H, Nq]."""
+    """Returns (out, lse) in float64; out in the layout of q, lse [B, H, Nq]."""
     if layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q, k, v = q.double(), k.double(), v.double()

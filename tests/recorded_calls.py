@@ -1,10 +1,10 @@
-"""What random calls give, as hashes, so that a change that is to change nothing can be held to it:
+"""Records what random calls give, as hashes, so that a change that is to change nothing can be held to it:
 
     python tests/recorded_calls.py --device emulator --out before.json   # on the commit before
     python tests/recorded_calls.py --device emulator --against before.json
 
-Of each call: the bits of its results and gradients, or how it was refused, and what `explain` says of it. Where names change,
-`--renamed OLD=NEW` says so. Exits with 1 where any call differs.
+A record has the bits of a call's results and gradients, or how it was refused, and what `explain` says of it. Where
+names change, `--renamed OLD=NEW` says so. Exits with 1 where any call differs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a disassembled Hopper kernel and says which of its wgmma may take a shared-memory descriptor that is none.
 
-ptxas 12.8, of Triton 3.6, drops or misplaces the copy of a register from which descriptors are made: products then read what an
-older value points at. Here values are followed through the code as ranges: at every wgmma the upper word of a descriptor, which
-says how a tile is laid out, is one constant that the PTX has, and the lower one is an address of 14 bits.
+ptxas 12.8, of Triton 3.6, drops or misplaces the copy of a register that descriptors are made from: products then read
+what an older value points at. Here values are followed through the code as ranges: at every wgmma a descriptor's upper
+word, which says how a tile is laid out, is one constant that the PTX has, and the lower one is an address of 14 bits.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 Range = tuple[int, int]
 ANY: Range = (0, 2**32 - 1)
 _WORD = 2**32
-_RESERVED_BYTES = 0x400  # where a kernel's own shared memory begins
+_RESERVED_BYTES = 0x400  # address at which a kernel's own shared memory begins
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L\w+):")
@@ -67,7 +67,7 @@ def _value(operand: str, state: dict) -> Range:
 
 
 def _sum(*values: Range) -> tuple[Range, Range]:
-    """(the sum's word, its carry)."""
+    """Returns (the sum's word, its carry)."""
     low, high = sum(x[0] for x in values), sum(x[1] for x in values)
     if low // _WORD == high // _WORD:
         return (low % _WORD, high % _WORD), (low // _WORD, low // _WORD)
@@ -75,13 +75,13 @@ def _sum(*values: Range) -> tuple[Range, Range]:
 
 
 def _two(register: str) -> tuple[str, str]:
-    """It and the next."""
+    """Returns a register and the next."""
     prefix, number = re.match(r"(U?R)(\d+)", register).groups()
     return register, f"{prefix}{int(number) + 1}"
 
 
 def _pair(operand: str, state: dict) -> tuple[int, int] | None:
-    """A value of 64 bits, as a range; None: any."""
+    """Returns a value of 64 bits as a range, or None if it may be any."""
     negative, name = operand.startswith("-"), operand.removeprefix("-")
     if name in ("URZ", "RZ"):
         return 0, 0
@@ -110,7 +110,7 @@ def _carries(operands: list[str]) -> list[str]:
 
 
 def _results(x: Instruction, state: dict) -> dict[str, Range]:
-    """What an instruction leaves, where it is one of those that make descriptors."""
+    """Returns what an instruction leaves, where it is one of those that make descriptors."""
     name, operands = x.name, x.operands
     kind = name.removeprefix("U")
     first = operands[0]
@@ -186,7 +186,7 @@ def _results(x: Instruction, state: dict) -> dict[str, Range]:
 
 
 def _written(x: Instruction) -> list[str]:
-    """Registers and predicates that an instruction may write, at least."""
+    """Returns the registers and predicates that an instruction may write, at least."""
     names = []
     for position, operand in enumerate(x.operands[:2]):
         operand = operand.removesuffix(".reuse")
@@ -228,7 +228,7 @@ def _span(a: Range, b: Range) -> Range:
 
 
 def _joined(a: dict, b: dict) -> dict:
-    """Of two ways to a place; what is in neither is ANY."""
+    """Joins the states of two ways to a place; what is not in both is ANY."""
     both = {}
     for name in a.keys() & b.keys():
         if name.startswith("^"):
@@ -256,7 +256,7 @@ def _states(instructions, labels) -> list[dict | None]:
                 if new == states[n]:
                     continue
                 visits[n] += 1
-                if visits[n] > 8:  # what still grows is anything
+                if visits[n] > 8:  # a value that still grows may be anything
                     new = {name: value for name, value in new.items() if states[n].get(name) == value}
             states[n] = new
             pending.append(n)
@@ -264,7 +264,7 @@ def _states(instructions, labels) -> list[dict | None]:
 
 
 def _descriptors(x: Instruction) -> list[int]:
-    """The uniform registers at which an instruction's descriptors begin: a wgmma's A, where it is in shared memory, and B."""
+    """Returns uniform registers at which a wgmma's descriptors begin: A's, if it is in shared memory, and B's."""
     at = [int(n) for y in x.operands for n in re.findall(r"gdesc\[UR(\d+)\]", y)]
     if not at:
         return []
@@ -273,7 +273,7 @@ def _descriptors(x: Instruction) -> list[int]:
 
 
 def wrong(sass: str, ptx: str, shared_bytes: int) -> list[str]:
-    """What may be no descriptor, one line each."""
+    """Returns what may be no descriptor, one line each."""
     uppers = set()
     for number in re.findall(r"-?\d{15,}", ptx):
         upper = int(number) % 2**64 >> 32

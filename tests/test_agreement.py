@@ -1,6 +1,6 @@
-"""Ranks that call differently are told so: at each new kind of call, before anything moves, and with nothing to wait for afterwards.
+"""Ranks that call differently are told so: at each new kind of call, before anything moves, and none waits afterwards.
 
-Run as tests/test_distributed.py runs its own, whose stand-in for GPUs' copies these use.
+The tests run as those of tests/test_distributed.py do, whose stand-in for GPUs' copies they use.
 """
 
 import gc
@@ -29,7 +29,7 @@ def test_family(device, world, tmp_path):
 
 @contextmanager
 def as_on_gpus():
-    """Copies, and kinds that are compared where they are new."""
+    """Exchanges by copies, and compares kinds of calls only where they are new."""
     with ranks.of_known_kinds():
         if ranks.DEVICE == "cuda":
             yield
@@ -40,7 +40,7 @@ def as_on_gpus():
 
 @contextmanager
 def computing_nothing():
-    """As for a GPU's host, which goes on while what it asked for waits for another rank."""
+    """Computes nothing, as for a GPU's host, which goes on while what it asked for waits for another rank."""
     nothing = mock.Mock(side_effect=lambda q, k, v, *rest: (q, None))
     with (
         mock.patch.object(ring._RingAttention, "apply", nothing),
@@ -116,7 +116,7 @@ def kinds_are_compared_once():
 
 
 def kinds_of_a_whole_group_of_calls():
-    """Of more kinds than are kept, and at every call under FFPA_CHECK."""
+    """Ranks call in more kinds than are kept, and compare at every call under FFPA_CHECK."""
     with as_on_gpus(), counted_comparisons() as compared, mock.patch.object(agreement, "_MOST_KINDS", 2):
         group = dist.new_group()
         for rows in (2, 4, 6, 2, 6, 4, 4):
@@ -125,7 +125,7 @@ def kinds_of_a_whole_group_of_calls():
 
 
 def kinds_where_one_rank_calls_a_known_one():
-    """The others say so after a while; its own call waits for theirs. None of them goes on in that group."""
+    """The other ranks say so after a while; its own call waits for theirs. None of them goes on in that group."""
     first = dist.get_rank() == 0
     for attention in FUNCTIONS:
         group = dist.new_group()
@@ -153,7 +153,7 @@ def kinds_where_one_rank_calls_a_known_one():
 
 
 def kinds_where_one_rank_has_gone_on():
-    """Its host does, on GPUs. At the next call that it compares, all are told of the one that differed."""
+    """On GPUs that rank's host goes on. At the next call that it compares, all are told of the one that differed."""
     first = dist.get_rank() == 0
     with ranks.of_known_kinds(), computing_nothing():
         for attention in FUNCTIONS:
@@ -173,7 +173,7 @@ def kinds_where_one_rank_has_gone_on():
 
 
 def kinds_that_all_know():
-    """Where ranks err between those, they are told at the next comparison, which is not far off."""
+    """Where ranks err among known kinds, they are told at the next comparison, which is not far off."""
     for attention in FUNCTIONS:
         group = dist.new_group()
         with ranks.of_known_kinds(), computing_nothing() as computing, mock.patch.object(agreement, "_MOST_CALLS", 4):
@@ -194,7 +194,7 @@ def kinds_of_gathered_sequences():
     x = torch.zeros(2, 4 if dist.get_rank() else 6, device=ranks.DEVICE)
     with pytest.raises(ValueError, match=r"`x` is torch.Size\(\[2, 4\]\) on rank 1 of the group, but .*2, 6"):
         distributed.gather_sequence(x, dim=1)
-    x = torch.zeros(2, 3 if dist.get_rank() else 4, device=ranks.DEVICE)  # an odd number of rows, on some
+    x = torch.zeros(2, 3 if dist.get_rank() else 4, device=ranks.DEVICE)  # some ranks have an odd number of rows
     with pytest.raises(ValueError, match=r"`x` is torch.Size\(\[2, 3\]\) on rank 1 of the group, but .*2, 4"):
         distributed.gather_sequence(x, dim=1)
     with pytest.raises(ValueError, match=r"`x.dtype` is torch.float32 on rank 1 of the group, but torch.float64"):
@@ -204,7 +204,7 @@ def kinds_of_gathered_sequences():
 
 
 def kinds_of_groups_that_are_made_anew():
-    """In the place of another, whose messages its store may yet hold."""
+    """A group takes the place of another, whose messages its store may yet hold."""
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     store = dist.PrefixStore("the same", store)
     q, k, v = whole_and_own(8)[1]
@@ -220,7 +220,7 @@ def kinds_of_groups_that_are_made_anew():
             before = len(agreement._agreements)
             dist.destroy_process_group(group)
             del group
-            computing.reset_mock()  # which keeps what it was called with
+            computing.reset_mock()  # the mock keeps what it was called with
             gc.collect()
             assert len(agreement._agreements) == before - 1
             group = dist.new_group()
@@ -231,7 +231,7 @@ def kinds_of_groups_that_are_made_anew():
 
 
 def kinds_of_a_comparison_that_ends_early():
-    """By an interrupt, say: that rank goes on in another group alone."""
+    """An interrupt, say, ends the comparison: that rank goes on in another group alone."""
     group = dist.new_group()
     mine = whole_and_own(8)[1]
     with computing_nothing():

@@ -1,4 +1,4 @@
-"""The backward on our compiled kernels: every case of the matrix, in the emulator everywhere and on a GPU where there is one.
+"""Tests the backward on our compiled kernels: every case, in the emulator everywhere and on a GPU where there is one.
 
 The forward is whatever the case gets by itself; only the backward is forced.
 """
@@ -22,7 +22,7 @@ from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
 from ffpa_attn.testing import emulate
 
-ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
+ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> architecture that emulates it
 BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
 PROBLEM = Problem(
     "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
@@ -31,7 +31,7 @@ PROBLEM = Problem(
 
 @contextlib.contextmanager
 def garbage_in_new_memory():
-    """NaN, where it is to hold floats."""
+    """Fills new memory with NaN, where it is to hold floats."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -41,7 +41,7 @@ def garbage_in_new_memory():
 
 @pytest.fixture
 def forced(monkeypatch):
-    """forced(backend, device, seed): from now on backwards run there; gives the list of what the emulator reports."""
+    """Gives forced(backend, device, seed): from then on backwards run there; it returns the emulator's reports."""
 
     def force(backend: str, device: str, seed: int = 0) -> list[dict]:
         if device == "cuda" and backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
@@ -69,7 +69,7 @@ def forced(monkeypatch):
 def test_gradients(case, backend, device, forced, monkeypatch):
     reports = forced(backend, device)
     if "softcap" not in case.rule:
-        monkeypatch.setattr(reference, "mask_gradient", None)  # that of a mask is the kernels' too
+        monkeypatch.setattr(reference, "mask_gradient", None)  # the gradient of a mask is the kernels' too
     test_numerics.test_gradients(case, device)
     if device == "cpu" and case.batch * case.n_q * case.n_k:
         kernels = [report["kernel"] for report in reports]
@@ -97,7 +97,7 @@ def test_packed_in_chunks(cap_mb, kinds, backend, device, forced, monkeypatch):
 
 @BACKENDS
 def test_many_sequences_in_chunks(backend, device, forced, monkeypatch):
-    """Sums of dK and dV wait for the one sequence that a chunk cuts: one ends where the next begins, one goes on and on."""
+    """Sums of dK and dV wait for the one sequence that a chunk cuts: some end where the next begins, one goes on."""
     forced(backend, device)
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "4")
     case = PackedCase((600, 5, 1300, 0, 700, 5, 290), (300, 40, 260, 5, 300, 20, 290), heads_q=1, heads_kv=1, d=24)
@@ -122,7 +122,7 @@ LONGER = Case(heads_q=4, heads_kv=2, n_q=600, n_k=520, d=320, d_v=264, rule={"ca
 @BACKENDS
 @pytest.mark.parametrize("seed", [1, 3])
 def test_schedules(seed, backend, device, forced):
-    """More tiles than blocks, in other orders of the warps."""
+    """There are more tiles than blocks, and the warps run in other orders."""
     forced(backend, device, seed)
     case = LONGER.with_(heads_q=2, heads_kv=1, n_q=300, rule={"window": (200, 100)}, mask="bool-some-rows-empty")
     test_numerics.test_gradients(case, device)
@@ -152,20 +152,20 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
     ids=["rows", "keys", "dQ, then dK and dV", "less of both"],
 )
 def test_workspace_caps(case, cap_mb, kinds, backend, device, forced):
-    """In chunks: sums of dK and dV over rows, or of dQ over keys; at last dQ on its own, and then dK and dV."""
+    """Caps cut the work: sums of dK and dV over rows, or of dQ over keys; at last dQ alone, then dK and dV."""
     forced(backend, device)
     whole = gradients_of(case, device)
     got = gradients_of(case, device, cap_mb)
     assert {(chunk.of_q, chunk.of_k) for chunk in last_chunks()} == kinds and len(last_chunks()) > 2
     for name, x, want in zip(("dq", "dk", "dv"), got, whole, strict=True):
-        # The same sums, in fp32, in another order of additions.
+        # The sums are the same, in fp32, with their additions in another order.
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
 
 @BACKENDS
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
 def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
-    """dQ by keys, too: of rows that see keys of every chunk, or of the first alone."""
+    """dQ goes by keys, too: its rows see keys of every chunk, or of the first alone."""
     forced(backend, device)
     case = Case(heads_q=1, heads_kv=1, n_q=300, n_k=1300, d=72, rule={"causal": True, "align": align})
     whole = gradients_of(case, device)
@@ -204,7 +204,7 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
     ],
 )
 def test_boxes_of_rows_and_keys(case, cap_mb, boxes, backend, device, forced, monkeypatch):
-    """Sums of dQ and of dK and dV at once, from the first chunk that sees some to the last; nothing for what no chunk sees."""
+    """dQ, dK and dV are summed at once, from the first chunk that sees some to the last; what none sees, never."""
     forced(backend, device)
     of_pass = Pass(*boxes, of_q=True, of_k=True)
     monkeypatch.setattr(reference, "mask_gradient", None)
@@ -245,13 +245,13 @@ def test_mask_gradients_by_chunks(case, cap_mb, kinds, backend, device, forced, 
     assert kinds <= {(chunk.entries, chunk.row_tiles, chunk.of_q, chunk.of_k) for chunk in last_chunks()}
 
 
-MASK_SHAPES = list(product((True, False), repeat=4))  # which dims have all elements of their own
+MASK_SHAPES = list(product((True, False), repeat=4))  # for each dim, whether all its elements are the mask's own
 
 
 @BACKENDS
 def test_masks_shared_in_every_way(backend, device, forced, monkeypatch):
-    """Each gradient is the sum of that of a mask which nothing shares. (PyTorch is no yardstick where all keys of a row share
-    an element: rounding and dLSE are all that is left there.)
+    """Each gradient is the sum of that of a mask which nothing shares. (PyTorch is no yardstick where all keys of a row
+    share an element: rounding and dLSE are all that is left there.)
     """
     forced(backend, device)
     monkeypatch.setattr(reference, "mask_gradient", None)
@@ -279,7 +279,7 @@ def test_a_mask_of_nothing(n_q, n_k, backend, device, forced):
 
 @pytest.mark.parametrize("heads, floats", [(2, 0), (1, 1)])
 def test_mask_gradients_take_no_workspace(heads, floats, device, forced):
-    """Only themselves, and fp32 sums where elements are shared."""
+    """Mask gradients take memory for themselves, and for fp32 sums where elements are shared."""
     forced("mma", device)
     q, k, v, _ = make_inputs(Case(heads_kv=1, n_q=300, n_k=280, d=24), device)
     mask = torch.zeros(1, heads, 300, 280, dtype=q.dtype, device=device)
@@ -292,7 +292,7 @@ def test_mask_gradients_take_no_workspace(heads, floats, device, forced):
     assert peak(True) - peak(False) <= mask.numel() * (2 + 4 * floats) + (1 << 17)
 
 
-# What key/value heads, query heads of each, rows and keys there are; and chunks of three batch entries.
+# Each row has key/value heads, query heads of each, rows and keys; then the chunks of three batch entries.
 CHUNKS = {
     "entries": ((3, 1, 200, 300), [(0, 5, 0, 1), (5, 4, 0, 1)]),
     "more entries": ((2, 2, 300, 200), [(0, 1, 0, 4), (1, 4, 0, 4), (5, 1, 0, 4)]),
@@ -313,7 +313,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
         chunk = Chunk(*place, 0, keys, 0, True, True)
         ds = torch.full((chunk.pairs + 100,), torch.nan, dtype=torch.bfloat16)
         by_tile = ds[: chunk.pairs].view(chunk.entries, chunk.row_tiles, ROW_TILE, keys)
-        for entry, tile in product(range(chunk.entries), range(chunk.row_tiles)):  # as in backward_tiles.cuh
+        for entry, tile in product(range(chunk.entries), range(chunk.row_tiles)):  # the order of backward_tiles.cuh
             batch, head_kv = divmod(chunk.first_entry + entry, heads_kv)
             head, tile_of_head = divmod(chunk.first_tile + tile, tiles_of_head)
             rows = of_pairs[batch, head_kv * group + head, tile_of_head * ROW_TILE :][:ROW_TILE]
@@ -329,7 +329,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
 
 
 def work_of(n_q, n_k, group=1, d=512, left=-1, right=-1, top_left=False, **more) -> backward_chunks.Work:
-    """What backward.plan makes of it."""
+    """Returns what backward.plan makes of such a problem."""
     see, diagonal = Visibility(left, right, top_left), 0 if top_left else n_k - n_q
     problem = PROBLEM._replace(n_q=n_q, n_k=n_k, visibility=see)
     return backward_chunks.Work(
@@ -347,7 +347,7 @@ def work_of(n_q, n_k, group=1, d=512, left=-1, right=-1, top_left=False, **more)
 
 
 def visible_tiles(work) -> torch.Tensor:
-    """[row tiles of a head, key tiles]: whether some row sees some key, row by row."""
+    """Returns [row tiles of a head, key tiles]: whether some row sees some key, row by row."""
     rows = torch.arange(work.n_q)
     low = rows * 0 if work.nearest is None else (rows + work.nearest).clamp_min(0)
     end = rows * 0 + work.n_k if work.farthest is None else (rows + work.farthest + 1).clamp(0, work.n_k)
@@ -362,12 +362,12 @@ def visible_tiles(work) -> torch.Tensor:
 
 
 class Sums:
-    """What becomes of the sums of all row tiles, or of all key tiles, of an entry from chunk to chunk, as backward_tiles.cuh and
-    gradient_writer.cuh have it.
+    """What becomes of the sums of all row tiles, or of all key tiles, of an entry from chunk to chunk, as
+    backward_tiles.cuh and gradient_writer.cuh have it.
     """
 
     def __init__(self, visible: torch.Tensor, places: int):
-        """visible: [those that have sums, what these are over]."""
+        """`visible` is [those that have sums, what these are over]."""
         count, over = visible.shape
         self.seen = visible.any(1)
         self.first = torch.where(self.seen, visible.int().argmax(1), 0)
@@ -383,14 +383,14 @@ class Sums:
         continues, is_last = self.first[part] < over[0], self.end[part] <= over[1]
         assert not self.is_done[part].any() and (self.at[part] <= torch.clamp_min(self.first[part], over[0])).all()
         assert torch.equal(self.owner[places[continues]], part[continues]), "sums of another tile"
-        self.owner[places[~is_last]] = part[~is_last]  # an IndexError where there is no place
+        self.owner[places[~is_last]] = part[~is_last]  # an IndexError means that there is no place
         self.is_done[part[is_last]] = True
         self.at[part] = self.end[part].clamp_max(over[1])
         self.moved += int(continues.sum() + (~is_last).sum())
 
 
 def follow(work, cut) -> tuple[Sums, Sums]:
-    """All chunks of an entry, in their order: every visible pair counts once for dQ and once for dK and dV."""
+    """Follows all chunks of an entry, in their order: every visible pair counts once for dQ and once for dK and dV."""
     of_head = visible_tiles(work)
     visible = of_head.repeat(work.group, 1)
     sums = Sums(visible, cut.row_tiles_kept), Sums(visible.T, cut.keys_kept // KEY_TILE)
@@ -459,7 +459,7 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
         if cut.entries > 1:
             follow(work, cut)
             return
-    # Whole entries, or of packed sequences what nobody knows to be seen.
+    # These chunks have whole entries, or packed sequences, of which nobody knows what is seen: all pairs count.
     all_chunks = [c._replace(first_entry=c.first_entry + entry) for entry in range(cut.entries) for c in cut.chunks]
     for of in ("of_q", "of_k"):
         for entry in range(3):
@@ -476,16 +476,16 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 8])
 def test_sums_of_long_sequences_cost_little(n, d, causal, group):
-    """Under 1 GiB, moved at 3.5 TB/s beside products of 650 TFLOPS; and P is computed once where that is possible."""
+    """Sums take little time under 1 GiB, at 3.5 TB/s beside 650 TFLOPS; P is computed once where possible."""
     work = work_of(n, n, group, d, right=0 if causal else -1)
     cut = backward_chunks.cut(work, PRODUCT_TILES, 1 << 30)
     of_q, of_k = follow(work, cut)
     width_q, width_k = (f(work, cut.of_q.columns) for f in (backward_chunks.sums_of_row, backward_chunks.sums_of_key))
     seconds = 4 * (of_q.moved * ROW_TILE * width_q + of_k.moved * KEY_TILE * width_k) / 3.5e12
     assert seconds < 0.06 * 10 * d * work.seen * n * n * group / 650e12
-    least_sums = 4 * n * min(group * d, 2 * d)  # of all rows, or of all keys
+    least_sums = 4 * n * min(group * d, 2 * d)  # bytes of the sums of all rows, or of all keys
     assert all(c.of_q and c.of_k for c in cut.chunks) == (least_sums <= 1 << 29)
-    # And multiprocessors have enough tiles: as many pairs as half of the cap holds, whatever a mask hides.
+    # Multiprocessors have enough tiles, too: as many pairs as half of the cap holds, whatever a mask hides.
     assert max(c.pairs for c in cut.chunks) * 4 >= 1 << 28
 
 
@@ -493,7 +493,7 @@ def test_sums_of_long_sequences_cost_little(n, d, causal, group):
 @pytest.mark.parametrize("packed", [None, (9000, 9000)], ids=["dense", "packed"])
 @pytest.mark.parametrize("backend", ["hopper", "mma"])
 def test_caps_that_are_enough(backend, packed, d):
-    """From 1 MiB and 2 KiB a column on, as the README has it. Below, what there is no room for is refused."""
+    """Caps from 1 MiB and 2 KiB a column on are, as in the README. What smaller ones have no room for is refused."""
     problem = PROBLEM._replace(
         direction="backward", batch=4, heads_q=8, heads_kv=8, n_q=9000, n_k=9000, d_qk=d, d_v=d, packed=packed
     )
@@ -511,7 +511,7 @@ def test_caps_that_are_enough(backend, packed, d):
 
 
 def test_packed_sequences_are_computed_once():
-    """However many there are: sums of dK and dV wait for no more than one at a time."""
+    """However many sequences there are, sums of dK and dV wait for no more than one at a time."""
     for sequences, n, d in ((512, 512, 512), (128, 2048, 512), (64, 2048, 1024)):
         rows = sequences * n
         problem = PROBLEM._replace(
@@ -531,7 +531,7 @@ def test_packed_sequences_are_computed_once():
 
 @BACKENDS
 def test_bits_repeat(backend, device, forced):
-    """On a GPU with many tiles for each block; and in chunks, whose sums wait for the next."""
+    """Bits repeat on a GPU with many tiles for each block; and in chunks, whose sums wait for the next."""
     forced(backend, device)
     case, caps, times = LONGER.with_(heads_q=2, heads_kv=1, n_q=300), (None,), 1
     if device == "cuda":
@@ -548,7 +548,7 @@ def test_bits_repeat(backend, device, forced):
 @BACKENDS
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 def test_fp32_gradients(layout, backend, device, forced):
-    """What partial results are summed up from: the 16-bit gradients are these, rounded."""
+    """Partial results are summed up from gradients in fp32: the 16-bit gradients are these, rounded."""
     forced(backend, device)
     case = LONGER.with_(n_q=70, n_k=90, layout=layout)
     exact, rounded = gradients_of(case, device, fp32_grads=True), gradients_of(case, device)
@@ -558,7 +558,7 @@ def test_fp32_gradients(layout, backend, device, forced):
 
 @BACKENDS
 def test_the_lse_of_more_keys(backend, device, forced):
-    """Ring attention: a backward over some keys, with out and LSE of all of them; the parts add up."""
+    """Ring attention runs a backward over some keys, with out and LSE of all of them; the parts add up."""
     forced(backend, device)
     q, k, v, _ = make_inputs(Case(n_q=70, n_k=200, d=264), device)
     q, k, v = (x.clone() for x in (q, k, v))
@@ -577,7 +577,7 @@ def test_the_lse_of_more_keys(backend, device, forced):
 @BACKENDS
 @pytest.mark.parametrize("what", ["sum", "expanded heads", "expanded rows", "padded rows"])
 def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
-    """dO of a sum is one number; of a broadcast, one row."""
+    """dO of a sum is one number; that of a broadcast, one row."""
     forced(backend, device)
     q, k, v, _ = make_inputs(Case(n_q=70, n_k=90, d=264), device)
 
@@ -604,7 +604,7 @@ def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
 @BACKENDS
 @pytest.mark.parametrize("dim", [0, 2], ids=["batch", "keys"])
 def test_heads_that_share_memory(dim, backend, device, forced):
-    """K and V expanded: all their strides there are 0."""
+    """K and V are expanded: all their strides there are 0."""
     forced(backend, device)
     q, k, v, _ = make_inputs(Case(batch=2, n_q=40, n_k=90, d=264), device)
     k, v = (x.narrow(dim, 0, 1).clone().expand_as(x) for x in (k, v))
@@ -619,7 +619,7 @@ def test_heads_that_share_memory(dim, backend, device, forced):
 @BACKENDS
 @pytest.mark.parametrize("seed", [0, 1])
 def test_short_sequences_beside_long_ones(seed, backend, device, forced, monkeypatch):
-    """Row tiles of the longest one that others have no rows for: their products are over nothing, and no copy waits."""
+    """Row tiles of the longest sequence that others have no rows for multiply nothing, and no copy waits."""
     forced(backend, device, seed)
     case = PackedCase((20, 300, 5), (40, 300, 5), heads_q=2, heads_kv=1, d=264, rule={"causal": True})
     test_numerics.test_packed(case, device, "read", monkeypatch)
@@ -631,7 +631,7 @@ TILES = [("hopper", tile) for tile in PRODUCT_TILES] + [("mma", tile) for tile i
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("backend, tile", TILES, ids=[f"{backend}-{tile.columns}" for backend, tile in TILES])
 def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
-    """Each for sequences whose ends are no multiples of anything; blocks of a cluster zero what lies behind together."""
+    """Sequences end at no multiple of anything; the blocks of a cluster together zero what lies behind."""
     *kernels, _ = backward._FAMILIES[backend]
     monkeypatch.setitem(backward._FAMILIES, backend, (*kernels, (tile,)))
     reports = forced(backend, device, seed=1)
@@ -643,7 +643,7 @@ def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
 
 @BACKENDS
 def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
-    """The first row of a step, whatever a step is; row 64 sees the last key."""
+    """The row is the first of a step, whatever a step is; row 64 sees the last key."""
     forced(backend, device)
     case = Case(n_q=70, n_k=64, d=24, rule={"window": (1, 0), "align": "top_left"})
     test_numerics.test_gradients(case, device)
@@ -652,7 +652,7 @@ def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
 @BACKENDS
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_rows_without_keys_pass_on_nothing(softcap, backend, device, forced):
-    """Whatever Q, dO and dLSE hold there: neither their own gradients nor those of keys see it."""
+    """Whatever Q, dO and dLSE hold in such rows, neither their own gradients nor those of keys see it."""
     forced(backend, device)
     case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=90, d=264, mask="bool-some-rows-empty")
     q, k, v, mask = make_inputs(case, device)
@@ -708,7 +708,7 @@ def test_fp16_products_beyond_its_range(backend, device, forced):
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
     grad = torch.full_like(out, 20.0)
     tensors = (grad, None, q, k, v, out, lse)
-    want = torch.ops.ffpa_attn.backward(*(x if x is None else x.cpu() for x in tensors))  # the reference
+    want = torch.ops.ffpa_attn.backward(*(x if x is None else x.cpu() for x in tensors))  # given by the reference
     forced(backend, device)
     got = torch.ops.ffpa_attn.backward(*tensors)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=False):
@@ -747,7 +747,7 @@ def test_sequences_do_not_see_each_other(softcap, backend, device, forced):
 
 @BACKENDS
 def test_no_sequences(backend, device, forced):
-    """Whatever the longest of them may be."""
+    """There are no sequences, whatever the longest of them may be."""
     forced(backend, device)
     q = torch.randn(5, 1, 264, device=device).to(torch.bfloat16).requires_grad_()
     none = offsets((), device)
@@ -758,11 +758,11 @@ def test_no_sequences(backend, device, forced):
 @pytest.mark.large(gigabytes=26)
 @BACKENDS
 def test_more_than_31_bits_of_offsets(backend, device, forced):
-    """Tensors of 4.3 GB: what the last batch entry gets, it gets alone. Those that are read share most of their memory."""
+    """Tensors have 4.3 GB; inputs share most of their memory. What the last batch entry gets, it gets alone."""
     if device == "cpu":
         pytest.skip("needs a GPU")
     forced(backend, device)
-    entries = 1025  # of 2^21 elements and more
+    entries = 1025  # batch entries, each of 2^21 elements and more
     entries_of_all = torch.empty(entries + 3, 64, 128, 264, device=device, dtype=torch.bfloat16).normal_()
     q, k, v, g = (entries_of_all[i : i + entries] for i in range(4))
     out, lse = ffpa_attn.ffpa(q, k, v, causal=True, return_lse=True)
@@ -782,7 +782,7 @@ def test_a_workspace_that_is_too_small():
 
 
 def test_short_sequences_cost_what_they_have():
-    """Not what they would have were all as long as the longest: 40,960 chunks."""
+    """Sequences do not cost what they would were all as long as the longest: 40,960 chunks."""
     total = 32768
     problem = PROBLEM._replace(batch=256, heads_kv=8, n_q=total, n_k=total, packed=(total, total))
     assert sum(1 for _ in backward.plan(problem, "hopper", 1 << 30).all_chunks) < 2000

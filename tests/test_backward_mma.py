@@ -1,4 +1,4 @@
-"""What is special about the backward on mma.sync, in the emulator; what it computes is test_backward.py's."""
+"""Tests what is special about the backward on mma.sync, in the emulator; test_backward.py has what it computes."""
 
 import ffpa_attn
 import pytest
@@ -11,12 +11,12 @@ from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
-# Several row tiles of two heads that share K and V, more tiles than the emulated GPU has blocks, ends amid tiles.
+# This has several row tiles of two heads that share K and V, more tiles than emulated blocks, and ends amid tiles.
 LONGER = Case(heads_q=2, heads_kv=1, n_q=300, n_k=520, rule={"causal": True})
 
 
 def gradients(case: Case, arch: str = "sm_80", seed: int = 0, exact: bool = False):
-    """dQ, dK, dV and the reports of the emulator."""
+    """Returns dQ, dK, dV and the reports of the emulator."""
     q, k, v, mask = make_inputs(case, "cpu")
     out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True, **case.rule)
     with env.overridden("FFPA_BACKEND", "mma"), emulate(arch, seed=seed, exact=exact) as reports:
@@ -39,9 +39,9 @@ def test_shared_memory_without_bank_conflicts(tile, monkeypatch):
 
 @pytest.mark.parametrize("d", [24, 264])
 def test_products_are_computed_for_visible_pairs_alone(d):
-    """In whole tiles, and steps of 32 columns."""
+    """Products are of whole tiles, in steps of 32 columns."""
     _, (_, scores, *_) = gradients(LONGER.with_(d=d, n_q=512, n_k=512, rule={"causal": True}))
-    tiles = 2 * (1 + 1 + 2 + 2)  # of 128 x 256, in two heads
+    tiles = 2 * (1 + 1 + 2 + 2)  # tiles of 128 x 256, in two heads
     assert scores["mma"] == tiles * 2 * -(-d // 32) * (128 // 16) * (256 // 8) * 2
 
 

@@ -20,7 +20,7 @@ def t(*shape, dtype=BF16, device="cpu"):
 
 
 def call(q=None, k=None, v=None, *args, **keywords):
-    """ffpa with good tensors where none is given."""
+    """Calls ffpa, with good tensors where none is given."""
     q, k, v = (t(2, 4, 10, 64) if x is None else x for x in (q, k, v))
     return ffpa(q, k, v, *args, **keywords)
 
@@ -36,7 +36,7 @@ def i32(*values):
 
 
 def misaligned(*shape):
-    """Rows that start 2 bytes off."""
+    """Returns a tensor whose rows start 2 bytes off."""
     return torch.empty(torch.Size(shape).numel() + 1, dtype=BF16)[1:].view(shape)
 
 
@@ -53,7 +53,7 @@ A_MASK = r"`o`, the fourth argument, takes the result, and it has "
 
 
 def in_the_fourth_place(x):
-    """With as many keys as columns, so that a mask may have the shape of a result."""
+    """Calls ffpa with as many keys as columns, so that a mask may have the shape of a result."""
     with torch.no_grad():
         return ffpa(good(64), t(2, 4, 64, 64), t(2, 4, 64, 64), x)
 
@@ -64,14 +64,14 @@ def under_autocast(device, dtype):
 
 
 def backward_under_autocast():
-    """Which casts for no backward."""
+    """Calls the backward operator under autocast, which casts for no backward."""
     q = good(64, dtype=F32)
     with torch.autocast("cpu", dtype=BF16):
         return torch.ops.ffpa_attn.backward(q, None, q, q, q, q, t(2, 4, 10, dtype=F32))
 
 
 def nested(layout):
-    """Two sequences, heads after rows."""
+    """Returns two sequences, heads after rows."""
     return torch.nested.nested_tensor([t(5, 4, 64), t(7, 4, 64)], layout=layout)
 
 
@@ -81,7 +81,7 @@ def with_grad(name):
 
 
 def forward_op(**options):
-    """The operator itself, as ring attention calls it."""
+    """Calls the operator itself, as ring attention does."""
     q = t(2, 4, 10, 64)
     return torch.ops.ffpa_attn.forward(q, q, q, **options)
 
@@ -101,7 +101,7 @@ def fake(device="cpu"):
         return torch.empty(2, 4, 10, 128, dtype=BF16, device=device)
 
 
-# (what is wrong, call, exception, words of the message)
+# Each row has what is wrong, the call, the exception, and words of the message.
 BAD = [
     # not tensors
     ("q is None", lambda: ffpa(None, good(64), good(64)), TypeError, "`q` is None.*torch.Tensor"),
@@ -414,7 +414,7 @@ def test_numbers_of_other_libraries():
 
 
 def test_slots_of_one_tensor_do_not_overlap():
-    """out may be a slot of the packed tensor that q, k and v are slots of."""
+    """`out` may be a slot of the packed tensor that q, k and v are slots of."""
     slots = t(2, 10, 4, 4, 64)
     q, k, v, out = (slots[:, :, i].transpose(1, 2) for i in range(4))
     want = ffpa(q.clone(), k.clone(), v.clone())
@@ -438,7 +438,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("values", [(0, 15, 10), (0, 30, 20), (-5, 10, 20), (20, 10, 0), (0, 2**31 - 1, -(2**31))])
     def test_bad_offsets_touch_nothing_else(self, values):
-        """Never read on the host: whatever they hold, no address leaves the tensors, and FFPA_CHECK=1 raises."""
+        """Never read on the host, offsets lead to no address outside the tensors; FFPA_CHECK=1 raises."""
         x = t(20, 4, 64).cuda()
         out = packed(q=x, k=x, v=x, cu_q=i32(*values).cuda(), cu_k=i32(*values).cuda(), max_q=20, max_k=20)
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The parts of the bench, one by one: FLOPs, the timer, ceilings, tables and pictures of a recorded run, host overhead."""
+"""Tests the bench part by part: FLOPs, the timer, ceilings, tables and pictures of a recorded run, host overhead."""
 
 import subprocess
 import sys
@@ -170,7 +170,7 @@ def test_truth_judges_every_row_it_claims_to(backward, packed):
 
 @pytest.fixture
 def recorded(tmp_path) -> Record:
-    """Speeds are made up: SDPA 100 T, each of ours a round number of times faster; FlexAttention ends at 384."""
+    """Makes up speeds: SDPA has 100 T, each of ours a round number of times that; FlexAttention ends at 384."""
     method = {"iters": 3, "chip": "B=1, H=48, N=8192, fp16 on sm_90"}
     run = Record({"device": "Imaginary GPU", "kind": "cuda"}, {"tree": "0" * 40, "flags": {}}, method)
     ceilings = Ceilings("torch.mm bfloat16 8192^3", 800.0, "copy", 4000.0)
@@ -213,7 +213,7 @@ def test_table(recorded):
 
 
 def fall_back(rows: list[Row]) -> None:
-    """The automatic row as it is where no kernel of ours runs."""
+    """Makes the automatic row what it is where no kernel of ours runs."""
     auto = next(row for row in rows if row.tag == "(ffpa+auto)")
     rows[rows.index(auto)] = replace(auto, kernel="sdpa", own_kernel=False)
 
@@ -237,12 +237,12 @@ def test_pictures(recorded, tmp_path):
 
 
 def test_the_picture_of_the_chip(recorded):
-    """Ours stay below what there is; whole rows cross it."""
+    """Our lines stay below what the chip has; that of whole rows crosses it."""
     shared, registers = plots.chip_figure(recorded).axes
     lines = [{line.get_label(): list(line.get_ydata()) for line in axes.get_lines()} for axes in (shared, registers)]
     assert lines[0]["FFPA L3"] == [200.0] * 3 and lines[1]["FFPA L3"] == [153] * 3
     whole_rows = "FlashAttention-2 tiling, 64 x 64"
-    # Q, K and V of 64 rows each; O and S of 64 rows for 128 threads.
+    # The tiling holds Q, K and V of 64 rows each; and O and S of 64 rows for 128 threads.
     assert [round(x) for x in lines[0][whole_rows]] == [24, 48, 72, 96, 120, 144, 168]
     assert lines[1][whole_rows] == [64, 96, 128, 160, 192, 224, 256]
 
@@ -255,12 +255,12 @@ def test_the_table_of_the_chip(recorded):
         "|L1* registers for O and S|151|151|151|",
         "|L1* registers (B spilled)|255 (8)|255 (8)|255 (8)|",
     ]
-    assert chip_table(recorded) not in markdown(recorded)  # a GPU has speeds to tell
+    assert chip_table(recorded) not in markdown(recorded)  # the tables of a GPU have speeds to tell
 
 
 @pytest.mark.parametrize("d", [64, 320, 512, 1024])
 def test_what_kernels_take_of_the_chip(d):
-    """Shared memory as the kernel itself asks for it; O and S as the tile has them."""
+    """Shared memory is what the kernel itself asks for; O and S are what the tile has."""
     for tag, use, plan in chip.chip_uses(Workload(1, 48, 48, 8192, 8192, d, d), "sm_90"):
         smem, _ = emulated.launch_shape(plan.spec, d, plan.stages, plan.q_resident, plan.value_stages)
         assert use.shared_bytes == smem <= use.most_shared_bytes == 227 << 10
@@ -287,7 +287,7 @@ def test_whole_rows_are_our_own_kernels_where_these_exist():
 
 
 def test_f16_sums_are_judged_as_such(monkeypatch):
-    """By PyTorch's own error with such sums, wherever they are."""
+    """PyTorch's own error with such sums judges them, wherever they are."""
     asked = []
 
     def baseline(*tensors, acc_qk, acc_pv, **rule):
@@ -336,7 +336,7 @@ def test_kernels_of_other_sources_make_the_tree_dirty(monkeypatch):
 
 @pytest.mark.parametrize("which", ["workload", "tiles"])
 def test_a_wrong_kernel_shows_in_the_emulator_wherever(which, monkeypatch):
-    """On the workload, or on several tiles of keys alone."""
+    """The error shows on the workload, or on several tiles of keys alone."""
     w = Workload(1, 1, 1, 70, 90, 320, 320)
     _, use, plan = next(chip.chip_uses(w, "sm_90"))
 
@@ -350,13 +350,13 @@ def test_a_wrong_kernel_shows_in_the_emulator_wherever(which, monkeypatch):
 
 
 def test_a_wrong_kernel_shows_in_the_emulator(monkeypatch):
-    """And a right one does not; the last key dropped."""
+    """A kernel that drops the last key shows, and a right one does not."""
     w = Workload(1, 1, 1, 70, 90, 320, 320)
     _, use, plan = next(chip.chip_uses(w, "sm_90"))
     found = emulation.Emulation(w, "sm_90", seed=0).run(use, plan)
     assert found.problem is None and 0 < found.max_error < 1e-2 and found.bank_conflicts == 1.0
     rows, keys = plan.spec.rows, 3 * plan.spec.keys
-    least = 2 * 2 * 320 * (rows + keys) / (4 * rows * keys * 320)  # every tensor once
+    least = 2 * 2 * 320 * (rows + keys) / (4 * rows * keys * 320)  # bytes for each FLOP, if every tensor moves once
     assert least <= found.bytes_per_flop < 1.1 * least
 
     def short(plan, p, x, out):

@@ -1,4 +1,4 @@
-"""The campaign itself: its truth, its bounds, what it finds; three minutes of fixed seeds; and what its seeds once found."""
+"""Tests the campaign: its truth, its bounds, what it finds; runs fixed seeds for minutes, and what seeds once found."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 with contextlib.suppress(
     ImportError
-):  # it is an extra, and reads TRITON_INTERPRET when it is imported, before any test
+):  # Triton is an extra, and reads TRITON_INTERPRET when it is imported, before any test
     import triton  # noqa: F401
 
 
@@ -47,14 +47,14 @@ def new_plans(monkeypatch):
 
 
 def dense(seed: int) -> Problem:
-    """A small problem that autograd through the oracle can do."""
+    """Returns a small problem that autograd through the oracle can do."""
     p = generate(seed, "cpu", "backward")
     p = p.with_(
         dtype="bf16", n_q=min(p.n_q, 40), n_k=min(p.n_k, 50), d=min(p.d, 64), d_v=min(p.d_v, 64), batch=max(p.batch, 1)
     )
     if (
         p.mask and -torch.inf < p.mask.hidden < -1e9
-    ):  # where float64 loses what float32 does, autograd's LSE has no gradient
+    ):  # float64 loses there what float32 does: autograd's LSE has no gradient
         p = p.with_(mask=replace(p.mask, hidden=-1e9))
     if p.softcap:  # autograd's slope is 1 - tanh^2, in float64 too: nothing where tanh is 1
         p = p.with_(softcap=max(p.softcap, 5.0), scale=None, size_q=1.0, size_k=1.0)
@@ -63,7 +63,7 @@ def dense(seed: int) -> Problem:
 
 @pytest.mark.parametrize("most_scores", [1 << 22, 100], ids=["whole", "in blocks"])
 def test_the_truth_is_the_oracles(most_scores, monkeypatch):
-    """And its yardstick the comparator's."""
+    """The truth is the oracle's, and its yardstick the comparator's."""
     monkeypatch.setattr(truth, "_MOST_SCORES", most_scores)
     seen = 0
     for seed in range(60):
@@ -91,7 +91,7 @@ def test_the_truth_is_the_oracles(most_scores, monkeypatch):
 
 
 def rows_of(q, k, v, **rule):
-    """One head: (expected, what softmax in float32 of float32 scores gives)"""
+    """Computes one head: (expected, what softmax in float32 of float32 scores gives)."""
     found = truth.expected(q, k, v, **rule)
     mask, scale = rule.get("mask"), rule.get("scale", q.shape[-1] ** -0.5)
     scores = q.float() @ k.float().mT * scale
@@ -102,12 +102,12 @@ def rows_of(q, k, v, **rule):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [30.0, 300.0, 3000.0])
 def test_what_large_scores_may_move(size, dtype):
-    """The float32 computation passes; sixteen times the result does not, nor NaN."""
+    """The float32 computation passes; sixteen times the result does not, nor does NaN."""
     q, k, v = (tensors.normal((1, 2, 16, 32), seed, "cpu") for seed in (1, 2, 3))
     q, k, v = (q * size).to(dtype), (k * size).to(dtype), (v.abs() + 0.5).to(dtype)
     found, out, lse = rows_of(q, k, v)
     want, bases, moved, least = found["out"]
-    assert bool(moved.max() > 1e-30) == (size > 100)  # and of a P that is below normal numbers
+    assert bool(moved.max() > 1e-30) == (size > 100)  # below that, it is of a P below normal numbers
     compare.assert_close("out", out.to(dtype), want, bases, moved, least)
     compare.assert_lse_close("lse", lse, found["lse"].want, q, k, None, None, found["lse"].moved)
     for wrong in (out * 16, out * torch.nan):
@@ -130,7 +130,7 @@ def test_equal_keys_share_their_rounding():
 
 @pytest.mark.parametrize("hidden", [torch.finfo(torch.bfloat16).min, -1e9, -1e30])
 def test_a_hidden_key_moves_nobody_else(hidden):
-    """Its own score moves far, and is far below all others."""
+    """The hidden key's own score moves far, and is far below all others."""
     q, k, v = (tensors.normal((1, 1, 8, 64), seed, "cpu").to(torch.bfloat16) for seed in (1, 2, 3))
     mask = torch.zeros(1, 1, 8, 8)
     mask[..., :3] = hidden
@@ -164,7 +164,7 @@ def test_the_largest_of_many_errors():
 
 
 def test_the_last_place_below_normal_numbers():
-    """Half precision has there a number every 6e-8; PyTorch's own may be the nearest one by luck."""
+    """Half precision has a number every 6e-8 there; PyTorch's own may be the nearest one by luck."""
     least = 2.0**-24
     want = torch.tensor([[10.2, 1000.3, -2.4]], dtype=torch.float64) * least
     base = want.half()
@@ -178,8 +178,8 @@ def test_the_last_place_below_normal_numbers():
     [(0.0, -89.0, True), (0.0, -70.0, False), (0.0, -87.3364, True), (1e5, -87.3125, True), (1e5, -87.0, False)],
 )
 def test_a_p_below_normal_numbers_may_be_0(largest, score, may_vanish):
-    """exp(-89) is 2e-39, which hardware's exp2 gives as 0; exp(-70) is 4e-31, which it does not. What is a little more than the
-    least normal number, 2^-126, may be less as its score is rounded, the more so the larger scores are.
+    """exp(-89) is 2e-39, which hardware's exp2 gives as 0; exp(-70) is 4e-31, which it does not. What is a little more
+    than the least normal number, 2^-126, may be less as its score is rounded, the more so the larger scores are.
     """
     q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.bfloat16) for n in (1, 2, 2))
     q[..., 0], k[0, 0, 1, 1] = 1.0, 1.0
@@ -197,7 +197,7 @@ def test_a_p_below_normal_numbers_may_be_0(largest, score, may_vanish):
 
 
 def test_a_scale_moves_its_gradients():
-    """As much where it is a part of q."""
+    """A scale moves them as much where it is a part of q."""
     q, k, v, grad = (tensors.normal((1, 1, 80, 16), seed, "cpu").bfloat16() for seed in (1, 2, 3, 4))
     found, same = (truth.expected(q * by, k, v, scale=2.0**13 / by, grad=grad) for by in (1.0, 2.0**6))
     assert found["dk"].moved.max() > 1.0
@@ -206,7 +206,7 @@ def test_a_scale_moves_its_gradients():
 
 
 def as_kernels_round(q, k, v, grad, scores, slope=1.0, grad_lse=0.0) -> dict[str, torch.Tensor]:
-    """P below 1 and its sum apart, P, dP - delta and dS in 16 bits, delta of the output in 16 bits."""
+    """Rounds to 16 bits: P below 1, with its sum apart, P, dP - delta and dS; delta is of the rounded output."""
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
     below_1 = torch.exp2((scores - scores.amax(-1, keepdim=True)) * math.log2(math.e) - 0.4)
     total = below_1.sum(-1, keepdim=True)
@@ -237,7 +237,7 @@ ROUNDED = {
 @pytest.mark.parametrize("rule", ROUNDED.values(), ids=ROUNDED)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 0), (1, 1, 0, 1), (1, 1, 0, 0)], ids=str)
 def test_roundings_to_16_bits_pass(shape, rule, rows, alike):
-    """They pass even where PyTorch's are small by luck: P of one key is 1 and of two that are alike a half, which it has without error."""
+    """Roundings pass though PyTorch's are small by luck: P of one key is 1, and of two alike a half, without error."""
     softcap = rule.get("softcap", 0.0)
     shape = [n or rows for n in shape]
     for seed in range(4):
@@ -260,7 +260,7 @@ def test_roundings_to_16_bits_pass(shape, rule, rows, alike):
 
 
 def test_keys_that_share_an_element_share_a_rounding():
-    """Their dP - delta is nearly the gradient of LSE alone, so all are rounded in the same direction."""
+    """dP - delta of such keys is nearly the gradient of LSE alone, so all are rounded in the same direction."""
     for seed in range(20):
         q, k, v, grad = (tensors.normal((1, 1, 3, 64), 9 * seed + i, "cpu").bfloat16() for i in range(4))
         v, grad_lse, mask = v * 1e-6, tensors.normal((1, 1, 3), seed, "cpu"), torch.zeros(1, 1, 3, 1)
@@ -293,7 +293,7 @@ def test_masks_of_few_elements(shape):
 
 @pytest.mark.parametrize("rows, rule", [(600, {}), (600, {"window": (0, 0)}), (600, {"causal": True}), (40, {})])
 def test_a_gradient_one_percent_off_is_found(rows, rule):
-    """In one row, or one column, of many numbers and of few."""
+    """The error is in one row, or one column, of many numbers and of few."""
     q, k, v, grad = (tensors.normal((1, 1, rows, 64), seed, "cpu").half() for seed in (1, 2, 3, 4))
     grad_lse = tensors.normal((1, 1, rows), 5, "cpu")
     found = truth.expected(q, k, v, grad=grad, grad_lse=grad_lse, **rule)
@@ -310,7 +310,7 @@ def test_a_gradient_one_percent_off_is_found(rows, rule):
 
 
 def test_a_gpu_is_waited_for_seldom(monkeypatch):
-    """Sixteen processes share it, and each has to wait for its turn."""
+    """Sixteen processes share a GPU, and each has to wait for its turn."""
 
     class Waits(TorchDispatchMode):
         count = 0
@@ -395,7 +395,7 @@ def test_layouts_hold_what_was_asked_for_and_nan_around():
 
 
 def test_wrong_numbers_are_found(monkeypatch):
-    """One part in fifty, of one element; a mask written to; what lies beside `out`; an error that no contract names."""
+    """One part in fifty of an element, a mask written to, what lies beside `out`, an unknown error: all are found."""
     p = Problem(device="cpu", backend="reference", n_q=20, n_k=30, out=Layout(slack=(0, 1, 8)), mask=Mask("f32"))
     assert campaign.outcome(p) == ("right", "")
     run = ops._run
@@ -442,7 +442,7 @@ def test_a_smaller_problem_fails_in_the_same_way():
 @pytest.mark.parametrize("odd", ["", "first", "last", "falls"])
 @pytest.mark.parametrize("lengths", [(), (0,), (5,), (0, 0)])
 def test_any_number_of_sequences_has_offsets(lengths, odd):
-    """What is made smaller comes to none."""
+    """Problems that are made smaller come to have no sequences."""
     x = tensors.make(Problem(lengths_q=lengths, lengths_k=lengths, odd_offsets=odd), "cpu")
     assert len(x.offsets[0]) == len(lengths) + 1 and len(x.spans) == len(lengths)
     assert all(0 <= part.start <= part.stop <= sum(lengths) for span in x.spans for part in span)
@@ -471,7 +471,7 @@ def test_the_program(tmp_path):
 
 
 def run_sabotaged(tmp_path, check: str, *args: str) -> tuple[int, dict, str]:
-    """The program, where this source is what checks a problem."""
+    """Runs the program with this source as what checks a problem."""
     here = Path(__file__).parent
     (tmp_path / "ffpa").symlink_to(here.parent / "ffpa")
     (tmp_path / "tests").mkdir()
@@ -488,8 +488,8 @@ def run_sabotaged(tmp_path, check: str, *args: str) -> tuple[int, dict, str]:
 
 
 def test_processes_that_die_or_hang(tmp_path):
-    """Each is reported with its seed, and another goes on behind it. Other problems take no time, so that a hang is what it is
-    however busy the machine may be.
+    """Each process is reported with its seed, and another goes on behind it. Other problems take no time, so that a
+    hang is what it is however busy the machine may be.
     """
     sabotage = """
 def check(p):
@@ -538,14 +538,14 @@ RUN_OUT = {
 
 @pytest.mark.parametrize("name", list(RUN_OUT))
 def test_allocations_that_fail(name):
-    """Each in turn: the error names the workspace and the least that works, the next call has the bits of the first."""
+    """Each fails in turn: its error names the workspace and the least that works; the next call has the old bits."""
     failures, wrong = campaign_stress.run_out(campaign_stress.Kind(RUN_OUT[name]))
     assert failures >= 3 and not wrong, wrong
 
 
 @pytest.mark.parametrize("columns", [72, 448])
 def test_the_least_workspace_is_one_that_works(columns):
-    """And a smaller one is refused, where the error names more than 1 MiB."""
+    """A workspace below the least is refused, where the error names more than 1 MiB."""
     p = Problem(device="emulator", backend="mma", level=3, n_q=20, n_k=20, d=columns, d_v=columns)
     if columns > 72:
         p = p.with_(d_v=4200)
@@ -573,7 +573,7 @@ def test_the_least_workspace_is_one_that_works(columns):
 
 
 def test_the_least_workspace_keeps_the_backend(monkeypatch):
-    """Another one would run with less."""
+    """Another backend would run with less."""
     monkeypatch.setattr(
         out_of_memory, "choose", lambda p, flags: Answer(p, "mma" if flags["FFPA_WORKSPACE_MB"] >= 37 else "reference")
     )
@@ -591,12 +591,13 @@ class Answer(NamedTuple):
 # ---- seeds ----
 
 SEEDS = {"emulator": 400, "fused": 200, "interpreter": 80, "cpu": 800, "cuda": 800}
-SECONDS = {"emulator": 30, "fused": 55, "interpreter": 30, "cpu": 12, "cuda": 45}  # that each of the four parts takes
+# Each of the four parts takes so many seconds.
+SECONDS = {"emulator": 30, "fused": 55, "interpreter": 30, "cpu": 12, "cuda": 45}
 
 
 @pytest.fixture
 def shipped_kernels_alone(monkeypatch):
-    """None is built for one problem. (Of the backward's products a few are, where few kernels are shipped.)"""
+    """Allows no kernel built for one problem, but a few backward products, where few kernels are shipped."""
     module = emulated._module_with
 
     def of_shipped(spec):

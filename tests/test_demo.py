@@ -1,4 +1,4 @@
-"""The first look: `python -m ffpa_attn.demo`."""
+"""Tests the first look: `python -m ffpa_attn.demo`."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_it_says_what_it_found(capsys):
 
 
 def test_without_a_compiler(monkeypatch, capsys):
-    """It says so, and goes on."""
+    """The demo says so, and goes on."""
 
     def none(*_, **__):
         raise demo.BuildError("there is no g++")

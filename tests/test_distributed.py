@@ -25,13 +25,13 @@ from ffpa_attn import distributed, env, ffpa
 from ffpa_attn.distributed import agreement, exchange, peer_memory, ring, sequence_shards
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300 if torch.cuda.is_available() else 100  # for the processes of one test
-DEVICE = "cpu"  # of a process
+SECONDS = 300 if torch.cuda.is_available() else 100  # seconds for the processes of one test
+DEVICE = "cpu"  # device of a process
 BATCH = dist.batch_isend_irecv
 
 
 def quiet_environment() -> dict:
-    """Without our flags; with what this process imports from."""
+    """Returns an environment without our flags, with what this process imports from."""
     flags = {flag.name for flag in env.FLAGS if flag.scope == "run" and flag.name != "FFPA_CACHE_DIR"}
     environment = env.child_environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
     return {name: value for name, value in environment.items() if name not in flags}
@@ -41,7 +41,7 @@ FAMILIES = [
     *(pytest.param("sequences", "cpu", world, marks=pytest.mark.long(seconds=30)) for world in (2, 4)),
     *(
         pytest.param("copies", "cpu", world, marks=pytest.mark.long(seconds=20)) for world in (2, 5)
-    ),  # 5 use places twice in a call
+    ),  # 5 ranks use places twice in a call
 ]
 if torch.cuda.is_available():  # each rank compiles Triton's kernels
     FAMILIES += [pytest.param("sequences", "cuda", world, marks=pytest.mark.long(seconds=240)) for world in (2, 4)]
@@ -92,7 +92,7 @@ def test_example():
 
 
 def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16, seed=0):
-    """q, k, v, and gradients of out and LSE, of the whole sequence: the same on every rank."""
+    """Returns q, k, v, and gradients of out and LSE, of the whole sequence: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(heads[0], d[0]), (heads[1], d[0]), (heads[1], d[1]), (heads[0], d[1])]
     tensors = [torch.randn(batch, h, rows, columns, generator=generator).to(dtype) for h, columns in shapes]
@@ -100,7 +100,7 @@ def inputs(rows, heads=(4, 2), d=(64, 72), batch=2, dtype=torch.bfloat16, seed=0
 
 
 def with_gradients(attention, q, k, v, grad_out, grad_lse, **rule):
-    """out, LSE, dq, dk, dv."""
+    """Returns out, LSE, dq, dk, dv."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, **rule)
     return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [grad_out, grad_lse])
@@ -115,7 +115,7 @@ def as_on_one(attention, layout, per_rank, rule, group=None, **shapes):
     want = with_gradients(oracle.attention, *whole[:3], *(x.double() for x in whole[3:]), **rule)
     base = with_gradients(lambda *x, **rule: ffpa(*x, **rule, return_lse=True), *whole, **rule)
     mine = [distributed.shard_sequence(x, group, layout=layout) for x in whole]
-    mine[:4] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine[:4])  # as a projection leaves them
+    mine[:4] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine[:4])  # strides as a projection leaves them
     keywords = {"group": group, "layout": layout, "return_lse": True}
     got = with_gradients(lambda *x, **rule: attention(*x, **rule, **keywords), *mine, **rule)
     for name, x, exact, one in zip(NAMES, got, want, base, strict=True):
@@ -140,7 +140,7 @@ RULES = [
 
 
 def sequences_need_no_dtensors():
-    """Which take seconds to import."""
+    """Importing DTensors takes seconds."""
     with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *inputs(4))
     assert "torch.distributed.tensor" not in sys.modules and "ffpa_attn.operators.sharding" not in sys.modules
 
@@ -169,7 +169,7 @@ def sequences_of_more_turns_than_are_merged_at_once():
 
 
 def sequences_that_hold_nan():
-    """In a row of q: its results are NaN, and no others."""
+    """NaN is in a row of q: its results are NaN, and no others."""
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = list(inputs(4 * world)[:3])
     whole[0][1, 2, 5, 7] = torch.nan
@@ -183,7 +183,7 @@ def sequences_that_hold_nan():
 
 
 def sequences_of_large_equal_scores():
-    """Of which float32 has no room for the logarithm of how many there are: each counts once, on every rank."""
+    """float32 has no room beside them for the logarithm of how many there are: each counts once, on every rank."""
     world = dist.get_world_size()
     q, k, v, *_ = inputs(4 * world, dtype=torch.float16)
     want = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(*q.shape[:3], -1)
@@ -210,7 +210,7 @@ def sequences_are_cut_and_joined():
 
 @contextmanager
 def seen_calls():
-    """What happens, in turn: messages posted, computed on, awaited."""
+    """Records what happens, in turn: messages posted, computed on, awaited."""
     seen = []
 
     def spy(what, call):
@@ -233,10 +233,10 @@ def sequences_travel_while_ranks_compute():
     with seen_calls() as seen:
         with_gradients(lambda *x: distributed.ring_attention(*x, return_lse=True), *mine)
     happened = [what for what, _, _ in seen]
-    first = happened.index("backward") - 1  # its first message
+    first = happened.index("backward") - 1  # the first message of the backward
     assert happened[:first] == ["post", "forward", "wait"] * steps + ["forward"]
     keys = [step < steps for step in range(steps + 1)]
-    grads = [step > 1 for step in range(steps + 1)]  # of the step before
+    grads = [step > 1 for step in range(steps + 1)]  # gradients of the step before
     under_way = list(map(sum, zip(keys, grads, strict=True)))
     expected = [what for n in under_way for what in ["post"] * n + ["backward"] + ["wait"] * n]
     assert happened[first:] == [*expected, "post", "wait"]  # the gradients of the last step
@@ -261,7 +261,7 @@ def sequences_are_the_same_work_for_all():
 
 
 def sequences_of_many_rows():
-    """Kernels that take long enough for K and V to arrive too early, in the place of those that are computed on."""
+    """Kernels take long enough here for K and V to arrive too early, in the place of those that are computed on."""
     if DEVICE == "cuda":
         calls = [inputs(2048 * dist.get_world_size(), d=(512, 512), batch=1, seed=seed) for seed in range(2)]
         wants = [with_gradients(lambda *x: ffpa(*x, causal=True, return_lse=True), *whole) for whole in calls]
@@ -273,7 +273,7 @@ def sequences_of_many_rows():
 
 
 def sequences_in_messages():
-    """As between hosts."""
+    """Tensors go in messages, as between hosts."""
     if DEVICE == "cuda":
         with mock.patch.dict(os.environ, FFPA_RING_COPIES="0"):
             for layout, per_rank, rule, shapes in RULES:
@@ -289,7 +289,7 @@ def sequences_of_no_rows():
 
 
 def sequences_under_autocast():
-    """Of float32 alone."""
+    """Autocast casts inputs of float32 alone."""
     q, k, v, *_ = (x.float() for x in inputs(4))
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         q.grad = None
@@ -321,7 +321,7 @@ def sequences_by_default():
 
 
 def sequences_with_gradients_of_one_result():
-    """Whatever a rank's loss uses, it takes part in what is sent: that of rank 0 uses the LSE, those of the others out."""
+    """Whatever a rank's loss uses, it takes part in what is sent: rank 0 uses the LSE, the others use out."""
     whole = inputs(4 * dist.get_world_size())[:3]
     leaves = [x.double().requires_grad_() for x in whole]
     out, lse = oracle.attention(*leaves, causal=True)
@@ -366,8 +366,8 @@ def sequences_compiled():
 
 
 def sequences_of_ranks_that_disagree():
-    """All of them say so, before anything is computed."""
-    first, group = dist.get_rank() == 0, dist.new_group()  # in which no kind is known
+    """All ranks say so, before anything is computed."""
+    first, group = dist.get_rank() == 0, dist.new_group()  # no kind is known in this new group
     q, k, v, *_ = inputs(4)
     for attention in (distributed.ring_attention, distributed.ulysses_attention):
         for message, args, keywords in (
@@ -423,7 +423,7 @@ def test_without_a_process_group():
 
 
 class SharedFile:
-    """As peer_memory.Memory, on the CPU."""
+    """Stands for peer_memory.Memory, on the CPU."""
 
     def __init__(self, size, device):
         assert device.type == "cpu"
@@ -464,7 +464,7 @@ class SharedFile:
 
 @contextmanager
 def copying():
-    """Copies, and no messages."""
+    """Lets tensors go by copies, and not by messages."""
     with (
         mock.patch.object(peer_memory, "Memory", SharedFile),
         mock.patch.object(exchange, "_may_be_copied", lambda tensors: True),
@@ -475,14 +475,14 @@ def copying():
 
 @contextmanager
 def of_known_kinds():
-    """Compared where they are new, as on GPUs, and not at every call."""
+    """Compares kinds where they are new, as on GPUs, and not at every call."""
     check = agreement.Agreement.check
     with mock.patch.object(agreement.Agreement, "check", lambda self, names, kind, _: check(self, names, kind, False)):
         yield
 
 
 def copies_on_several_ranks():
-    """Of several sizes, also larger ones than at first."""
+    """Copies have several sizes, also larger ones than at first."""
     with copying():
         for layout, per_rank, rule, shapes in RULES + RULES[::-1]:
             print(layout, per_rank, rule, shapes)
@@ -497,7 +497,7 @@ def copies_in_a_group():
 
 
 def copies_of_ranks_that_are_late():
-    """Before they compute, so that others are a call ahead: nothing lands on what is still read, and nothing old is read."""
+    """Ranks are late to compute: others, a call ahead, overwrite nothing that is read, and read nothing old."""
     attention = attention_with_lse(distributed.ring_attention)
     calls = [[factor * distributed.shard_sequence(x) for x in inputs(4 * dist.get_world_size())] for factor in (1, 2)]
     want = [(attention(*mine[:3]), with_gradients(attention, *mine)) for mine in calls]
@@ -513,7 +513,7 @@ def copies_of_ranks_that_are_late():
     operators = torch.ops.ffpa_attn
     with (
         copying(),
-        of_known_kinds(),  # for which none waits
+        of_known_kinds(),  # no rank waits for another to compare kinds
         mock.patch.object(operators, "forward_out", late(operators.forward_out)),
         mock.patch.object(operators, "backward", late(operators.backward)),
     ):
@@ -538,7 +538,7 @@ def copies_after_an_error():
 
 
 def copies_of_other_sizes():
-    """Where all need more memory. What they had is given up for it, and found anew."""
+    """All ranks need more memory then. What they had is given up for it, and found anew."""
     group, first = dist.new_group(), dist.get_rank() == 0
     with copying(), mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None):
         distributed.ring_attention(*inputs(2)[:3], group)
@@ -548,7 +548,7 @@ def copies_of_other_sizes():
 
 
 def copies_where_one_rank_cannot():
-    """All send messages then, and keep doing so."""
+    """All ranks send messages then, and keep doing so."""
     last = dist.get_rank() == dist.get_world_size() - 1
 
     def cannot(*args):
@@ -572,9 +572,8 @@ def copies_where_one_rank_cannot():
 
 
 def messages_and_copies_on_a_gpu():
-    """Of a ring of eight, whose ranks have other K and V each: NCCL's, and those between GPUs, leave the bits that copies one by one do.
-
-    Two streams call in turn, with different tensors.
+    """In a ring of eight, whose ranks have other K and V each, NCCL's messages, and copies between GPUs, leave the bits
+    that copies one by one do. Two streams call in turn, with different tensors.
     """
     post, world = exchange.Exchange.post, 8
     streams, calls = [], []
@@ -634,7 +633,7 @@ def sequences_where_another_device_is_current():
 
 
 def all_were_copied():
-    """Where GPUs were asked to."""
+    """Checks that all was copied, where GPUs were asked to."""
     assert list(map(bool, exchange._kept[dist.group.WORLD].values())) == [True, True], "this GPU, or driver, cannot"
 
 
@@ -647,7 +646,7 @@ class Landed:
 
 
 def by_way_of_the_cpu(messages, batch=dist.batch_isend_irecv):
-    """NCCL's place where ranks share a GPU: what it sends is read, and what comes is written, as this stream gets there."""
+    """Takes NCCL's place where ranks share a GPU: reads what is sent, and writes what comes, on this stream."""
     copies = [x.tensor.cpu() if x.op is dist.isend else torch.empty_like(x.tensor, device="cpu") for x in messages]
     pairs = list(zip(messages, copies, strict=True))
     for work in batch([dist.P2POp(x.op, copy, group=x.group, group_peer=x.group_peer) for x, copy in pairs]):

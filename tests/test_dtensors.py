@@ -1,4 +1,4 @@
-"""DTensors sharded by batch or heads go to ffpa as they are, and FSDP2 trains with it: processes as test_distributed.py starts them."""
+"""Tests DTensors sharded by batch or heads, which ffpa takes as they are, and FSDP2, on test_distributed.py's ranks."""
 
 import sys
 
@@ -18,7 +18,7 @@ def test_dtensors(world, tmp_path):
 
 
 def silently(call):
-    """Runs it, and sees that nothing is sent."""
+    """Runs a call, and sees that nothing is sent."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     with CommDebugMode() as sent:
@@ -38,7 +38,7 @@ def full(x):
 
 
 def meshes():
-    """A mesh of this world, and the placements that cut batch and heads alone; `heads` is the dim of the heads."""
+    """Returns a mesh of this world, and placements that cut batch and heads alone; `heads` is the heads' dim."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -120,7 +120,7 @@ def dtensors_of_packed_sequences():
 
 
 def dtensors_with_one_head_of_keys():
-    """All ranks use it, where it is whole; its gradient is the sum of theirs."""
+    """All ranks use the one head, where it is whole; its gradient is the sum of theirs."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, _ = meshes()
@@ -161,14 +161,14 @@ def dtensors_to_an_output():
 
 
 def dtensors_that_must_move():
-    """Heads that do not divide, and rows that are sharded, where heads were a call before: right all the same."""
+    """Heads that do not divide are right all the same, and so are sharded rows, where heads were a call before."""
     from torch.distributed.tensor import Shard
 
     mesh, _ = meshes()
     for heads, dim, layout in (((6, 3), 1, "BHND"), ((4, 2), 2, "BHND"), ((4, 2), 3, "BHND"), ((8, 8), 1, "BNHD")):
         q, k, v, *_ = inputs(8, heads=heads)
         parts = placed((q, k, v), mesh, [Shard(dim)] * mesh.ndim)
-        if layout == "BNHD":  # of the same shapes
+        if layout == "BNHD":  # the shapes are the same in both layouts
             assert torch.equal(full(silently(lambda parts=parts: ffpa(*parts))), ffpa(q, k, v))
         want = ffpa(q, k, v, causal=True, layout=layout)
         assert torch.equal(full(ffpa(*parts, causal=True, layout=layout)), want), (heads, dim)

@@ -1,4 +1,4 @@
-"""The table of flags: typed, tri-state, read at run time, printed, and the same in docs/flags.md."""
+"""Tests the table of flags: typed, tri-state, read at run time, printed, and the same in docs/flags.md."""
 
 import os
 import subprocess

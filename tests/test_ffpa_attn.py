@@ -1,16 +1,16 @@
-"""The bench people run, `python tests/test_ffpa_attn.py --gen-bench --plot`; under pytest, the proof that it works."""
+"""Runs the bench, as in `python tests/test_ffpa_attn.py --gen-bench --plot`; under pytest, proves that it works."""
 
 import sys
 from pathlib import Path
 
-# This tree's package first, installed or not: the record names the commit that was measured.
+# This tree's package comes first, installed or not: the record names the commit that was measured.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import cli
 
-if __name__ == "__main__":  # before pytest is imported: the bench needs none
+if __name__ == "__main__":  # no pytest is imported before this: the bench needs none
     sys.exit(cli.main())
 
 import csv
@@ -42,7 +42,7 @@ VERBATIM = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """So small are these sizes that threads only wait for each other, long where the machine is busy."""
+    """Runs tests on one thread: sizes are so small that threads only wait for each other, long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,8 +71,8 @@ def test_smoke_of_the_numbers(d, device):
 
 @pytest.mark.parametrize("call", VERBATIM)
 def test_calls_people_know(call, monkeypatch, tmp_path, capsys):
-    """As they are, but for the place of the files and the device; on a CPU big sizes are reduced, and that is said. The toggles
-    of the last call are there for the second one as well, which has no kernel to emulate then: `.dev/bench.sh` runs it whole.
+    """Calls run as they are, but for the files' place and the device; on a CPU big sizes are reduced, which is said.
+    The second call has the last one's toggles, too, and has no kernel to emulate then: `.dev/bench.sh` runs it whole.
     """
     if call != VERBATIM[0]:
         for toggle in ("ENABLE_FFPA_PERSIST_Q_G2S", "ENABLE_FFPA_PERSIST_KV_G2S"):
@@ -81,7 +81,7 @@ def test_calls_people_know(call, monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no claim of speed" in shown
     assert "Reduced, since the CPU would take very long" in shown
-    assert ("forward_mma_rows" in shown) == (call == VERBATIM[2])  # what the toggles ask for, and D > 256 has not
+    assert ("forward_mma_rows" in shown) == (call == VERBATIM[2])  # what the toggles ask for, and D > 256 lacks
     refused = "not measured: the split-D mma forward does not know ENABLE_FFPA_PERSIST_KV_G2S=1"
     assert (refused in shown) == (call != VERBATIM[0])
     assert (shown.count("bank conflicts 1.00") == 9) == (call == VERBATIM[0])
@@ -93,7 +93,7 @@ def test_calls_people_know(call, monkeypatch, tmp_path, capsys):
 
 
 def test_runs_as_a_program(tmp_path):
-    """From the repository root, with nothing but this file on the command line."""
+    """The bench runs from the repository root, with nothing but this file on the command line."""
     here = Path(__file__)
     command = [
         sys.executable,
@@ -114,7 +114,7 @@ def test_runs_as_a_program(tmp_path):
 
 
 def test_line(tmp_path, capsys):
-    """Right-aligned tag, output values, time, TFLOPS, gain over the best so far, speedup, then what is new."""
+    """A line has an aligned tag, output values, time, TFLOPS, gain over the best so far, speedup, what is new."""
     assert run(tmp_path, "--D", "64", "--show-all") == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "(ffpa+auto)" in line)
     number = r"[\d.e+-]+"
@@ -126,7 +126,7 @@ def test_line(tmp_path, capsys):
 
 
 def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
-    """Those of the size asked for; all levels and sums, right, without bank conflicts."""
+    """The kernels of the size asked for run at all levels, with all sums, right and without bank conflicts."""
     flags = ["--D", "320,512", "--N", "8192", "--H", "8", "--check", "--gen-bench"]
     assert cli.main(["--device", "cpu", "--sleep", "0", "--save-dir", str(tmp_path), *flags]) == 0
     shown = capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
         shown,
     )
     assert found == 2 * [(acc, level) for acc in ("f32", "f16", "mixed") for level in "123"]
-    assert "columns512_rows64_keys256" in shown  # a tile for many rows, few as there are here
+    assert "columns512_rows64_keys256" in shown  # the tile is for many rows, few as there are here
     assert "checked 20 rows against float64 on random data: 0 wrong" in shown
     assert "|L3* bank conflicts|1.00|1.00|" in shown
     record = Record.load(saved(tmp_path, ".json")[0])
@@ -144,7 +144,7 @@ def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
 
 
 def test_build_tells_registers(nvcc, tmp_path, capsys):
-    """Of a kernel that is compiled now, whatever lies in the cache."""
+    """The registers are those of a kernel that is compiled now, whatever lies in the cache."""
     assert run_emulated(tmp_path, "--D", "64", "--tags", "acc+f32+L1", "--build") == 0
     shown = capsys.readouterr()
     assert re.search(r"\(ffpa\+acc\+f32\+L1\): .* \d+ in all, 0 B spilled, ", shown.out)
@@ -161,7 +161,7 @@ def test_build_tells_registers(nvcc, tmp_path, capsys):
     ],
 )
 def test_options_in_the_emulator(flags, tmp_path, capsys):
-    """Even where SDPA cannot run and nothing else is timed."""
+    """Options work even where SDPA cannot run and nothing else is timed."""
     assert run_emulated(tmp_path, "--D", "320", "--tags", "acc+f32", "--check", "--gen-bench", *flags.split()) == 0
     shown = capsys.readouterr().out
     assert shown.count("bank conflicts 1.00") == 3 and "checked 3 rows" in shown and "L3* max error" in shown
@@ -173,7 +173,7 @@ def test_a_check_of_nothing_is_a_failure(tmp_path, capsys):
 
 
 def test_a_peer_that_breaks_while_it_is_timed(monkeypatch, tmp_path, capsys):
-    """It is left out; one of ours is a failure."""
+    """A peer is left out; one of ours is a failure."""
     calls = []
 
     def breaking(x):
@@ -217,7 +217,7 @@ def test_a_check_without_the_emulator_is_a_failure(monkeypatch, tmp_path, capsys
 
 
 def test_flags_that_change_numbers(tmp_path, capsys):
-    """All ones give ones; another seed gives others; --show-matrix prints the tensor."""
+    """Inputs of ones give ones; another seed gives others; --show-matrix prints the tensor."""
 
     def shown(*flags: str) -> str:
         assert run(tmp_path, "--D", "64", "--tags", "auto", "--i", "1", *flags) == 0
@@ -251,7 +251,7 @@ def test_a_recorded_wrong_row_fails_the_check(monkeypatch, tmp_path):
 
 
 def test_a_fallback_on_a_gpu_fails_the_check(monkeypatch, tmp_path, capsys):
-    """As where the package was not built."""
+    """A package that was not built falls back."""
 
     def falling_back(*args, **forced):
         return replace(explain(*args, **forced), fallback="runs on sdpa, not on a kernel of ours")
@@ -322,7 +322,7 @@ def test_a_problem_that_ffpa_refuses_is_a_failure(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags", ["--check", "--check-all --backward", "--check --no-rand-qkv"])
 def test_a_wrong_result_fails_the_check(flags, monkeypatch, tmp_path, capsys):
-    """Even one that all-ones inputs would hide: the last key is dropped."""
+    """The check fails even for what all-ones inputs would hide: the last key is dropped."""
     monkeypatch.setattr(providers, "ffpa", lambda q, k, v, **rule: ffpa(q, k[:, :, :-1], v[:, :, :-1], **rule))
     assert run(tmp_path, "--D", "64", *flags.split()) == 1
     assert "FAILED (ffpa+auto)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Second derivatives: whoever asks for one, in whatever way, is told that there is none; and nobody else is."""
+"""Tests second derivatives: whoever asks for one, in whatever way, is told that there is none; and nobody else is."""
 
 import time
 import weakref
@@ -17,7 +17,7 @@ ROWS = 12
 
 
 def packed(attention, q, k, v, **options):
-    """In two sequences."""
+    """Attends in two sequences."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     offsets = torch.tensor([0, 5, ROWS], dtype=torch.int32, device=q.device)
     return attention(q, k, v, offsets, offsets, ROWS, ROWS, **options)
@@ -93,7 +93,7 @@ def of_an_incoming_gradient(f, x):
 
 
 def by_a_learned_step(f, x):
-    """MAML: parameters after a step are a function of those before."""
+    """MAML differentiates so: parameters after a step are a function of those before."""
     weight = torch.eye(16, device=x.device, dtype=x.dtype).requires_grad_()
     (step,) = torch.autograd.grad(squares(f(x @ weight)), weight, create_graph=True)
     torch.autograd.grad(squares(f(x @ (weight - 0.1 * step))), weight)
@@ -149,7 +149,7 @@ def test_refused_of_one_input_by_another(device, attend, first, second):
 @pytest.mark.parametrize("ask", REQUESTS.values(), ids=REQUESTS)
 def test_refused_of_a_mask(device, attend, ask):
     inputs, mask = tensors(device), torch.randn(ROWS, 16, device=device, dtype=torch.half)
-    rows = torch.eye(ROWS, 16, device=device, dtype=torch.half)  # of 16 columns, as by_a_learned_step wants
+    rows = torch.eye(ROWS, 16, device=device, dtype=torch.half)  # rows with 16 columns, as by_a_learned_step wants
 
     def f(mask):
         bias = mask @ rows.T
@@ -171,7 +171,7 @@ def test_a_graph_of_gradients_may_be_asked_for_and_not_used(device, attend):
 
 
 def test_gradients_that_another_path_differentiates(device):
-    """The error is of those who ask for ffpa's part of a derivative, and of nobody else."""
+    """The error is for those who ask for ffpa's part of a derivative, and for nobody else."""
     q, k, v = tensors(device, grad=True)
     scale = torch.ones((), device=device, requires_grad=True)
     (dq,) = torch.autograd.grad(ffpa_attn.ffpa(q, k, v).float().sum(), q, create_graph=True)
@@ -182,7 +182,7 @@ def test_gradients_that_another_path_differentiates(device):
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_checkpointed(device, again):
-    """What it saves may be unpacked once."""
+    """What a checkpoint saves may be unpacked once."""
     q, k, v = tensors(device, grad=True)
     out = checkpoint(lambda q: ffpa_attn.ffpa(2 * q, k, v), q, use_reentrant=False)
     (got,) = torch.autograd.grad(out.float().sum(), q, create_graph=again)

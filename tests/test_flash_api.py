@@ -1,4 +1,4 @@
-"""The functions of flash-attn 2 and of the PyPI package: arguments in its order, and what each of them means."""
+"""Tests the functions of flash-attn 2 and of the PyPI package: arguments in its order, and what each of them means."""
 
 import inspect
 import re
@@ -33,7 +33,11 @@ def t(*shape, dtype=BF16, device="cpu", seed=0):
 
 
 def signature(function) -> str:
-    return re.sub(r"\s", "", str(inspect.signature(function)))
+    """Returns names, order and defaults, without types."""
+    whole = inspect.signature(function)
+    names = [p.replace(annotation=inspect.Parameter.empty) for p in whole.parameters.values()]
+    plain = whole.replace(parameters=names, return_annotation=inspect.Signature.empty)
+    return re.sub(r"\s", "", str(plain))
 
 
 FLASH = (
@@ -64,7 +68,7 @@ def test_signatures(function, written):
 
 
 def graded(function, *tensors):
-    """(result, its gradients)"""
+    """Returns (result, its gradients)."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = function(*leaves)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
@@ -72,7 +76,7 @@ def graded(function, *tensors):
 
 
 def assert_means(function, tensors, layout="BNHD", **rule):
-    """The function's result and gradients are those of the oracle."""
+    """Checks that the function's result and gradients are those of the oracle."""
     got = graded(function, *tensors)
     want = graded(lambda *x: oracle.attention(*x, layout=layout, **rule)[0], *tensors)
     base = graded(lambda *x: compare.baseline(*x, layout=layout, **rule)[0], *tensors)
@@ -144,7 +148,7 @@ LENGTHS = (9, 0, 24, 5), (9, 7, 33, 2)
 
 
 def packed(device, dtype=BF16, d=64, heads_kv=2):
-    """(q, k, v), and the offsets with the longest lengths."""
+    """Returns (q, k, v), and the offsets with the longest lengths."""
     rows, keys = map(sum, LENGTHS)
     tensors = (
         t(n, h, d, dtype=dtype, device=device, seed=i) for i, (n, h) in enumerate([(rows, 4), *[(keys, heads_kv)] * 2])
@@ -156,7 +160,7 @@ def packed(device, dtype=BF16, d=64, heads_kv=2):
 
 
 def by_sequence(function, q, k, v, **rule):
-    """[T, H, D] of a function of one [1, N, H, D] after the other."""
+    """Returns [T, H, D] of a function of one [1, N, H, D] after the other."""
     parts = zip(
         *(x.split(list(lengths)) for x, lengths in zip((q, k, v), (*LENGTHS, LENGTHS[1]), strict=True)), strict=True
     )
@@ -197,7 +201,7 @@ def test_pypi(device, is_causal, heads_kv):
 @pytest.mark.parametrize("shape", [(20, 33), (2, 20, 33), (4, 20, 33), (1, 20, 33), (2, 1, 1, 33)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, BF16])
 def test_pypi_masks(device, shape, dtype):
-    """One of 3 dims is [B, Nq, Nk] where that fits."""
+    """A mask of 3 dims is [B, Nq, Nk] where that fits."""
     q, k = t(2, 4, 20, 64, device=device), t(2, 4, 33, 64, device=device)
     mask = t(*shape, dtype=torch.float32, device=device)
     mask = mask > -0.5 if dtype == torch.bool else mask.to(dtype)
@@ -214,7 +218,7 @@ def test_pypi_masks(device, shape, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_pypi_mask_beside_is_causal(dtype):
-    """No N² numbers of it, where ffpa takes the call; PyTorch is given both as one."""
+    """ffpa takes the call without N² numbers of the mask; PyTorch is given both as one."""
     q, k = t(2, 4, 20, 64, dtype=dtype), t(2, 4, 33, 64, dtype=dtype)
     mask = torch.ones(2, 1, 1, 33, dtype=torch.bool)
     mask[1, ..., :9] = False
@@ -274,7 +278,7 @@ def test_pypi_tensors_read_as_they_lie():
 
 
 def test_flags_and_windows_of_other_integers():
-    """As the bindings of flash-attn take them."""
+    """Flags and windows are taken as the bindings of flash-attn take them."""
     q = t(1, 12, 2, 64)
     want = flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
     assert torch.equal(flash_attn_func(q, q, q, causal=1, window_size=(np.int64(3), np.int32(0))), want)
@@ -316,7 +320,7 @@ def test_pypi_leaves_to_pytorch(name):
 
 
 def test_pypi_in_pytorchs_place(monkeypatch):
-    """What that package tells its users to do."""
+    """The PyPI package tells its users to put its function in PyTorch's place."""
     q = t(1, 2, 9, 64)
     want = F.scaled_dot_product_attention(q, q, q)
     monkeypatch.setattr(F, "scaled_dot_product_attention", ffpa_attn_func)

@@ -104,7 +104,7 @@ def test_windows_count_what_is_seen(rows, keys, window, causal, align):
 
 @pytest.mark.parametrize("first", ["ffpa_attn", "torch.utils.flop_counter"])
 def test_whichever_is_imported_first(first):
-    """The package does not import the counter, which brings Triton; a second import of it is told again."""
+    """The package does not import the counter, which brings Triton; a second import of the counter is told again."""
     code = f"""
 import importlib, sys, torch
 import {first}

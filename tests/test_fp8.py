@@ -1,4 +1,4 @@
-"""8-bit floats: ffpa_fp8 against float64 attention of the dequantised values, quantize_fp8, and what they refuse."""
+"""Tests 8-bit floats: ffpa_fp8 against float64 attention of dequantised values, quantize_fp8, and what they refuse."""
 
 import math
 import re
@@ -17,12 +17,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 BLOCK = 128
-HOPPER_SUM = 2.0**-13  # its tensor cores keep so much of a sum of 32 products of 8-bit floats
+HOPPER_SUM = 2.0**-13  # Hopper's tensor cores keep so much of a sum of 32 products of 8-bit floats
 F32_SUM = 2.0**-24
-LEAST_OF_UNIT = {"triton": 1.0, "hopper": 2.0**-0.25}  # where references are integers: of the unit, what P = 1 may be
+# Where references are integers, P = 1 may be as little as this part of the unit.
+LEAST_OF_UNIT = {"triton": 1.0, "hopper": 2.0**-0.25}
 P_UNIT = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}  # what P = 1 is before it is rounded
 
-TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+TESTS_IN_A_ROW = 64  # tests that one process runs: they share kernels, seconds each, and a process compiles its own
 
 
 # ---- both paths ----
@@ -53,7 +54,7 @@ def path(request, monkeypatch) -> str:
 
 
 def dequantised(x8, scale):
-    """x8 * scale in float64, written row by row."""
+    """Returns x8 * scale in float64, written row by row."""
     if scale is None:
         return x8.double()
     scale = scale.double()
@@ -66,13 +67,13 @@ def dequantised(x8, scale):
 
 
 def half_ulp(x, dtype):
-    """At most, of numbers as large as |x|: that of normal numbers, or of the smallest."""
+    """Returns half an ulp, at most, of numbers as large as |x|: that of normal numbers, or of the smallest."""
     info = torch.finfo(dtype)
     return torch.maximum(x.abs() * (info.eps / 2), torch.full_like(x, info.smallest_normal * info.eps / 2))
 
 
 def probabilities(q, k, scale, rule):
-    """(P, the sum of exp(score - largest score) of each row, sum |scale q k| of each score's products) in float64."""
+    """Returns (P, each row's sum of exp(score - largest), the largest sum of |scale q k| of a score), in float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     eye = torch.eye(k.shape[2], dtype=torch.float64, device=q.device).expand(*k.shape[:3], -1)
     p, _ = oracle.attention(q, k, eye, scale=scale, **rule)
@@ -82,12 +83,12 @@ def probabilities(q, k, scale, rule):
 
 
 def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
-    """q, k, v: what the 8-bit tensors mean, float64.
+    """Checks a result; q, k, v: what the 8-bit tensors mean, float64.
 
-    The only error beyond that of float32 sums is that of P, rounded to `dtype` before it meets V by our kernels:
-    half a unit in the last place of each exp(score - largest). It is bounded for each element, all rounded in the worst
-    direction; and for all elements together, where rounding is as likely up as down: the squares add up, and a mean square
-    of a third of the largest is what evenly spread rounding has, so that the bound has room for three times that.
+    The only error beyond that of float32 sums is that of P, rounded to `dtype` before it meets V by our kernels: half a
+    unit in the last place of each exp(score - largest). It is bounded for each element, all rounded in the worst
+    direction; and for all elements together, where rounding is as likely up as down: the squares add up, and a mean
+    square of a third of the largest is what evenly spread rounding has, so the bound has room for three times that.
     """
     want, want_lse = oracle.attention(q, k, v, scale=scale, **rule)
     out_dtype = got.dtype
@@ -110,7 +111,7 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
         seen = (p > 0).double()
         relative, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
         least /= P_UNIT[dtype] * LEAST_OF_UNIT[path]
-        # Divided by the sum of the rounded P, a row errs in how far its values are from their mean.
+        # As it is divided by the sum of the rounded P, a row errs in how far its values are from their mean.
         deviation = (p @ v.square() - want.square()).clamp(min=0).sqrt()
         counted = seen @ v.square() - 2 * want * (seen @ v) + want.square() * seen.sum(-1, keepdim=True)
         few = least / total * (seen.sum(-1, keepdim=True) * counted.clamp(min=0)).sqrt()
@@ -136,7 +137,7 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
 
 
 def random8(shape, dtype, per, device, seed):
-    """(x8, scale). Magnitudes differ by factors of 1 to 4 between heads and blocks, so that no scale stands in for another."""
+    """Returns (x8, scale); heads and blocks differ by factors of 1 to 4: no scale stands in for another."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     heads = torch.arange(shape[0] * shape[1]).view(*shape[:2], 1, 1)
@@ -194,7 +195,7 @@ RULES = {
 }
 
 
-# In the interpreter types take turns: it takes seconds for each.
+# Types take turns in the interpreter, which takes seconds for each.
 TYPED_RULES = [
     pytest.param(rule, dtype, id=f"{name}-{dtype}")
     for i, (name, rule) in enumerate(RULES.items())
@@ -207,7 +208,7 @@ def test_rules(rule, dtype, device, path):
     run(device, path, dtype, **{"heads": (2, 1), **rule})
 
 
-# Head dims past Triton's, on tiles of their own; Q and K or V narrower than the tile, or both; rows that TMA cannot read.
+# Head dims past Triton's have tiles of their own, which Q and K or V may not fill; TMA cannot read some rows.
 WIDE = [
     {"d": 512, "n": (70, 200)},
     {"d": 512, "n": (130, 300), "causal": True, "heads": (4, 2), "per": ("block",) * 3},
@@ -270,7 +271,7 @@ def test_outputs_saturate(out_dtype, device, path):
     "shape", [(1, 2, 128, 64), (2, 4, 256, 64), *([(4, 8, 512, 128)] * torch.cuda.is_available())], ids=str
 )
 def test_all_in_e4m3_with_a_transposed_v(shape, device, path):
-    """As others call it: q and k [B * H, N, D], v [B * H, D, N], no scales, e4m3 out."""
+    """Other code calls it so: q and k are [B * H, N, D], v is [B * H, D, N]; no scales, e4m3 out."""
     batch, heads, n, d = shape
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch * heads, n, d, generator=generator).to(device, E4M3) for _ in range(3))
@@ -283,7 +284,7 @@ def test_all_in_e4m3_with_a_transposed_v(shape, device, path):
 
 
 def test_strided_inputs_are_read_where_they_lie(device, path):
-    """Chunks of one packed tensor, and heads expanded from one."""
+    """The inputs are chunks of one packed tensor, and heads expanded from one."""
     qkv, _ = random8((1, 2, 90, 3 * 24), E4M3, None, device, 5)
     q, k, v = qkv.chunk(3, -1)
     k = k[:, :1].expand(-1, 2, -1, -1)
@@ -326,12 +327,12 @@ def test_long_rows_are_divided_by_all_of_their_sum(device, path):
     out, lse = ffpa_fp8(q, k, ones, out_dtype=torch.float32, return_lse=True)
     torch.testing.assert_close(out, torch.ones_like(out), atol=1e-5, rtol=0)
     want = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
-    # Products reach 150, and Hopper adds them in 14 bits: an H200 errs by 2.5e-3, a model of it with a bit less by 4.1e-3.
+    # Products reach 150, and Hopper adds them in 14 bits: an H200 errs by 2.5e-3, a model with a bit less by 4.1e-3.
     torch.testing.assert_close(lse.double(), want, atol=4e-3 if device == "cuda" else 1e-5, rtol=0)
 
 
 def test_what_hoppers_sums_lose_is_the_same_part_of_values_and_of_p(monkeypatch):
-    """14 bits lose 6e-4 of either: not of what one is of the other."""
+    """14 bits lose 6e-4 of either, and so nothing of their quotient."""
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
     q, k = (random8((1, 1, rows, 192), E4M3, None, "cpu", seed)[0] for seed, rows in enumerate((20, 300)))
     ones = torch.ones(1, 1, 300, 192).to(E4M3)
@@ -360,13 +361,13 @@ def test_shapes_of_one_scale(device, path):
 
 
 def test_a_small_workspace_changes_nothing_but_speed(monkeypatch):
-    """Tiles of a few rows: blocks of scales start and end inside of them."""
+    """Tiles have a few rows: blocks of scales start and end inside of them."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")
     run("cpu", "reference", E4M3, n=(150, 3000), d=256, per=("block",) * 3, causal=True, batch=1)
 
 
 def test_rows_of_scales():
-    """Any piece of the rows, wherever the blocks of scales begin."""
+    """Any piece of the rows has its scales, wherever the blocks of scales begin."""
     from ffpa_attn.backends import reference
 
     scale = torch.arange(6.0).view(2, 3)
@@ -436,7 +437,7 @@ def test_a_transposed_v_is_used_as_it_is(n_k, k_of, arranged, monkeypatch, devic
 
 @pytest.fixture(params=["torch", "triton"])
 def quantizer(request, device, monkeypatch) -> str:
-    """Which operators make 8-bit floats."""
+    """Chooses which operators make 8-bit floats."""
     if request.param == "torch":
         monkeypatch.setattr(triton_fp8, "quantizes", lambda x: False)
         return "torch"
@@ -477,7 +478,7 @@ def test_round_trip(of, dtype, per, device, quantizer):
     assert scale.shape == {"tensor": (), "head": (2, 3), "block": (2, 3, 3)}[per]
     meant = dequantised(torch.ones_like(x, dtype=torch.float32), scale)
     error = (dequantised(x8, scale) - x.double()).abs()
-    # Half a unit of the 8-bit number, and the division's own rounding, which may cross the middle between two numbers.
+    # An error is half a unit of 8 bits, and the division's rounding, which may cross the middle of two numbers.
     assert (error <= half_ulp(x.double() / meant, dtype) * meant + 2.0**-22 * x.double().abs()).all()
     again, same = quantize_fp8(x, dtype, per)
     assert torch.equal(again.view(torch.uint8), x8.view(torch.uint8)) and torch.equal(same, scale)
@@ -653,7 +654,7 @@ def f32(*shape, device="cpu"):
 
 
 def call(q=None, k=None, v=None, **keywords):
-    """ffpa_fp8 with good tensors where none is given: two blocks of rows of q, three of k."""
+    """Calls ffpa_fp8, with good tensors where none is given: two blocks of rows of q, three of k."""
     q = t(2, 4, 200, 64) if q is None else q
     k, v = (t(2, 2, 300, 64) if x is None else x for x in (k, v))
     return ffpa_fp8(q, k, v, **keywords)

@@ -1,4 +1,4 @@
-"""The fused forwards on wgmma, of one block and of pairs: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
+"""Tests the fused forwards on wgmma, of one block and of pairs: shipped kernels, in the emulator and on a GPU."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -23,13 +23,13 @@ from test_two_phase import check_bits_repeat, check_graph_replays, check_packed,
 F16, BF16 = torch.float16, torch.bfloat16
 FUSED = [ForwardFused(dtype, *widths) for dtype in ("f16", "bf16") for widths in FUSED_COLUMNS]
 SHIPPED = FUSED + [ForwardPair(dtype, columns) for dtype in ("f16", "bf16") for columns in PAIR_COLUMNS]
-# The narrowest of each kernel.
+# The head dims are the narrowest of each kernel.
 by_kernel = pytest.mark.parametrize("d", [64, 384], ids=["d64", "d384"])
 
 
 @pytest.fixture(params=["emulated", "cuda"])
 def device(request, monkeypatch):
-    """Where it runs for certain, for any number of rows."""
+    """Makes the kernel run for certain, for any number of rows, in the emulator or on a GPU."""
     if request.param == "cuda":
         if not torch.cuda.is_available() or native.record() is None:
             pytest.skip("needs a GPU, and kernels for it")
@@ -42,7 +42,7 @@ def device(request, monkeypatch):
 
 
 def run(device: str, function, seed: int = 0):
-    """What `function` gives, and the emulator's report."""
+    """Returns what `function` gives, and the emulator's report."""
     with emulate("sm_90a", seed=seed) if device == "cpu" else nullcontext() as reports:
         result = function()
     if reports is None:
@@ -75,7 +75,7 @@ CASES += [
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
     Case(n_q=400, n_k=100, d=64, rule={"window": (0, -1), "align": "top_left"}),  # row tiles behind all keys
-    # of pairs: columns of the second block that there are none of, or few; its keys, too; rows that only one of them sees keys for
+    # pairs: the second block has no columns, or few; its keys likewise; rows see keys of only one of the blocks
     *[Case(heads_q=1, heads_kv=1, n_q=40, n_k=100, d=d, d_v=d_v, rule={"causal": True}) for d, d_v in ((512, 8), (8, 384), (384, 200), (64, 424))],
     *[Case(heads_q=1, heads_kv=1, n_q=n_q, n_k=n_k, d=384) for n_q, n_k in ((1, 1), (129, 1), (16, 64), (65, 65), (128, 256))],
     *[Case(heads_q=1, heads_kv=1, n_q=140, n_k=n_k, d=384, rule=rule) for n_k, rule in ((140, {"causal": True}), (300, {"window": (16, 0)}), (270, {"window": (7, -1), "align": "top_left"}))],
@@ -113,7 +113,7 @@ def test_scales_of_tiles_that_every_row_sees(d, scale, device):
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
 def test_every_kernel_emulated(spec, seed, monkeypatch):
-    """Right on any schedule, with as many products as arithmetic says."""
+    """Kernels are right on any schedule, with as many products as arithmetic says."""
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
     pair, columns, dtype = isinstance(spec, ForwardPair), spec.columns, F16 if spec.dtype == "f16" else BF16
     value_columns = columns if pair else spec.value_columns
@@ -123,10 +123,10 @@ def test_every_kernel_emulated(spec, seed, monkeypatch):
     (out, lse), report = attend("cpu", case, inputs, seed)
     check(case, inputs, out, lse)
     keys, boxes = 128 if columns <= 192 or pair else 64, columns // 64
-    ends = {0: (280, 280), 1: (273, 280), 2: (280, 280)}[seed % 3]  # of what each row tile sees
+    ends = {0: (280, 280), 1: (273, 280), 2: (280, 280)}[seed % 3]  # end of the keys that each row tile sees
     begins = {2: (0, 173)}.get(seed % 3, (0, 0))
     tiles = sum(-(-end // keys) - begin // keys for begin, end in zip(begins, ends, strict=True)) * case.heads_q
-    # Of 64 keys; and of all columns, of 64, or of half of them for the keys of both blocks.
+    # S has products of 64 keys; O, of all columns, of 64, or of half of them for the keys of both blocks.
     products = keys // 16 * (boxes + (2 if pair else 1 if boxes <= 4 else boxes))
     assert report["kernel"] == spec.name
     assert report["wgmma"] == tiles * products * 8  # each warp counts
@@ -143,7 +143,7 @@ def test_references_that_move(d, steepness, dtype, falling, device):
 
 @by_kernel
 def test_rows_move_one_by_one(d, device):
-    """Of each pair of rows, of a warp, of a quad: some move in the third tile, some in the eighth, some never."""
+    """Some rows of each pair, warp and quad move in the third tile, some in the eighth, some never."""
     case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=d, dtype=F16)
     q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device))
     q[..., :2] = 0
@@ -155,7 +155,7 @@ def test_rows_move_one_by_one(d, device):
 
 @pytest.mark.parametrize("where", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 1)], ids=str)
 def test_references_that_move_in_one_block(where, device):
-    """Of a pair, whose first has the first 64 keys of each tile: in tile after tile the rows of one of them move on."""
+    """A pair's first block has the first 64 keys of each tile: in tile after tile one block's rows move on."""
     case = Case(heads_q=1, heads_kv=1, n_q=70, n_k=400, d=384, dtype=F16)
     q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, device))
     q[..., 0], k[..., 0] = 0, 0
@@ -167,7 +167,7 @@ def test_references_that_move_in_one_block(where, device):
 
 @by_kernel
 def test_rows_that_see_nothing_for_long(d, device):
-    """Rows whose first key comes in a later tile, or never."""
+    """The first key of some rows comes in a later tile, or never."""
     n_k, apart = (1100, 9) if d == 64 else (370, 3)
     case = Case(heads_kv=1, n_q=140, n_k=n_k, d=d)
     q, k, v, _ = make_inputs(case, device)
@@ -180,7 +180,7 @@ def test_rows_that_see_nothing_for_long(d, device):
 
 @by_kernel
 def test_bits_repeat(d, device, monkeypatch):
-    """On any schedule, by any number of blocks."""
+    """Bits repeat on any schedule, by any number of blocks."""
     case = Case(heads_kv=1, n_q=300, n_k=530 if d == 64 else 270, d=d, rule={"causal": True})
     inputs = steep_inputs(case, device, 6.0, False)
     results = []
@@ -204,7 +204,7 @@ def test_packed_sequences(case, device):
 
 @by_kernel
 def test_packed_qkv(d, device):
-    """q, k and v as columns of one tensor, the rows of each three head dims apart; the result into a strided tensor."""
+    """q, k and v are columns of one tensor, each three head dims apart; the result goes into a strided tensor."""
     case = Case(n_q=140, n_k=140, d=d, layout="BNHD", rule={"causal": True})
     x = torch.randn(1, 140, 3, 2, d, generator=torch.Generator().manual_seed(0)).to(device, BF16)
     inputs = (*x.unbind(2), None)
@@ -226,7 +226,7 @@ def test_without_an_lse(d, device):
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 @by_kernel
 def test_more_than_31_bits_of_offsets(d, dim, device):
-    """Views of 4 GB that are never written but where the tensors are."""
+    """Views of 4 GB are never written but where the tensors are."""
     case, inputs, out = far_apart(dim, device, d=d)
     (_, lse), _ = attend(device, case, inputs, out=out)
     check(case, inputs, out, lse)

@@ -1,7 +1,8 @@
 """Scores and masks of any size that a float holds give what softmax in float32 of float32 scores gives; NaN stays NaN.
 
-Inputs are made so that scores are exact in float32: rows whose largest score some keys share mean those keys' values. What
-hangs on the rounding of a product shows in the emulator where its kernels fuse multiply-adds, as nvcc has them.
+Inputs are made so that scores are exact in float32: rows whose largest score some keys share give the mean of those
+keys' values. What hangs on the rounding of a product shows in the emulator where its kernels fuse multiply-adds, as
+nvcc has them.
 """
 
 from contextlib import nullcontext
@@ -22,8 +23,8 @@ SMALLEST = {dtype: torch.finfo(dtype).min for dtype in (F16, BF16, torch.float32
 
 @pytest.fixture(params=["reference", "mma fused", "hopper fused", "mma", "hopper", "triton"])
 def attend(request, monkeypatch):
-    """attend(function, *args, **options) on one backend: on a GPU, or here in the emulator, as fused as nvcc has it, or in Triton's
-    interpreter.
+    """Gives attend(function, *args, **options) on one backend: on a GPU, or here in the emulator, as fused as nvcc has
+    it, or in Triton's interpreter.
     """
     backend, _, fused = request.param.partition(" ")
     here = not torch.cuda.is_available()
@@ -53,7 +54,7 @@ def attend(request, monkeypatch):
 
 
 def dims_of(attend) -> tuple[int, ...]:
-    """Head dims whose kernels differ: of the backend, among the few that are compiled."""
+    """Returns head dims whose kernels differ: of the backend, among the few that are compiled."""
     return {"triton": (16, 64), "mma": (64, 512), "hopper": (64, 512), "reference": (64,)}[attend.backend]
 
 
@@ -62,7 +63,7 @@ def values(n: int, d: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expect(out, lse, want, want_lse) -> None:
-    """What rounding P and O to 16 bits leaves; of the LSE, a few roundings of float32."""
+    """Allows what rounding P and O to 16 bits leaves; of the LSE, a few roundings of float32."""
     ulp = 2.0**-10 if out.dtype == F16 else 2.0**-7
     assert torch.isfinite(out).all()
     assert (out.float() - want).abs().max() <= ulp * want.abs().max()
@@ -73,7 +74,7 @@ N_Q, N_K = 70, 300
 
 
 def tied(size: float, d: int, dtype: torch.dtype, sign: int = 1):
-    """(q, k, v, out, lse): a third of the keys share the largest score of all rows, about ± size; others have half of it less."""
+    """Returns (q, k, v, out, lse): a third of the keys share the largest score, about ± size; others have half."""
     root = 2.0 ** int(torch.tensor(size).log2().item() / 2)
     q, k = torch.zeros(1, 1, N_Q, d, dtype=dtype), torch.zeros(1, 1, N_K, d, dtype=dtype)
     larger, smaller = 1.75 * root, 0.875 * root
@@ -102,7 +103,7 @@ def test_equal_scores(dtype, size, sign, attend):
 
 
 def test_equal_scores_whose_logits_a_float_does_not_hold(attend):
-    """Their rounding alone is a factor of 2^10 and more in P where not all have it. Sums of products are exact, in any order."""
+    """The scores' rounding alone is 2^10 and more in P where not all have it. Sums are exact, in any order."""
     for d in dims_of(attend):
         for a, b in ((4000.0, 5120.0), (3000.0, 7168.0), (40960.0, 6000.0)):
             q, k = torch.full((1, 1, N_Q, d), a, dtype=F16), torch.full((1, 1, N_K, d), b, dtype=F16)
@@ -143,10 +144,10 @@ def test_minus_infinity_in_a_mask_hides_nan(attend):
 
 
 def test_rows_that_see_nothing_leave_others_alone(attend):
-    """To the last bit: a row without keys has no largest score, and not one that is large."""
+    """Other rows keep every bit: a row without keys has no largest score, and not one that is large."""
     for d in dims_of(attend):
         q, k, v = values(N_Q, d, F16), values(N_K + 1, d, F16)[:, :, 1:], values(N_K, d, F16)
-        q[..., 0] = k[..., 0] = 64.0  # all scores are of hundreds, where it shows which products are rounded
+        q[..., 0] = k[..., 0] = 64.0  # all scores are in the hundreds, where it shows which products are rounded
         mask = torch.zeros(1, 1, N_Q, N_K)
         want = attend(ffpa, q, k, v, mask=mask, return_lse=True)
         mask[..., ::2, :] = -torch.inf
@@ -167,7 +168,7 @@ def softmax_in_float32(q, k, v, mask, scale: float):
 @pytest.mark.parametrize("mask_dtype", [torch.float32, None], ids=["float32", "its own type"])
 @pytest.mark.parametrize("dtype, value", MASKS, ids=str)
 def test_finite_masks(dtype, value, mask_dtype, attend):
-    """Left padding, and rows that see nothing else: they mean all values."""
+    """Some rows have left padding, and some see nothing else: these take the mean of all values."""
     mask_dtype = mask_dtype or dtype
     if abs(value) > torch.finfo(mask_dtype).max:
         pytest.skip("infinite in that type")
@@ -183,7 +184,7 @@ def test_finite_masks(dtype, value, mask_dtype, attend):
 
 @pytest.mark.parametrize("value", [SMALLEST[torch.float32], -1e30, -1e9])
 def test_rows_that_finite_masks_hide_pass_on_nothing(value, attend):
-    """Their gradient of O is 0; so is all that they add to gradients, where LSE · log2(e) is more than a float holds, too."""
+    """Such rows' dO is 0, and so is what they add to gradients, even if LSE · log2(e) overflows a float."""
     for d in dims_of(attend):
         q, k, v = values(N_Q, d, BF16), values(N_K + 1, d, BF16)[:, :, 1:], values(N_K, d, BF16)
         mask = torch.zeros(1, 1, N_Q, N_K)
@@ -224,7 +225,7 @@ def test_gradients_where_one_key_takes_all(dtype, size, attend):
 
 
 def gradients_in_float64(q, k, v, mask, scale: float, grad):
-    """Of softmax of the scores as float32 has them."""
+    """Computes the gradients of softmax of the scores as float32 has them."""
     scores = (q.double() @ k.double().mT * scale).float()
     scores = (scores if mask is None else scores + mask.float()).double()
     p = torch.softmax(scores, -1)
@@ -274,7 +275,7 @@ def test_gradients_of_keys_that_share_the_largest_score(dtype, size, attend):
 
 
 def test_gradients_where_all_keys_are_alike(attend):
-    """P adds up to 1 though scores of 10^5, and an LSE in float32, are rounded: what all keys share reaches no query."""
+    """P adds up to 1 though scores of 10^5, and a float32 LSE, are rounded: what all keys share reaches no query."""
     for d in dims_of(attend):
         size, scale = 300.0, 0.8 / d**0.5
         q, k, v, grad = (values(n, d, BF16) for n in (N_Q, N_K + 1, N_K, N_Q))
@@ -286,7 +287,7 @@ def test_gradients_where_all_keys_are_alike(attend):
             return torch.autograd.grad((out, lse), (q, k, v), (grad, torch.full_like(lse, 8.0)))
 
         dq, _, dv = attend(gradients, *(x.clone() for x in (q, k, v)), grad)
-        want = 8 * scale * k[:, :, :1].float().expand(1, 1, N_Q, d)  # the LSE's
+        want = 8 * scale * k[:, :, :1].float().expand(1, 1, N_Q, d)  # gradient of the LSE
         assert (dq.float() - want).abs().max() <= 2**-7 * want.abs().max()
         torch.testing.assert_close(
             dv.float(), (grad.float().sum(2, keepdim=True) / N_K).expand(dv.shape), rtol=2e-2, atol=2e-2
@@ -294,7 +295,7 @@ def test_gradients_where_all_keys_are_alike(attend):
 
 
 def test_gradients_under_a_small_softcap(attend):
-    """Slopes of 10^-6: 1 - tanh² in float32 has few bits of them, and so has float16."""
+    """Slopes are of 10^-6: 1 - tanh² in float32 has few bits of them, and so has float16."""
     for d in dims_of(attend):
         q, k, v, grad = (values(n, d, F16) for n in (N_Q, N_K + 1, N_K, N_Q))
         k = k[:, :, 1:]
@@ -313,7 +314,7 @@ def test_gradients_under_a_small_softcap(attend):
 
 
 def test_gradients_of_keys_that_hardly_count(attend):
-    """P of 10^-6, of which float16 has four bits, does not lose them before it meets dP."""
+    """P is of 10^-6, of which float16 has four bits, and does not lose them before it meets dP."""
     for d in dims_of(attend):
         q, k, v, grad = (values(n, d, F16) for n in (N_Q, N_K + 1, N_K, N_Q))
         q, k, grad = q.abs().fill_(0.125), k[:, :, 1:] / 8, 64 * grad
@@ -333,7 +334,7 @@ def test_gradients_of_keys_that_hardly_count(attend):
     "d, a, b", [(1000, 49888, 36384), (848, 42240, 38336), (760, 51328, 55232), (320, 43936, 45632), (64, 33333, 7777)]
 )
 def test_one_key_takes_all_at_any_rounding(d, a, b, attend):
-    """Its score, and the LSE that a forward made of it, are rounded by other steps than those of the backward."""
+    """The key's score, and the LSE that a forward made of it, are rounded by other steps than in the backward."""
     if (attend.backend == "triton" and d > 256) or ("fused" in attend.name and d != 64):
         pytest.skip("not of this backend, or not compiled for it")
     q, k, v, grad = torch.zeros(1, 1, 20, d), torch.zeros(1, 1, 40, d), values(40, d, F16), values(20, d, F16)
@@ -349,7 +350,7 @@ def test_one_key_takes_all_at_any_rounding(d, a, b, attend):
 
 
 def test_an_infinite_lse_says_that_a_row_sees_no_key(attend):
-    """A caller's, of either sign: no gradient comes from the row."""
+    """A caller's infinite LSE may have either sign: no gradient comes from the row."""
     for d in dims_of(attend):
         q, k, v = values(N_Q, d, BF16), values(N_K + 1, d, BF16)[:, :, 1:], values(N_K, d, BF16)
         out, lse = attend(ffpa, q, k, v, return_lse=True)
@@ -380,7 +381,7 @@ def test_nan_stays_nan(where, attend):
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """ffpa of one query row, its keys in four parts."""
+    """Gives ffpa of one query row, its keys in four parts."""
     monkeypatch.setenv("FFPA_BACKEND", "mma")
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(levels, "_splits", lambda *_: 4)
@@ -451,7 +452,7 @@ def test_parts_that_see_no_key(in_parts, d):
 
 
 def test_packed_sequences(attend):
-    """Equal scores of two sequences, one of two tiles of keys."""
+    """Two sequences have equal scores; one has two tiles of keys."""
     for d in dims_of(attend):
         q, k, v, want, want_lse = tied(1e9, d, F16)
         q, k, v = (torch.cat([x[0, 0], x[0, 0, :37]])[:, None] for x in (q, k, v))

@@ -1,20 +1,22 @@
-"""Includes and imports go one way, and a few things have one place."""
+"""Checks that includes and imports go one way, and that a few things have one place."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import ffpa_attn
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 
-# Lowest first: a layer reads what is below it, and itself.
+# Layers are listed lowest first: a layer reads what is below it, and itself.
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
-# Lowest first: a room, which is a file or a folder of the package, imports only from floors below its own.
+# Floors are listed lowest first: a room, which is a file or a folder of the package, imports only from floors below.
 FLOORS = (
     ("env", "specs", "support"),
     ("building", "checks"),
@@ -37,12 +39,12 @@ def layer(path: Path) -> str:
 
 
 def code(path: Path) -> str:
-    """The text without comments."""
+    """Returns the text without comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
 
 
 def offenders(pattern: str, allowed) -> list[str]:
-    """C++ files outside the allowed places whose code matches."""
+    """Returns the C++ files outside the allowed places whose code matches."""
     found = re.compile(pattern)
     files = [path for path in CXX_FILES if not allowed(path.relative_to(CSRC).as_posix())]
     return [str(path.relative_to(ROOT)) for path in files if found.search(code(path))]
@@ -85,7 +87,7 @@ def test_only_ptx_and_the_emulators_module_know_the_machine():
 
 
 def test_shared_memory_is_allowed_in_one_place():
-    """Once for each kernel and GPU: the attribute is the kernel's, and a launch that lowered it would fail another's."""
+    """Each kernel and GPU asks once: the attribute is the kernel's, and lowering it would fail another launch."""
     users = offenders(r"MaxDynamicSharedMemorySize\b", lambda name: False)
     assert users == ["csrc/launch/launcher.cuh"]
 
@@ -95,12 +97,12 @@ def room(path: Path) -> str:
 
 
 def floor(name: str) -> int:
-    """Where a room lies; one that is on no floor has to be put there."""
+    """Returns where a room lies; one that is on no floor has to be put there."""
     return next(i for i, rooms in enumerate(FLOORS) if name in rooms)
 
 
 def imported(path: Path) -> set[str]:
-    """The rooms that a file imports from, anywhere in it, beside its own."""
+    """Returns the rooms that a file imports from, anywhere in it, beside its own."""
     depth = len(path.relative_to(PACKAGE).parts)
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -138,7 +140,7 @@ def test_what_the_build_uses_imports_no_torch(path):
 
 
 def test_one_reader_of_the_environment():
-    skipped = {"tests", "build", ".venv", "tmp", "dist", ".git", "env.py"}  # the last is the package's
+    skipped = {"tests", "build", ".venv", "tmp", "dist", ".git", "env.py"}  # env.py is the package's
     files = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in skipped]
     reads = re.compile(r"\bos\s*\.\s*(environ|getenv|putenv)|from os import[^\n]*\b(environ|getenv)")
     found = {path.resolve() for path in files if reads.search(path.read_text())}
@@ -150,3 +152,12 @@ def test_numpy_is_not_needed():
     code = "import sys; sys.modules['numpy'] = None; import ffpa_attn; print(ffpa_attn.ffpa.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.stdout.strip() == "ffpa", done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in ffpa_attn.__all__ if inspect.isfunction(getattr(ffpa_attn, name))])
+def test_public_functions_are_annotated(name):
+    signature = inspect.signature(getattr(ffpa_attn, name))
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    assert not [p.name for p in named if p.annotation is p.empty]
+    assert signature.return_annotation is not signature.empty
+    assert (PACKAGE / "py.typed").is_file()

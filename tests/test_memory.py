@@ -31,7 +31,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def peak_of(device, function):
-    """Bytes that the body of an operator allocates at most, its results included."""
+    """Returns the bytes that the body of an operator allocates at most, its results included."""
     if device == "cuda":
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # cuBLAS takes 32 MiB once, and keeps it
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ CAPS = [1, 4, 64]
 
 
 def small(n_q, h, n_k):
-    """What is O(N) whatever the cap: a few f32 numbers for each row of a single head, and one row of scores."""
+    """Returns what is O(N) whatever the cap: a few f32 numbers for each row of one head, and one row of scores."""
     return 16 * n_q * h * 4 + 64 * n_k + MB // 8
 
 
@@ -104,7 +104,7 @@ def test_packed(inputs, device, cap, monkeypatch):
 
 
 def test_no_copies_of_strided_inputs(device, monkeypatch):
-    """Row stride 3 D, one head: the way image models pass q, k and v."""
+    """Image models pass q, k and v so: row stride 3 D, one head."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")
     x = torch.randn(1, 1000, 3, 512).to(device, torch.bfloat16)
     q, k, v = (x[:, None, :, i] for i in range(3))
@@ -135,7 +135,7 @@ def test_an_expanded_gradient_is_not_copied(inputs, device, cap, monkeypatch):
 
 @pytest.mark.parametrize("cap", [1, 256])
 def test_any_cap_gives_the_same(device, cap, monkeypatch):
-    """Every way of cutting a problem into tiles, against the oracle."""
+    """Every way of cutting a problem into tiles is held to the oracle."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
     case = Case(heads_q=4, heads_kv=2, n_q=200, n_k=230, d=64, rule={"causal": True})
     q, k, v, _ = make_inputs(case, device)

@@ -1,4 +1,4 @@
-"""merge: attention over split keys is attention over all of them."""
+"""Checks that merge makes attention over split keys attention over all of them."""
 
 import oracle
 import pytest
@@ -84,10 +84,10 @@ def test_gradients(device):
 
 LARGE = torch.finfo(torch.float32).max
 NAN, INF = torch.nan, torch.inf
-# LSEs of a row in each part, and what these weigh in exact arithmetic; None: all is NaN.
+# Each row has its LSE in each part, and what these weigh in exact arithmetic; None: all is NaN.
 ROWS = [
     ((0.0, 0.0), (0.5, 0.5)),
-    ((-LARGE, -LARGE), (0.5, 0.5)),  # whose keys have finfo.min in the mask, all of them
+    ((-LARGE, -LARGE), (0.5, 0.5)),  # all keys of the row have finfo.min in the mask
     ((LARGE, LARGE), (0.5, 0.5)),
     ((1e30, 1e30), (0.5, 0.5)),
     ((-1e30, -1e30), (0.5, 0.5)),
@@ -105,14 +105,14 @@ ROWS = [
     ((-INF, NAN), None),
     ((NAN, LARGE), None),
     ((NAN, NAN), None),
-    ((INF, 1.0), None),  # as softmax has it
+    ((INF, 1.0), None),  # softmax gives NaN, too
     ((-LARGE, INF), None),
 ]
 WEIGHTS = torch.tensor([weights or (NAN, NAN) for _, weights in ROWS])
 
 
 def rows_of_all_sizes(device, d=24):
-    """Two parts' results [2, 1, 1, N, D] and LSEs [2, 1, 1, N]; their weights [2, N, 1]."""
+    """Returns two parts' results [2, 1, 1, N, D] and LSEs [2, 1, 1, N], and their weights [2, N, 1]."""
     outs = torch.randn(2, 1, 1, len(ROWS), d, generator=torch.Generator().manual_seed(0)).to(device)
     lses = torch.tensor([lses for lses, _ in ROWS]).T[:, None, None].to(device)
     outs[lses == -INF] = 0
@@ -149,7 +149,7 @@ def test_lse_of_any_size(device, layout):
 
 @pytest.mark.parametrize("lse1", [0.0, -1e4, -LARGE])
 def test_nan_of_keys_that_weigh_nothing(device, lse1):
-    """As the whole softmax multiplies it by 0: NaN. Only a part without keys may hold anything."""
+    """The whole softmax multiplies it by 0, which gives NaN. Only a part without keys may hold anything."""
     o1, _, o2, _ = parts(device)
     o1[:, :, 3, 5] = NAN
     ours, other = torch.full((2, 2, 3, 20), lse1, device=device)
@@ -171,7 +171,7 @@ def test_nan_in_q(device):
 
 @pytest.fixture(params=["triton", "reference"])
 def merging(request, device, monkeypatch):
-    """A path of merge_into, which has been taken."""
+    """Gives one path of merge_into, and checks that it was taken."""
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     if request.param == "reference":
         monkeypatch.setattr(triton_attention, "why_not", lambda: "not wanted")
@@ -189,7 +189,7 @@ def merging(request, device, monkeypatch):
     [(33, 72, torch.bfloat16), (5, 512, torch.float16), (16, 64, torch.float32), (0, 64, torch.float16)],
 )
 def test_into_what_is_there(device, merging, rows, d, dtype, several, first):
-    """As a ring adds what it computed on further keys: to the last rows of a float32 result, in place."""
+    """A ring adds what it computed on further keys to the last rows of a float32 result, in place."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype=torch.float32):
@@ -240,7 +240,7 @@ def test_nan_of_keys_that_weigh_nothing_into_what_is_there(device, merging, lse1
 
 @pytest.mark.parametrize("size", [1e6, -1e6, 6e8, -1e30, -LARGE])
 def test_many_parts_weigh_as_they_should(device, merging, size):
-    """One after the other; their LSE rounded each time would be that of the last ones alone."""
+    """Parts come one after the other; an LSE rounded each time would be that of the last ones alone."""
     outs = torch.randn(12, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0)).to(device)
     lses = torch.full((12, 1, 2, 20), size, device=device)
     out, top, total = (torch.full_like(x, NAN) for x in (outs[0], lses[0], lses[0]))
@@ -252,7 +252,7 @@ def test_many_parts_weigh_as_they_should(device, merging, size):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a race of a GPU's warps")
 def test_on_a_gpu_all_warps_read_before_one_writes(monkeypatch):
-    """Where a warp finds the sums that another has left, a row in ten thousand is wrong."""
+    """If a warp finds the sums that another has left, a row in ten thousand is wrong."""
     monkeypatch.setattr(triton_launch, "_unable", {})
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The split-D kernels on mma.sync: the shipped, unmodified ones, in the emulator everywhere and on a GPU where there is one."""
+"""Tests the split-D kernels on mma.sync: the shipped ones, in the emulator everywhere, and on a GPU if there is one."""
 
 import math
 
@@ -33,13 +33,13 @@ def by_level(levels=LEVELS):
 
 
 def level_1_is_built(d_qk: int, d_v: int) -> bool:
-    """It has a kernel for each width of O up to 1024; a debug build has few of them."""
+    """Level 1 has a kernel for each width of O up to 1024; a debug build has few of them."""
     whole = next((d for d in ROWS_HEAD_DIMS if d >= max(d_qk, d_v)), None)
     return (whole or max(-(-d_v // 64) * 64, 256)) in WIDTHS
 
 
 def by_level_and(name: str, values, widths=lambda value: (value, value)):
-    """Every level with every value."""
+    """Runs a test at every level with every value."""
     pairs = [(level, x) for level in LEVELS for x in values if level > 1 or level_1_is_built(*widths(x))]
     ids = [f"level{level}-{getattr(value, 'id', value)}" for level, value in pairs]
     return pytest.mark.parametrize(f"level, {name}", pairs, ids=ids)
@@ -68,7 +68,7 @@ def check(case: Case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
 
 
 def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128) -> ForwardMma:
-    """The smallest kernel of the level with f32 sums and, unless it streams them, at least so many columns."""
+    """Returns the level's smallest kernel with f32 sums and, unless it streams them, at least so many columns."""
     fit = [
         spec
         for spec in SHIPPED
@@ -81,7 +81,7 @@ def shipped(level: int, dtype: torch.dtype = torch.bfloat16, columns: int = 128)
 
 
 def plan_of(spec: ForwardMma, level: int, d_qk: int, stages: int = 2, q_resident: bool = False, arch="sm_80"):
-    """With fewer stages where so many do not fit."""
+    """Returns a plan, with fewer stages where so many do not fit."""
     limit = archs.shared_memory_bytes(arch.rstrip("a"))
     return LevelPlan(
         spec,
@@ -93,7 +93,7 @@ def plan_of(spec: ForwardMma, level: int, d_qk: int, stages: int = 2, q_resident
 
 @pytest.fixture
 def emulated_run(monkeypatch):
-    """emulated_run(plan, case, inputs, …) → (out, lse, report), whatever plan would be chosen."""
+    """Gives emulated_run(plan, case, inputs, …) → (out, lse, report), whatever plan would be chosen."""
 
     def run(plan, case, inputs, arch="sm_80", seed=0):
         monkeypatch.setattr(levels, "plan", lambda p, flags: plan)
@@ -108,7 +108,7 @@ def emulated_run(monkeypatch):
 
 
 def tiles_met(spec, case: Case) -> int:
-    """Tiles of keys that the row blocks of one head meet, counted from the oracle's picture of who sees whom."""
+    """Counts the tiles of keys that row blocks of one head meet, from the oracle's picture of who sees whom."""
     seen = oracle.visible(
         case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
     )
@@ -120,9 +120,9 @@ def tiles_met(spec, case: Case) -> int:
 
 
 def products(spec, case: Case) -> int:
-    """How many mma there should be: level 2 computes S for each column group, level 3 once."""
+    """Returns how many mma there should be: level 2 computes S for each column group, level 3 once."""
     groups = -(-(case.d_v or case.d) // spec.columns)
-    warps = 8 if spec.rows < 64 else 4  # of a team, which share columns of O in pairs of fragments
+    warps = 8 if spec.rows < 64 else 4  # warps of a team, which share columns of O in pairs of fragments
     depth = -(-case.d // spec.key_columns) * spec.key_columns
     scores = spec.rows // 16 * depth // 16 * spec.keys // 8
     values = spec.rows // 16 * spec.keys // 16 * (-(-spec.columns // (16 * warps)) * warps * 2)
@@ -134,7 +134,7 @@ TOP_LEFT_WINDOW = {"causal": True, "align": "top_left", "window": (40, -1)}
 
 
 def shipped_case(spec, seed: int) -> tuple[Case, LevelPlan, str]:
-    """Two row blocks, two heads, and both, with tails; each seed other rules, level, ring and edge of the head dim."""
+    """Returns two row blocks, two heads, or both, with tails; seeds differ in rules, level, ring, head dim."""
     d = 2 * spec.columns if spec.streamed else spec.columns
     heads, n_q, d_qk, d_v, rule, mask, tiles, level, stages, q_resident, arch = [
         (1, spec.rows + 5, spec.columns, d, {}, None, 1, 1, 4, True, "sm_90a"),
@@ -150,7 +150,7 @@ def shipped_case(spec, seed: int) -> tuple[Case, LevelPlan, str]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
 def test_every_shipped_kernel_emulated(spec, seed, emulated_run):
-    """Right, with as many mma as arithmetic says, and no bank conflict that matters."""
+    """Kernels are right, with as many mma as arithmetic says, and no bank conflict that matters."""
     case, plan, arch = shipped_case(spec, seed)
     inputs = make_inputs(case, "cpu", seed)
     out, lse, report = emulated_run(plan, case, inputs, arch, seed)
@@ -161,7 +161,7 @@ def test_every_shipped_kernel_emulated(spec, seed, emulated_run):
 
 @by_level_and_case([case for case in CASES if case.batch * case.n_q])
 def test_cases_emulated(level, case, emulated_run):
-    """Level 2 with narrow column groups, so that there are several; the others as they are chosen."""
+    """Level 2 has narrow column groups, so that there are several; the others run as they are chosen."""
     inputs = make_inputs(case, "cpu")
     if level == 2:
         plan = plan_of(shipped(2, case.dtype), 2, case.d, stages=3, arch="sm_90a")
@@ -184,7 +184,7 @@ def test_nothing_to_compute_emulated(case):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @by_level()
 def test_stages_and_resident_q_emulated(level, stages, q_resident, emulated_run):
-    """On any schedule, and always with the same bits."""
+    """Kernels are right on any schedule, and always with the same bits."""
     spec = shipped(level, torch.float16)
     d_v = spec.columns if level == 1 else spec.columns + 64
     case = Case(heads_q=1, heads_kv=1, n_q=40, n_k=300, d=200, d_v=d_v, dtype=torch.float16, rule={"causal": True})
@@ -199,7 +199,7 @@ def test_stages_and_resident_q_emulated(level, stages, q_resident, emulated_run)
 @pytest.mark.parametrize("d", [1152, 2048])
 @by_level((2, 3))
 def test_wide_heads_on_one_instance_emulated(level, d, emulated_run):
-    """However wide the values are: on chip there is never more than the kernel's own columns."""
+    """However wide the values are, on chip there is never more than the kernel's own columns."""
     spec = shipped(level, columns=256)
     case = Case(heads_q=1, heads_kv=1, n_q=70, n_k=140, d=d)
     inputs = make_inputs(case, "cpu")
@@ -223,15 +223,15 @@ def check_moving_maxima(case: Case, level: int, acc: str, steepness: float, fall
 @pytest.mark.parametrize("acc", ["f32", "mixed", "f16"])
 @by_level((1, 3))
 def test_maxima_that_move_emulated(level, acc, steepness, falling):
-    """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
+    """The maximum of rows grows from tile to tile, slowly or fast, or is met in the first tile."""
     case = Case(heads_q=1, heads_kv=1, n_q=20, n_k=1100, d=512 if level == 1 else 64, d_v=512, dtype=torch.float16)
     check_moving_maxima(case, level, acc, steepness, falling, "forward_mma_f16")
 
 
 def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run):
-    """Of level 3: a cap on the workspace takes blocks away, and each of the others gets more items."""
+    """In level 3 a cap on the workspace takes blocks away, and each of the others gets more items."""
     spec = shipped(3)
-    half_mb = (1 << 19) // (spec.columns * spec.rows * 4)  # column groups whose scratch is so large
+    half_mb = (1 << 19) // (spec.columns * spec.rows * 4)  # number of column groups whose scratch takes half a MiB
     case = Case(heads_kv=1, n_q=spec.rows + 3, n_k=spec.keys + 7, d=64, d_v=half_mb * spec.columns)
     inputs, results = make_inputs(case, "cpu"), []
     for resident, cap_mb, blocks in ((3, 1024, 3), (3, 1, 2), (1, 1024, 1)):
@@ -268,7 +268,7 @@ def test_bit_exact_sums_emulated():
 
 @pytest.mark.parametrize("level, d, d_v, arch", [(1, 2056, 512, "sm_80"), (3, 3080, 64, "sm_90a")])
 def test_scores_wider_than_the_values_emulated(level, d, d_v, arch):
-    """Beyond 1024 columns of Q and K."""
+    """Q and K have beyond 1024 columns."""
     case = Case(heads_kv=1, n_q=37, n_k=140, d=d, d_v=d_v, rule={"causal": True})
     inputs = make_inputs(case, "cpu")
     with emulate(arch, seed=4):
@@ -294,7 +294,7 @@ def test_without_an_lse_emulated(level):
 )
 @by_level((1, 3))
 def test_positions_near_the_end_of_32_bits_emulated(level, n_q, n_k, rule):
-    """One row, many times over (a stride of 0): what is seen counts in the LSE, and each out row is that of V."""
+    """One row is there many times over (a stride of 0): the LSE counts what is seen, and each out row is that of V."""
     d = 512
     q, k, v = (torch.randn(1, 1, 1, d, dtype=torch.float16) for _ in range(3))
     expanded = (q.expand(1, 1, n_q, d), k.expand(1, 1, n_k, d), v.expand(1, 1, n_k, d))
@@ -306,15 +306,15 @@ def test_positions_near_the_end_of_32_bits_emulated(level, n_q, n_k, rule):
 
 
 def far_apart(dim: int, device, d: int = 512) -> tuple[Case, list[torch.Tensor], torch.Tensor]:
-    """q, k, v and out whose last rows, heads or batch entries lie 2^31 elements behind their first ones."""
+    """Returns q, k, v and out whose last rows, heads or batch entries lie 2^31 elements behind their first ones."""
     case = Case(batch=2, n_q=33, n_k=33, d=d)
     shape = (case.batch, case.heads_q, case.n_q, case.d)
     strides = list(torch.empty(case.batch, case.heads_q, case.n_q, 3 * case.d, device="meta").stride())
     strides[dim] = 2**31 // (shape[dim] - 1)
-    if dim == 2:  # heads and batch entries between two rows
+    if dim == 2:  # heads and batch entries lie between two rows
         strides[:2] = [2 * 3 * case.d, 3 * case.d]
     extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 3 * case.d
-    blocks = [torch.empty(extent, dtype=case.dtype, device=device) for _ in range(2)]  # of the inputs, of out
+    blocks = [torch.empty(extent, dtype=case.dtype, device=device) for _ in range(2)]  # memory of inputs and of out
     views = [blocks[0].as_strided(shape, strides, i * case.d) for i in range(3)]
     for view, x in zip(views, make_inputs(case, device), strict=False):
         view.copy_(x)
@@ -404,7 +404,7 @@ def test_bits_repeat_on_a_gpu(level, d):
 @needs_gpu
 @by_level()
 def test_another_stream_on_a_gpu(level):
-    """Work that the caller queued there before is waited for, and none of the default stream's is needed."""
+    """Work that the caller queued there before is waited for; the default stream's is not needed."""
     case = Case(heads_q=8, heads_kv=8, n_q=1500, n_k=1500, d=640)
     inputs = make_inputs(case, "cuda")
     late = [torch.full_like(x, torch.nan) for x in inputs[:3]]
@@ -432,7 +432,7 @@ def test_more_than_31_bits_of_offsets_on_a_gpu(level, dim):
 @needs_gpu
 @by_level((1, 3))
 def test_emulator_and_gpu_agree(level):
-    """With the tensor cores' own sums, to one unit in the last place of the output (ex2 differs in its last bits)."""
+    """Outputs agree to one unit in the last place, by the tensor cores' own sums (ex2 differs in its last bits)."""
     inputs = make_inputs(Case(n_q=100, n_k=200, d=320, dtype=torch.float16, rule={"causal": True}), "cpu")
     with emulate("sm_90a", exact=True):
         emulated_out = ffpa(*inputs[:3], causal=True, level=level)

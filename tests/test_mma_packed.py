@@ -1,4 +1,4 @@
-"""Packed sequences in the mma kernels: at every level, and with the keys of each in parts."""
+"""Tests packed sequences in the mma kernels: at every level, and with the keys of each in parts."""
 
 import compare
 import oracle

@@ -1,4 +1,4 @@
-"""The forward for small head dims, in which each warp owns whole rows."""
+"""Tests the forward for small head dims, in which each warp owns whole rows."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ PROBLEM = Problem(
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
 def test_every_shipped_kernel_emulated(spec, seed, monkeypatch):
-    """Two row blocks of two heads, with tails; as many mma as arithmetic says, and no bank conflicts."""
+    """There are two row blocks of two heads, with tails; as many mma as arithmetic says, and no bank conflicts."""
     d = spec.head_dim
     n_q, n_k = spec.rows + 5, 2 * spec.keys + 9
     case = Case(heads_kv=1, n_q=n_q, n_k=n_k, d=(d, d - 8, d)[seed], d_v=(d, d, d - 24)[seed], dtype=DTYPES[spec.dtype])
@@ -71,7 +71,7 @@ def test_rules_emulated(d, mask, rule):
 @pytest.mark.parametrize("steepness", [1.0, 12.0])
 @pytest.mark.parametrize("acc", ["f32", "mixed", "f16"])
 def test_maxima_that_move_emulated(acc, steepness, falling):
-    """Rows whose maximum grows from tile to tile, slowly or fast, and rows that have met theirs in the first tile."""
+    """The maximum of rows grows from tile to tile, slowly or fast, or is met in the first tile."""
     case = Case(n_q=20, n_k=1100, d=64, dtype=torch.float16)
     check_moving_maxima(case, 1, acc, steepness, falling, "forward_mma_rows")
 

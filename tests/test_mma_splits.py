@@ -1,4 +1,4 @@
-"""Few rows and many keys: parts of the keys share the GPU, and the query heads of one row share a tile."""
+"""Tests few rows and many keys: parts of the keys share the GPU, and the query heads of one row share a tile."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_the_other_package_without_a_list_of_its_files(tmp_path):
     "name, files", [("ffpa-attn", ["something_else.py"]), ("ffpa-cuda", ["ffpa_attn/__init__.py"])]
 )
 def test_others_are_not(name, files, tmp_path):
-    """What a package left behind that no longer has the module, and our own distribution."""
+    """Leftovers of a package that no longer have the module do not count, and neither does our own distribution."""
     install(tmp_path, name, *files)
     run = imported(tmp_path)
     assert run.returncode == 0, run.stderr

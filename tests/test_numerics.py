@@ -1,4 +1,4 @@
-"""Every case of the matrix against the float64 oracle: out, LSE and all gradients."""
+"""Tests every case of the matrix against the float64 oracle: out, LSE and all gradients."""
 
 import compare
 import ffpa_attn
@@ -14,12 +14,12 @@ def by_id(cases):
 
 
 def leaves(*tensors):
-    """Copies for autograd, without the NaN around them."""
+    """Returns copies for autograd, without the NaN around them."""
     return [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors if x is not None]
 
 
 def gradients(outputs, grads, inputs):
-    """Of finite LSE only: a row without keys has nothing to pass on."""
+    """Computes gradients, of finite LSE only: a row without keys has nothing to pass on."""
     (out, lse), (g, g_lse) = outputs, grads
     seen = g_lse != 0
     loss = (out * g.to(out.dtype)).to(lse.dtype).sum() + (lse[seen] * g_lse[seen].to(lse.dtype)).sum()
@@ -41,7 +41,7 @@ def test_forward(case: Case, device):
     compare.assert_close("out", out, want, base)
     compare.assert_lse_close("lse", lse, want_lse, q, k, case.rule.get("scale"))
 
-    alone = ffpa_attn.ffpa(q, k, v, **rule)  # may take another path: no LSE is wanted
+    alone = ffpa_attn.ffpa(q, k, v, **rule)  # this may take another path: no LSE is wanted
     compare.assert_close("out without lse", alone, want, base)
     given = torch.full_like(out, torch.nan)
     assert ffpa_attn.ffpa(q, k, v, out=given, **rule) is given
@@ -50,7 +50,7 @@ def test_forward(case: Case, device):
 
 @by_id(CASES)
 def test_gradients(case: Case, device):
-    """Of sum(out * g) + sum(lse * g_lse), additive masks included."""
+    """Gradients are those of sum(out * g) + sum(lse * g_lse), additive masks included."""
     inputs = make_inputs(case, device)
     rule = {**case.rule, "layout": case.layout}
     ours, oracles, bases = leaves(*inputs), leaves(*inputs), leaves(*inputs)
@@ -68,7 +68,7 @@ def test_gradients(case: Case, device):
 
 
 def test_no_probability_is_above_1(device, monkeypatch):
-    """Though a score is above the LSE: of 10^8 the next float32 below is 8 less, and e^8 is 2981."""
+    """P is at most 1 though a score is above the LSE: below 10^8 the next float32 is 8 less, and e^8 is 2981."""
     monkeypatch.setenv("FFPA_BACKEND", "reference")
     q, k = (torch.full((1, 1, n, 64), 4000.0, dtype=torch.float16, device=device) for n in (3, 1))
     out, lse = ffpa_attn.ffpa(q, k, k, return_lse=True)
@@ -79,7 +79,7 @@ def test_no_probability_is_above_1(device, monkeypatch):
 
 
 def by_sequence(case: PackedCase, function, q, k, v):
-    """A dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
+    """Calls a dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
     outs, lses, start_q, start_k = [], [], 0, 0
     for n_q, n_k in zip(case.lengths_q, case.lengths_k, strict=True):
         q_rows, keys = slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
@@ -96,7 +96,7 @@ def by_sequence(case: PackedCase, function, q, k, v):
 @by_id(PACKED_CASES)
 @pytest.mark.parametrize("lengths", ["read", "on the device"])
 def test_packed(case: PackedCase, device, lengths, monkeypatch):
-    if lengths == "on the device":  # as on a GPU
+    if lengths == "on the device":  # a GPU has them there
         monkeypatch.setattr(reference, "_lengths_may_be_read", lambda cu: False)
     q, k, v, *offsets = make_packed_inputs(case, device)
     rows = q.shape[0] - case.spare
@@ -125,7 +125,7 @@ def test_packed(case: PackedCase, device, lengths, monkeypatch):
 
 
 def exact_in_parts(q, k, v, layout):
-    """The oracle over 2^18 keys at a time: float64 of more would take four times the memory of the tensors."""
+    """Takes the oracle over 2^18 keys at a time: float64 of more would take four times the memory of the tensors."""
     rows = 2 if layout == "BHND" else 1
     parts = [
         oracle.attention(q, *x, layout=layout) for x in zip(k.split(1 << 18, rows), v.split(1 << 18, rows), strict=True)
@@ -142,7 +142,7 @@ def exact_in_parts(q, k, v, layout):
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @pytest.mark.parametrize("long_side", ["q", "kv"])
 def test_more_than_2_to_the_31_elements(long_side, layout):
-    """Rows past element 2^31 of q, k, v and their gradients, against the oracle on those rows alone."""
+    """Rows past element 2^31 of q, k, v and their gradients are held to the oracle on those rows alone."""
     heads, d, long, short = 2, 520, 2**21 + 77, 24
     n_q, n_k = (long, short) if long_side == "q" else (short, long)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: frozen schemas, fakes, autograd, autocast, compile, checkpointing, graphs."""
+"""Tests operators as PyTorch sees them: frozen schemas, fakes, autograd, autocast, compile, checkpointing, graphs."""
 
 import re
 
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 OPS = torch.ops.ffpa_attn
 
-# As first published. Ring attention, context parallelism, checkpointing and exported programs call these by name: they grow at
-# their ends alone, or get new operators beside them.
+# These are as first published. Ring attention, context parallelism, checkpointing and exported programs call them by
+# name: they grow at their ends alone, or get new operators beside them.
 FROZEN = {
     "forward": "ffpa_attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask=None, *, float? scale=None, bool causal=False, "
     'str align="bottom_right", int window_left=-1, int window_right=-1, float softcap=0., str layout="BHND", '
@@ -50,8 +50,8 @@ WIDER = {"int": ("int", "SymInt"), "float": ("float", "Scalar"), "float?": ("flo
 
 
 def broken_by(new, old) -> str | None:
-    """What a caller of the old schema would miss. New ones may have further arguments with defaults behind the old ones, by place or
-    by name, and take more than the old ones did: a symbol or any number for an int or a float.
+    """Says what a caller of the old schema would miss. New ones may have further arguments with defaults behind the old
+    ones, by place or by name, and take more than the old ones did: a symbol or any number for an int or a float.
     """
     if [str(x.type) for x in new.returns] != [str(x.type) for x in old.returns]:
         return "returns"
@@ -70,7 +70,7 @@ def broken_by(new, old) -> str | None:
 
 
 def written_type(schema, name: str) -> str:
-    """PyTorch's objects call a SymInt an int."""
+    """Returns the type in the schema's text: PyTorch's objects call a SymInt an int."""
     return re.search(rf"([\w?()!]+) {name}\b", str(schema).partition("(")[2])[1]
 
 
@@ -165,7 +165,7 @@ class TestOpcheck:
 
 class TestBackwardOp:
     def test_global_out_and_lse(self, device):
-        """Two halves of the keys, backward of each with the merged out and LSE: the sum is the whole gradient."""
+        """The backward of each half of the keys has the merged out and LSE: the sum is the whole gradient."""
         q, k, v, _ = dense(device, grad=False, d_v=64)
         whole = [x.clone().requires_grad_() for x in (q, k, v)]
         out = ffpa_attn.ffpa(*whole)
@@ -211,7 +211,7 @@ class TestBackwardOp:
         torch.testing.assert_close(v.grad.double(), v2.grad, atol=5e-2, rtol=2e-2)
 
     def test_operators_record_no_graph(self, device):
-        """Called directly with inputs that require grad, they keep no tile alive."""
+        """Called directly with inputs that require grad, operators keep no tile alive."""
         q, k, v, _ = dense(device)
         out, lse = (x.detach() for x in OPS.forward(q, k, v))
         kept = []
@@ -221,7 +221,7 @@ class TestBackwardOp:
         assert not kept
 
     def test_a_row_without_keys_passes_on_nothing(self, device):
-        """Whatever its q, dO and dLSE hold."""
+        """Nothing of the row's q, dO and dLSE is passed on, whatever they hold."""
         q, k, v, _ = dense(device, grad=False)
         mask = torch.ones(20, 33, dtype=torch.bool, device=device)
         mask[3:5] = False
@@ -293,7 +293,7 @@ class TestCompile:
             ]
             assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
-    @pytest.mark.long(seconds=50)  # the first that Inductor compiles
+    @pytest.mark.long(seconds=50)  # this test is the first for which Inductor compiles
     def test_inductor(self, device):
         inputs = dense(device)[:3]
         function = torch.compile(
@@ -382,7 +382,7 @@ class Wrapped(torch.Tensor):
 
 
 class Modes:
-    """What may stand between a call and the operator's body."""
+    """Lists what may stand between a call and the operator's body."""
 
     class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -525,7 +525,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
     def test_training_steps_of_a_graph(self, how):
-        """Wide heads, grouped and causal: replayed, the steps give the bits that they give one by one."""
+        """Heads are wide, grouped and causal: replayed, the steps give the bits that they give one by one."""
 
         def attend(q, k, v):
             return ffpa_attn.ffpa(q, k, v, causal=True)
@@ -578,7 +578,7 @@ class TestOnAGpu:
 
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 def test_out_and_gradients_of_strided_chunks(device, layout):
-    """q, k and v as chunks of one packed tensor, as image models pass them: no copy, same numbers."""
+    """q, k and v are chunks of one packed tensor, as image models pass them: no copy, same numbers."""
     x = torch.randn(2, 50, 3, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     q, k, v = (x[:, :, i, None] for i in range(3))  # [B, N, 1, D], row stride 3 D
     if layout == "BHND":

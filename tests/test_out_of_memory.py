@@ -1,4 +1,4 @@
-"""What a call says that has no memory: how much it wants, and which workspace helps. (test_campaign.py makes each allocation fail.)"""
+"""A call without memory says how much it wants, and which workspace helps. (test_campaign.py fails each allocation.)"""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ import torch
 from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
 
-with contextlib.suppress(ImportError):  # an extra; it reads TRITON_INTERPRET when it is imported, before any test
+with contextlib.suppress(ImportError):  # Triton is an extra; it reads TRITON_INTERPRET when imported, before any test
     import triton  # noqa: F401
 
 
@@ -54,7 +54,7 @@ def said_where_each_allocation_fails(call) -> list[str]:
 
 
 def bytes_allocated(call, monkeypatch) -> int:
-    """Inside the package, beside what is as large as other tensors."""
+    """Returns the bytes allocated inside the package, beside what is as large as other tensors."""
     total, empty = [], torch.empty
 
     def counted(*args, **options):
@@ -83,7 +83,7 @@ def test_triton_without_a_workspace(call, on_triton, monkeypatch):
 
 
 def test_triton_with_a_workspace(on_triton, monkeypatch):
-    """The accumulators of each core: what is said is what is asked for, and the least takes less."""
+    """Each core has accumulators: what is said is what is asked for, and the least takes less."""
     monkeypatch.setenv("FFPA_TRITON_CORES", "20")
     (q, _, _), (_, k, _), (_, _, v) = inputs(10 * 128 + 1, 16), inputs(16, 16), inputs(16, 256)
 

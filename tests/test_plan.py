@@ -1,4 +1,4 @@
-"""Which instance and which settings a problem gets from the mma family: pure, but for what the kernel says of itself."""
+"""Tests which instance and settings of the mma family a problem gets: pure, but for what the kernel says of itself."""
 
 from types import SimpleNamespace
 
@@ -66,7 +66,7 @@ def test_every_gpu_has_a_plan(arch, d, level, monkeypatch):
 @pytest.mark.parametrize("arch", GPUS)
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_what_a_plan_prefers(arch, d, monkeypatch):
-    """A resident Q if two stages fit beside it, else the longest ring without it."""
+    """A plan prefers a resident Q if two stages fit beside it, else the longest ring without it."""
     chosen = plan(arch=arch, d_qk=d, d_v=d)
     longest = {
         resident: max((n for n in (1, 2, 3, 4) if fits(chosen.spec, d, n, resident, arch)), default=0)
@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_planned(stages, resident, monkeypatch):
 
 @pytest.mark.parametrize("d", HEAD_DIMS[:4])
 def test_a_gpu_of_163_kb_is_not_left_with_the_tile_of_99(d):
-    """Each has the largest step that fits it."""
+    """Each GPU has the largest step that fits it."""
     steps = [plan(arch=arch, d_qk=d, d_v=d, level=1).spec.key_columns for arch in ("sm_90", "sm_80", "sm_89")]
     assert steps == sorted(steps, reverse=True) and steps[1] > steps[2]
 
@@ -112,7 +112,7 @@ def test_values_too_wide_for_registers_are_streamed():
 
 
 def test_level_2_takes_the_fewest_groups():
-    """Each of them computes the scores again."""
+    """Each of the groups computes the scores again."""
     for d_v in (320, 648, 1152, 2048):
         columns = plan(level=2, d_v=d_v).spec.columns
         groups = -(-d_v // columns)
@@ -206,7 +206,7 @@ def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
 
 
 def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
-    """(bytes of scratch, its blocks, bytes of partial results) that a call takes."""
+    """Returns (bytes of scratch, its blocks, bytes of partial results) that a call takes."""
     calls = []
     monkeypatch.setattr(emulated, "attention_forward", lambda spec, *args: calls.append(args))
     monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", 132)
@@ -222,7 +222,7 @@ def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
 
 @pytest.mark.parametrize("d_v", [512, 520, 1152, 2048])
 def test_scratch_of_level_3_does_not_depend_on_lengths(d_v, monkeypatch):
-    """O of each resident block in f32, and no more blocks than the cap has room for."""
+    """The scratch is O of each resident block in f32, for no more blocks than the cap has room for."""
     chosen = plan(level=3, d_v=d_v)
     of_block = -(-d_v // chosen.spec.columns) * chosen.spec.columns * chosen.spec.rows * 4
     for n in (1, 1000, 10**6):
@@ -235,7 +235,7 @@ def test_scratch_of_level_3_does_not_depend_on_lengths(d_v, monkeypatch):
 @pytest.mark.parametrize("d, n_k, cap_mb", [(1024, 131072, 16), (2048, 65536, 64), (2048, 65536, 2), (512, 32768, 1)])
 @pytest.mark.parametrize("level", [None, 3])
 def test_the_workspace_of_a_call_stays_within_the_cap(d, n_k, cap_mb, level, monkeypatch):
-    """Scratch and partial results together."""
+    """The workspace is scratch and partial results together."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
     changes = {"heads_q": 1, "heads_kv": 1, "n_q": 128, "n_k": n_k, "d_qk": d, "d_v": d, "level": level}
     chosen = plan(**changes)

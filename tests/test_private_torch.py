@@ -1,4 +1,4 @@
-"""A PyTorch that lacks a private name, or that is newer than what was tried: what works goes on, and the rest says why not."""
+"""A PyTorch may lack a private name, or be newer than what was tried: what works goes on, and the rest says why not."""
 
 import os
 import re
@@ -166,7 +166,7 @@ def test_releases():
     assert "3.0.0" in private_torch.newer_than_tried("3.0.0")
 
 
-# What any class, function or operator may have to do with PyTorch.
+# These names are what any class, function or operator may have to do with PyTorch.
 PROTOCOLS = {"_dynamo_marked_constant", "_make_wrapper_subclass", "_torchdynamo_disable", "_schema"}
 LATE = ("agreement", "sharding")  # these say so themselves when they are first used
 

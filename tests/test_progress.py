@@ -9,7 +9,7 @@ import pytest
 from ffpa_attn import env
 from ffpa_attn.support import progress
 
-# A call with a log of its choice, and with the warning of a fallback.
+# This program makes a call with a log of its choice, and with the warning of a fallback.
 CALL = """
 import os, sys
 from dataclasses import replace

@@ -36,7 +36,7 @@ def test_scripts_exist(script):
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""How the persistent forwards count row tiles of packed sequences: by the rows there are, whatever the longest may be."""
+"""Persistent forwards count row tiles of packed sequences by the rows there are, whatever the longest may be."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Forward(NamedTuple):
     family: str
     backend: str
     arch: str
-    d: int  # of its narrowest instance
-    blocks: int = 1  # that take a row tile together
+    d: int  # head dim of the family's narrowest instance
+    blocks: int = 1  # blocks that take a row tile together
 
 
 FORWARDS = [
@@ -37,7 +37,7 @@ FUSED = pytest.mark.parametrize("forward", FORWARDS[:1], ids=["forward_fused"], 
 
 
 def with_all(cases: dict, few: tuple):
-    """Every case with the fastest of them; a few with the others, which share what finds a row tile."""
+    """Runs every case with the fastest forward; a few with the others, which share what finds a row tile."""
     pairs = [(forward, name) for forward in FORWARDS for name in cases if forward == FORWARDS[0] or name in few]
     return pytest.mark.parametrize(
         "forward, case",
@@ -56,7 +56,7 @@ def device(request):
 
 @pytest.fixture
 def forward(request, device, monkeypatch):
-    """It runs for certain, on any offsets."""
+    """Makes a forward run for certain, on any offsets."""
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         if why_not := archs.why_not_on(request.param.arch, f"sm_{major}{minor}"):
@@ -72,12 +72,12 @@ def forward(request, device, monkeypatch):
 
 
 class Ran(NamedTuple):
-    items: int  # that blocks have taken
-    products: int  # fragments of them
+    items: int  # items that blocks have taken
+    products: int  # fragments of products
 
 
 def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor, torch.Tensor, Ran | None]:
-    """(out, lse, what the emulator says of it)"""
+    """Returns (out, lse, what the emulator says of it)."""
     if inputs[0].is_cuda:
         return *ffpa_varlen(*inputs, return_lse=True, **rule), None
     launch, taken = emulated.attention_forward, []
@@ -91,18 +91,18 @@ def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor,
         out, lse = ffpa_varlen(*inputs, return_lse=True, **rule)
     (report,) = reports
     assert report["kernel"].startswith(f"{forward.family}_bf16")
-    asking = report["blocks"] // forward.blocks  # once more each than there are items
+    asking = report["blocks"] // forward.blocks  # each block asks once more than there are items
     return out, lse, Ran(taken[0] - asking, report["mma"])
 
 
 def ranges(offsets: torch.Tensor, total: int, longest: int) -> list[slice]:
-    """What offsets mean, whatever they are."""
+    """Returns what offsets mean, whatever they are."""
     clamped = [min(max(x, 0), total) for x in offsets.tolist()]
     return [slice(a, a + min(max(b - a, 0), longest)) for a, b in pairwise(clamped)]
 
 
 def check(inputs, out, lse, **rule) -> list[slice]:
-    """Rows of sequences are the oracle's, the others 0 and -inf; the rows of each sequence."""
+    """Checks that rows of sequences are the oracle's, the others 0 and -inf; returns the rows of each sequence."""
     q, k, v, cu_q, cu_k, longest_q, longest_k = inputs
     rest = torch.ones(len(q), dtype=torch.bool, device=q.device)
     of_all = ranges(cu_q, len(q), longest_q)
@@ -120,13 +120,13 @@ def check(inputs, out, lse, **rule) -> list[slice]:
 
 
 def packed(q_lengths, heads: int = 1, d: int = 64, keys: int = 9, **options) -> PackedCase:
-    """Sequences with few keys each."""
+    """Returns a case of sequences with few keys each."""
     k_lengths = tuple((7 * i + 3) % keys + 1 for i in range(len(q_lengths)))
     return PackedCase(tuple(q_lengths), k_lengths, heads_q=heads, heads_kv=1, d=d, **options)
 
 
 def some(count: int, of: dict[int, int]) -> list[int]:
-    """So many sequences, of which a few have rows."""
+    """Returns so many lengths, of which a few have rows."""
     return [of.get(i, 0) for i in range(count)]
 
 
@@ -143,7 +143,7 @@ LENGTHS = {
 
 @with_all(LENGTHS, few=("two rounds of a search",))
 def test_each_row_is_computed_once(case, forward, device, monkeypatch):
-    """By as many items as planned, however long the longest may be."""
+    """Blocks take as many items as planned, however long the longest sequence may be."""
     heads = 2 if forward == FORWARDS[0] else 1
     inputs = list(make_packed_inputs(packed(case, heads, forward.d), device))
     inputs[5:] = 1 << 20, 1 << 20
@@ -195,7 +195,7 @@ def test_rows_that_do_not_count(case, forward, device, monkeypatch):
 
 @FUSED
 def test_no_sequences(forward, device):
-    """Whatever the longest of them may be."""
+    """There are no sequences, whatever the longest of them may be."""
     q = torch.randn(300, 1, forward.d, device=device).to(torch.bfloat16)
     none = torch.zeros(1, dtype=torch.int32, device=device)
     out, lse = ffpa_varlen(q, q, q, none, none, 9, 9, return_lse=True)
@@ -214,7 +214,7 @@ def test_offsets_that_fall_reach_nothing_else(forward, device, monkeypatch):
 
 
 def test_counts():
-    """Of dense problems all tiles; of packed ones as many as the rows may have, not as the longest would."""
+    """Dense problems have all tiles; packed ones, as many as the rows may have, not as the longest would."""
     assert row_tiles.count(PROBLEM._replace(n_q=129, batch=3)) == 2 * 3 * 32
     short = PROBLEM._replace(batch=256, heads_q=8, n_q=32768, n_k=32768, packed=(256 * 128, 256 * 128))
     assert row_tiles.count(short) == 8 * 512

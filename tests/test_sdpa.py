@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention by ffpa: what is taken means what PyTorch's own means, and all else is PyTorch's own."""
+"""ffpa takes scaled_dot_product_attention: what it takes means what PyTorch's own means; all else is PyTorch's own."""
 
 import itertools
 import subprocess
@@ -27,14 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-PYTORCH = partial(torch._C._nn.scaled_dot_product_attention)  # what a module holds as it is may be replaced
+PYTORCH = partial(torch._C._nn.scaled_dot_product_attention)  # partial: what a module holds as it is may be replaced
 BF16, F16 = torch.bfloat16, torch.float16
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Grows with each call that ffpa gets."""
+    """Gives a list that grows with each call that ffpa gets."""
     calls, ffpa = [], sdpa_override.ffpa
     monkeypatch.setattr(
         sdpa_override, "ffpa", lambda *args, **options: (calls.append(options), ffpa(*args, **options))[1]
@@ -59,7 +59,7 @@ def t(*shape, dtype=BF16, device="cpu", seed=0):
 
 
 def attend(q, k, v, **options):
-    """By a name that was imported long before."""
+    """Calls by a name that was imported long before."""
     return imported_before(q, k, v, **options)
 
 
@@ -71,7 +71,7 @@ class Call:
     q: tuple = (2, 4, 20, 64)
     k: tuple = (2, 4, 33, 64)
     d_v: int | None = None
-    mask: tuple | None = None  # kind and shape
+    mask: tuple | None = None  # mask's kind and shape
     options: dict = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ CALLS = {
 
 
 def make(call, dtype, device):
-    """(tensors to differentiate by, mask or None)"""
+    """Returns (tensors to differentiate by, mask or None)."""
     q, k = t(*call.q, dtype=dtype, device=device), t(*call.k, dtype=dtype, device=device, seed=1)
     v = t(*call.k[:-1], call.d_v or call.k[-1], dtype=dtype, device=device, seed=2)
     if call.mask is None:
@@ -120,7 +120,7 @@ def make(call, dtype, device):
 
 
 def results(function, tensors, mask, options):
-    """(result, its gradients); those of an additive mask, too."""
+    """Returns (result, its gradients); those of an additive mask, too."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     if mask is not None and mask.is_floating_point():
         mask = mask.detach().clone().requires_grad_()
@@ -131,7 +131,7 @@ def results(function, tensors, mask, options):
 
 
 def yardstick(q, k, v, mask, is_causal=False, scale=None, enable_gqa=False):
-    """How well a 16-bit result may be known: compare.py's baseline, as PyTorch's arguments have it."""
+    """Computes how well a 16-bit result may be known: compare.py's baseline, by PyTorch's arguments."""
     if q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
@@ -164,7 +164,7 @@ def test_rows_that_see_nothing_give_zero_as_in_pytorch(device, taken, kind):
         mask = torch.zeros(6, 7, device=device).masked_fill(~mask, -torch.inf)
     with sdpa():
         out = F.scaled_dot_product_attention(q, k, k, mask)
-    with sdpa_kernel(SDPBackend.MATH):  # its fused kernels for GPUs give the mean of all values
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's fused kernels for GPUs give the mean of all values
         want = PYTORCH(q, k, k, mask)
     assert taken and not out[:, :, 2].any() and not want[:, :, 2].any()
 
@@ -179,7 +179,7 @@ def test_by_name_and_by_position(device, taken):
 
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_the_result_lies_in_memory_as_q_does(device, taken, rows_first):
-    """As PyTorch's: what follows, a view as [B, N, H * D], must not become a copy."""
+    """The result lies as PyTorch's does: what follows, a view as [B, N, H * D], must not become a copy."""
     q = t(2, 9, 4, 64, device=device).transpose(1, 2) if rows_first else t(2, 4, 9, 64, device=device)
     with sdpa():
         out = F.scaled_dot_product_attention(q, q, q)
@@ -200,7 +200,7 @@ def test_chunks_of_a_packed_tensor_are_not_copied(device, taken, heads):
 
 
 def test_offsets_beyond_32_bits(device):
-    """In the memory between the rows."""
+    """Such offsets come from the memory between the rows."""
     x = torch.empty(520 << 22, dtype=BF16, device=device).view(520, 1 << 22)
     x = x[:, :64]  # no page but those of the rows is touched
     x.copy_(t(520, 64))
@@ -212,7 +212,7 @@ def test_offsets_beyond_32_bits(device):
 
 
 def test_65536_rows(device, taken):
-    """More than 2**31 scores, as the decode of a large image has them; on the CPU, a few of the rows."""
+    """An image's decode has more than 2**31 scores so; on the CPU, a few of the rows are computed."""
     rows = 65536
     x = t(1, rows if device == "cuda" else 40, 3 * 512, device=device)
     q, k, v = x.chunk(3, -1)
@@ -269,7 +269,7 @@ PASSED_ON = {
 
 
 def outcome(function, args, options):
-    """Its result, or what it says is wrong: PyTorch's words, but for arguments that Python itself misses."""
+    """Returns a call's result, or its error: PyTorch's words, or the type where Python itself misses arguments."""
     torch.manual_seed(0)
     try:
         return function(*args, **options)
@@ -340,7 +340,7 @@ class Recorder(torch.Tensor):
 
 @WAYS
 def test_a_subclass_of_tensors_gets_pytorchs_own(taken, way):
-    """The very call, as it was written."""
+    """PyTorch gets the very call, as it was written."""
     Recorder.seen = ()
     x = t(1, 2, 9, 64).as_subclass(Recorder)
     with way():
@@ -351,7 +351,7 @@ def test_a_subclass_of_tensors_gets_pytorchs_own(taken, way):
 
 @WAYS
 def test_where_only_math_is_asked_for(device, taken, way):
-    """It can be differentiated twice."""
+    """The math backend can be differentiated twice."""
     x = t(1, 2, 9, 64, device=device).requires_grad_()
     with way(), sdpa_kernel(SDPBackend.MATH):
         (grad,) = torch.autograd.grad(attend(x, x, x).square().sum(), x, create_graph=True)
@@ -393,7 +393,7 @@ def test_causal_biases_of_pytorch(way, variant, dtype):
 
 
 def counts(taken, function=attend) -> bool:
-    """Whether a call is taken now."""
+    """Says whether a call is taken now."""
     before = len(taken)
     function(*[t(1, 2, 9, 64)] * 3)
     return len(taken) > before
@@ -424,7 +424,7 @@ def test_a_decorator_that_would_do_nothing():
 def test_as_a_decorator(taken):
     @sdpa()
     def attend(q, *, k, v):
-        """Its own words."""
+        """This function's arguments have names of its own."""
         return F.scaled_dot_product_attention(q, k, v)
 
     @sdpa()
@@ -460,7 +460,7 @@ def test_other_functions_are_left_alone():
 
 
 def test_in_every_module(taken):
-    """Also in those that come and go between."""
+    """The function is replaced in modules that come and go between, too."""
     here = sys.modules[__name__]
     held = {name: value for name, value in vars(here).items() if not isinstance(value, list)}
     late = types.ModuleType("late")
@@ -471,7 +471,7 @@ def test_in_every_module(taken):
             exec("from torch.nn.functional import scaled_dot_product_attention as own", vars(late))
             assert counts(taken) and counts(taken, F.scaled_dot_product_attention) and counts(taken, late.own)
             assert torch._C._nn.scaled_dot_product_attention is PYTORCH.func
-            assert PYTORCH is not torch._C._nn.scaled_dot_product_attention  # this module's name for it is one, too
+            assert PYTORCH is not torch._C._nn.scaled_dot_product_attention  # this module's own name was replaced
         assert (
             F.scaled_dot_product_attention is late.own is imported_before is torch._C._nn.scaled_dot_product_attention
         )
@@ -501,7 +501,7 @@ def test_both_at_once(taken):
 
 @WAYS
 def test_ffpa_may_call_pytorchs_own(device, taken, way, monkeypatch):
-    """One of its backends is that function: the call must end there."""
+    """One of ffpa's backends is that function: the call must end there."""
     monkeypatch.setenv("FFPA_BACKEND", "sdpa")
     q = t(1, 2, 64, 64, device=device)
     want = PYTORCH(q, q, q)
@@ -574,7 +574,7 @@ def test_dtensors(taken):
             out = attend(cut, cut, cut)
         assert taken and type(out) is DTensor
         torch.testing.assert_close(out.full_tensor(), PYTORCH(q, q, q), atol=1e-2, rtol=2e-2)
-        for dim, rows in ((2, q), (1, q[0])):  # rows apart: PyTorch's context parallelism has its own plans for them
+        for dim, rows in ((2, q), (1, q[0])):  # rows are apart: context parallelism has plans of its own
             cut = distribute_tensor(rows, init_device_mesh("cpu", (1,)), [Shard(dim)])
             assert sdpa_override.attend(cut, cut, cut) is None
     finally:
@@ -590,7 +590,7 @@ def in_the_context(q, k, v, **options):
 
 
 def calls_in_the_graph(function, *args, way=None, **options):
-    """(result, what the one graph calls)"""
+    """Returns (result, what the one graph calls)."""
     called = []
 
     def backend(graph, _):
@@ -610,7 +610,7 @@ COMPILED = pytest.mark.parametrize(
 
 
 def test_modes_are_compiled_though_the_first_to_compile_was_enabled():
-    overrides._get_overridable_functions.cache_clear()  # as at first
+    overrides._get_overridable_functions.cache_clear()  # this is the state at first
     with enabled():
         assert PYTORCH.func in itertools.chain(*overrides.get_overridable_functions().values())
 

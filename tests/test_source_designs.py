@@ -1,8 +1,8 @@
-"""The checks of the five designs that this project is measured against, through the public functions.
+"""Runs the checks of the five designs that this project is measured against, through the public functions.
 
-On a GPU each check has its own shapes. On the CPU the same kernels run in the emulator or in Triton's interpreter, with the
-same shapes where these can afford them, else smaller ones. Where a check leaves something open, the stricter reading is
-taken, and said.
+On a GPU each check has its own shapes. On the CPU the same kernels run in the emulator or in Triton's interpreter, with
+the same shapes where these can afford them, else smaller ones. Where a check leaves something open, the stricter
+reading is taken, and said.
 """
 
 from contextlib import nullcontext
@@ -17,11 +17,11 @@ from ffpa_attn.testing import emulate
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 _f16, _bf16, _e4m3, _e5m2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-SCALE = 0.5  # of every check in Triton
+SCALE = 0.5  # scale of every check in Triton
 
 
 def there_or_here(there, here):
-    """Shapes on a GPU, and what the CPU can do of them."""
+    """Chooses the shapes for a GPU, or what the CPU can do of them."""
     return there if GPU else here
 
 
@@ -37,17 +37,17 @@ def triton(monkeypatch):
     monkeypatch.setenv("FFPA_STRICT", "1")
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is an extra")  # which reads the line above when it is imported
+    pytest.importorskip("triton", reason="Triton is an extra")  # Triton reads the line above when it is imported
 
 
 def plain_attention(q, k, v, hidden):
-    """As the Triton tutorial computes it: matmul, softmax of float32 rounded to the inputs' type, matmul."""
+    """Computes as the Triton tutorial does: matmul, softmax of float32 rounded to the inputs' type, matmul."""
     scores = (torch.matmul(q, k.transpose(2, 3)) * SCALE).masked_fill(hidden, float("-inf"))
     return torch.matmul(torch.softmax(scores.float(), -1).to(v.dtype), v)
 
 
 def assert_within_a_hundredth(got, want):
-    """Nothing is allowed for large numbers: the tutorial's relative tolerance is 0."""
+    """Allows nothing for large numbers: the tutorial's relative tolerance is 0."""
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, want, strict=False):
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -59,7 +59,7 @@ def out_and_gradients(function, grad, *inputs):
 
 
 def tutorial_inputs(z, h, n_q, n_k, d, dtype=_f16):
-    """N(0, 0.5^2), which is the tutorial's."""
+    """Draws the tutorial's inputs, which are N(0, 0.5^2)."""
     return [normal(z, h, n, d, dtype=dtype, size=0.5, seed=seed) for seed, n in enumerate((n_q, n_k, n_k))]
 
 
@@ -85,7 +85,7 @@ def check_out_and_gradients(q, k, v, *, causal, align="bottom_right"):
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("d", range(256, 1025, 64))
 def test_ffpa_first_release(d, level, acc):
-    """It printed its difference from SDPA and judged none: ours may err twice as much as PyTorch does, against float64."""
+    """That release printed its difference from SDPA, judging none: ours may err twice as PyTorch does, by float64."""
     n, heads = there_or_here((1152, 4), (128, 1))
     q, k, v = (normal(1, heads, n, d, seed=seed) for seed in range(3))
     with nullcontext() if GPU else emulate("sm_80"):
@@ -111,7 +111,7 @@ def test_triton_tutorial_gradients(triton):
 
 
 def attention_with_8_bit_p(q, k, v, causal):
-    """What a kernel that multiplies 8-bit floats computes, in one tile: P, at most 1, is rounded to their type."""
+    """Computes what a kernel that multiplies 8-bit floats does, in one tile: P, at most 1, is rounded to their type."""
     scores = q.float() @ k.float().transpose(2, 3) * SCALE
     if causal:
         scores = scores.masked_fill(~oracle.visible(*scores.shape[2:], causal=True, device=q.device), float("-inf"))
@@ -121,8 +121,9 @@ def attention_with_8_bit_p(q, k, v, causal):
 
 @pytest.mark.parametrize("causal", there_or_here([True, False], [True]))
 def test_triton_tutorial_fp8_forward(causal, triton):
-    """The tutorial allows fp8 an error of 3, which excludes nothing. P in e5m2, with its 2 bits, is further than 1e-2 from
-    the truth by itself: ours may err twice as much as such a P in PyTorch, against float64 of the same 8-bit inputs.
+    """The tutorial allows fp8 an error of 3, which excludes nothing. P in e5m2, with its 2 bits, is further than 1e-2
+    from the truth by itself: ours may err twice as much as such a P in PyTorch, against float64 of the same 8-bit
+    inputs.
     """
     q, k, v = (x.to(_e5m2) for x in tutorial_inputs(1, 2, 1024, 1024, 64))
     transposed = v.transpose(2, 3).contiguous()
@@ -159,7 +160,7 @@ def test_triton_arbitrary_lengths(n_q, n_k, causal, align, triton):
     ),
 )
 def test_triton_ascend(z, h, n, d, dtype, cores, triton, monkeypatch):
-    """Both types to 1e-2 in the tutorial's distribution."""
+    """Both types are right to 1e-2 in the tutorial's distribution."""
     if not GPU and z * h > 8 and dtype == _bf16:
         pytest.skip("takes the interpreter too long")
     if cores:
@@ -176,8 +177,9 @@ def test_triton_ascend(z, h, n, d, dtype, cores, triton, monkeypatch):
 
 
 def one_head_in_8_bits(q, k, v, factor_qk, factor_v):
-    """Helion's reference, for one head: products of 8-bit floats summed in float32, as torch._scaled_mm has them on a GPU;
-    P, normalised, and the result are rounded to their type."""
+    """Computes Helion's reference for one head: 8-bit products summed in float32, as by torch._scaled_mm on a GPU; P,
+    normalised, and the result are rounded to their type.
+    """
     p = torch.softmax(q.float() @ k.float().T * factor_qk, -1)
     return (p.to(_e4m3).float() @ v.float() * factor_v).to(_e4m3)
 
@@ -185,7 +187,7 @@ def one_head_in_8_bits(q, k, v, factor_qk, factor_v):
 @pytest.mark.parametrize("scaled", [False, True], ids=["no scales", "a scale for each head"])
 @pytest.mark.parametrize("b, h, n, d", [(1, 2, 128, 64), (2, 4, 256, 64), *there_or_here([(4, 8, 512, 128)], [])])
 def test_helion_fp8(b, h, n, d, scaled, triton):
-    """Within 0.1, and no more for large numbers."""
+    """Results are right within 0.1, with no more for large numbers."""
     q, k, v = (normal(b, h, n, d, dtype=torch.float32, seed=seed) for seed in range(3))
     scales = torch.ones(3, b, h, device=DEVICE)
     if scaled:

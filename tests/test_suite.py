@@ -1,4 +1,4 @@
-"""The suite itself: a run in which nothing ran proves nothing, and says so."""
+"""Tests the suite itself: a run in which nothing ran proves nothing, and says so."""
 
 import importlib.util
 import os
@@ -54,7 +54,7 @@ def test_what_takes_long_begins_first_and_large_tests_are_one_process(tmp_path):
 
 
 def test_runs_that_share_a_queue_are_the_suite(tmp_path):
-    """Each test runs in one of them, and in one that finds all taken nothing does, which is right."""
+    """Each test runs in one of them; one that finds all taken runs nothing, which is right."""
     (tmp_path / "queue").mkdir()
     body = "import pytest, time\n@pytest.mark.parametrize('i', range(40))\ndef test_it(i):\n"
     body += "    time.sleep(0.2)\n    print(end=f'<{i}>')\n    assert i != 7\n"
@@ -71,7 +71,7 @@ def test_runs_that_share_a_queue_are_the_suite(tmp_path):
 
 
 class Gpu:
-    """Of 80 GB, which others leave bit by bit."""
+    """Stands for a GPU of 80 GB, which others leave bit by bit."""
 
     def __init__(self, monkeypatch, *free: int, total: int = 80):
         self.free, self.taken = list(free), []
@@ -105,7 +105,7 @@ def test_a_large_test_is_skipped_where_the_card_is_too_small_for_it_alone(monkey
 
 
 def test_parts_leave_room_for_the_largest():
-    """Each says how much it takes: more than what a part may take beside others."""
+    """Each large test says how much it takes: more than what a part may take beside others."""
     tests = "".join(file.read_text() for file in CONFTEST.parent.glob("test_*.py") if file != Path(__file__))
     needs = [int(n) for n in re.findall(r"mark\.large\(gigabytes=(\d+)\)", tests)]
     script = (CONFTEST.parent.parent / ".dev/test.sh").read_text()

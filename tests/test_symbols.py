@@ -1,4 +1,4 @@
-"""Traced programs in which lengths, and what is computed from them, are symbols: one graph serves all of them."""
+"""Tests traced programs in which lengths, and what is computed from them, are symbols: one graph serves all of them."""
 
 import ffpa_attn
 import pytest

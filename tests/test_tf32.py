@@ -1,4 +1,4 @@
-"""float32 where PyTorch may use TF32: SDPA's meaning, as exact as products of TF32 are, in float16's range or not."""
+"""Tests float32 where PyTorch may use TF32: SDPA's meaning, as exact as TF32's products, in float16's range or not."""
 
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 @pytest.fixture
 def served(monkeypatch):
-    """Small calls on any device; grows with each."""
+    """Serves small calls on any device, and gives a list that grows with each."""
     calls, attention = [], tf32.attention
     monkeypatch.setattr(tf32, "_LEAST_WORK", 1)
     monkeypatch.setattr(tf32, "_allowed", lambda _: True)
@@ -29,7 +29,7 @@ def served(monkeypatch):
 
 @contextmanager
 def precision(name):
-    """ "tf32" where products may be rounded, "ieee" where not."""
+    """Sets "tf32", where products may be rounded, or "ieee", where not."""
     setting = torch.backends.cuda.matmul
     before, setting.fp32_precision = setting.fp32_precision, name
     try:
@@ -43,12 +43,12 @@ def attend(q, k, v, mask, **options):
 
 
 def rounded(x):
-    """To TF32's 11 bits."""
+    """Rounds to TF32's 11 bits."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class Product(torch.autograd.Function):
-    """a @ b, and its gradients, of factors in TF32, summed in float32."""
+    """Computes a @ b, and its gradients, of factors in TF32, summed in float32."""
 
     @staticmethod
     def forward(ctx, a, b):
@@ -62,7 +62,7 @@ class Product(torch.autograd.Function):
 
 
 def in_tf32(q, k, v, mask, is_causal=False, scale=None, enable_gqa=False):
-    """The yardstick: what PyTorch computes where it rounds to TF32."""
+    """Computes the yardstick: what PyTorch gives where it rounds to TF32."""
     if q.dim() == 4:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     bias = torch.zeros(q.shape[-2], k.shape[-2], device=q.device)
@@ -93,7 +93,7 @@ def test_as_exact_as_tf32(device, served, name):
     assert len(served) == 1
 
 
-FACTORS = [  # of q, k, v and the gradient
+FACTORS = [  # factors of q, k, v and the gradient
     (1e6, 1e-6, 1, 1),
     (1e-8, 1e8, 1e20, 1e-12),
     (1, 1, 1e-20, 1e10),
@@ -126,13 +126,13 @@ def test_beyond_the_range_of_float16(device, served, factors):
 
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_what_others_hold_costs_nothing(device, served, rows_first):
-    """Batch entries, heads, and columns of v and of the gradient, millions of times as large as others, or zero."""
+    """Batch entries, heads, columns of v and of the gradient are millions of times as large as others, or zero."""
     q, k, v, grad = (
         t(2, 4 if i in (0, 3) else 2, 20, 64, dtype=torch.float32, device=device, seed=i) for i in range(4)
     )
     q[1] *= 1e10
     k[1] *= 1e-10
-    q[0, 1] *= 1e10  # of the group of heads 0 and 1
+    q[0, 1] *= 1e10  # head 1 is of the group of heads 0 and 1
     k[0, 0] *= 1e-10
     v[1] *= 1e7
     v[:, 0] *= 1e-7
@@ -201,7 +201,7 @@ def test_compiled_backward(device, served):
 
 
 def test_only_where_it_is_allowed_and_pays(monkeypatch):
-    """The user's word, and as much work as takes PyTorch longer than the casts do."""
+    """The user must allow it, and there must be as much work as takes PyTorch longer than the casts do."""
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with precision("ieee"):
@@ -243,7 +243,7 @@ def test_the_cpu_is_left_to_pytorch(served, monkeypatch):
 
 @GPU
 def test_on_a_gpu_of_its_own_accord():
-    """What PyTorch's own products with TF32 reach, at a size that pays; without TF32, PyTorch's bits."""
+    """Results reach PyTorch's own with TF32, at a size that pays; without TF32, they have PyTorch's bits."""
     q, k, v = (torch.randn(1, 4, 2048, 512, device="cuda") for _ in range(3))
     exact = PYTORCH(*(x.double() for x in (q, k, v)))
 

@@ -1,4 +1,4 @@
-"""A thread's first call of CUDA may be ours. It has no context yet, which PyTorch's calls and launches make and the driver's need."""
+"""A thread's first CUDA call may be ours, without a context yet: PyTorch's calls make one, the driver's need one."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_the_first_call_of_a_thread(backend, d, monkeypatch):
         return ffpa_attn.ffpa(q, k, v, causal=True, softcap=3.0)
 
     spare, want = call(), call()
-    del spare  # memory that the thread needs not ask CUDA for
+    del spare  # frees memory, which the thread then needs not ask CUDA for
     assert torch.equal(in_a_new_thread(call), want)
 
 
@@ -71,7 +71,7 @@ print("leaving")
 @needs_gpu
 @pytest.mark.parametrize("d", [64, 512])
 def test_a_thread_that_calls_while_the_program_ends(d):
-    """Python stops it wherever it next takes the interpreter's lock. That PyTorch's own attention then aborts is PyTorch's."""
+    """Python stops the thread when it next takes the interpreter's lock; PyTorch's own attention may then abort."""
     environment = {**os.environ, "PYTHONPATH": str(Path(ffpa_attn.__file__).parents[1])}
     ended = {}
     for name in ("F.sdpa", "ffpa"):

@@ -1,4 +1,4 @@
-"""Every experiment that the environment can ask for: what a plan makes of it, and that results stay right."""
+"""Tests every experiment that the environment can ask for: what a plan makes of it, and that results stay right."""
 
 import math
 
@@ -23,7 +23,7 @@ SERIAL = {"ENABLE_FFPA_REGISTERS_PIPE_KV": "0"}
 GRID_OF_HEADS = {"ENABLE_FFPA_LAUNCH_GRID_DNHB": "1"}
 WHOLE_TILES = {"ENABLE_FFPA_PERSIST_KV_G2S": "1"}
 
-# What each is called, the flags, the head dims it is for, and what it makes of a plan or of its spec.
+# Each row has a name, the flags, the head dims it is for, and what it makes of a plan or of its spec.
 SMALL_D, LARGE_D = (64, 128, 192), (320, 512, 1024)
 TOGGLES = [
     ("padded Q", {"ENABLE_FFPA_SMEM_SWIZZLE_Q": "0"}, SMALL_D + LARGE_D, {"pad_q": True, "pad_k": False}),
@@ -53,7 +53,7 @@ by_toggle = pytest.mark.parametrize("name, flags, d, effect", ALL, ids=[f"{name}
 
 
 def levels_of(d: int) -> tuple[int | None, ...]:
-    """Whole tiles are level 1 alone."""
+    """Returns the levels of a head dim: whole tiles are level 1 alone."""
     return (None, 1) if d <= 256 else (None, 1, 2, 3)
 
 
@@ -94,7 +94,7 @@ def test_contradictions(flags, words, monkeypatch):
 @pytest.mark.parametrize("name", env.EXPERIMENTS)
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_none_is_passed_over_for_a_faster_backend(name, value, monkeypatch):
-    """At D = 128 SDPA comes first otherwise; a toggle that ours does not know is refused, and then there is a warning."""
+    """At D = 128 SDPA comes first otherwise; a toggle that ours does not know is refused, which gives a warning."""
     if (name, value) == ("FFPA_PV_STAGES", "0"):
         return
     monkeypatch.setattr(native, "why_not", lambda spec, gpu: None)
@@ -118,7 +118,7 @@ def test_a_grid_of_too_many_heads(monkeypatch):
     assert "too large" in levels.plan(PROBLEM._replace(heads_q=2**16, heads_kv=2**16), env.run_flags())
 
 
-# Together, since each kernel of its own takes the emulator seconds to compile.
+# These are tested together, since each kernel of its own takes the emulator seconds to compile.
 TOGETHER = [
     ("padded", 1, CASE, PADDED, "pad_q_pad_k_pad_v"),
     ("rings", 1, CASE, {**OWN_RINGS, **GRID_OF_HEADS}, "own_rings"),
@@ -128,7 +128,7 @@ TOGETHER = [
 ]  # fmt: skip
 
 
-RINGS = [(None, None), (1, 3), (3, 1), (2, 2)]  # stages, and those of V
+RINGS = [(None, None), (1, 3), (3, 1), (2, 2)]  # stages, and stages of V
 EMULATED = [
     (*row, rings) for row in TOGETHER for rings in (RINGS if "ENABLE_FFPA_QKV_SMEM_SHARE" in row[3] else RINGS[:1])
 ]
@@ -160,7 +160,7 @@ def test_emulated(level, case, flags, words, rings, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library")
 @by_toggle
 def test_on_a_gpu(name, flags, d, effect, monkeypatch):
-    """Compiled on demand where the wheel has no such kernel."""
+    """Kernels are compiled on demand where the wheel has none."""
     set_all(monkeypatch, flags)
     case = Case(batch=2, heads_q=4, heads_kv=2, n_q=500, n_k=1100, d=d, rule={"causal": True})
     inputs = make_inputs(case, "cuda")

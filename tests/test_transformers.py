@@ -1,4 +1,4 @@
-"""`attn_implementation="ffpa"` on tiny models with random weights, beside transformers' own attention in float32."""
+"""Tests `attn_implementation="ffpa"` on tiny random models, beside transformers' own attention in float32."""
 
 import copy
 import importlib
@@ -66,7 +66,7 @@ def build(config, device, attention="ffpa", dtype=torch.bfloat16, like=None):
 
 
 def trio(name, device):
-    """On ffpa, by transformers in the same type, and by transformers in float32: the same weights."""
+    """Returns one model three times: on ffpa, by transformers in that type, and by transformers in float32."""
     found = build(CONFIGS[name](), device)
     return (
         found,
@@ -85,14 +85,14 @@ def padding(kind, device):
 
 
 def assert_as_close(found, same, exact):
-    """No further from the exact numbers than transformers' eager attention in the same type, give or take."""
+    """Allows no more error than transformers' eager attention has in the same type, give or take."""
     error, allowed = (x.float() - exact for x in (found, same))
     assert error.norm() <= 1.5 * allowed.norm() + 1e-3 * exact.norm(), (error.norm(), allowed.norm(), exact.norm())
 
 
 @pytest.fixture(autouse=True)
 def nothing_said():
-    """Where a test does not expect a warning of ours, there is none."""
+    """Makes a warning of ours an error, where a test does not expect one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ffpa_attn")
         yield
@@ -100,7 +100,7 @@ def nothing_said():
 
 @contextmanager
 def unwritten():
-    """No mask of N² numbers is made."""
+    """Checks that no mask of N² numbers is made."""
 
     def never(*args, **kwargs):
         raise AssertionError("a mask was written down")
@@ -147,7 +147,7 @@ def test_gradients(name, kind, ids, device):
     "kind, how", [("left", ""), ("right", ""), ("both", ""), ("holes", ""), ("left", "compiled"), ("both", "compiled")]
 )
 def test_rows_before_a_text_are_as_with_sdpa(kind, how, ids, device):
-    """Who masks the labels of padding alone reads the last of these: it predicts the first token."""
+    """Whoever masks the labels of padding alone reads the last of these rows: it predicts the first token."""
     torch.compiler.reset()
     mask = padding(kind, device)
     found = build(CONFIGS["llama"](), device)
@@ -178,7 +178,7 @@ def test_packed_sequences_are_computed_apart(name, how, ids, device):
     if how == "cu_seq_lens":
         offsets = torch.tensor([0, 7, 8, 20], dtype=torch.int32, device=device)
         packed |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
-    else:  # two entries, each of several sequences
+    else:  # there are two entries, each of several sequences
         rows = ids
         packed["position_ids"] = packed["position_ids"].expand(2, -1)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_packed_sequences_are_computed_apart(name, how, ids, device):
 
 @pytest.mark.parametrize("how", ["", "compiled"])
 def test_a_window_that_layers_do_not_hand_over(how, ids, device):
-    """Qwen2-MoE's know of theirs by the mask alone."""
+    """The layers of Qwen2-MoE know of their windows by the mask alone."""
     experts = {
         "num_experts": 2,
         "num_experts_per_tok": 2,
@@ -217,7 +217,7 @@ def test_a_window_that_layers_do_not_hand_over(how, ids, device):
 @pytest.mark.parametrize("how", ["", "compiled"])
 @pytest.mark.parametrize("kind", ["none", "left"])
 def test_models_with_attention_of_their_own_are_left_to_it(kind, how, ids, device, monkeypatch):
-    """transformers asks whether they take functions only where SDPA is asked for."""
+    """transformers asks whether models take functions only where SDPA is asked for."""
     torch.compiler.reset()
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
     model, mask = build(config, device), padding(kind, device)
@@ -244,7 +244,7 @@ BOTH = {
 @pytest.mark.parametrize("kind", ["none", "right"])
 @pytest.mark.parametrize("name", ["Splinter", "BigBirdPegasus"])
 def test_layers_that_count_on_numbers_get_them(name, kind, ids, device):
-    """Nothing says to one's layers that they see both ways, nor to the other's that they do not."""
+    """Nothing tells Splinter's layers that they see both ways, nor BigBirdPegasus's that they do not."""
     model_class = {"Splinter": "SplinterModel", "BigBirdPegasus": "BigBirdPegasusForCausalLM"}[name]
     config = getattr(transformers, f"{name}Config")(**(ENCODER if name == "Splinter" else BOTH))
     model_class, mask = getattr(transformers, model_class), padding(kind, device)
@@ -264,7 +264,7 @@ def test_layers_that_count_on_numbers_get_them(name, kind, ids, device):
 
 
 def test_a_model_inside_another_that_counts_on_numbers_gets_them(device):
-    """Gemma 4's for audio, beside that for text, which needs none."""
+    """Gemma 4 has such a model for audio, beside that for text, which needs none."""
     config = transformers.Gemma4AudioConfig(num_hidden_layers=1, output_proj_dims=32)
     model_class = transformers.models.gemma4.modeling_gemma4.Gemma4AudioModel
     if model_class._supports_sdpa:
@@ -317,7 +317,7 @@ def test_compile(name, kind, ids, device):
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_layers_compiled_on_their_own(name, kind, ids, device):
-    """A mask comes to them from outside of the graph, and Gemma 4's model has sliced it."""
+    """A mask comes to the layers from outside of the graph, and Gemma 4's model has sliced it."""
     torch.compiler.reset()
     model, mask = build(CONFIGS[name](), device), padding(kind, device)
     rows = slice(None) if mask is None else mask.bool()
@@ -331,7 +331,7 @@ def test_layers_compiled_on_their_own(name, kind, ids, device):
 
 @pytest.mark.parametrize("kind", ["padding", "apart", "window"])
 def test_compiled_code_slices_masks(kind, device):
-    """As Gemma 4's layers that share keys with others do."""
+    """Gemma 4's layers that share keys with others do so."""
     torch.compiler.reset()
     tokens = torch.tensor(PADDINGS["left"], device=device)[:, :12].bool()
     what = {"padding": {"keys": tokens}, "apart": {"keys": tokens, "offsets": masks._offsets_of_tokens(tokens)}}
@@ -491,7 +491,7 @@ def test_queries_that_a_batch_shares(device):
 
 def test_offsets_of_padding():
     keys = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]]).bool()
-    # Of each entry rows of padding, keys of padding, tokens; the rest.
+    # Each entry has rows of padding, keys of padding, tokens; then comes the rest.
     rows = [0, *(2, 2, 4), *(4, 4, 8), *(8, 8, 9), *(12, 12, 12), *(17, 17, 19), 20, 20]
     columns = [0, *(0, 2, 4), *(4, 4, 8), *(8, 8, 9), *(9, 12, 12), *(12, 17, 19), 19, 20]
     assert masks._offsets_of_tokens(keys).tolist() == [rows, columns]
@@ -514,7 +514,7 @@ def test_softcap(device):
 
 
 def of_sequences(mask_function, position, sequence):
-    """As transformers composes it, and did before 5.18."""
+    """Composes it as transformers does, also as before 5.18."""
     if hasattr(masking_utils, "packed_sequence_compatibility_function"):
         return masking_utils.packed_sequence_compatibility_function(mask_function, position, sequence)
     return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(sequence))
@@ -582,7 +582,7 @@ def test_what_no_rule_says_is_written_as_for_sdpa(device):
 
 
 def test_a_compiled_window_is_written(device):
-    """Not all models' layers know of theirs."""
+    """Some models' layers do not know of their windows."""
     window = masking_utils.sliding_window_causal_mask_function(3)
     asked = {
         "batch_size": 2,
@@ -603,9 +603,9 @@ def test_a_compiled_window_is_written(device):
 @pytest.mark.parametrize("kind", ["strided", "types"])
 def test_tensors_as_layers_leave_them(kind, how, device):
     q, k, v = inputs(device)
-    if kind == "types":  # norms kept in float32
+    if kind == "types":  # some norms are kept in float32
         q, k = q.float(), k.float()
-    else:  # rows that begin anywhere; traced ones have no address yet
+    else:  # rows begin anywhere; traced ones have no address yet
         first = 3 if how == "eager" else 0
         q, k, v = (torch.nn.functional.pad(x, (first, 2))[..., first:-2] for x in (q, k, v))
     layer = Layer(False)
@@ -668,7 +668,7 @@ def test_sam(how, device, monkeypatch):
 
 
 def tables_of_attention():
-    """`register` reaches the tables of all models that are installed, whether their modules were imported before it or after."""
+    """`register` reaches the tables of all installed models, whether their modules were imported before it or after."""
     folder = Path(transformers.models.__file__).parent
     for path in sorted(folder.glob("*/modeling_*.py")):
         if "ATTENTION_CLASSES[" in path.read_text():
@@ -895,6 +895,6 @@ def test_the_recipe_of_a_training_step_runs():
     losses = [line.split("losses ")[1].split() for line in done.stdout.splitlines() if "losses" in line]
     assert len(losses) == 2 and len(losses[0]) == 4, done.stdout + done.stderr
     (first, *later), (want, *want_later) = ([float(x) for x in of] for of in losses)
-    assert abs(first - want) < 0.0015  # before anything is learned; texts seen as one: 0.002
+    assert abs(first - want) < 0.0015  # nothing is learned yet; texts seen as one would differ by 0.002
     torch.testing.assert_close(torch.tensor(later), torch.tensor(want_later), atol=0.02, rtol=0)
     assert later[-1] < first - 0.1

@@ -22,7 +22,7 @@ def dense(device, *first, batch=2, n_q=9, n_k=13, heads=4):
 
 
 def loss(q, k, v, **rule):
-    """In which the LSE counts too."""
+    """Returns a loss in which the LSE counts too."""
     out, lse = ffpa(q, k, v, return_lse=True, **rule)
     return out.float().square().sum() + lse.sum()
 
@@ -34,7 +34,7 @@ def by_autograd(function, tensors, which):
 
 
 def calls(monkeypatch) -> list:
-    """One entry for each time that a kernel is asked for."""
+    """Gives a list with one entry for each time that a kernel is asked for."""
     made, run = [], ops._run
     monkeypatch.setattr(ops, "_run", lambda *args: (made.append(args), run(*args)))
     return made
@@ -47,7 +47,7 @@ def equal(found, want):
 
 
 def close(found, want):
-    """Sums of another order, of numbers that have been rounded to 16 bits."""
+    """Allows for sums of another order, of numbers that have been rounded to 16 bits."""
     for x, y in zip(found, want, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
         torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
@@ -147,7 +147,7 @@ def test_a_map_is_one_call(device, batch, rule, monkeypatch):
 @pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 1), (1, 2, 3), (-1, 0, -1)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_maps_over_any_dim(device, batch, dims):
-    """A dim that is mapped may be the last one, and what has none is every entry's."""
+    """A dim that is mapped may be the last one; a tensor without one is every entry's."""
     tensors = dense(device, 3, batch=batch)
     tensors = [x[0] if d is None else x.movedim(0, d).contiguous() for x, d in zip(tensors, dims, strict=True)]
     entries = [[x] * 3 if d is None else x.unbind(d) for x, d in zip(tensors, dims, strict=True)]
@@ -178,7 +178,7 @@ def test_a_map_of_nothing(device):
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("shape", [(9, 13), (4, 1, 13), (1, 4, 9, 1), (2, 1, 9, 13), (2, 4, 9, 13)], ids=str)
 def test_gradients_of_each_sample(device, shape, own, monkeypatch):
-    """And of the mask, one that they share or each its own: what no sample's batch shares is summed over it."""
+    """The mask has gradients too, be it shared or each sample's own: what a sample's batch shares is summed over it."""
     samples = 3
     tensors = dense(device, samples)
     mask = t(device, *(samples,) * own, *shape, seed=5)
@@ -196,7 +196,7 @@ def test_gradients_of_each_sample(device, shape, own, monkeypatch):
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_masks_without_gradient(device, own, monkeypatch):
-    """One that entries and batch share is not written out for each."""
+    """A mask that entries and batch share is not written out for each."""
     tensors = dense(device, 3)
     mask = torch.rand(*(3,) * own, 9, 13, generator=torch.Generator().manual_seed(6)).to(device) > 0.3
     masks = mask.unbind() if own else [mask] * 3

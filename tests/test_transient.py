@@ -84,7 +84,7 @@ def nothing_remembered(monkeypatch):
 
 
 class Kernel:
-    """As Triton's: what it compiled is kept, even where loading it failed."""
+    """Stands for Triton's: what it compiled is kept, even where loading it failed."""
 
     __name__ = "kernel"
     arg_names = ("x", "WIDTH", "ROWS", "KEYS")
@@ -103,7 +103,7 @@ class Kernel:
         return run
 
     def launched(self, width=64, warps=4, dtype=torch.float16):
-        x = torch.empty(8, dtype=dtype, device="meta")  # no interpreter for these
+        x = torch.empty(8, dtype=dtype, device="meta")  # no interpreter is used for these
         launch({}, self, (x,), lambda: Launch(1, (), {"WIDTH": width}, Tiles(64, 64, warps, 1)))
 
 
@@ -126,7 +126,7 @@ class Late(RuntimeError):
 
 @pytest.mark.parametrize("error", [Late, TimeoutError])
 def test_a_time_limit_of_the_program(error, monkeypatch):
-    """It interrupts whatever it finds, and says nothing of that."""
+    """The limit interrupts whatever it finds, and says nothing of that."""
 
     def late(*how):
         raise error
@@ -151,7 +151,7 @@ def test_a_time_limit_of_the_program(error, monkeypatch):
 
 @lasting
 def test_a_launch_that_will_not(error):
-    """It is not made again; those of other kinds are."""
+    """The launch is not made again; launches of other kinds are."""
     kernel = Kernel()
     kernel.failing = error()
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_a_launch_that_will_not(error):
 
 
 def test_what_a_caller_is_handling_is_no_cause(monkeypatch):
-    """It tries again after it ran out of memory, and meets what no retry changes."""
+    """The caller tries again after it ran out of memory, and meets what no retry changes."""
     kernel = Kernel()
     kernel.failing = next(iter(LASTING.values()))()
     try:
@@ -205,7 +205,7 @@ def test_a_kernel_that_does_not_get_ready(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(native, "kernel", kernel)
-    if not isinstance(error, RuntimeError):  # none of ours: it reaches the caller
+    if not isinstance(error, RuntimeError):  # an error that is none of ours reaches the caller
         with pytest.raises(type(error)) as caught:
             native.make_ready(spec, "sm_90")
         assert caught.value is error and not native._unready
@@ -219,7 +219,7 @@ def test_a_kernel_that_does_not_get_ready(error, monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """CPU tensors get the choice of an sm_90 GPU without CUDA kernels; Triton interprets, or is handed what `failing` holds."""
+    """Gives CPU tensors the choice of an sm_90 GPU without CUDA kernels; Triton interprets, or meets `failing`."""
     if torch.cuda.is_available():
         pytest.skip("nothing is interpreted where there is a GPU")
     describe, real = ops.describe, triton_attention.launch
@@ -255,7 +255,7 @@ def test_another_kind_of_call_stays_with_triton(as_on_a_gpu):
     assert "out of resource" in dict(said.rejected)["triton"]
     failing.clear()
     launched.clear()
-    ffpa_attn.ffpa(q[:, :, :9], k, v, causal=True, softcap=5.0)  # of that kind, whatever its lengths
+    ffpa_attn.ffpa(q[:, :, :9], k, v, causal=True, softcap=5.0)  # a call of that kind, whatever its lengths
     assert not launched and triton_attention.why_not() is None
     assert torch.equal(ffpa_attn.ffpa(q, k, v, softcap=3.0, window=(7, 7)), want)  # no plan of other calls is given up
     ffpa_attn.ffpa(q, k, v, softcap=2.0, window=(5, 5))
@@ -272,7 +272,7 @@ def test_a_backward_that_triton_leaves_half_way(as_on_a_gpu):
         got = torch.autograd.grad(ffpa_attn.ffpa(*x).float().square().sum(), x)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-    assert len(triton_attention._gave_up) == 1  # the backward's, not the forward's
+    assert len(triton_attention._gave_up) == 1  # the backward gave up, and not the forward
 
 
 def test_out_of_memory_reaches_the_caller(as_on_a_gpu):
@@ -306,7 +306,7 @@ def small(**options):
 
 @needs_gpu
 def test_a_kernel_that_could_not_be_loaded_is_loaded_later(monkeypatch):
-    """Its first launch meets a GPU without memory, while Triton loads what it compiled."""
+    """The kernel's first launch meets a GPU without memory, while Triton loads what it compiled."""
     from triton.runtime import JITFunction, driver
 
     monkeypatch.setenv("FFPA_BACKEND", "triton")
@@ -354,7 +354,7 @@ print(*(plan.choice.backend for plan in ops._plans.values()))
 @needs_gpu
 @pytest.mark.parametrize("d, backend", [(64, "triton"), (512, "hopper or mma")])
 def test_a_first_call_under_capture_poisons_nothing(d, backend, tmp_path):
-    """It may fail where a kernel is still to be compiled or loaded; the next one runs on the same kernel."""
+    """The call may fail where a kernel is still to be compiled or loaded; the next one runs on the same kernel."""
     environment = env.child_environment(
         PYTHONPATH=":".join(sys.path), TRITON_CACHE_DIR=str(tmp_path / "triton"), PYTHONWARNINGS="error:ffpa_attn"
     )

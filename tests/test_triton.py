@@ -1,4 +1,4 @@
-"""The Triton kernels for small head dims: every case of the matrix, in Triton's interpreter where there is no GPU."""
+"""Tests the Triton kernels for small head dims: every case, in Triton's interpreter where there is no GPU."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 SMALL = [case for case in CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 SMALL_PACKED = [case for case in PACKED_CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 
-TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+TESTS_IN_A_ROW = 64  # tests that one process runs: they share kernels, seconds each, and a process compiles its own
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def launches(request, monkeypatch):
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu" and torch.cuda.is_available():
         pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
     monkeypatch.setenv("FFPA_BACKEND", "triton")
-    ops._plans.clear()  # they hold what earlier calls were launched with
+    ops._plans.clear()  # plans hold what earlier calls were launched with
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     counts, run = [0, 0], ops._run
@@ -96,7 +96,7 @@ def compiled_offline(*words):
 @pytest.mark.parametrize("d", ["64", "256", "72"])
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_kernels_compile_for_gpus(arch, d):
-    """With tensor cores, within the GPU's shared memory: the GPU itself need not be there."""
+    """Kernels compile to tensor cores, within the GPU's shared memory: the GPU itself need not be there."""
     found = compiled_offline(arch, d)
     assert len(found) == 12
     for name, (shared_bytes, products, hasty_stores) in found.items():
@@ -107,8 +107,8 @@ def test_kernels_compile_for_gpus(arch, d):
 
 @pytest.mark.long(seconds=25)
 def test_odd_rows_are_copied_by_16_bytes():
-    """Rows apart by odd multiples of 16 bytes too, of narrow values, and where one stage is asked for: by single elements they came
-    through one place, and ptxas 12.8 lost the descriptors of what lay there.
+    """Rows may be apart by odd multiples of 16 bytes, have narrow values, or be copied in one stage: by single elements
+    they came through one place, and ptxas 12.8 lost the descriptors of what lay there.
     """
     found = compiled_offline("sm_90", "odd")
     assert len(found) == 5
@@ -159,7 +159,7 @@ def test_what_triton_cannot(change, flag, reason, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_threads_take_turns_in_the_interpreter():
-    """What is mended for one would else be undone by another."""
+    """What is mended for one thread would otherwise be undone by another."""
     entered, mended = threading.Event(), []
 
     def other():
@@ -174,7 +174,7 @@ def test_threads_take_turns_in_the_interpreter():
         assert not entered.wait(0.2)
     thread.join()
     assert entered.is_set() and interpreter._patch_lang is theirs
-    assert theirs in [cell.cell_contents for cell in mended[0].__closure__]  # not the other's, which would grow a chain
+    assert theirs in [cell.cell_contents for cell in mended[0].__closure__]  # the other thread's would grow a chain
 
 
 def test_without_triton(monkeypatch):
@@ -196,7 +196,7 @@ def test_softcaps_of_any_size(softcap, device):
 
 
 def test_gradients_of_a_sum(device):
-    """Of which the gradient is one number, expanded."""
+    """The gradient of a sum is one number, expanded."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 40, 64, device=device, dtype=torch.float16))
     out = ffpa_attn.ffpa(q, k, v)
     got = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
@@ -216,7 +216,7 @@ def test_gradients_of_tiles_longer_than_the_rows(device, monkeypatch):
 
 
 def test_what_other_sequences_hold_stays_theirs(device):
-    """Of packed sequences, and of rows of none: the next one's NaN reaches no gradient of this one."""
+    """The next sequence's NaN, and that of rows of no sequence, reaches no gradient of this one."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 60, 2, 64, device=device, dtype=torch.float16))
     ends = torch.tensor([0, 20, 40], dtype=torch.int32, device=device)
     out = ffpa_attn.ffpa_varlen(q, k, v, ends, ends, 20, 20)
@@ -248,7 +248,7 @@ def some_rows_masked(n_q, n_k, device):
     ids=str,
 )
 def test_rows_without_keys_pass_on_nothing(n_q, n_k, rule, device):
-    """Whatever their Q, dO and dLSE hold."""
+    """Rows pass on nothing, whatever their Q, dO and dLSE hold."""
     q, k, v = (torch.randn(1, 2, n, 64, device=device, dtype=torch.float16) for n in (n_q, n_k, n_k))
     if isinstance(rule, str):
         mask = some_rows_masked(n_q, n_k, device)
@@ -335,7 +335,7 @@ def test_a_call_whose_kernel_does_not_compile_is_made_by_another(monkeypatch):
     torch.testing.assert_close(out.cpu(), want, atol=2e-3, rtol=0)
     assert triton_attention._gave_up and all("no compiler" in reason for _, reason in triton_attention._gave_up)
     ops._plans.clear()
-    ffpa_attn.ffpa(x, x, x, softcap=3.0)  # of another kind
+    ffpa_attn.ffpa(x, x, x, softcap=3.0)  # a call of another kind
     assert [plan.choice.backend for plan in ops._plans.values()] == ["triton"]
 
 
@@ -387,8 +387,8 @@ def test_bits_repeat(device):
 
 
 def test_no_kernel_reads_a_global_nan():
-    """Triton compares what a kernel read of its module when it was compiled with what is there now, and NaN is no NaN's equal:
-    on a GPU the second call of such a kernel fails.
+    """Triton compares what a kernel read of its module when it was compiled with what is there now, and NaN is no NaN's
+    equal: on a GPU the second call of such a kernel fails.
     """
     package = Path(triton_attention.__file__).parents[1]
     modules = [

@@ -1,4 +1,4 @@
-"""The persistent Triton forward: a fixed number of programs, O in global memory. In Triton's interpreter where there is no GPU.
+"""Tests the persistent Triton forward: so many programs, O in global memory; it is interpreted where there is no GPU.
 
 Its scratch is full of NaN before every launch: what a kernel reads before it wrote it shows up in the result.
 """
@@ -25,12 +25,12 @@ pytest.importorskip("triton", reason="Triton is an extra")
 _f16, _bf16 = torch.float16, torch.bfloat16
 CORES = 3
 
-TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+TESTS_IN_A_ROW = 64  # tests that one process runs: they share kernels, seconds each, and a process compiles its own
 
 
 @pytest.fixture(autouse=True)
 def scratch(request, monkeypatch):
-    """Forces the variant; all scratch that its launches were given: accumulators, maxima, sums, and again."""
+    """Forces the variant; gives all scratch of its launches, in turn: accumulators, maxima, sums."""
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu" and torch.cuda.is_available():
         pytest.skip("where there is a GPU, Triton compiles for it and interprets nothing")
     monkeypatch.setenv("FFPA_BACKEND", "triton")
@@ -50,7 +50,7 @@ def scratch(request, monkeypatch):
 
 
 def accumulators(scratch) -> list[tuple]:
-    """Their shapes, [cores, rows of a block, columns], one for each launch."""
+    """Returns the shapes of accumulators, [cores, rows of a block, columns], one for each launch."""
     return [tuple(x.shape) for x in scratch[::3]]
 
 
@@ -88,7 +88,7 @@ _base = Case(dtype=_f16)
 CASES = [
     *[
         _base.with_(n_q=n_q, n_k=n_k, d=d, dtype=dtype, rule={"causal": True, "align": align})
-        for n_q, n_k, d in ((50, 230, 64), (230, 50, 64), (40, 70, 256))  # the second: rows without keys
+        for n_q, n_k, d in ((50, 230, 64), (230, 50, 64), (40, 70, 256))  # the second has rows without keys
         for align, dtype in (("bottom_right", _f16), ("top_left", _bf16))
     ],
     *[
@@ -190,7 +190,7 @@ def test_what_it_cannot(change, reason):
 @pytest.mark.parametrize("d", ["64", "256", "72"])
 def test_compiles_for_a_gpu_that_is_not_cudas(d):
     """Nothing in the kernel is CUDA's alone. For CUDA's GPUs, tests/test_triton.py compiles it with the others."""
-    ours = "TRITON_INTERPRET", "FFPA_TRITON_CORES"  # of this file's tests
+    ours = "TRITON_INTERPRET", "FFPA_TRITON_CORES"  # variables that this file's tests set
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, Path(__file__).with_name("triton_offline.py"), "gfx942", d]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Scores and masks of any finite size in the Triton kernels: what softmax in float32 of float32 scores is, they give."""
+"""Triton kernels give for scores and masks of any finite size what softmax in float32 of float32 scores gives."""
 
 import math
 
@@ -14,7 +14,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 _f16, _bf16, _f32 = torch.float16, torch.bfloat16, torch.float32
 ULP = 2.0**-23
 
-TESTS_IN_A_ROW = 64  # they share kernels, seconds each: a process compiles its own
+TESTS_IN_A_ROW = 64  # tests that one process runs: they share kernels, seconds each, and a process compiles its own
 
 
 @pytest.fixture(autouse=True, params=["forward", "persistent"])
@@ -32,7 +32,7 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["apart", "contracted"])
 def contracted(request, monkeypatch):
-    """A product and the sum that takes it rounded once, as GPUs' compilers do where they can, or each by itself."""
+    """Rounds a product and the sum that takes it once, as GPUs' compilers do where they can, or each by itself."""
     if request.param and torch.cuda.is_available():
         pytest.skip("a GPU's compiler decides that by itself")
     builder = interpreter.InterpreterBuilder
@@ -58,7 +58,7 @@ def contracted(request, monkeypatch):
 
 
 def scores_of(q, k, rule) -> torch.Tensor:
-    """float32, hidden ones -inf."""
+    """Returns scores in float32; hidden ones are -inf."""
     scores = (q.float() @ k.float().mT) * rule.get("scale", q.shape[-1] ** -0.5)
     mask = rule.get("mask")
     if mask is not None:
@@ -70,7 +70,7 @@ def scores_of(q, k, rule) -> torch.Tensor:
 
 
 def softmax_of(scores, v):
-    """What a float32 softmax gives, and how far the rounding of each score may take it: by columns of V, a row's spread."""
+    """Returns a float32 softmax, and how far each score's rounding may take it: by columns of V, a row's spread."""
     p = scores.softmax(-1)
     rounding = (scores.where(scores.isfinite(), 0.0).abs() * ULP).clamp(max=80)
     low, high = (scores - rounding).softmax(-1), (scores + rounding).softmax(-1)
@@ -80,7 +80,7 @@ def softmax_of(scores, v):
 
 
 def check(q, k, v, exact: bool, **rule):
-    """exact: rounding moves all scores of a row alike, or so few that P stays."""
+    """Checks a result; `exact`: rounding moves all scores of a row alike, or so few that P stays."""
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **rule)
     want, want_lse, allowed = softmax_of(scores_of(q, k, rule), v)
     assert out.isfinite().all() and lse.isfinite().all()
@@ -129,7 +129,7 @@ def test_finite_masks(dtype, value, what, device, backend):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("score", [3e4, 1e6, 3e7, 4e8, 8e8, 5e9, -3e4, -1e6, -8e8])
 def test_equal_scores_of_any_size(score, causal, device):
-    """From finite inputs of 16 bits: a mean of V."""
+    """Finite inputs of 16 bits give the mean of V."""
     _, _, v = inputs(_f16, device)
     size = min(abs(score) / 64, 3e4)
     q, k = (
@@ -142,14 +142,14 @@ def test_equal_scores_of_any_size(score, causal, device):
 @pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
 @pytest.mark.parametrize("scale", [1e3, 1e6, 1e9, -1e6])
 def test_distinct_scores_of_any_size(dtype, scale, device):
-    """One key wins."""
+    """One key of each row wins."""
     q, k, v = inputs(dtype, device)
     check(q, k, v, False, scale=scale)
 
 
 @pytest.mark.parametrize("rule", [{}, {"causal": True}, {"scale": 1e5}], ids=str)
 def test_scores_that_climb_from_far_below(rule, device):
-    """Tile after tile: what a first tile has left does not spoil what comes."""
+    """Scores climb tile after tile: what a first tile has left does not spoil what comes."""
     _, _, v = inputs(_f16, device)
     q = torch.full((1, 2, 100, 64), 100.0, dtype=_f16, device=device)
     k = torch.linspace(-6e4, 0, 150, device=device).to(_f16).view(1, 1, -1, 1).expand(1, 2, 150, 64).contiguous()
@@ -163,7 +163,7 @@ def gradients(q, k, v, grad, **rule):
 
 @pytest.mark.parametrize(("dtype", "value"), MASKED[:8], ids=str)
 def test_gradients_beside_masked_rows(dtype, value, device, backend):
-    """Rows whose dO is 0 pass on nothing, whatever their LSE is, and the others what they would without them."""
+    """Rows whose dO is 0 pass on nothing, whatever their LSE is; the others pass on what they would without them."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     rows = torch.arange(100)[:, None]
@@ -182,7 +182,7 @@ def test_gradients_beside_masked_rows(dtype, value, device, backend):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [1e3, 1e6, 1e9])
 def test_gradients_of_large_scores(scale, masked, device, backend):
-    """Finite, and of a P of 1 at most."""
+    """Gradients are finite, and come from a P of 1 at most."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     q, k, v = inputs(_bf16, device)
@@ -198,9 +198,9 @@ SCALE = 1.1
 
 
 def one_key_takes_all(size, dtype, device, n_q=100, n_k=150):
-    """(q, k, v, dO, dLSE; dQ, dK, dV) of two query heads to one of keys: each row of the second has one key, of sixteen, whose score
-    is about size, and others of half of it; the first has scores and gradients of 0. All sums are of numbers that floats hold,
-    so nothing may be off by a bit.
+    """Returns (q, k, v, dO, dLSE; dQ, dK, dV) of two query heads to one of keys: each row of the second has one key, of
+    sixteen, whose score is about size, and others of half of it; the first has scores and gradients of 0. All sums are
+    of numbers that floats hold, so nothing may be off by a bit.
     """
     d, generator = 64, torch.Generator().manual_seed(2)
     root = 2.0 ** int(math.log2(size) / 2)
@@ -234,7 +234,7 @@ def test_gradients_where_one_key_takes_all(size, dtype, causal, device, backend,
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     if causal:
-        monkeypatch.setattr(triton_attention, "_FAR_PROGRAMS", 2)  # which take turns
+        monkeypatch.setattr(triton_attention, "_FAR_PROGRAMS", 2)  # two programs, which take turns
     q, k, v, grad, grad_lse, *want = one_key_takes_all(size, dtype, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = ffpa_attn.ffpa(*leaves, scale=SCALE, causal=causal, return_lse=True)
@@ -242,7 +242,7 @@ def test_gradients_where_one_key_takes_all(size, dtype, causal, device, backend,
 
 
 def packed_gradients(*parts, causal, scale=SCALE):
-    """Of sequences, each (q, k, v, dO, dLSE) of a batch of one: dQ, dK, dV of each."""
+    """Computes dQ, dK, dV of each sequence; a sequence is (q, k, v, dO, dLSE) of a batch of one."""
     tensors = [torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(4)]
     grad_lse = torch.cat([part[4][0] for part in parts], -1)
     lengths = [[part[i].shape[2] for part in parts] for i in (0, 1)]
@@ -265,7 +265,7 @@ def small_scores(dtype, device, n_q, n_k):
 @pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_packed_gradients_where_one_key_takes_all(size, dtype, causal, device, backend):
-    """And the sequence before, which shares blocks of rows with it, has the bits that it has beside any other."""
+    """The sequence before, which shares blocks of rows with it, has the bits that it has beside any other."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     *large, dq, dk, dv = one_key_takes_all(size, dtype, device)
@@ -276,7 +276,7 @@ def test_packed_gradients_where_one_key_takes_all(size, dtype, causal, device, b
 
 
 def gradients_in_float64(q, k, v, grad, mask=None, scale=1.0, softcap=0.0, causal=False):
-    """Of softmax of the scores as float32 has them, of heads of Q that share one of K."""
+    """Computes gradients of softmax of the scores as float32 has them; heads of Q share one of K."""
     q, k, v, grad = (x.double() for x in (q, k, v, grad))
     capped = q @ k.mT * scale
     slope = 1.0
@@ -302,8 +302,8 @@ def expect_near(got, want, but_a_column: bool):
 
 
 def keys_that_share_one_score(dtype, device):
-    """(q, k, v, dO) of two query heads to one of keys: a third of the rows of the second has the score 2^29 with every key, by
-    a column in whose gradients the roundings of dS show.
+    """Returns (q, k, v, dO) of two query heads to one of keys: a third of the rows of the second has the score 2^29
+    with every key, by a column in whose gradients the roundings of dS show.
     """
     q, k, v, grad, _ = small_scores(dtype, device, 100, 150)
     q[..., 0], k[..., 0] = 0, 2.0**14
@@ -315,7 +315,7 @@ def keys_that_share_one_score(dtype, device):
 @pytest.mark.parametrize("rule", ["causal", "mask", "softcap"])
 @pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
 def test_gradients_of_keys_that_share_one_score(dtype, rule, device, backend):
-    """Each has its part of P, which the LSE does not say."""
+    """Each key has its part of P, which the LSE does not say."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     if rule == "causal":
@@ -332,7 +332,7 @@ def test_gradients_of_keys_that_share_one_score(dtype, rule, device, backend):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [_f16, _bf16], ids=str)
 def test_packed_gradients_of_keys_that_share_one_score(dtype, causal, device, backend):
-    """And the sequences around, which share blocks of rows with it, have the bits that they have beside any other."""
+    """The sequences around, which share blocks of rows with it, have the bits that they have beside any other."""
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
     large = keys_that_share_one_score(dtype, device)
@@ -348,8 +348,9 @@ def test_packed_gradients_of_keys_that_share_one_score(dtype, causal, device, ba
 @pytest.mark.parametrize("by", ["triton", "reference"])
 @pytest.mark.parametrize("rule", ["plain", "causal", "mask", "packed", "the last of many heads"])
 def test_gradients_of_far_rows_add_up(rule, by, device, backend, monkeypatch):
-    """P of a row is that of its scores, not of a rounded LSE, and adds up to 1: what cancels in dQ is gone. The float32 after 2^18 is
-    2^-5 more. One key stands out, more in one row than in another; what it leaves to others is less than an LSE's rounding.
+    """P of a row is that of its scores, not of a rounded LSE, and adds up to 1: what cancels in dQ is gone. The float32
+    after 2^18 is 2^-5 more. One key stands out, more in one row than in another; others have less of it than an LSE's
+    rounding.
     """
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
@@ -359,7 +360,8 @@ def test_gradients_of_far_rows_add_up(rule, by, device, backend, monkeypatch):
     q[..., 0], k[..., 0] = 512, 512
     q[..., 1], k[..., 140, 1] = torch.arange(100, device=device) % 11, 1
     options = {"causal": rule == "causal", "scale": 1.0}
-    if rule == "the last of many heads":  # of more rows than are asked at once; one program has all blocks of a head
+    # There are more rows here than are asked at once; one program has all blocks of a head.
+    if rule == "the last of many heads":
         monkeypatch.setattr(triton_attention, "_FAR_PROGRAMS", 1)
         q, grad = (x[:, -1:].repeat(1, 12, 1, 1) for x in (q, grad))
         q[:, :-1], no_grad_lse = 0, no_grad_lse[:, -1:].repeat(1, 12, 1)
@@ -373,7 +375,8 @@ def test_gradients_of_far_rows_add_up(rule, by, device, backend, monkeypatch):
             options["mask"][..., ::3] = -0.5
         got = gradients(q, k, v, grad, **options)
     want = gradients_in_float64(q, k, v, grad, **options)
-    rounded = 2.0**-9 * 512 * float((grad.float() @ v.float().mT).abs().max())  # of dS, by the column that cancels
+    # This bounds the rounding of dS, by the column that cancels.
+    rounded = 2.0**-9 * 512 * float((grad.float() @ v.float().mT).abs().max())
     allowed = rounded, rounded, 2.0**-9 * float(want[2].abs().max())
     for name, mine, wanted, most in zip(("dq", "dk", "dv"), got, want, allowed, strict=True):
         error = float((mine.double() - wanted).abs().max())
@@ -382,8 +385,8 @@ def test_gradients_of_far_rows_add_up(rule, by, device, backend, monkeypatch):
 
 @pytest.mark.parametrize("n_k", [150, 70])
 def test_gradients_beside_one_large_score(n_k, device, backend):
-    """Other batch entries and heads of K keep their bits, and rows of its own head what they had; rows without keys pass on
-    nothing, and NaN stays NaN.
+    """Other batch entries and heads of K keep their bits, and rows of its own head what they had; rows without keys
+    pass on nothing, and NaN stays NaN.
     """
     if backend == "persistent":
         pytest.skip("it has no gradients of its own")
@@ -407,7 +410,7 @@ def test_gradients_beside_one_large_score(n_k, device, backend):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 3e4])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_equal_scores_of_8_bits(dtype, scale, device, backend):
-    """A mean of V."""
+    """The result is a mean of V."""
     if backend == "persistent":
         pytest.skip("it takes no 8-bit floats")
     _, _, v = inputs(_bf16, device)

@@ -1,4 +1,4 @@
-"""The forward for wide head dims in two phases, of both backends: the shipped, unmodified kernels, in the emulator and on a GPU where there is one."""
+"""Tests the forward for wide head dims in two phases, of both backends: shipped kernels, emulated and on a GPU."""
 
 import re
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ from ffpa_attn.specs.spec import ForwardMma, ForwardTwoPhase, ForwardTwoPhaseMma
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 
-ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> what emulates it
+ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> architecture that emulates it
 KERNELS = {"hopper": ForwardTwoPhase, "mma": ForwardTwoPhaseMma}
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, tuple(KERNELS.values()))]
 COLUMNS = {spec.columns for spec in SHIPPED if isinstance(spec, ForwardTwoPhase)}
@@ -35,7 +35,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 
 class Place(NamedTuple):
     backend: str
-    device: str  # on the CPU emulated
+    device: str  # "cuda", or "cpu" for the emulator
 
     @property
     def emulated(self) -> bool:
@@ -58,7 +58,7 @@ PLACES = [Place(backend, device) for device in ("cpu", "cuda") for backend in AR
 
 @pytest.fixture
 def forced(monkeypatch):
-    """forced(backend): from now on it is the one to run, for any number of rows."""
+    """Gives forced(backend): from then on it is the one to run, for any number of rows."""
 
     def force(backend: str) -> None:
         monkeypatch.setenv("FFPA_BACKEND", backend)
@@ -81,12 +81,12 @@ def place(request, monkeypatch, forced):
 
 
 def in_chunks(monkeypatch) -> None:
-    """Of two tiles of keys."""
+    """Makes chunks of two tiles of keys."""
     monkeypatch.setattr(two_phase, "MOST_KEYS", 2 * two_phase.KEYS)
 
 
 def in_places(name: str, values, few, ids=str):
-    """Every value in every place, but only a few in the emulator of mma.sync: most of what they show is not about it."""
+    """Runs every value in every place, but few in the emulator of mma.sync: most of them are not about it."""
     pairs = [(place, x) for place in PLACES for x in (few if place == Place("mma", "cpu") else values)]
     return pytest.mark.parametrize(
         f"place, {name}", pairs, ids=[f"{place}-{ids(x)}" for place, x in pairs], indirect=["place"]
@@ -94,7 +94,7 @@ def in_places(name: str, values, few, ids=str):
 
 
 def run(place: Place, function, seed: int = 0, fused: bool = False):
-    """What `function` gives, by our kernel for certain; and the emulator's report."""
+    """Returns what `function` gives, by our kernel for certain, and the emulator's report."""
     with emulate(ARCHS[place.backend], seed=seed, fused=fused) if place.emulated else nullcontext() as reports:
         result = function()
     if reports is None:
@@ -143,7 +143,7 @@ CASES = [
         for window, align in (((16, 0), "bottom_right"), ((0, 9), "top_left"), ((-1, 20), "bottom_right"), ((7, -1), "top_left"))
     ],
     _base.with_(n_q=290, n_k=260, rule={"causal": True, "window": (10, 30)}),
-    _base.with_(n_q=400, n_k=100, rule={"window": (0, -1), "align": "top_left"}),  # a row tile behind all keys, and tiles of them
+    _base.with_(n_q=400, n_k=100, rule={"window": (0, -1), "align": "top_left"}),  # whole row tiles lie behind all keys
     # visible keys that begin or end one key from the edge of a tile
     *[
         _base.with_(n_q=30, n_k=n_k, rule={"window": window})
@@ -189,7 +189,7 @@ def test_nothing_to_compute(n_q, n_k, monkeypatch):
 
 
 def products(case: Case, columns: list[int], step: int) -> list[tuple[int, int]]:
-    """Columns of a tile of 128 rows, and over how many steps: S once, whole tiles of keys; O by columns, over keys."""
+    """Returns columns of a tile of 128 rows, and steps over them: S once, in whole tiles; O by columns, over keys."""
     seen = oracle.visible(
         case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
     )
@@ -206,7 +206,7 @@ def products(case: Case, columns: list[int], step: int) -> list[tuple[int, int]]
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.name for spec in SHIPPED])
 def test_every_shipped_kernel_emulated(spec, seed, forced, monkeypatch):
-    """Right on any schedule, with as many products as arithmetic says."""
+    """Kernels are right on any schedule, with as many products as arithmetic says."""
     backend = next(backend for backend, kernel in KERNELS.items() if isinstance(spec, kernel))
     forced(backend)
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: spec.columns)
@@ -234,7 +234,7 @@ def steep_inputs(case: Case, device: str, steepness: float, falling: bool):
 @in_places("falling", [False, True], few=[False], ids=lambda falling: "falling" if falling else "rising")
 @pytest.mark.parametrize("steepness, dtype", [(1.0, F16), (12.0, F16), (12.0, BF16)], ids=str)
 def test_references_that_move(steepness, dtype, falling, chunks, place, monkeypatch):
-    """O follows: between tiles, and from chunk to chunk."""
+    """O follows the references that move: between tiles, and from chunk to chunk."""
     if chunks:
         in_chunks(monkeypatch)
     case = Case(heads_q=1, heads_kv=1, n_q=140, n_k=1100, d=136, d_v=520, dtype=dtype)
@@ -244,7 +244,7 @@ def test_references_that_move(steepness, dtype, falling, chunks, place, monkeypa
 
 
 def test_rows_move_one_by_one(place):
-    """Of each pair of rows, of a warp, of a quad: some move in the second tile, some in the fourth, some never."""
+    """Some rows of each pair, warp and quad move in the second tile, some in the fourth, some never."""
     case = Case(heads_q=1, heads_kv=1, n_q=128, n_k=1030, d=64, d_v=520, dtype=F16)
     q, k, v, _ = (x if x is None else x.clone() for x in make_inputs(case, place.device))
     q[..., :2] = 0
@@ -256,7 +256,7 @@ def test_rows_move_one_by_one(place):
 
 
 def test_a_move_behind_many_tiles(place):
-    """Behind 32 of them: what a word says of moves."""
+    """One word tells of moves in 32 tiles; this move comes behind them."""
     case = Case(heads_q=1, heads_kv=1, n_q=3, n_k=36 * 256, d=16, d_v=264, dtype=F16)
     q, k, v, _ = make_inputs(case, place.device)
     k = k.clone()
@@ -266,7 +266,7 @@ def test_a_move_behind_many_tiles(place):
 
 
 def test_rows_that_see_nothing_for_long(place, monkeypatch):
-    """Rows whose first key comes in a later tile, a later chunk, or never."""
+    """The first key of some rows comes in a later tile, a later chunk, or never."""
     in_chunks(monkeypatch)
     case = Case(heads_kv=1, n_q=140, n_k=1100, d=64, d_v=520)
     q, k, v, _ = make_inputs(case, place.device)
@@ -281,7 +281,7 @@ def test_rows_that_see_nothing_for_long(place, monkeypatch):
 @pytest.mark.parametrize("cap, blocks, chunk_keys", [(1_300_000, 2, 768), (950_000, 2, 256), (800_000, 1, 1536)])
 @pytest.mark.parametrize("backend", ARCHS)
 def test_any_cap(backend, cap, blocks, chunk_keys, rule, forced, monkeypatch):
-    """Fewer keys at a time, and then fewer blocks."""
+    """A smaller cap allows fewer keys at a time, and then fewer blocks."""
     forced(backend)
     monkeypatch.setattr(two_phase, "_columns", lambda d_v: max(COLUMNS))
     cut, cuts = two_phase.cut, []
@@ -299,7 +299,7 @@ def test_any_cap(backend, cap, blocks, chunk_keys, rule, forced, monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["", "fused"])
 def attend_large(request, place, monkeypatch):
-    """attend_large(q, k, v, **options) in two phases, in the emulator also with multiply-adds fused as nvcc has them."""
+    """Gives attend_large(q, k, v, **options) in two phases; emulated, also with multiply-adds fused as by nvcc."""
     if request.param and not place.emulated:
         pytest.skip("a GPU runs what nvcc made")
     if request.param:
@@ -334,7 +334,7 @@ def test_large_scores_whose_logits_a_float_does_not_hold(attend_large):
 
 @pytest.mark.parametrize("dtype, value", large.MASKS, ids=str)
 def test_masks_of_any_size(dtype, value, attend_large):
-    """Left padding, and rows that see nothing else."""
+    """Some rows have left padding, and some see nothing else."""
     q, k, v = (large.values(n, LARGE_D, dtype)[:, :, -300:] for n in (70, 301, 300))
     mask = torch.zeros(1, 1, 70, 300)
     mask[..., ::2, :] = value
@@ -343,7 +343,7 @@ def test_masks_of_any_size(dtype, value, attend_large):
 
 
 def test_nan_stays_nan_and_rows_without_keys_leave_others_alone(attend_large):
-    """To the last bit."""
+    """Other rows stay the same to the last bit."""
     q, k, v = (large.values(n, LARGE_D, F16)[:, :, -300:] for n in (70, 301, 300))
     q[..., 0] = k[..., 0] = 64.0
     q[:, :, 5] = torch.nan
@@ -359,7 +359,7 @@ def test_nan_stays_nan_and_rows_without_keys_leave_others_alone(attend_large):
 
 
 def test_more_heads_than_the_cache_holds(place):
-    """Of K and V: three of four at a time."""
+    """The cache holds K and V of three heads of four at a time."""
     rule = {"window": (16, 0)}
     case = Case(batch=2, heads_q=4, heads_kv=2, n_q=140, n_k=10000, d=264, rule=rule)
     inputs = make_inputs(case, place.device)
@@ -367,7 +367,7 @@ def test_more_heads_than_the_cache_holds(place):
 
 
 def test_bits_repeat(place, monkeypatch):
-    """On any schedule, by any number of blocks."""
+    """Bits repeat on any schedule, by any number of blocks."""
     case = Case(heads_kv=1, n_q=200, n_k=530, d=136, d_v=576, rule={"causal": True})
     inputs = steep_inputs(case, place.device, 6.0, False)
     results = []
@@ -422,7 +422,7 @@ def test_packed_in_chunks(place, monkeypatch):
 
 
 def test_packed_qkv(place):
-    """q, k and v as columns of one tensor, the rows of each three head dims apart; the result into a strided tensor."""
+    """q, k and v are columns of one tensor, each three head dims apart; the result goes into a strided tensor."""
     case = Case(n_q=140, n_k=140, d=520, layout="BNHD", rule={"causal": True})
     x = torch.randn(1, 140, 3, 2, 520, generator=torch.Generator().manual_seed(0)).to(place.device, BF16)
     inputs = (*x.unbind(2), None)
@@ -461,7 +461,7 @@ def test_gradients_of_the_forward_emulated(monkeypatch):
 @pytest.mark.large(gigabytes=10)
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "head", "row"])
 def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
-    """Views of 4 GB that are never written but where the tensors are."""
+    """Views of 4 GB are never written but where the tensors are."""
     case, inputs, out = far_apart(dim, place.device)
     (_, lse), _ = attend(place, case, inputs, out=out)
     check(case, inputs, out, lse)
@@ -472,7 +472,7 @@ def test_more_than_31_bits_of_offsets(dim, place, monkeypatch):
 
 @pytest.fixture(params=PLACES[len(ARCHS) :], ids=str)
 def on_a_gpu(request, monkeypatch, forced):
-    """Any head dim runs on it."""
+    """Lets any head dim run on a GPU."""
     if why_not := request.param.why_not():
         pytest.skip(why_not)
     forced(request.param.backend)
@@ -510,7 +510,7 @@ def test_long_sequences_on_a_gpu(n, cap_mb, on_a_gpu, monkeypatch):
 
 
 def check_bits_repeat(d: int, run) -> None:
-    """Of run(case, inputs): many row tiles for each block, references that move, and a GPU in other moods."""
+    """Checks run(case, inputs): many row tiles for each block, references that move, and a GPU in other moods."""
     case = Case(heads_q=16, heads_kv=8, n_q=3000, n_k=3000, d=d, rule={"causal": True})
     inputs = steep_inputs(case, "cuda", 6.0, False)
     first = run(case, inputs)[0]
@@ -587,7 +587,7 @@ def test_what_runs_on_wgmma(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_what_runs_on_mma(arch, monkeypatch):
-    """The levels where they are asked for, and where two phases cannot run or are slower."""
+    """The levels run where they are asked for, and where two phases cannot run or are slower."""
     mma, problem = partial(planned, "mma", monkeypatch), PROBLEM._replace(arch=arch)
     assert mma(problem).spec == ForwardTwoPhaseMma("bf16", 256)
     assert mma(problem._replace(d_qk=64, packed=(8192, 8192))).spec.family == "forward_two_phase_mma"
@@ -607,7 +607,7 @@ def test_what_runs_on_mma(arch, monkeypatch):
 
 @pytest.mark.parametrize("backend, least_mb", [("hopper", 75), ("mma", 83)])
 def test_small_workspaces_are_the_levels(backend, least_mb, monkeypatch):
-    """Those that hold too few blocks, or chunks of less than four tiles of keys where there are more."""
+    """The levels run where too few blocks fit, or chunks of less than four tiles of keys where there are more."""
     run_by = partial(planned, backend, monkeypatch)
     assert isinstance(run_by(PROBLEM, FFPA_WORKSPACE_MB=least_mb), TwoPhasePlan)
     assert isinstance(run_by(PROBLEM._replace(n_k=256), FFPA_WORKSPACE_MB=9), TwoPhasePlan)

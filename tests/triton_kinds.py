@@ -1,11 +1,11 @@
-"""Every kind of Triton kernel there is, on small problems: `python tests/triton_kinds.py` runs them on a GPU and compares with the
-oracle, one line for a kind that fails and a count at the end; under `compute-sanitizer --tool memcheck` too. Nearly all the time
-goes into compiling: `--part 0/16` to `--part 15/16` are processes side by side, about two minutes then (with `--all`, ten).
-`--compile sm_90` needs no GPU: it compiles the same kinds and looks for products that may read what is no tile
-(`sass_descriptors.py`).
+"""Runs every kind of Triton kernel there is, on small problems: `python tests/triton_kinds.py` runs them on a GPU and
+compares with the oracle, one line for a kind that fails and a count at the end; under `compute-sanitizer --tool
+memcheck` too. Nearly all the time goes into compiling: `--part 0/16` to `--part 15/16` are processes side by side,
+about two minutes then (with `--all`, ten). `--compile sm_90` needs no GPU: it compiles the same kinds and looks for
+products that may read what is no tile (`sass_descriptors.py`).
 
-A kind: widths of Q and K, and of V, filled or not; read by TMA, through pointers, or packed; rows apart by odd multiples of 16
-bytes; causal, masked, capped; forward and gradients.
+A kind has widths of Q and K, and of V, filled or not; is read by TMA, through pointers, or packed; rows apart by odd
+multiples of 16 bytes; causal, masked, capped; forward and gradients.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _FILLED = (16, 32, 64, 128, 256)
 _NOT_FILLED = (8, 24, 40, 104, 200)
 SOURCES = ("descriptors", "pointers", "packed")
 RULES = ("plain", "causal", "bool", "additive", "capped")
-_LENGTHS = (65, 5, 0, 90), (65, 9, 74, 200)  # of packed rows and keys
+_LENGTHS = (65, 5, 0, 90), (65, 9, 74, 200)  # lengths of packed rows and keys
 _HEADS = 4, 1
 
 
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 def kinds(everything: bool) -> list[Kind]:
-    """Each pair of widths in each source; of the rules two, in turn, or all."""
+    """Returns each pair of widths in each source, with two of the rules, in turn, or all."""
     found = []
     pairs = itertools.product(range(len(_FILLED)), repeat=2)
     for i, (source, (wide_qk, wide_v)) in enumerate(itertools.product(SOURCES, pairs)):
@@ -59,7 +59,7 @@ def kinds(everything: bool) -> list[Kind]:
 
 
 def _tensors(kind: Kind, dtype):
-    """q, k, v [B, H, N, D], or packed [T, H, D], with rows apart by odd multiples of 8 elements; NaN lies between."""
+    """Returns q, k, v [B, H, N, D], or packed [T, H, D], rows apart by odd multiples of 8 elements, NaN between."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(kind).encode()))
     lengths = [sum(n) for n in _LENGTHS]
     result = []
@@ -132,11 +132,11 @@ def run(kind: Kind) -> None:
         compare.assert_close(name, mine, want.double(), base)
 
 
-# ---- without one ----
+# ---- without a GPU ----
 
 
 def compile_kind(kind: Kind, arch: str) -> list[str]:
-    """What the kernels of a kind do that they must not."""
+    """Returns what the kernels of a kind do that they must not."""
     import sass_descriptors
     import triton_offline
     from ffpa_attn import env
@@ -172,7 +172,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
             sass = triton_offline.disassembled(result)
             wrong = sass_descriptors.wrong(sass, result.asm["ptx"], result.metadata.shared)
             found += [f"{kernel.__name__}: {line}" for line in wrong[:1]]
-        # A narrow tile of K, all that this one copies, has fewer bytes for each thread.
+        # A narrow tile of K, which is all that this kernel copies, has fewer bytes for each thread.
         narrow = (
             kernel is triton_backward_kernels.shares_kernel and tiles.keys * options["WIDTH_QK"] < 256 * tiles.warps
         )

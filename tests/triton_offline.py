@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90 64` prints one JSON object,
-kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a load before them],
-for the tiles that a plan would take at 64 columns (or 256; at 72, with every rule). `sm_90 odd`: of rows apart by odd multiples of 16 bytes, narrow values, and one stage asked
-for, kernel -> [how many copies of 16 bytes, what products may read that is no tile]. With gfx942 and columns, a GPU that is not CUDA's, the persistent kernel alone, and its mfma.
+"""Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_offline.py sm_90 64` prints one
+JSON object, kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a
+load before them], for the tiles that a plan would take at 64 columns (or 256; at 72, with every rule). `sm_90 odd`
+takes rows apart by odd multiples of 16 bytes, narrow values, and one stage: kernel -> [how many copies of 16 bytes,
+what products may read that is no tile]. With gfx942, which is not CUDA's, and columns, it takes the persistent kernel
+alone, and its mfma.
 """
 
 import json
@@ -81,7 +83,7 @@ _STRUCTURES = {
 
 
 def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
-    """odd: rows are apart by odd multiples of 16 bytes."""
+    """Compiles a kernel; `odd`: rows are apart by odd multiples of 16 bytes."""
     constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
@@ -108,7 +110,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
     signature = {name: type_of(name) for name in kernel.arg_names}
     signature |= {"bool": {"mask": "*u8"}, "additive": {"mask": "*fp32"}}.get(constants.get("MASK"), {})
     attributes = {}
-    for i, name in enumerate(kernel.arg_names):  # as a launch finds it: rows begin at 16 bytes
+    for i, name in enumerate(kernel.arg_names):  # a launch finds it so: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
         if isinstance(signature[name], triton_kernels.Strides):
             attributes |= {} if odd else {(i, j): aligned for j in range(3)}
@@ -121,7 +123,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
 
 
 def hasty_stores(ptx: str) -> int:
-    """Stores to global memory while other warps may not yet have done the loads that stand before them."""
+    """Counts stores to global memory while other warps may not yet have done the loads that stand before them."""
     order = "".join(name[0] for name in re.findall(r"\b(?:ld\.global|st\.global|bar(?:rier)?\.sync)\b", ptx))
     return sum("l" in between for between in re.findall(r"([lb]*)s", order) if "b" not in between[between.rfind("l") :])
 

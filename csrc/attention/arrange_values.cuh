@@ -1,5 +1,5 @@
-// V as the forward of 8-bit floats wants it: transposed, of each 16 keys 0, 1, 8 and 9 first, then 2, 3, 10 and 11, and
-// so on, and zeros behind the last one.
+// Arranges V for the forward of 8-bit floats: V is transposed; of each 16 keys 0, 1, 8 and 9 come first, then 2, 3, 10
+// and 11, and so on; zeros follow the last key.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace ffpa {
 
-// A block has kKeys keys and kColumns columns; a thread 4 keys that become neighbours and 4 columns at a time. Those of
-// 4 lanes are side by side in V, those of 8 lanes in the result.
+// A block has kKeys keys and kColumns columns; a thread has 4 keys that become neighbours and 4 columns at a time. The
+// columns of 4 lanes are side by side in V, the keys of 8 lanes in the result.
 template <class Fields>
 struct ArrangeValuesConfig : Fields {
   using Params = ArrangeParams;
   static constexpr int kThreads = 128;
   static constexpr int kKeys = 128, kColumns = 64;
-  static constexpr int kWarpKeys = 32, kWarpColumns = 16;  // at a time
+  static constexpr int kWarpKeys = 32, kWarpColumns = 16;  // keys and columns of a warp at a time
 
   static FFPA_HOST_DEVICE int column_blocks(const Params& params) { return ceil_div(params.columns, kColumns); }
 
@@ -33,7 +33,7 @@ struct ArrangeValuesConfig : Fields {
   }
 };
 
-// 4 columns of a key, the first in the lowest byte.
+// Returns 4 columns of a key, the first in the lowest byte.
 FFPA_DEVICE uint32_t four_columns(const ArrangeParams& params, const uint8_t* head_gmem, int key, int column) {
   if (key >= params.keys) return 0;
   const uint8_t* gmem = head_gmem + key * params.key_stride + column * params.column_stride;
@@ -50,7 +50,7 @@ void arrange_values(FFPA_GRID_CONSTANT const ArrangeParams params) {
   const int key_blocks = params.arranged_keys / Config::kKeys;
   const int item = ptx::block_x() / key_blocks, head = item / Config::column_blocks(params);
   const int lane = ptx::lane_id(), quad = lane / 4, warp = ptx::thread_x() / 32;
-  // Where the 4 keys lie in the result, and the first of them in V.
+  // `place` is where the 4 keys lie in the result, `first_key` the first of them in V.
   const int place = ptx::block_x() % key_blocks * Config::kKeys + warp * Config::kWarpKeys + quad * 4;
   const int first_key = place / 16 * 16 + quad % 4 * 2;
   const uint8_t* head_gmem =

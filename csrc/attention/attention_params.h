@@ -1,4 +1,4 @@
-// What an attention kernel is told about a call: the same for every kernel and every compiler.
+// The parameters of an attention call, the same for every kernel and every compiler.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace ffpa {
 
-// [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements.
+// A tensor [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements.
 struct TensorView {
   uint16_t* data;
   int64_t batch_stride;
@@ -16,9 +16,10 @@ struct TensorView {
   int64_t row_stride;
 };
 
-enum class MaskKind : int { kNone, kBool, kHalf, kBFloat16, kFloat };  // bool: take part; the others are added
+// A bool mask says which keys take part; the other kinds are added to scores.
+enum class MaskKind : int { kNone, kBool, kHalf, kBFloat16, kFloat };
 
-// [batch, heads, rows, keys]; strides count bytes, and are 0 where all share an element.
+// A mask [batch, heads, rows, keys]; strides count bytes, and are 0 in dims where all share an element.
 struct MaskView {
   const uint8_t* data;
   int64_t batch_stride;
@@ -28,7 +29,7 @@ struct MaskView {
   MaskKind kind;
 };
 
-// Where the sequences of a packed tensor lie: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device
+// The places of a packed tensor's sequences: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device
 // reads them.
 struct PackedRows {
   const int32_t* offsets;  // [batch + 1]; null: the tensor is not packed
@@ -50,7 +51,7 @@ struct AttentionParams {
   int batch;
   int heads_q;
   int group;  // query heads that share a key/value head
-  int n_q;    // of packed sequences the longest
+  int n_q;    // rows of each batch entry, or of the longest packed sequence
   int n_k;
   int d_qk;
   int d_v;
@@ -60,29 +61,30 @@ struct AttentionParams {
   int right;
   bool top_left;  // the diagonal is key r, otherwise r + n_k - n_q
 
-  // What a raw score is multiplied with: scale / softcap, and without a softcap scale · log2(e), which gives the logit.
+  // The factor of a raw score: scale / softcap, or, without a softcap, scale · log2(e), which gives the logit.
   float score_factor;
-  float scale;    // what makes a raw score one in natural units
-  float softcap;  // 0: none
+  float scale;    // turns a raw score into one in natural units
+  float softcap;  // 0 means no softcap
   MaskView mask;  // [batch, heads_q, n_q, n_k]
 
   int stages;          // 1 … 4 slots in the ring of K and V steps
-  int value_stages;    // the same of V, where its steps have a ring of their own
+  int value_stages;    // slots in the ring of V steps, where they have a ring of their own
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
   bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
 
-  float* scratch;       // of kernels that stream O, or P: a part for each block; before those of P a counter of all
-  int resident_blocks;  // that the GPU runs at a time: the grid of such a kernel
-  int chunk_keys;       // of P that the scratch holds
+  // The scratch of kernels that stream O or P has a part for each block; the parts of P follow a counter of all blocks.
+  float* scratch;
+  int resident_blocks;  // blocks that the GPU runs at a time: the grid of such a kernel
+  int chunk_keys;       // keys of P that the scratch holds
 
-  // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own; their results,
-  // [splits][batch · heads_q · n_q][d_v] and behind them (reference, sum of P) of each row
-  // [splits][batch · heads_q · n_q][2], are merged afterwards. An LSE in their place would round the weights.
+  // Where few row blocks would leave the GPU idle, each part of the keys gets work items of its own. Their results are
+  // merged afterwards: O [splits][batch · heads_q · n_q][d_v], and behind it (reference, sum of P) of each row
+  // [splits][batch · heads_q · n_q][2]. An LSE in place of these two would round the weights.
   int splits;
   float* partial;
 
   FFPA_HOST_DEVICE bool has_rules() const { return softcap > 0 || mask.kind != MaskKind::kNone; }
-  // Whether scores may be so large that a float does not hold their logits, or -inf by their own.
+  // Says whether scores may be so large that a float does not hold their logits, or be -inf by themselves.
   FFPA_HOST_DEVICE bool has_wide_mask() const {
     return mask.kind == MaskKind::kFloat || mask.kind == MaskKind::kBFloat16;
   }
@@ -94,7 +96,7 @@ struct AttentionParams {
   }
 };
 
-// A tensor as a caller knows it, of up to four dims: [batch, heads, rows, columns], of which the first may be missing.
+// A tensor as a caller knows it, with up to four dims [batch, heads, rows, columns]; the first ones may be missing.
 struct HostTensor {
   void* data;
   int64_t sizes[4] = {1, 1, 1, 1};
@@ -109,7 +111,7 @@ struct HostTensor {
 
   TensorView view() const { return {static_cast<uint16_t*>(data), strides[0], strides[1], strides[2]}; }
 
-  // As a mask: whatever stride a dim of one element has, all share that element.
+  // Returns the tensor as a mask. In a dim of size one all share its element, whatever the stride is.
   MaskView mask(MaskKind kind) const {
     const int bytes = kind == MaskKind::kBool ? 1 : kind == MaskKind::kFloat ? 4 : 2;
     const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim] * bytes; };
@@ -117,7 +119,7 @@ struct HostTensor {
   }
 };
 
-// Packed sequences as a caller knows them.
+// The packed sequences of a call, as a caller knows them.
 struct HostSequences {
   const int32_t* offsets_q = nullptr;  // on the device, [count + 1]
   const int32_t* offsets_k = nullptr;
@@ -128,7 +130,7 @@ struct HostSequences {
 
 struct ForwardOptions {
   double scale;
-  double softcap;       // 0: none
+  double softcap;       // 0 means no softcap
   int64_t left, right;  // -1 is unbounded
   bool top_left;
   int64_t stages;
@@ -144,8 +146,7 @@ struct ForwardOptions {
 
 inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
 
-// The parameters of a forward call, for a launch on a GPU and in the emulator alike; sizes and strides are checked
-// ones.
+// Makes the parameters of a forward call from checked sizes and strides, for GPU launches and the emulator alike.
 inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, const HostTensor& v,
                                       const HostTensor& out, float* lse, const MaskView& mask,
                                       const HostSequences& sequences, const ForwardOptions& options) {
@@ -175,7 +176,7 @@ inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, 
   params.score_factor =
       finite_float(options.softcap > 0 ? options.scale / options.softcap : options.scale * 1.4426950408889634);
   params.scale = finite_float(options.scale);
-  // One too small for a float is still a cap.
+  // A softcap too small for a float is still a cap.
   params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
   params.stages = int(options.stages);
   params.value_stages = int(options.value_stages);

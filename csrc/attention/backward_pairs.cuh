@@ -1,5 +1,5 @@
-// What is left to do for P and dS once the tensor cores have given scores and dP of some (row, key) pairs, whatever
-// kind of instruction they ran.
+// Computes P and dS once the tensor cores have given scores and dP of some (row, key) pairs, whatever kind of
+// instruction they ran.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,7 @@
 
 namespace ffpa {
 
-// function(half of rows, statistics) of row row + lane / 4 of the head and the one 8 further, where they exist.
+// Calls function(half of rows, statistics) for row row + lane / 4 of the head and the one 8 further, where they exist.
 template <class Block, class Function>
 FFPA_DEVICE void for_statistics(const BackwardParams& params, const Block& rows, int row, int lane,
                                 const Function& function) {
@@ -41,7 +41,7 @@ FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows
                                  float (&delta)[2]) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    lse2[h] = kInfinity;  // a row that does not exist: P = 0
+    lse2[h] = kInfinity;  // makes P = 0 where the row does not exist
     delta[h] = 0;
   }
   for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
@@ -62,19 +62,19 @@ FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, in
   });
 }
 
-// Whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may say
-// of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. The same for
-// all lanes.
+// Says whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may
+// say of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. All lanes
+// get the same answer.
 FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
   const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
   return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
-// Slopes of a softcap are kept so many times as large as they are: halves below 2^-14 have fewer digits.
+// The slopes of a softcap are kept times this factor: halves below 2^-14 have fewer digits.
 template <class Element>
 inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
-// Exponents of P from raw products that are plain, in place.
+// Turns raw products that are plain into exponents of P, in place.
 template <class Element, int kN>
 FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
   FFPA_UNROLL
@@ -84,9 +84,9 @@ FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, con
   }
 }
 
-// Exponents of P from raw products, by all rules, in place; and, with a softcap, its slopes where they lie. Of 16 rows
-// and kN fragments of keys; `row` and `key` are where the first of them lie. Packed is all as [fragment][half of rows],
-// a pair of keys each.
+// Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
+// The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
+// values are [fragment][half of rows], a pair of keys each.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
 FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardParams& params, const Block& rows,
                                     bool all_seen, int row, int key, const float (&lse2)[2], int lane,
@@ -116,13 +116,13 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardPar
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
       float& x = scores[0][i / 2][2 * h + i % 2];
-      x = (x > least_own ? 0.0f : x - reference) * kLog2e - rest;  // RowShare::exponent, of far rows
-      if (blind) x = -kInfinity;                                   // it may be NaN
+      x = (x > least_own ? 0.0f : x - reference) * kLog2e - rest;  // RowShare::exponent for far rows
+      if (blind) x = -kInfinity;                                   // x may be NaN
     }
   }
 }
 
-// P of pairs, packed, from its exponents.
+// Computes P of pairs, packed, from its exponents.
 template <class Element, int kN>
 FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p) {
   FFPA_UNROLL
@@ -132,7 +132,7 @@ FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p) {
   }
 }
 
-// Of packed numbers those where P is not 0: elsewhere they may be NaN.
+// Keeps those packed numbers where P is not 0 and clears the others, which may be NaN.
 FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
   return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));
 }
@@ -153,7 +153,7 @@ FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
   }
 }
 
-// dS = P ∘ (dP - δ), packed, of P as it is stored. Where not all pairs count, dP may be NaN where P is 0.
+// Computes dS = P ∘ (dP - δ), packed, from P as it is stored. Where not all pairs count, dP may be NaN where P is 0.
 template <class Element, int kN>
 FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool all_count, const float (&delta)[2],
                            uint32_t* ds) {
@@ -163,7 +163,7 @@ FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool 
     constexpr float kUnit = kUnitOfP<Element>;
     const float low = of_pair[i % 2 * 2] * kUnit - delta[i % 2] * kUnit;
     const float high = of_pair[i % 2 * 2 + 1] * kUnit - delta[i % 2] * kUnit;
-    if constexpr (std::is_same_v<Element, Half>) {  // they may be more than it holds, where P is small
+    if constexpr (std::is_same_v<Element, Half>) {  // dP - δ may exceed Half where P is small
       float p_low, p_high;
       ptx::unpack<Half>(p[i], p_low, p_high);
       ds[i] = ptx::pack<Half>(p_low * low, p_high * high);

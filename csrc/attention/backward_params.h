@@ -1,19 +1,19 @@
-// What the kernels of the backward are told. They share one workspace, a chunk of the problem after the other:
+// The parameters of the backward's kernels, which share one workspace and take the problem chunk after chunk:
 //
-//   backward_rows       of every row of dO and O: LSE in base 2, δ = dO·O - dLSE, a RowShare
-//   backward_scores     of every (row, key) tile that has visible pairs: P and dS, into the workspace
+//   backward_rows       for every row of dO and O: LSE in base 2, δ = dO·O - dLSE, a RowShare
+//   backward_scores     for every (row, key) tile that has visible pairs: P and dS, into the workspace
 //   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
-// An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows count
-// through, head after head, in tiles of kRowTile. A chunk is all rows of several entries; or of one, some heads, or
-// some row tiles of a head, and all keys, or some key tiles. Then gradients are sums over several chunks, which
-// `partial` keeps in fp32. Those that hold the same rows come in the order of keys, those of the same keys in that of
-// rows; where no row sees a key, there need not be any. Gradients of rows without keys, and of keys that nobody sees,
-// are zero before the first product.
+// An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows are
+// counted head after head, in tiles of kRowTile. A chunk is all rows of several entries; or, of one entry, some heads
+// or some row tiles of a head, with all keys or some key tiles. Gradients are then sums over several chunks, which
+// `partial` keeps in fp32. Chunks of the same rows come in the order of keys, those of the same keys in that of rows;
+// where no row sees a key, there need not be any. Gradients of rows without keys, and of keys that no row sees, are
+// zero before the first product.
 //
-// Of packed sequences an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
-// other (packed_tiles.cuh); so are its row tiles, those of all heads for each. A row of the workspace has keys of its
-// own sequence.
+// For packed sequences, an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
+// other (packed_tiles.cuh); so are its row tiles, where each sequence has those of all heads. A row of the workspace
+// has keys of its own sequence.
 #pragma once
 
 #include <cstdint>
@@ -27,19 +27,19 @@
 
 namespace ffpa {
 
-inline constexpr int kRowTile = 256;    // what rows are counted in: as many as the largest tile of a product has
-inline constexpr int kKeyTile = 256;    // the same of keys; those of a tile of P
+inline constexpr int kRowTile = 256;    // rows are counted in tiles of this size, the most that a tile of a product has
+inline constexpr int kKeyTile = 256;    // keys are counted in tiles of this size; a tile of P has as many
 inline constexpr int kScoreRows = 128;  // rows of a tile of P
 inline constexpr int kLiveRows = 64;    // rows in a word of live_rows
 inline constexpr int kRowStatistics = 4;
 
-// The workspace holds 2^this times P. In halves P of a long row would lose digits: below 2^-14 they have fewer.
+// The workspace holds 2^kExponentOfP times P. In halves, P of long rows loses digits: below 2^-14 they have fewer.
 template <class Element>
 inline constexpr int kExponentOfP = std::is_same_v<Element, Half> ? 12 : 0;
 template <class Element>
 inline constexpr float kUnitOfP = 1.0f / (1 << kExponentOfP<Element>);
 
-// [batch, heads, rows, columns] of 16-bit elements, or of floats; columns are adjacent, strides count elements.
+// A gradient [batch, heads, rows, columns], 16-bit elements or floats; columns are adjacent, strides count elements.
 struct GradientView {
   void* data;
   int64_t batch_stride;
@@ -48,31 +48,31 @@ struct GradientView {
 };
 
 struct BackwardParams {
-  AttentionParams attention;  // lse: of all keys that the rows saw, here or elsewhere; out likewise
+  AttentionParams attention;  // lse and out are over all keys that the rows saw, here or elsewhere
   TensorView grad_out;        // [batch, heads_q, n_q, d_v]
-  const float* grad_lse;      // as lse, or null
-  GradientView dq, dk, dv;    // as q, k, v
+  const float* grad_lse;      // shape of lse, or null
+  GradientView dq, dk, dv;    // shapes of q, k, v
   bool float_gradients;
   float scale;  // dQ = scale · dS K
 
-  float* statistics;    // [as lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; RowShare
+  float* statistics;    // [shape of lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; RowShare
   uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
 
-  int first_entry, entries;  // of the chunk
-  int first_tile, end_tile;  // of the row tiles of each
-  int first_key, end_key;    // multiples of kKeyTile
-  uint16_t* p;               // [entries · row tiles · kRowTile][workspace_columns]; times 2^kExponentOfP
+  int first_entry, entries;  // entries of the chunk
+  int first_tile, end_tile;  // row tiles of each entry
+  int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
+  uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
-  float* partial;  // sums of dQ of the chunk's rows; or those of dK and dV, in the order of fragments, of its keys; or,
-                   // of packed sequences, of the keys of the longest twice: the first one in a chunk may go on from an
-                   // earlier one, the last in a later one
-  int turn;        // which of those two the chunk goes on from
+  float* partial;  // sums, in the order of fragments: of dQ of the chunk's rows; or of dK and dV of its keys; or, for
+                   // packed sequences, of the longest one's keys twice: the first sequence in a chunk may go on from an
+                   // earlier chunk, the last in a later one
+  int turn;        // half of these that the chunk goes on from
 
   FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }
   FFPA_HOST_DEVICE int all_heads() const { return attention.heads_q * (attention.is_packed() ? 1 : attention.batch); }
   FFPA_HOST_DEVICE int tiles_of_head() const { return tiles_of(attention.packed_q, attention.n_q, kRowTile); }
   FFPA_HOST_DEVICE int tiles_of_entry() const { return tiles_of_head() * attention.group; }
-  FFPA_HOST_DEVICE int tiles_of_chunk() const { return end_tile - first_tile; }  // of each of its entries
+  FFPA_HOST_DEVICE int tiles_of_chunk() const { return end_tile - first_tile; }  // row tiles of each of its entries
   FFPA_HOST_DEVICE int heads_of_chunk() const { return max_of(tiles_of_chunk() / tiles_of_head(), 1); }
   FFPA_HOST_DEVICE int keys_of_entry() const {
     return tiles_of(attention.packed_k, attention.n_k, kKeyTile) * kKeyTile;
@@ -85,7 +85,7 @@ struct BackwardParams {
   FFPA_HOST_DEVICE bool sums_take_turns() const { return keys_of_chunk() > 2 * workspace_columns(); }
   FFPA_HOST_DEVICE int live_words() const {
     return tiles_of(attention.packed_q, attention.n_q, kLiveRows);
-  }  // of a head
+  }  // words of a head
 
  private:
   FFPA_HOST_DEVICE int tiles_of(const PackedRows& packed, int n, int rows) const {
@@ -100,7 +100,7 @@ struct BackwardChunk {
   float* partial;
 };
 
-// What a backward needs of a forward's options.
+// Makes the forward options that a backward needs.
 inline ForwardOptions backward_options(double scale, double softcap, int64_t left, int64_t right, bool top_left,
                                        int64_t resident_blocks) {
   ForwardOptions options{};

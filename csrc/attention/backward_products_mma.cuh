@@ -1,10 +1,10 @@
-// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on mma.sync: tiles of 128 rows × kColumns
-// columns, 64 rows × a quarter of the columns a warp. P and dS come from the workspace as they were written: dQ reads
-// them by rows, dK and dV as transposes. Their sums run over all rows of all query heads that share a key/value head,
-// in a fixed order; no result is added to by anybody else, so bits do not change from run to run.
+// Computes dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on mma.sync, in tiles of 128 rows × kColumns
+// columns, of which a warp has 64 rows × a quarter of the columns. P and dS come from the workspace as they were
+// written: dQ reads them by rows, dK and dV as transposes. Sums of dK and dV run over all rows of all query heads that
+// share a key/value head, in a fixed order; nobody else adds to a result, so bits do not change from run to run.
 //
-// Rows that must not count (of packed sequences, what lies behind; rows that see no key) have zeros in P and dS, and
-// come as zeros where they are the other operand: 0 · NaN would be NaN.
+// Rows that must not count (those behind the end of a packed sequence, and those that see no key) have zeros in P and
+// dS, and come as zeros where they are the other operand: 0 · NaN would be NaN.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of a tile; kOfQ: dQ, or dK and dV.
+// Fields has Dtype; kColumns of a tile; kOfQ, true for dQ and false for dK and dV.
 template <class Fields>
 struct BackwardProductsMmaConfig : Fields {
   using Params = BackwardParams;
@@ -96,7 +96,7 @@ class BackwardProductsMma {
     for (int step = 0; step < ring_.ahead(); ++step) bring_step(tile);
   }
 
-  // The chunk's keys that the rows of a tile see, for dQ.
+  // Begins the run over the chunk's keys that the rows of a tile of dQ see.
   FFPA_DEVICE void begin_keys(const ProductTile& tile) {
     const HeadRows rows = rows_of_product<Tiles>(params_, tile);
     const Run run = run_over_chunk(params_, rows, Core::kStep);
@@ -106,7 +106,7 @@ class BackwardProductsMma {
               head_kv_of(params_, tile.entry), rows.entry.k, tile.column, attention_.d_qk);
   }
 
-  // The rows of the next query head that has any, for dK or dV; steps_left_ stays 0 where there is none.
+  // Begins the run over the rows of the next query head that has any, for dK or dV; steps_left_ stays 0 if none has.
   FFPA_DEVICE void begin_rows(const ProductTile& tile) {
     const int end_head = heads_of_chunk(params_, tile.batch).end;
     if (next_head_ == end_head) return;
@@ -127,7 +127,7 @@ class BackwardProductsMma {
     live_ = ptx::ld_global_4(live_gmem_);
   }
 
-  // A from `a` on; B is a head of x.
+  // Begins a run whose A starts at `a`, and whose B is a head of `x`.
   FFPA_DEVICE void begin_run(const Run& run, const uint16_t* a, const TensorView& x, int batch, int head,
                              const RowRange& range, int column, int columns_of_all) {
     steps_left_ = run.steps(Core::kStep);
@@ -167,10 +167,10 @@ class BackwardProductsMma {
   const AttentionParams& attention_;
   Core core_;
   typename Core::Ring ring_ = Core::make_ring();
-  tile::GmemWindow a_, b_;  // the rest of the run that is being brought
+  tile::GmemWindow a_, b_;  // rest of the run that is being brought
   int steps_left_, next_head_;
   const uint32_t* live_gmem_;
-  uint32_t live_;  // of the next step
+  uint32_t live_;  // live_rows bits of the next step
 };
 
 template <class Config>

@@ -1,12 +1,12 @@
-// dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma: tiles of 256 rows × kColumns columns. Up to
-// 192 columns are one block's; more are two blocks' of a cluster, half of the rows each, which share the boxes of K, Q
-// or dO. Of a block's rows each warpgroup has half. P and dS come from the workspace as they were written: dQ reads
-// boxes of dS by rows, dK and dV read boxes of dS and P as transposes. Their sums run over all rows of all query heads
-// that share a key/value head, in a fixed order; no result is added to by anybody else, so bits do not change from run
-// to run.
+// Computes dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma, in tiles of 256 rows × kColumns
+// columns. A tile of up to 192 columns belongs to one block; a wider one to two blocks of a cluster, with half of the
+// rows each, which share the boxes of K, Q or dO. Each warpgroup has half of its block's rows. P and dS come from the
+// workspace as they were written: dQ reads boxes of dS by rows, dK and dV read boxes of dS and P as transposes. Sums of
+// dK and dV run over all rows of all query heads that share a key/value head, in a fixed order; nobody else adds to a
+// result, so bits do not change from run to run.
 //
-// Rows that must not count (of packed sequences, what lies behind; rows that see no key) have zeros in P and dS, and
-// become zeros in shared memory where they are the other operand: 0 · NaN would be NaN.
+// Rows that must not count (those behind the end of a packed sequence, and those that see no key) have zeros in P and
+// dS, and become zeros in shared memory where they are the other operand: 0 · NaN would be NaN.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of a tile; kOfQ: dQ, or dK and dV. (Both in one kernel are two pipelines of products, which
-// ptxas then serialises.)
+// Fields has Dtype; kColumns of a tile; kOfQ, true for dQ and false for dK and dV. (Both in one kernel are two
+// pipelines of products, which ptxas then serialises.)
 template <class Fields>
 struct BackwardProductsWgmmaConfig : Fields {
   using Params = BackwardParams;
@@ -37,9 +37,9 @@ struct BackwardProductsWgmmaConfig : Fields {
   using Tiles = ProductTiles<Fields::kOfQ, kRowTile, Fields::kColumns>;
   using Ring = tile::BoxRing<kBlockRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4, kClusterBlocks>;
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
 
-  // Shared memory: slots of the ring; where it leaves room, for each warp rows on their way; barriers.
+  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers.
   static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<2>;
   static constexpr bool kStoresBoxes = Fields::kColumns > 192;
@@ -57,7 +57,7 @@ struct BackwardProductsWgmmaConfig : Fields {
   struct Arguments {
     Params params;
     ptx::TensorMap q, k, grad_out, p, ds;
-    ptx::TensorMap dq, dk, dv;  // of 16-bit gradients
+    ptx::TensorMap dq, dk, dv;  // maps of 16-bit gradients
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
@@ -87,7 +87,7 @@ class BackwardProductsWgmma {
   using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kBlockRows;
   static constexpr int kColumns = Config::kColumns;
-  static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // of 64 rows, of a warpgroup
+  static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // blocks of 64 rows in a warpgroup
   using Sums = float[kBlocks][kColumns / 2];
 
  public:
@@ -96,7 +96,7 @@ class BackwardProductsWgmma {
         params_(arguments.params),
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // the shuffle tells the compiler: one value for the warp
         rank_(Ring::kClusterBlocks == 1 ? 0 : ptx::cluster_rank()),
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
 
@@ -116,7 +116,7 @@ class BackwardProductsWgmma {
     while (tiles.next(tile)) function(tile);
   }
 
-  // function(head of the group, run over its rows) for what dK or dV is summed over.
+  // Calls function(head of the group, run over its rows) for all heads that dK or dV is summed over.
   template <class Function>
   FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
     const HeadRange heads = heads_of_chunk(params_, tile.batch);
@@ -145,7 +145,7 @@ class BackwardProductsWgmma {
     });
   }
 
-  // The chunk's keys that the rows of a tile see, for dQ.
+  // Brings the chunk's keys that the rows of a tile of dQ see.
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
     const HeadRows rows = rows_of_product<Tiles>(params_, tile);
     const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
@@ -164,7 +164,7 @@ class BackwardProductsWgmma {
     }
   }
 
-  // The rows of one query head, for dK or dV.
+  // Brings the rows of one query head, for dK or dV.
   FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const ProductTile& tile, const BatchEntry& entry,
                               int head_of_group, const Run& run) const {
     const bool of_v = tile.product == Product::kDv;
@@ -173,7 +173,7 @@ class BackwardProductsWgmma {
     const MapPlace q = {entry.q.begin, head, map_batch(tile.batch)};
     const int row_0 = int(workspace_row_of_head(params_, tile, head_of_group));
     const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin +
-                       rank_ * kRows;  // of P or dS
+                       rank_ * kRows;  // column of P or dS
     const auto load = [&](int row) {
       return [&, row](uint32_t boxes_smem, uint32_t barrier) {
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
@@ -197,7 +197,7 @@ class BackwardProductsWgmma {
     }
   }
 
-  // Almost always so; asking again at every step would leave the ring empty.
+  // Says whether all rows count, which is almost always so; asking at every step would leave the ring empty.
   FFPA_DEVICE bool all_live(const uint64_t* live, int words) const {
     uint32_t all = ~0u;
     FFPA_NO_UNROLL
@@ -209,7 +209,7 @@ class BackwardProductsWgmma {
     return ptx::vote_all(all == ~0u);
   }
 
-  // Those that this block brings for its cluster.
+  // Loads the boxes of B that this block brings for its cluster.
   FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
                                 int column, int row) const {
     for (int i = 0; i < Ring::kOwnBoxesB; ++i) {
@@ -249,8 +249,8 @@ class BackwardProductsWgmma {
     const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
-      const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // of the warp
-      // From fragment `first` on.
+      const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // first row of the warp
+      // Writes the fragments from `first` on.
       const auto write = [&](auto first) {
         constexpr int kFirst = decltype(first)::value;
         writer.template write<kColumns / 8 - kFirst>(row, kFirst, [&](int n, float (&values)[4]) {
@@ -258,7 +258,7 @@ class BackwardProductsWgmma {
           for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * (kFirst + n) + e];
         });
       };
-      constexpr int kWhole = Config::kStoresBoxes ? kColumns / tile::kBox * (tile::kBox / 8) : 0;  // fragments
+      constexpr int kWhole = Config::kStoresBoxes ? kColumns / tile::kBox * (tile::kBox / 8) : 0;  // whole boxes
       if (kWhole > 0 && writer.are_results(row)) {
         const ptx::TensorMap& map = Config::kOfQ                   ? arguments_.dq
                                     : tile.product == Product::kDv ? arguments_.dv
@@ -276,7 +276,7 @@ class BackwardProductsWgmma {
   const BackwardParams& params_;
   const AttentionParams& attention_;
   int lane_, warp_;
-  int rank_;  // in the cluster
+  int rank_;  // rank of the block in its cluster
   Ring ring_;
 };
 

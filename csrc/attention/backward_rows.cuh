@@ -1,4 +1,4 @@
-// What the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
+// Computes what the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
 // row comes from (row_shares.cuh), and whether it counts at all.
 //
 // dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
@@ -21,7 +21,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype.
+// Fields has Dtype.
 template <class Fields>
 struct BackwardRowsConfig : Fields {
   using Params = BackwardParams;
@@ -44,7 +44,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const AttentionParams& attention = params.attention;
   const int word_of_head = ptx::block_x() % params.live_words(), head_of_all = ptx::block_x() / params.live_words();
   const int head = head_of_all % attention.heads_q;
-  int batch = head_of_all / attention.heads_q, word = word_of_head;  // of the batch entry
+  int batch = head_of_all / attention.heads_q, word = word_of_head;  // word of the batch entry
   if (attention.is_packed()) {
     const PackedTile of_sequence = packed_tile(attention.packed_q, attention.batch, word_of_head, kLiveRows);
     batch = of_sequence.sequence;
@@ -55,11 +55,11 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
 
   const int first_row = word * kLiveRows + warp * Config::kWarpRows;
-  float own_lse = kInfinity, own_delta = 0;  // of the row that the lane writes
+  float own_lse = kInfinity, own_delta = 0;  // LSE and δ of the row that the lane writes
   uint32_t live = 0;
   for (int i = 0; i < Config::kWarpRows; ++i) {
     const int row = first_row + i;
-    // What lies behind a packed sequence belongs to another one; behind the last row of a tensor copies find zeros.
+    // Rows behind a packed sequence belong to another one; behind the last row of a tensor copies find zeros.
     if (row >= entry.n_q()) {
       live |= uint32_t(!attention.is_packed()) << i;
       continue;

@@ -1,14 +1,14 @@
-// P and dS of the backward on mma.sync: tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each tile, of
-// which a warp has 64 rows × 64 keys:
+// Computes P and dS of the backward on mma.sync, in tiles of kScoreRows rows × kKeyTile keys, into the workspace. For
+// each tile, of which a warp has 64 rows × 64 keys:
 //
 //   1. S = Q Kᵀ            over d_qk, in steps of 32
 //   2. P = exp2(S - LSE)   to the workspace
 //   3. dP = dO Vᵀ          over d_v, in the same accumulators
 //   4. dS = P ∘ (dP - δ)   to the workspace
 //
-// Beside 128 accumulators, registers have no room for P. A thread reads what it has itself written, 16 bytes at a time:
-// nobody waits for anybody. (With a softcap dS is a multiple of P times its slopes, which wait in the place of dS.)
-// While a warp finishes a tile, the first steps of the next one are on their way.
+// Beside 128 accumulators, registers have no room for P. A thread reads back what it has itself written, 16 bytes at a
+// time: no thread waits for another. (With a softcap dS is a multiple of P times its slopes, which wait in the place of
+// dS.) While a warp finishes a tile, the first steps of the next one are on their way.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype.
+// Fields has Dtype.
 template <class Fields>
 struct BackwardScoresMmaConfig : Fields {
   using Params = BackwardParams;
@@ -37,7 +37,7 @@ struct BackwardScoresMmaConfig : Fields {
   static constexpr int kThreads = Core::kThreads;
   static_assert(Core::kRows == kScoreRows, "a tile of the workspace is a tile of the core");
 
-  // Shared memory: the core's, and for each warp the tile in work and the next one.
+  // Shared memory holds the core's, and for each warp the tile in work and the next one.
   using KeptTile = tile::KeptValue<ScoreTile>;
   static constexpr uint32_t kSmemBytes = Core::kSmemBytes + Core::kThreads / 32 * 2 * KeptTile::kBytes;
   static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
@@ -59,8 +59,8 @@ class BackwardScoresMma {
   using Fragments = tile::DealtFragments;
   static constexpr int kM = Core::kM;
   static constexpr int kGroup = 4;                   // fragments that hold 16 bytes a lane
-  static constexpr int kGroups = Core::kN / kGroup;  // of a row of fragments
-  using Packed = uint32_t[kGroups][2 * kGroup];      // of 16 rows: [fragment][half of rows], a pair of keys each
+  static constexpr int kGroups = Core::kN / kGroup;  // groups in a row of fragments
+  using Packed = uint32_t[kGroups][2 * kGroup];      // 16 rows as [fragment][half of rows], a pair of keys each
 
  public:
   FFPA_DEVICE explicit BackwardScoresMma(const BackwardParams& params)
@@ -93,8 +93,9 @@ class BackwardScoresMma {
 
   FFPA_DEVICE KeptTile kept(int turn) const { return KeptTile(kept_smem_ + turn * KeptTile::kBytes); }
 
-  // Starts the copies of the next tile that is to be computed, and keeps it; false where there is none. (What others
-  // have P and dS = 0 for is read by products with larger tiles only.)
+  // Starts the copies of the next tile that is to be computed, and keeps it; returns false where there is none.
+  // (Products with tiles of 128 rows never read tiles that are not computed. The wgmma kernel, whose products have
+  // larger tiles, writes zeros.)
   FFPA_DEVICE bool begin_next_tile(int turn) {
     ScoreTile tile;
     do {
@@ -124,7 +125,7 @@ class BackwardScoresMma {
 
   FFPA_DEVICE void bring_step() {
     if (a_.columns <= 0) {
-      if (next_a_ == nullptr) return;  // those of the tile are all brought
+      if (next_a_ == nullptr) return;  // all steps of the tile are brought
       a_ = {next_a_, params_.grad_out.row_stride, a_.rows, attention_.d_v};
       b_ = {next_b_, attention_.v.row_stride, b_.rows, attention_.d_v};
       next_a_ = nullptr;
@@ -140,14 +141,14 @@ class BackwardScoresMma {
 
   // ---- what becomes of the products ----
 
-  // Where this thread's pairs of the warp's first row and group lie in P and dS.
+  // Returns where this thread's pairs of the warp's first row and group lie in P and dS.
   FFPA_DEVICE int64_t first_pair(const ScoreTile& tile) const {
     const int64_t row = tile.workspace_row + core_.warp_row() + tile::c_coordinate(core_.lane(), 0).row;
     const int column = tile.workspace_column + core_.warp_column() + Fragments::first_column(core_.lane());
     return row * params_.workspace_columns() + column;
   }
 
-  // function(packed, half of rows, where they lie) for 16 bytes at a time of 16 rows.
+  // Stores packed pairs of 16 rows, 16 bytes at a time.
   FFPA_DEVICE void store(uint16_t* gmem, const Packed& packed) const {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -217,14 +218,14 @@ class BackwardScoresMma {
     }
   }
 
-  // All that is read from global memory comes before it is needed: first that of all rows, P of 16 rows ahead of them.
-  // begin_next() is called while the first P is on its way.
+  // All that is read from global memory is loaded before it is needed: statistics of all rows at first, P 16 rows
+  // ahead. begin_next() is called while the first P is on its way.
   template <class BeginNext>
   FFPA_DEVICE void finish(const KeptTile& kept, const typename Core::Sums& sums, const BeginNext& begin_next) const {
     const int64_t first = first_pair(kept.get());
     const uint16_t* p_gmem = (has_softcap() ? params_.ds : params_.p) + first;
     uint16_t* ds_gmem = params_.ds + first;
-    Packed p[2];  // of these rows and the next
+    Packed p[2];  // P of these 16 rows and the next
     load(p_gmem, p[0]);
     Statistics lse2, delta;
     load_all_statistics(kept.get(), lse2, delta);
@@ -253,8 +254,8 @@ class BackwardScoresMma {
   Core core_;
   typename Core::Ring ring_ = Core::make_ring();
   uint32_t kept_smem_;
-  tile::GmemWindow a_, b_;            // the rest of the operands that come now; columns are counted in a_
-  const uint16_t *next_a_, *next_b_;  // and of those that follow them
+  tile::GmemWindow a_, b_;            // rest of the operands that come now; a_ counts the columns
+  const uint16_t *next_a_, *next_b_;  // operands that follow them
 };
 
 template <class Config>

@@ -1,13 +1,13 @@
-// P and dS of the backward on wgmma: tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each tile, of 64
-// rows a warpgroup:
+// Computes P and dS of the backward on wgmma, in tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each
+// tile, of which a warpgroup has 64 rows:
 //
 //   1. S = Q Kᵀ            over d_qk, in steps of 64
 //   2. P = exp2(S - LSE)   packed to 16 bits: to the workspace, and beside the accumulators
 //   3. dP = dO Vᵀ          over d_v, in the same accumulators
 //   4. dS = P ∘ (dP - δ)   to the workspace; with a softcap a multiple of P times its slopes
 //
-// What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and all of
-// them together not much more than half as many. The producer is a tile ahead as far as the ring reaches.
+// What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and where
+// all SMs write, each gets not much more than half of that. The producer is a tile ahead as far as the ring reaches.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +27,15 @@
 
 namespace ffpa {
 
-// Fields: Dtype.
+// Fields has Dtype.
 template <class Fields>
 struct BackwardScoresWgmmaConfig : Fields {
   using Params = BackwardParams;
   using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4>;
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  // Shared memory: slots of the ring; for each warp rows of P or dS on their way; barriers; tiles.
+  // Shared memory holds slots of the ring; for each warp, rows of P or dS on their way; barriers; tiles.
   static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<2>;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + kWarps * Stores::kBytes;
@@ -74,8 +74,8 @@ class BackwardScoresWgmma {
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
 
-  static constexpr int kBoxFragments = tile::kBox / 8;  // of a row
-  static constexpr int kPartFragments = 4;              // as registers are scarce
+  static constexpr int kBoxFragments = tile::kBox / 8;  // fragments of a row in one box
+  static constexpr int kPartFragments = 4;              // fragments at a time, as registers are scarce
   static constexpr int kBoxes = kKeyTile / tile::kBox;
   using Sums = float[1][kKeyTile / 2];
   using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
@@ -86,7 +86,7 @@ class BackwardScoresWgmma {
         params_(arguments.params),
         attention_(arguments.params.attention),
         lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // which the compiler then knows to be the warp's
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // the shuffle tells the compiler: one value for the warp
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
         queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
@@ -141,7 +141,7 @@ class BackwardScoresWgmma {
 
   FFPA_DEVICE void consume(int group, int group_warp) {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
-    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in a tile
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in a tile
     typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     FFPA_NO_UNROLL
     for (;; queue_.release(lane_)) {
@@ -198,7 +198,7 @@ class BackwardScoresWgmma {
     stores.wait();
   }
 
-  // So many fragments of them.
+  // Returns kCount fragments of the sums, from `fragment` on.
   template <int kCount>
   static FFPA_DEVICE float (&pairs_of(Sums& sums, int fragment))[1][kCount][4] {
     return reinterpret_cast<float (&)[1][kCount][4]>(sums[0][fragment * 4]);

@@ -1,5 +1,5 @@
-// Work items of the backward's two large kernels, the same for every way to multiply: which tile an item is, where its
-// rows and keys lie, and over what a product runs.
+// The work items of the backward's two large kernels, the same for every way to multiply: which tile an item is, where
+// its rows and keys lie, and what a product runs over.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ namespace ffpa {
 FFPA_DEVICE int head_kv_of(const BackwardParams& params, int entry_of_chunk) {
   return (params.first_entry + entry_of_chunk) % params.heads_kv();
 }
-FFPA_DEVICE int batch_of(const BackwardParams& params, int entry_of_chunk) {  // not of packed sequences
+FFPA_DEVICE int batch_of(const BackwardParams& params, int entry_of_chunk) {  // not for packed sequences
   return (params.first_entry + entry_of_chunk) / params.heads_kv();
 }
 
-// A batch entry's tiles: of the row tiles of an entry, head after head, and of its key tiles.
+// The tiles of a batch entry: its row tiles among those of an entry, head after head, and its key tiles.
 struct RowTilesOfHeads {
   int first, of_head, group;
 
@@ -41,7 +41,7 @@ FFPA_DEVICE TileRange key_tiles_of(const BackwardParams& params, int batch) {
   return tiles_of_sequence(attention.packed_k, attention.batch, batch, kKeyTile);
 }
 
-// The batch entry that a row tile of the chunk belongs to, or a key tile of an entry. By all lanes of a warp.
+// Return the batch entry of a row tile of the chunk, or of a key tile of an entry. All lanes of a warp call them.
 FFPA_DEVICE int batch_of_rows(const BackwardParams& params, int entry_of_chunk, int tile) {
   const AttentionParams& attention = params.attention;
   if (!attention.is_packed()) return batch_of(params, entry_of_chunk);
@@ -54,9 +54,9 @@ FFPA_DEVICE int batch_of_keys(const BackwardParams& params, int entry_of_chunk, 
   return packed_tile(attention.packed_k, attention.batch, key_tile, kKeyTile).sequence;
 }
 
-// Where a row tile of an entry is among those of its batch entry; a place that exists, whatever the offsets say.
+// The place of a row tile of an entry among those of its batch entry; the place exists, whatever the offsets say.
 struct RowTilePlace {
-  int head, tile;  // of the group; of the head
+  int head, tile;  // head of the group; tile of the head
   int tiles_of_head;
 };
 FFPA_DEVICE RowTilePlace row_tile_place(const BackwardParams& params, int batch, int tile_of_entry) {
@@ -65,7 +65,7 @@ FFPA_DEVICE RowTilePlace row_tile_place(const BackwardParams& params, int batch,
   return {head, tile - head * all.of_head, all.of_head};
 }
 
-// `count` rows of one of the chunk's entries, a part of row tile `tile` of the chunk: from its row `offset` on.
+// Returns `count` rows of row tile `tile` of the chunk, in one of its entries: those from row `offset` of the tile on.
 FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chunk, int batch, int tile, int offset,
                                   int count) {
   const RowTilePlace place = row_tile_place(params, batch, params.first_tile + tile);
@@ -78,13 +78,13 @@ FFPA_DEVICE HeadRows rows_of_tile(const BackwardParams& params, int entry_of_chu
   return rows;
 }
 
-// Those keys of a batch entry that the chunk has.
+// Returns those keys of a batch entry that the chunk has.
 FFPA_DEVICE Run keys_in_chunk(const BackwardParams& params, int batch) {
   const int before = key_tiles_of(params, batch).first * kKeyTile;
   return {max_of(params.first_key - before, 0), params.end_key - before};
 }
 
-// Row 0 of that tile in the workspace.
+// Returns the row of the workspace where row 0 of that tile lies.
 FFPA_DEVICE int64_t workspace_row(const BackwardParams& params, int entry_of_chunk, int tile) {
   return (int64_t(entry_of_chunk) * params.tiles_of_chunk() + tile) * kRowTile;
 }
@@ -101,21 +101,21 @@ struct ScoreTile {
   int first_key;
   int64_t workspace_row;
   int workspace_column;
-  bool is_read;      // by some product: the whole row tile has visible pairs among these keys
-  bool is_computed;  // these rows have; otherwise P and dS are 0
+  bool is_read;      // a product reads it: the whole row tile has visible pairs among these keys
+  bool is_computed;  // these rows have visible pairs; otherwise P and dS are 0
 
-  // All rows of a tile exist, and see all of its keys.
+  // Says whether all rows of the tile exist and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
     return all_rows_see(rows, first_key, kKeyTile) && rows.last - rows.first == kScoreRows - 1;
   }
 };
 
-// The workspace bounds their number, and that of the gradients' tiles, far below 2^31.
+// Returns the number of tiles. The workspace bounds it, and that of the gradients' tiles, far below 2^31.
 FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
   return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.workspace_columns() / kKeyTile);
 }
 
-// The tiles of this block, of those that are read: shared by all blocks evenly, whatever a mask hides. They come in
+// The tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They come in
 // bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
 class ScoreTileSequence {
  public:
@@ -124,7 +124,7 @@ class ScoreTileSequence {
     enter_band();
   }
 
-  // Whether there is one more.
+  // Sets `tile` to the next one, and returns whether there is one.
   FFPA_DEVICE bool next(ScoreTile& tile) {
     while (entry_ < params_.entries) {
       if (item_ >= key_tiles_ * parts()) {
@@ -141,7 +141,7 @@ class ScoreTileSequence {
  private:
   static constexpr int kBand = 6, kParts = kRowTile / kScoreRows;
 
-  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // row by row, of the band
+  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // parts of kScoreRows rows in the band
 
   FFPA_DEVICE void leave_band() {
     item_ -= key_tiles_ * parts();
@@ -156,7 +156,7 @@ class ScoreTileSequence {
     enter_band();
   }
 
-  // Row tiles of a head from first_tile_ on.
+  // Begins the band of row tiles of a head from first_tile_ on.
   FFPA_DEVICE void enter_band() {
     const RowTilePlace place = row_tile_place(params_, batch_, params_.first_tile + first_tile_);
     tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, kBand), params_.tiles_of_chunk() - first_tile_);
@@ -181,7 +181,7 @@ class ScoreTileSequence {
   }
 
   const BackwardParams& params_;
-  int item_;  // from the band's first one on
+  int item_;  // next item, counted from the band's first one
   int entry_ = 0, batch_, first_tile_ = 0, tiles_;
   int first_key_tile_, key_tiles_;
 };
@@ -190,25 +190,25 @@ class ScoreTileSequence {
 
 enum class Product : int { kDq, kDk, kDv };
 
-// Some rows of dQ, or keys of dK or dV, times some columns.
+// A tile of some rows of dQ, or keys of dK or dV, and some columns.
 struct ProductTile {
   Product product;
-  int entry;           // of the chunk
-  int tile;            // of so many rows, or keys, of the chunk
-  int batch;           // that they belong to
-  int column;          // the first one
-  int columns_of_all;  // of the gradient
+  int entry;           // entry of the chunk
+  int tile;            // index of the tile among those of the chunk's rows, or keys
+  int batch;           // batch entry that they belong to
+  int column;          // first column of the tile
+  int columns_of_all;  // columns of the gradient
 
-  // What the chunk has of what it is summed over: row tiles of the entry, or of dQ key tiles.
+  // Returns what the chunk has of all that the tile is summed over: row tiles of the entry, or key tiles for dQ.
   FFPA_DEVICE TileRange in_chunk(const BackwardParams& params) const {
     if (product == Product::kDq) return {params.first_key / kKeyTile, params.end_key / kKeyTile};
     return {params.first_tile, params.end_tile};
   }
 };
 
-// Tiles of dQ, or of dK and dV. Where all have as many steps, those of one head after the other: its K, or Q and dO,
-// then stay in L2. Under a causal mask the longest of all heads come first: the last rows of dQ meet the most keys, the
-// first keys the most rows.
+// The tiles of dQ, or of dK and dV. Where all have equally many steps, they come head after head: a head's K, or Q and
+// dO, then stay in L2. Under a causal mask the longest tiles of all heads come first: the last rows of dQ meet the most
+// keys, the first keys the most rows.
 template <bool kIsOfQ, int kTileRows, int kTileColumns>
 class ProductTiles {
  public:
@@ -222,7 +222,7 @@ class ProductTiles {
         tiles_(kOfQ ? params.tiles_of_chunk() / heads_ * (kRowTile / kRows) : params.keys_of_chunk() / kRows),
         all_as_long_(params.attention.left < 0 && params.attention.right < 0 && !params.attention.is_packed()) {}
 
-  // Leaves out, of packed sequences, what has no rows in the chunk: on the host nobody knows.
+  // Leaves out tiles of packed sequences that have no rows in the chunk; the host does not know which these are.
   FFPA_DEVICE void narrow() {
     if (kOfQ || !params_.attention.is_packed()) return;
     const int first_batch = batch_of_rows(params_, 0, 0);
@@ -253,7 +253,8 @@ class ProductTiles {
     return tile;
   }
 
-  // Among the tiles of one entry, of dQ or of dK and dV; of packed sequences among those of the chunk's keys of one.
+  // Return the index of a tile among those of one entry (of dQ, or of dK and dV), or among those that the chunk has of
+  // one packed sequence's keys.
   FFPA_DEVICE int64_t index_in_entry(const ProductTile& tile) const { return index_from(tile, 0); }
   FFPA_DEVICE int64_t index_in_sequence(const ProductTile& tile) const {
     const int before = max_of(key_tiles_of(params_, tile.batch).first * kKeyTile - params_.first_key, 0);
@@ -271,18 +272,18 @@ class ProductTiles {
   FFPA_HOST_DEVICE int groups() const { return qk_groups() + (kOfQ ? 0 : ceil_div(params_.attention.d_v, kColumns)); }
 
   const BackwardParams& params_;
-  int heads_, tiles_;  // of an entry; of each
+  int heads_, tiles_;  // heads of an entry; tiles of each head
   int before_ = 0;     // tiles of the chunk that are left out
   bool all_as_long_;
 };
 
-// The first key of a tile of dK or dV, of those of its batch entry.
+// Returns the first key of a tile of dK or dV, counted in its batch entry.
 template <class Tiles>
 FFPA_DEVICE int first_key_of_product(const BackwardParams& params, const ProductTile& tile) {
   return params.first_key + tile.tile * Tiles::kRows - key_tiles_of(params, tile.batch).first * kKeyTile;
 }
 
-// The rows of a tile of dQ.
+// Returns the rows of a tile of dQ.
 template <class Tiles>
 FFPA_DEVICE HeadRows rows_of_product(const BackwardParams& params, const ProductTile& tile) {
   constexpr int kParts = kRowTile / Tiles::kRows;
@@ -290,14 +291,14 @@ FFPA_DEVICE HeadRows rows_of_product(const BackwardParams& params, const Product
   return rows_of_tile(params, tile.entry, tile.batch, part / kParts, part % kParts * Tiles::kRows, Tiles::kRows);
 }
 
-// Of the keys that rows see, the chunk's: what a tile of dQ is summed over.
+// Returns the chunk's keys that some of `rows` see: what a tile of dQ is summed over.
 FFPA_DEVICE Run run_over_chunk(const BackwardParams& params, const HeadRows& rows, int step) {
   const Run keys = keys_in_chunk(params, rows.batch());
   return whole_steps(max_of(visible_keys_begin(rows), keys.begin), min_of(visible_keys_end(rows), keys.end), step);
 }
 
-// Of the rows of a head that the chunk holds (those of its tiles [first_tile, end_tile)), the ones that see one of
-// `keys` keys.
+// Returns the rows of a head that see one of `keys` keys, among those in its row tiles [first_tile, end_tile), which
+// the chunk holds.
 FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, int first_tile, int end_tile,
                               int step) {
   const int last_key = min_of(first_key + keys, entry.n_k()) - 1;
@@ -306,9 +307,9 @@ FFPA_DEVICE Run run_over_rows(const BatchEntry& entry, int first_key, int keys, 
   return last_key < first_key || end <= begin ? Run{0, 0} : whole_steps(begin, end, step);
 }
 
-// All that a tile is summed over: from the first to the last row tile of the entry, or of dQ key tile, that has visible
-// pairs for it. The chunk with the first one begins the sum, that with the last one ends it. Those between may have
-// none (between what two heads see of keys), and then need not be launched, unless sums take turns.
+// Returns all that a tile is summed over: from the first to the last row tile of the entry, or key tile for dQ, that
+// has visible pairs for it. The chunk with the first one begins the sum, that with the last one ends it. Those between
+// may have no pairs (between the rows of two heads that see the keys): then they need a launch only if sums take turns.
 template <class Tiles>
 FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& tile) {
   if constexpr (Tiles::kOfQ) {
@@ -323,8 +324,8 @@ FFPA_DEVICE TileRange summed(const BackwardParams& params, const ProductTile& ti
   return {all.first + rows.begin / kRowTile, all.first_of(all.group - 1) + ceil_div(rows.end, kRowTile)};
 }
 
-// Whether the chunk adds to a tile, or passes on what others have added. What no chunk adds to is zero already. (Rows
-// that begin to see keys inside of a tile, past the last key, see none.)
+// Says whether the chunk adds to a tile, or passes on what others have added. Tiles that no chunk adds to are zero
+// already. (Rows that begin to see keys inside of a tile, past the last key, see none.)
 template <class Tiles>
 FFPA_DEVICE bool has_part_of(const BackwardParams& params, const ProductTile& tile) {
   if constexpr (Tiles::kOfQ) {
@@ -335,8 +336,8 @@ FFPA_DEVICE bool has_part_of(const BackwardParams& params, const ProductTile& ti
   return max_of(part.first, all.first) < min_of(part.end, all.end);
 }
 
-// The tiles of this block, or of its cluster. Round after round over them, every other one backwards: tiles get
-// shorter, and nobody shall always have the longer one.
+// The tiles of this block, or of its cluster. Blocks take them round after round, every other round backwards: tiles
+// get shorter, and no block shall always have the longer one.
 template <class Tiles, int kClusterBlocks = 1>
 class ProductTileSequence {
  public:
@@ -344,14 +345,14 @@ class ProductTileSequence {
     tiles_.narrow();
   }
 
-  // Whether there is one more.
+  // Sets `tile` to the next one, and returns whether there is one.
   FFPA_DEVICE bool next(ProductTile& tile) {
     const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
     for (;;) {
       const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
       round_ += clusters;
       backwards_ = !backwards_;
-      if (item >= tiles_.count()) return false;  // nor in any round after this one
+      if (item >= tiles_.count()) return false;  // later rounds have none either
       tile = tiles_.get(item);
       if (has_part_of<Tiles>(params_, tile)) return true;
     }
@@ -364,7 +365,7 @@ class ProductTileSequence {
   bool backwards_ = false;
 };
 
-// Query heads (of the group) of a batch entry that the chunk holds rows of: [first, end).
+// The query heads (of the group) of a batch entry that the chunk holds rows of: [first, end).
 struct HeadRange {
   int first, end;
 };
@@ -374,7 +375,7 @@ FFPA_DEVICE HeadRange heads_of_chunk(const BackwardParams& params, int batch) {
           ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)};
 }
 
-// What a tile of dK or dV is summed over in query head `head` (of the group).
+// Returns what a tile of dK or dV is summed over in query head `head` (of the group).
 template <class Tiles>
 FFPA_DEVICE Run run_over_head(const BackwardParams& params, const ProductTile& tile, const BatchEntry& entry, int head,
                               int step) {
@@ -384,12 +385,12 @@ FFPA_DEVICE Run run_over_head(const BackwardParams& params, const ProductTile& t
                        max_of(params.first_tile - first, 0), min_of(params.end_tile, end) - first, step);
 }
 
-// Where the first of its rows would lie in the workspace, were it row 0 of the head.
+// Returns the row of the workspace where row 0 of the head lies, or would lie if the chunk held it.
 FFPA_DEVICE int64_t workspace_row_of_head(const BackwardParams& params, const ProductTile& tile, int head) {
   return workspace_row(params, tile.entry, row_tiles_of(params, tile.batch).first_of(head) - params.first_tile);
 }
 
-// Of a query head of all, from the batch entry's first row on.
+// Returns the bits of query head `head` (of all heads), from the batch entry's first row on.
 FFPA_DEVICE const uint64_t* live_rows_of_head(const BackwardParams& params, int batch, int head) {
   const AttentionParams& attention = params.attention;
   if (attention.is_packed()) {

@@ -1,20 +1,20 @@
-// Attention forward of 8-bit floats, on wgmma, for head dims whose O the registers of two warpgroups hold. A persistent
-// block takes row tiles of kRows rows of one query head. Both warpgroups have all of the rows, and half of the columns
-// of O each. Tiles of kKeys keys are made to P by one and the other in turn: while one has exponentials to compute, the
-// other has products to wait for.
+// Attention forward of 8-bit floats on wgmma, for head dims whose O fits the registers of two warpgroups. A persistent
+// block takes row tiles of kRows rows of one query head. Both warpgroups have all of the rows, and each has half of the
+// columns of O. They turn tiles of kKeys keys into P alternately: while one has exponentials to compute, the other has
+// products to wait for.
 //
 //   every other tile: S = Q Kᵀ; P, rounded to 8 bits, to shared memory, with the references of its rows
-//   every tile, the last one but that: O += P V, some columns at a time
+//   every tile: O += P V of the tile before, some columns at a time
 //
-// What keeps it exact: P is scaled up to use the range of its type; a tile's product with V, and its sum of P, are sums
-// of their own, added in float (Hopper adds products of 8-bit floats in 14 bits); rows are divided by the sum of the
-// rounded P.
+// Three things keep it exact. P is scaled up to use the range of its type. A tile's product with V, and its sum of P,
+// are sums of their own, added in float (Hopper adds products of 8-bit floats in 14 bits). Each row is divided by the
+// sum of its rounded P.
 //
-// References (row_state.cuh): each warpgroup has its own, those of the tiles that it makes to P, and O has the largest.
-// A product with a smaller one is scaled down, by a power of two, as it is added.
+// Each warpgroup has references (row_state.cuh) of its own, those of the tiles that it turns into P, and O has the
+// largest. A product with a smaller one is scaled down, by a power of two, as it is added.
 //
-// A thread has two neighbouring keys of 8 as scores, and 4 bytes of P that are neighbours: of 16 keys 0, 1, 8 and 9,
-// the next one 2, 3, 10 and 11. V comes with its keys in that order.
+// A thread has scores of two neighbouring keys of each 8, and 4 neighbouring bytes of P: keys 0, 1, 8 and 9 of each 16,
+// and the next thread 2, 3, 10 and 11. V comes with its keys in that order.
 #pragma once
 
 #include <cmath>
@@ -49,30 +49,31 @@
 
 namespace ffpa {
 
-// The scale of the rows of Q, and where those of K and V begin, of one row tile; null: all are 1.
+// The scales of one row tile: that of its rows of Q, and where those of K and V begin; null says that all are 1.
 struct RowScales {
   const float *k, *v;
   float q;
 };
 
-// Fields: Dtype of Q, K and V; kColumns of Q, K, V and O, at most.
+// Fields has Dtype of Q, K and V; kColumns, the most columns of Q, K, V and O.
 template <class Fields>
 struct ForwardFp8Config : Fields {
   using Params = Fp8Params;
   static constexpr int kRows = tile::kBox;
-  static constexpr int kKeySteps = 2, kKeys = kKeySteps * tile::kBox;  // of a tile
+  static constexpr int kKeySteps = 2, kKeys = kKeySteps * tile::kBox;  // keys of a tile
   static_assert(kKeys == kScaledRows && kScaledRows % kRows == 0, "a tile has one scale of Q, one of K and one of V");
-  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;                       // of O
-  static constexpr int kChunks = ceil_div(kOwnColumns, 128), kChunkColumns = kOwnColumns / kChunks;  // of a product
+  static constexpr int kOwnColumns = Fields::kColumns / tile::kConsumerGroups;  // columns of O in a warpgroup
+  // Products with V have kChunkColumns columns.
+  static constexpr int kChunks = ceil_div(kOwnColumns, 128), kChunkColumns = kOwnColumns / kChunks;
   static constexpr int kBoxColumns = 2 * tile::kBox;
-  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);  // of a row of Q and K
+  static constexpr int kBoxes = ceil_div(Fields::kColumns, kBoxColumns);  // boxes of a row of Q and K
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // registers of a thread
 
-  // Shared memory: a ring for each warpgroup, of slots with a box of columns of K, or with a chunk of V, and as many as
-  // fit; Q; two tiles of P; what P is multiplied with for its sums; references of P; sums of the rows, of each
-  // warpgroup; barriers: of the rings, of Q, of P, of turns; for each warp the rows in work and their scales; the row
-  // tiles.
+  // Shared memory holds a ring for each warpgroup, of slots with a box of columns of K or a chunk of V, and as many as
+  // fit; Q; two tiles of P; the ones that P is multiplied with for its sums; references of P; sums of the rows, for
+  // each warpgroup; barriers of the rings, of Q, of P and of turns; for each warp, the rows in work and their scales;
+  // the row tiles.
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   static constexpr int kProducers = tile::kConsumerGroups, kKeepers = kProducers + kConsumerWarps;
   using Queries = QueryBoxes<kBoxes, 1>;
@@ -139,14 +140,14 @@ class ForwardFp8 {
   using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
-  static constexpr int kDepth = 32;                               // of a product
-  static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;  // of a box, in products; 32 bytes each
+  static constexpr int kDepth = 32;                               // depth of a product
+  static constexpr int kBoxSteps = Config::kBoxColumns / kDepth;  // products in a box, of 32 bytes each
   using Scores = ScoreSums<Config::kKeySteps>;
   using Chunk = float[Config::kChunkColumns / 2];
   using Slots = tile::SlotReader<Ring>;
 
-  // The exponent of what P is at a maximum that is its own reference. References are integers, none below its maximum:
-  // this leaves the largest P a little below the largest number.
+  // P is 2^kPExponent at a maximum that is its own reference. References are integers, none below its maximum: this
+  // leaves the largest P a little below the largest number.
   static constexpr float kPExponent = std::is_same<Element, E4M3>::value ? 8.75f : 15.75f;
 
  public:
@@ -179,7 +180,7 @@ class ForwardFp8 {
   }
 
  private:
-  // Keepers: the producers, and the warps that multiply.
+  // Keepers are the producers and the warps that multiply.
   FFPA_DEVICE KeptRows kept_rows(int keeper) const {
     return KeptRows(smem_ + Config::kKeptAt + keeper * KeptRows::kBytes);
   }
@@ -194,8 +195,8 @@ class ForwardFp8 {
   FFPA_DEVICE Ring ring(int group) const {
     return {smem_ + group * Ring::kBytes, smem_ + Config::kBarriersAt + group * Ring::kBarrierBytes};
   }
-  // Of the tiles of P that a warpgroup makes: one is there; all have read it. Its turn: the other has S of the tile
-  // before.
+  // These are barriers of the tiles of P that a warpgroup makes. p_full() says that one is there, p_empty() that all
+  // have read it, turn() that it is the warpgroup's turn: the other has S of the tile before.
   FFPA_DEVICE uint32_t p_full(int group) const { return smem_ + Config::kTurnBarriersAt + group * 8; }
   FFPA_DEVICE uint32_t p_empty(int group) const { return p_full(Config::kTilesOfP + group); }
   FFPA_DEVICE uint32_t turn(int group) const { return p_empty(Config::kTilesOfP + group); }
@@ -204,7 +205,8 @@ class ForwardFp8 {
     return smem_ + Config::kReferencesAt + group * Config::kReferenceBytes + r * 4;
   }
 
-  // Who makes a tile to P, and which of its own it is, of all tiles that the block has.
+  // Return the warpgroup that turns a tile into P, and the tile's parity among those of that warpgroup; `tile` counts
+  // all tiles that the block has.
   static FFPA_DEVICE int maker(uint32_t tile) { return tile % 2; }
   static FFPA_DEVICE uint32_t parity_of(uint32_t tile) { return tile / 2 % 2; }
 
@@ -214,7 +216,7 @@ class ForwardFp8 {
     tile::BoxProducer<Ring> producer(ring(group), lane_);
     const KeptRows kept = kept_rows(group);
     ItemQueue<> items(items_smem());
-    uint32_t parity = 1, counted = 0;  // tiles of all row tiles
+    uint32_t parity = 1, counted = 0;  // `counted` goes on over all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
         [&] { return group == 0 ? items.take(params_.scratch, lane_) : items.get(lane_); },
@@ -244,7 +246,7 @@ class ForwardFp8 {
     }
   }
 
-  // The columns of a warpgroup, rows of the arranged V.
+  // Brings the columns of V of a warpgroup, which are rows of the arranged V.
   FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key, int group) const {
     FFPA_NO_UNROLL
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
@@ -259,13 +261,13 @@ class ForwardFp8 {
 
   // ---- the warpgroups that multiply ----
 
-  // One of their warps.
+  // The place of a warp that multiplies.
   struct WarpPlace {
-    int group, row;  // its first, in the tile
+    int group, row;  // first row of the warp, in the tile
   };
 
-  // Of two rows that a thread answers for: RowState, of the tiles that its warpgroup makes to P; the references of O,
-  // and the sums of the rounded P of all tiles, to those.
+  // State of the two rows that a thread owns: RowState, of the tiles that its warpgroup turns into P; the references of
+  // O; and the sums of the rounded P of all tiles, relative to these.
   struct State : RowState {
     float of_out[2] = {-kInfinity, -kInfinity}, rounded[2] = {0, 0};
   };
@@ -277,7 +279,7 @@ class ForwardFp8 {
     const typename Config::KeptScales scales = kept_scales(keeper);
     Slots slots(ring(group), lane_);
     ItemQueue<> items(items_smem());
-    uint32_t parity = 0, counted = 0;  // tiles of all row tiles
+    uint32_t parity = 0, counted = 0;  // `counted` goes on over all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
@@ -299,7 +301,7 @@ class ForwardFp8 {
             }
             if (tile > tiles.first) add_products(at, slots, out, state, scales.get(), tile - 1, counted - 1);
           }
-          --counted;  // the last turn had none to make to P
+          --counted;  // the last turn had no tile to turn into P
           queries().release(lane_);
           float factor[2];
           finish(factor, state, kept.get(), at);
@@ -307,12 +309,12 @@ class ForwardFp8 {
         });
   }
 
-  // P of a tile, rounded, in shared memory.
+  // Puts P of a tile, rounded, into shared memory.
   FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const HeadRows& rows,
                                       const RowScales& scales, int tile, uint32_t parity) {
     const float scale = scales.q * scale_of(scales.k, arguments_.params.k_scale, tile);
     Scores scores;
-    // Turns keep one at products while the other has exponentials.
+    // Turns keep one warpgroup at products while the other has exponentials.
     ptx::mbarrier_wait(turn(at.group), at.group == 0 ? parity ^ 1 : parity);
     multiply_queries(scores, slots);
     ptx::sync_warp();
@@ -320,7 +322,7 @@ class ForwardFp8 {
     to_probabilities_of_8_bits(scores, params_, rows, tile * kKeys, at.row, state, lane_, scale, kPExponent);
     ptx::mbarrier_wait(p_empty(at.group), parity ^ 1);
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
-    const auto packed = [&](int i, int h) {  // of 16 keys
+    const auto packed = [&](int i, int h) {  // this thread's 4 of 16 keys
       const float (&first)[4] = scores[i / 4][0][i % 4 * 2], (&second)[4] = scores[i / 4][0][i % 4 * 2 + 1];
       return ptx::pack4<Element>(first[2 * h], first[2 * h + 1], second[2 * h], second[2 * h + 1]);
     };
@@ -338,7 +340,7 @@ class ForwardFp8 {
     if (lane_ == 0) ptx::mbarrier_arrive(p_full(at.group));
   }
 
-  // scores = Q Kᵀ of the keys of the next slots, part after part.
+  // Computes scores = Q Kᵀ of the keys of the next slots, part after part.
   FFPA_DEVICE void multiply_queries(Scores& scores, Slots& slots) const {
     FFPA_UNROLL
     for (int box = 0; box < Config::kBoxes; ++box) {
@@ -358,8 +360,7 @@ class ForwardFp8 {
     slots.release();
   }
 
-  // out += P V of a tile, chunk after chunk; and the sums of P, in the same way, so that what these sums lose is the
-  // same part of both.
+  // Adds P V of a tile to out, chunk after chunk, and sums P in the same way: so these sums lose the same part of both.
   FFPA_DEVICE void add_products(const WarpPlace& at, Slots& slots, Chunk (&out)[Config::kChunks], State& state,
                                 const RowScales& scales, int tile, uint32_t counted) {
     const int maker = ForwardFp8::maker(counted);
@@ -391,10 +392,10 @@ class ForwardFp8 {
       state.rounded[0] += sums[0] * part[0];
       state.rounded[1] += sums[2] * part[1];
     }
-    if (lane_ == 0) ptx::mbarrier_arrive(p_empty(maker));  // releasing a slot waited for the other lanes
+    if (lane_ == 0) ptx::mbarrier_arrive(p_empty(maker));  // release() has waited for the other lanes
   }
 
-  // O to references that are no smaller.
+  // Rescales O to references that are no smaller.
   static FFPA_DEVICE void follow(Chunk (&out)[Config::kChunks], State& state, const float (&references)[2]) {
     const float larger[2] = {larger_of(state.of_out[0], references[0]), larger_of(state.of_out[1], references[1])};
     if (!ptx::vote_any(larger[0] != state.of_out[0] || larger[1] != state.of_out[1])) return;
@@ -407,7 +408,7 @@ class ForwardFp8 {
     }
   }
 
-  // What O is multiplied with, and the LSE: of the keys of both warpgroups.
+  // Computes what O is to be multiplied with, and the LSE: from the keys of both warpgroups.
   FFPA_DEVICE void finish(float (&factor)[2], State& state, const HeadRows& rows, const WarpPlace& at) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -428,7 +429,7 @@ class ForwardFp8 {
                  at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
       factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
     }
-    meet_other_group();  // these sums have been read
+    meet_other_group();  // both groups have read the sums
   }
 
   FFPA_DEVICE void write_out(const Chunk (&out)[Config::kChunks], const float (&factor)[2], const HeadRows& rows,
@@ -440,7 +441,7 @@ class ForwardFp8 {
     }
   }
 
-  // Or floats.
+  // Writes O as Output, or as floats if these are asked for.
   template <class Output>
   FFPA_DEVICE void write_out_as(const Chunk (&out)[Config::kChunks], const float (&factor)[2], const HeadRows& rows,
                                 int group, int row) const {

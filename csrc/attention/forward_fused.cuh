@@ -1,5 +1,5 @@
-// Attention forward for head dims whose O registers hold, on wgmma. A persistent block takes row tiles of kRows rows of
-// one query head; two warpgroups have 64 of the rows each, and go over tiles of kKeys keys:
+// Attention forward on wgmma, for head dims whose O fits the registers. A persistent block takes row tiles of kRows
+// rows of one query head; two warpgroups have 64 of the rows each, and go over tiles of kKeys keys:
 //
 //   S of the next tile = Q Kᵀ, and O += P V of this one, are queued together; while the second runs, S becomes P
 //
@@ -33,24 +33,26 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of Q and K, kValueColumns of V and O, at most.
+// Fields has Dtype; kColumns, the most columns of Q and K; kValueColumns, the most of V and O.
 template <class Fields>
 struct ForwardFusedConfig : Fields {
   using Params = AttentionParams;
   static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
-  static constexpr int kKeys = Fields::kColumns <= 192 ? 128 : 64;  // of a tile: O leaves registers for so many
-  static constexpr int kBoxes = Fields::kColumns / tile::kBox;      // of a row
-  static constexpr int kPartBoxes = kBoxes <= 4 ? kBoxes : 1;       // of a slot: an instruction's width, or many slots
+  // A tile has as many keys as O leaves registers for. A slot has all boxes of a row where one instruction reads them;
+  // else it has one box, so that there are many slots.
+  static constexpr int kKeys = Fields::kColumns <= 192 ? 128 : 64;
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;  // boxes of a row
+  static constexpr int kPartBoxes = kBoxes <= 4 ? kBoxes : 1;   // boxes of a slot
   static constexpr int kParts = kBoxes / kPartBoxes;
   static constexpr int kValueBoxes = Fields::kValueColumns / tile::kBox;
   static constexpr int kValueParts = kParts == 1 ? 1 : kValueBoxes, kValuePartBoxes = kValueBoxes / kValueParts;
   static_assert(kValuePartBoxes <= kPartBoxes, "a slot holds either");
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // of a thread
+  static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // registers of a thread
   static constexpr int kConsumerRegisters = Fields::kColumns > 256 ? 240 : 232;
 
-  // Shared memory: slots of the ring, as many as fit; Q; for each warp rows of O on their way; barriers of the ring and
-  // of Q; for each warp the rows in work; the block's row tiles.
+  // Shared memory holds slots of the ring, as many as fit; Q; for each warp, rows of O on their way; barriers of the
+  // ring and of Q; for each warp, the rows in work; the block's row tiles.
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
@@ -166,7 +168,7 @@ class ForwardFused {
         });
   }
 
-  // A tile of K or V; rows from `end` on become zeros.
+  // Brings a tile of K or V; rows from `end` on become zeros.
   template <int kParts, int kPartBoxes>
   FFPA_DEVICE void bring_tile(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& map, const MapPlace& place,
                               int first_key, int end) const {
@@ -190,7 +192,7 @@ class ForwardFused {
   // ---- the warpgroups that multiply ----
 
   FFPA_DEVICE void consume(int group, int group_warp) {
-    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
     typename Config::Stores stores(ring_.slots_smem + Config::kStoresAt + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
     ItemQueue<> items(items_smem());
@@ -239,7 +241,7 @@ class ForwardFused {
     stores.wait();
   }
 
-  // scores = Q Kᵀ of the next tile, a group of its own.
+  // Queues scores = Q Kᵀ of the next tile, as a group of its own.
   FFPA_DEVICE void queue_scores(Scores& scores, int group) {
     FFPA_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
@@ -262,7 +264,7 @@ class ForwardFused {
     ptx::wgmma_commit_group();
   }
 
-  // out += P V of a tile, a group of its own.
+  // Queues out += P V of a tile, as a group of its own.
   FFPA_DEVICE void queue_product(Out& out, const Probabilities& p, bool accumulate) {
     FFPA_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {

@@ -54,7 +54,7 @@ class ForwardMma {
   static constexpr int kTeamWarps = Config::kTeamWarps;
   static constexpr bool kOwnRings = Config::kOwnRings;
 
-  // Of one warp, in fragments: S [kScoreM × kScoreN] and O [kOutM × kOutN].
+  // One warp has, in fragments, S [kScoreM × kScoreN] and O [kOutM × kOutN].
   static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
   static constexpr int kOutM = Config::kTeamRows / 16, kOutN = Config::kOutWarpPairs * 2;
   using Scores = float[kScoreM][kScoreN][4];
@@ -142,7 +142,7 @@ class ForwardMma {
     }
 
     if (first_tile_ == end_tile_) return;
-    if (params_.q_resident) {  // belongs to the first step's copies
+    if (params_.q_resident) {  // Q belongs to the first step's copies
       for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, step);
     }
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
@@ -151,7 +151,7 @@ class ForwardMma {
 
   // ---- the steps of K and V on their way into shared memory ----
 
-  // What a ring brings next: steps 0 … of K and behind them, counted on, those of V for each column group.
+  // The step that a ring brings next: steps 0 … are those of K; those of V follow, counted on, for each column group.
   struct Feed {
     typename Config::Ring ring;
     int tile = 0, step = 0, group = 0;
@@ -213,7 +213,7 @@ class ForwardMma {
     return feed<kOperand>().ring.begin_use();
   }
 
-  // P, maxima and factors of a team's rows are its own.
+  // Meets the warps of the team alone: P, maxima and factors of its rows are its own.
   FFPA_DEVICE void sync_team() const { ptx::bar_sync(1 + team_, kTeamWarps * 32); }
 
   // ---- 1., 2. S = Q Kᵀ, softmax ----
@@ -230,7 +230,7 @@ class ForwardMma {
     sync_team();  // P and α are there
   }
 
-  // Products stay as they are where a positive factor is all they need.
+  // Turns products into scores; they stay as they are where a positive factor is all they need.
   FFPA_DEVICE LogitScale to_scores(Scores& scores, int key) const {
     const bool all_seen = all_rows_see(block_, key, kKeys);
     if (are_plain(params_, all_seen)) return scale_of_products(params_);
@@ -267,7 +267,7 @@ class ForwardMma {
     }
   }
 
-  // The largest logits of the warp's keys, for the other warps. Large scores become logits, and their factor 1.
+  // Publishes the largest logits of the warp's keys to the other warps. Large scores become logits, their factor 1.
   FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
     float maxima[kScoreM][2];
     bool large = false;
@@ -311,7 +311,7 @@ class ForwardMma {
           maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
         }
         if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
-        const float reference = maximum == -kInfinity ? 0.0f : maximum;  // a row that has seen no key yet: P = 0
+        const float reference = maximum == -kInfinity ? 0.0f : maximum;  // P = 0 where the row has seen no key yet
         const float factor = ptx::ex2(row_max_[m][h] - reference);
         row_max_[m][h] = maximum;
         if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
@@ -328,7 +328,7 @@ class ForwardMma {
           ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
                            ptx::pack<Element>(p0, p1));
         }
-        row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // over this thread's keys alone
+        row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // sum over this thread's keys alone
       }
     }
   }
@@ -376,8 +376,8 @@ class ForwardMma {
     }
   }
 
-  // The first column, within the group, of a pair of fragments. Warps that have a pair less than others repeat their
-  // first one.
+  // Returns the first column, within the group, of a pair of fragments. Warps that have a pair less than others repeat
+  // their first one.
   FFPA_DEVICE int pair_column(int pair) const {
     const bool exists = Config::kOutPairs % kTeamWarps == 0 || pair * kTeamWarps + team_warp_ < Config::kOutPairs;
     return ((exists ? pair * kTeamWarps : 0) + team_warp_) * 16;
@@ -393,7 +393,7 @@ class ForwardMma {
   FFPA_DEVICE void write_partial(const Out& out, int first_column) const;
   FFPA_DEVICE void write_final(const Out& out, int first_column) const;
 
-  // Where row 0 of the head is among all rows of a part.
+  // Returns the index of row 0 of the head among all rows of a part.
   FFPA_DEVICE int64_t partial_row() const {
     return (int64_t(block_.batch()) * params_.heads_q + block_.head()) * params_.n_q;
   }
@@ -429,7 +429,7 @@ class ForwardMma {
     return float_from_bits(ptx::ld_shared_4(base_smem + index * sizeof(float)));
   }
 
-  // One number of the warp for each of its rows, for the other warps.
+  // Publishes a number that the warp has for one of its rows, for the other warps.
   FFPA_DEVICE void publish(int m, int h, float value) const {
     const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
     if (lane_ % 4 == 0) {
@@ -445,12 +445,12 @@ class ForwardMma {
   KeptRowBlock block_;
   uint32_t q_smem_;  // resident Q: [key step][kRows][kKeyColumns]
   int key_steps_;
-  Feed key_feed_, value_feed_;  // one alone brings both, unless there are two rings
+  Feed key_feed_, value_feed_;  // key_feed_ brings both, unless there are two rings
 
   int first_column_;
   int first_tile_, end_tile_;
 
-  float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // of rows 16m + 8h + lane / 4 of the warp; maxima in base 2
+  float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // rows 16m + 8h + lane / 4 of the warp; maxima in base 2
 };
 
 template <class Config>

@@ -15,10 +15,10 @@
 
 namespace ffpa {
 
-// Fields: Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
+// Fields has Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
 // time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
-// scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, rows in shared memory padded instead of
-// swizzled; kSerial, whether fragments are loaded when they are needed and not ahead.
+// scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, whether rows in shared memory are padded
+// instead of swizzled; kSerial, whether fragments are loaded when they are needed and not ahead.
 template <class Fields>
 struct ForwardMmaConfig : Fields {
   using Params = AttentionParams;
@@ -33,30 +33,30 @@ struct ForwardMmaConfig : Fields {
   static constexpr int kMinBlocksPerSm = 1;
   static constexpr int kAhead = Fields::kSerial ? 0 : 1;
 
-  // Two teams of warps share the rows (of 32 there is nothing to share). Only the ring of K and V steps connects them,
-  // so one computes products while the other is in its softmax.
+  // Two teams of warps share the rows (32 rows are all one team's). Only the ring of K and V steps connects them, so
+  // one computes products while the other is in its softmax.
   static constexpr int kTeams = kRows >= 64 ? 2 : 1;
   static constexpr int kTeamWarps = kWarps / kTeams;
   static constexpr int kTeamRows = kRows / kTeams;
 
-  // S of a team: each warp has 32 rows.
+  // Each warp of a team has 32 rows of S.
   static constexpr int kScoreWarpRows = 32;
   static constexpr int kScoreWarpsByKeys = kTeamWarps / (kTeamRows / kScoreWarpRows);
   static constexpr int kScoreWarpKeys = kKeys / kScoreWarpsByKeys;
   static_assert(kTeamRows % kScoreWarpRows == 0 && kScoreWarpKeys % 16 == 0, "warps share S evenly");
 
-  // O of a team: each warp has all rows, so that V is read once for them, and every kTeamWarps-th pair of 8-column
+  // Each warp of a team has all rows of O, so that V is read once for them, and every kTeamWarps-th pair of 8-column
   // fragments.
   static constexpr int kOutPairs = kColumns / 16;
   static constexpr int kOutWarpPairs = ceil_div(kOutPairs, kTeamWarps);
   static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
   static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
 
-  // Shared memory: slots of the ring, then P, row statistics, barriers, the row block, and Q where it is resident.
+  // Shared memory holds slots of the ring, then P, row statistics, barriers, the row block, and Q where it is resident.
   using Layout = tile::RowLayout;
   FFPA_HOST_DEVICE static constexpr Layout query_layout() {
     return Layout(kKeyColumns * 2, Fields::kPadQ);
-  }  // of a step
+  }  // layout of one step
   FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
   FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * 2, Fields::kPadV); }
   FFPA_HOST_DEVICE static constexpr Layout probability_layout() { return Layout(kKeys * 2); }
@@ -69,7 +69,7 @@ struct ForwardMmaConfig : Fields {
 
   FFPA_HOST_DEVICE static int key_steps(const Params& params) { return ceil_div(params.d_qk, kKeyColumns); }
 
-  // The slots of the ring of K, or of K and V, and behind them those of the ring of V.
+  // Return the bytes of a slot in the ring of K, or of K and V; and of all slots, those of the ring of V behind them.
   FFPA_HOST_DEVICE static uint32_t slot_bytes(const Params& params) {
     const uint32_t key_bytes = kKeyStepBytes + (params.q_resident ? 0 : kQueryStepBytes);
     return Fields::kOwnRings ? key_bytes : max_of(key_bytes, kValueStepBytes);
@@ -84,15 +84,15 @@ struct ForwardMmaConfig : Fields {
            KeptRowBlock::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
   }
 
-  // Passes over the columns of O: one where registers hold them all.
+  // Returns the number of passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  // Work items of a head: (row block, part of the keys) and, unless O is streamed, column group.
+  // Counts the work items of a head: (row block, part of the keys) and, unless O is streamed, column group.
   FFPA_HOST_DEVICE static int items_of_head(const Params& params) {
     return ceil_div(params.n_q, kRows) * params.splits * (Fields::kStreamed ? 1 : column_groups(params));
   }
 
-  // Floats of scratch of one block, in the order of fragments.
+  // Returns the floats of scratch of one block, in the order of fragments.
   FFPA_HOST_DEVICE static int64_t scratch_floats(const Params& params) {
     return int64_t(column_groups(params)) * kRows * kOutWarpPairs * kTeamWarps * 16;
   }

@@ -1,5 +1,5 @@
-// Where O goes in the split-D forward: into scratch and back between tiles, 16 bytes of a fragment a lane; and, with
-// the row sums, into out and LSE, or into a part of the keys for merge_splits.
+// Moves O of the split-D forward: into scratch and back between tiles, 16 bytes of a fragment a lane; and, with the row
+// sums, into out and LSE, or into the result of a part of the keys for merge_splits.
 #pragma once
 
 #include <cstdint>
@@ -81,14 +81,14 @@ FFPA_DEVICE void ForwardMma<Config>::publish_row_sums() {
       if (is_part) {
         ptx::st_global_8(gmem + 2 * (first_row + row), {float_bits(row_max_[m][h]), float_bits(row_sum(row))});
       } else {
-        const float lse = in_natural_units(row_max_[m][h] + ptx::lg2(row_sum(row)));  // no key: -inf
+        const float lse = in_natural_units(row_max_[m][h] + ptx::lg2(row_sum(row)));  // -inf without keys
         ptx::st_global_4(gmem + first_row + row, float_bits(lse));
       }
     }
   }
 }
 
-// Writes a part of the keys in fp32, which merge_splits adds to the others.
+// Writes O of a part of the keys in fp32; merge_splits adds it to the others.
 template <class Config>
 FFPA_DEVICE void ForwardMma<Config>::write_partial(const Out& out, int first_column) const {
   const int first_row = block_.first_row(), last_row = block_.last_row();
@@ -131,7 +131,7 @@ FFPA_DEVICE void ForwardMma<Config>::write_final(const Out& out, int first_colum
       uint32_t chunk[4];
       FFPA_UNROLL
       for (int n = 0; n < kOutN; ++n) {
-        // The four lanes of a row have 4 bytes each of a fragment's 16; every lane collects one fragment of four.
+        // Each of the four lanes of a row has 4 of a fragment's 16 bytes; each lane collects one fragment out of four.
         float values[4];
         out[m][n].get(values);
         const uint32_t mine = ptx::pack<Element>(values[2 * h] * inverse, values[2 * h + 1] * inverse);

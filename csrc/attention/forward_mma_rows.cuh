@@ -7,8 +7,8 @@
 //   2. softmax       row maxima by shuffles among the four lanes of a row; O follows only a maximum that grew a lot;
 //   3. O += P V      P = exp2(S - maximum) is computed 16 keys at a time, under the products of the 16 keys before.
 //
-// K and V tiles come whole through rings of 1 … 4 slots each. Two barriers a tile: one before K is used, one before V;
-// each also says that the other operand's last tile has been used, and the copy of its next one starts behind it.
+// K and V tiles come whole through rings of 1 … 4 slots each. Each tile has two barriers: one before K is used, one
+// before V; each also says that the other operand's last tile has been used, and the copy of its next one starts then.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -38,7 +38,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
+// Fields has Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
 // and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile;
 // kSerial, whether fragments are loaded when they are needed and not ahead.
 template <class Fields>
@@ -59,10 +59,10 @@ struct ForwardMmaRowsConfig : Fields {
   // rows do not leave.
   static constexpr bool kLogits = kWarpRows == 16;
 
-  // B fragments are loaded so many pairs before their products: about one latency of ldmatrix.
+  // B fragments are loaded kAhead pairs before their products: about one latency of ldmatrix.
   static constexpr int kAhead = Fields::kSerial ? 0 : kWarpRows == 16 ? 2 : 1;
 
-  // Shared memory: Q (at the end O), then for each stage K, then for each stage V, then the row block.
+  // Shared memory holds Q (at the end O), then K of each stage, then V of each stage, then the row block.
   static constexpr uint32_t kQueryBytes = kRows * kHeadDim * 2;
   static constexpr uint32_t kTileBytes = kKeys * kHeadDim * 2;
 
@@ -115,7 +115,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     }
     ptx::cp_async_commit_group();
   };
-  // In the order of use, K V K V …, the copies run 2 · stages - 1 tiles ahead: so far back lies the oldest one needed.
+  // Waits for the next tile: the oldest of the 2 · stages - 1 tiles whose copies run, in the order of use, K V K V ….
   const auto wait_for_next_tile = [&] {
     tile::wait_for_copy_groups(2 * stages - 2);
     ptx::sync_block();
@@ -143,7 +143,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // is seen it is finite all the same, so that hidden scores give P = 0 without a special case.
   tile::Accumulator<typename Config::AccPv> o[kM][kOutN];
   float reference[kM][2];
-  float row_sum[kM][2];  // over this thread's keys alone
+  float row_sum[kM][2];  // sum over this thread's keys alone
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
@@ -152,7 +152,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       row_sum[m][h] = 0;
     }
   }
-  // In base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room.
+  // This growth is in base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room for it.
   constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
   // Plain scores only need a positive factor. They are left as they are: the exponent's multiply-add applies it at no
@@ -160,7 +160,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const bool plain = !Config::kLogits || are_plain(params, true);
   const LogitScale to_logits = plain ? scale_of_products(params) : scale_of_scores();
 
-  // Addresses of a lane, from which every fragment lies at a constant distance.
+  // The addresses of a lane, from which every fragment lies at a constant distance.
   const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
   const uint32_t q_lane_smem = q_smem + lane_address(tile::ldmatrix_a(lane), warp_row);
   const uint32_t k_lane_smem = k_slots_smem + lane_address(tile::ldmatrix_b_pair(lane), 0);
@@ -179,7 +179,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     }
   }
 
-  uint32_t slot = 0, slot_before = (stages - 1) * Config::kTileBytes;  // offsets: of this tile, and the one before
+  uint32_t slot = 0, slot_before = (stages - 1) * Config::kTileBytes;  // offsets of this tile and the one before
   for (int tile_index = first_tile; tile_index < end_tile; ++tile_index) {
     // ---- 1. S = Q Kᵀ ----
 
@@ -278,9 +278,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // ---- out = O / row sum, LSE ----
 
-  // Part of the keys only: in fp32, for merge_splits.
+  // A part of the keys is written in fp32, for merge_splits; its rows of this head begin at partial_row.
   const bool is_part = params.splits > 1;
-  const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;  // of the head
+  const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;
   float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
   float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
   float* lse_gmem = is_part ? nullptr : block.lse();
@@ -299,7 +299,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         ptx::st_global_8(sums_gmem + 2 * row, {float_bits(reference[m][h]), float_bits(sum)});
       }
       if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
-        const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // no key: lg2(0) = -inf
+        const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // lg2(0) = -inf without keys
         ptx::st_global_4(lse_gmem + row, float_bits(lse));
       }
       FFPA_UNROLL

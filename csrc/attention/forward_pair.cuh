@@ -1,14 +1,14 @@
-// Attention forward for head dims whose O the registers of two blocks hold, on wgmma. The persistent blocks of a
-// cluster take row tiles of kRows rows of one query head together: each owns half of the columns of O, and computes S
-// of half of the keys of every tile of 2 · 64. Of each block two warpgroups have 64 of the rows each, and send P of
+// Attention forward on wgmma, for head dims whose O fits the registers of two blocks. The persistent blocks of a
+// cluster take row tiles of kRows rows of one query head together. Each owns half of the columns of O, and computes S
+// for half of the keys of every tile of 2 · 64. In each block, two warpgroups have 64 of the rows each. They send P of
 // their keys to the warpgroup with the same rows in the other block:
 //
 //   S of its keys of the next tile = Q Kᵀ, and O += P V, with P of its own keys of this tile from registers, are queued
 //   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from
 //   shared memory
 //
-// References (row_state.cuh): each block has its own, and sends it along with P. A block that learns of a larger one
-// takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
+// Each block has references (row_state.cuh) of its own, and sends them along with P. A block that learns of a larger
+// one takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ class ForwardPair {
     }
     meet();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
-    meet();  // nobody leaves while the other block still copies or arrives there
+    meet();  // no block ends while the other still copies or arrives there
   }
 
  private:
@@ -87,7 +87,7 @@ class ForwardPair {
   FFPA_DEVICE typename Config::Queries queries() const {
     return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
   }
-  // A message of the other block is there; the other block has read the last one to it.
+  // message_full() says that a message of the other block is there, message_empty() that it has read the last one.
   FFPA_DEVICE uint32_t message_full(int group) const {
     return ring_.slots_smem + Config::kMessageBarriersAt + group * 8;
   }
@@ -99,7 +99,7 @@ class ForwardPair {
     ptx::cluster_wait();
   }
 
-  // The keys of a tile that a block has S of.
+  // Returns the first of the keys of a tile that a block has S of.
   static FFPA_DEVICE int first_key(int tile, int rank) { return tile * kKeys + rank * Config::kBlockKeys; }
 
   static FFPA_DEVICE constexpr int boxes_of_key_part(int part) {
@@ -150,7 +150,7 @@ class ForwardPair {
     }
   }
 
-  // Of the block's own columns; rows from `end` on become zeros.
+  // Brings V, in the block's own columns; rows from `end` on become zeros.
   FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int first_key,
                                 int end) const {
     FFPA_NO_UNROLL
@@ -169,13 +169,13 @@ class ForwardPair {
 
   // ---- the warpgroups that multiply ----
 
-  // One of the warps, and what shared memory has of its 16 rows: P and a note for each, for the other block and of it.
+  // A warp's place, and what shared memory has of its 16 rows: P and a note for each, for the other block and from it.
   struct WarpPlace {
     int warp;
     uint32_t smem;
 
     FFPA_DEVICE int group() const { return warp / tile::kGroupWarps; }
-    FFPA_DEVICE int row() const { return warp * 16; }  // in the tile
+    FFPA_DEVICE int row() const { return warp * 16; }  // first row in the tile
     FFPA_DEVICE uint32_t sent_p() const { return smem + Config::kSentPAt + warp * Config::kWarpPBytes; }
     FFPA_DEVICE uint32_t p() const { return smem + Config::kPAt + warp * Config::kWarpPBytes; }
     FFPA_DEVICE uint32_t sent_notes() const { return smem + Config::kSentNotesAt + warp * Config::kWarpNoteBytes; }
@@ -193,7 +193,7 @@ class ForwardPair {
         [&] {
           RowState state;
           Out out;
-          float of_out[2] = {-kInfinity, -kInfinity};  // the references of O
+          float of_out[2] = {-kInfinity, -kInfinity};  // references of O
           FFPA_UNROLL
           for (int i = 0; i < kOwnColumns / 2; ++i) out[i] = 0;
           ptx::mbarrier_wait(queries().full(), parity);
@@ -242,15 +242,14 @@ class ForwardPair {
             queries().release(lane_);
           }
           finish(at, kept.get(), state);
-          // The other block has read what was P: it has acknowledged it.
+          // The other block has acknowledged P, and so has read it: rows of O may take its place.
           write_out<Element>(out, stores, arguments_.out, params_, kept.get(), at.row(), rank_ * kOwnColumns, state.sum,
                              lane_);
         });
     stores.wait();
   }
 
-  // scores = Q Kᵀ of the block's keys of the next tile, part after part; the last one, a group of its own, may still
-  // run.
+  // Queues scores = Q Kᵀ of the block's keys of the next tile, by parts; the last part, its own group, may still run.
   FFPA_DEVICE void queue_scores(Scores& scores, int group) {
     FFPA_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
@@ -273,13 +272,13 @@ class ForwardPair {
     }
   }
 
-  // out += P V of the block's own keys, a group of its own.
+  // Queues out += P V of the block's own keys, as a group of its own.
   FFPA_DEVICE void queue_own_product(Out& out, const Probabilities& p) {
     queue_product(
         [&](int step, uint64_t v) { ptx::wgmma_rs<Element, kOwnColumns, tile::Major::kMN>(out, p[step], v, true); });
   }
 
-  // out += P V of the other block's keys, a group of its own.
+  // Queues out += P V of the other block's keys, as a group of its own.
   FFPA_DEVICE void queue_their_product(Out& out, int group) {
     const uint64_t p =
         tile::boxes_descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes);
@@ -288,7 +287,7 @@ class ForwardPair {
     });
   }
 
-  // multiply(step, v) for each 16 of the 64 keys of the next slots.
+  // Calls multiply(step, v) for each 16 of the 64 keys of the next slots.
   template <class Multiply>
   FFPA_DEVICE void queue_product(const Multiply& multiply) {
     constexpr int kSteps = Config::kValueRows / 16;
@@ -304,7 +303,7 @@ class ForwardPair {
 
   // ---- messages between the blocks: one sent, one received, each read before the next one comes ----
 
-  // function(half, row) for the rows of the thread, of its warp's 16.
+  // Calls function(half, row) for the rows of the thread, counted among its warp's 16.
   template <class Function>
   FFPA_DEVICE void for_each_half(const Function& function) const {
     FFPA_UNROLL
@@ -313,7 +312,7 @@ class ForwardPair {
 
   FFPA_DEVICE void send_probabilities(const WarpPlace& at, const Probabilities& p, const RowState& state) {
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
-    if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before
+    if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before have left
     wait_until_read(at.group());
     FFPA_UNROLL
     for (int i = 0; i < tile::kBox / 16; ++i) {
@@ -323,13 +322,13 @@ class ForwardPair {
     send(at, state.reference, Config::kWarpPBytes);
   }
 
-  // All messages before.
+  // Waits until the other block has read all messages before.
   FFPA_DEVICE void wait_until_read(int group) const {
     ptx::mbarrier_wait(message_empty(group), (messages_ & 1) ^ 1);
     ptx::sync_warp();
   }
 
-  // So many bytes of P, and a note for each row.
+  // Sends `p_bytes` bytes of P, and a note for each row.
   FFPA_DEVICE void send(const WarpPlace& at, const float (&notes)[2], uint32_t p_bytes) const {
     for_each_half([&](int h, int r) {
       if (lane_ % 4 == 0) ptx::st_shared_4(at.sent_notes() + r * 4, float_bits(notes[h]));
@@ -344,7 +343,7 @@ class ForwardPair {
     ptx::sync_warp();
   }
 
-  // Waits for the next message, in which each warp has so many bytes.
+  // Waits for the next message, in which each warp has `warp_bytes` bytes.
   FFPA_DEVICE void receive(const WarpPlace& at, uint32_t warp_bytes) {
     if (at.warp % tile::kGroupWarps == 0 && lane_ == 0) {
       ptx::mbarrier_arrive_expect_tx(message_full(at.group()), tile::kGroupWarps * warp_bytes);
@@ -357,14 +356,14 @@ class ForwardPair {
     return float_from_bits(ptx::ld_shared_4(at.notes() + r * 4));
   }
 
-  // The message has been read: the next one may come.
+  // Tells the other block that its message has been read: the next one may come.
   FFPA_DEVICE void acknowledge(int group) const {
     ptx::sync_warp();
     if (lane_ == 0) ptx::mbarrier_arrive_remote(message_empty(group), 1 - rank_);
   }
 
-  // Receives P of the other block's keys, and has O and this P refer to the larger reference of both. `late`: what P of
-  // the block's next keys, which came too early to know, has to be multiplied with.
+  // Receives P of the other block's keys, and makes O and this P refer to the larger reference of both. `late` becomes
+  // what P of the block's next keys, computed before the message came, has to be multiplied with.
   FFPA_DEVICE void meet_references(const WarpPlace& at, Out& out, float (&of_out)[2], RowState& state,
                                    float (&late)[2]) {
     receive(at, Config::kWarpPBytes + Config::kWarpNoteBytes);
@@ -383,7 +382,7 @@ class ForwardPair {
     lower_their_p(at, theirs, larger);
   }
 
-  // O to references that are no smaller.
+  // Rescales O to references that are no smaller.
   FFPA_DEVICE void follow(Out& out, float (&of_out)[2], const float (&references)[2]) const {
     if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
       rescale(out, of_out, references);
@@ -392,7 +391,7 @@ class ForwardPair {
     }
   }
 
-  // P that came with smaller references than O has, in its place.
+  // Scales down, in its place, P that came with smaller references than O has.
   FFPA_DEVICE void lower_their_p(const WarpPlace& at, const float (&theirs)[2], const float (&references)[2]) const {
     const bool lower[2] = {theirs[0] != references[0] && theirs[0] != -kInfinity,
                            theirs[1] != references[1] && theirs[1] != -kInfinity};
@@ -404,7 +403,7 @@ class ForwardPair {
         FFPA_NO_UNROLL
         for (int i = 0; i < 2; ++i) {
           uint32_t pairs[4];
-          // Of neighbouring rows not the same chunks at a time: they lie in the same banks.
+          // Neighbouring rows take different chunks at a time: the same ones lie in the same banks.
           const uint32_t smem = at.p() + kLayout.offset(r, lane_ % 4 + (i + r) % 2 * 4);
           ptx::ld_shared_16(pairs, smem);
           FFPA_UNROLL
@@ -426,7 +425,7 @@ class ForwardPair {
     for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= factor[h]; });
   }
 
-  // In the place of the sums, what O is multiplied with. The blocks have exchanged the references of the last tile:
+  // Replaces the sums by what O is to be multiplied with. The blocks have exchanged the references of the last tile:
   // both have the same.
   FFPA_DEVICE void finish(const WarpPlace& at, const HeadRows& rows, RowState& state) {
     FFPA_UNROLL
@@ -451,7 +450,7 @@ class ForwardPair {
   int lane_, warp_, rank_;
   Ring ring_;
   tile::SlotReader<Ring> slots_;
-  uint32_t messages_ = 0;  // sent and received
+  uint32_t messages_ = 0;  // messages sent, and as many received
 };
 
 template <class Config>

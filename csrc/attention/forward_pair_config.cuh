@@ -16,27 +16,30 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of Q, K, V and O, at most.
+// Fields has Dtype; kColumns, the most columns of Q, K, V and O.
 template <class Fields>
 struct ForwardPairConfig : Fields {
   using Params = AttentionParams;
-  static constexpr int kBlocks = 2;  // of a cluster
+  static constexpr int kBlocks = 2;  // blocks of a cluster
   static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
   static constexpr int kBlockKeys = tile::kBox, kKeys = kBlocks * kBlockKeys;
-  static constexpr int kOwnColumns = Fields::kColumns / kBlocks;                // of O
-  static constexpr int kBoxes = Fields::kColumns / tile::kBox;                  // of a row of Q and K
-  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);  // of a slot with K; of its tile
-  static constexpr int kValueRows = 32, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);  // of a slot with V
-  static constexpr int kValueParts = kBlockKeys / kValueRows;                             // of the keys of a block
+  static constexpr int kOwnColumns = Fields::kColumns / kBlocks;  // columns of O in a block
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;    // boxes of a row of Q and K
+  // A slot with K has kKeyBoxes boxes, and a tile of K takes kKeyParts slots. A slot with V has kValueBoxes boxes of
+  // kValueRows keys, and the keys of a block take kValueParts slots.
+  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);
+  static constexpr int kValueRows = 32, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);
+  static constexpr int kValueParts = kBlockKeys / kValueRows;
   static constexpr uint32_t kValueBoxBytes = kValueRows * tile::kBoxRowBytes;
   static_assert(kOwnColumns % 32 == 0 && kOwnColumns <= 256, "an instruction has all of a block's columns");
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  // Shared memory: slots of the ring, as many as fit; Q; P for the other block, and O on its way; P of the other block;
-  // notes for it and of it; barriers: of the ring, of Q, of messages; for each warp the rows in work; the row tiles.
+  // Shared memory holds slots of the ring, as many as fit; Q; P for the other block, or O on its way; P from the other
+  // block; notes for it and from it; barriers of the ring, of Q and of messages; for each warp, the rows in work; the
+  // row tiles.
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
-  static constexpr int kReadingWarps = kBlocks * (kConsumerWarps + 1) - 1;  // of the row tiles that one warp takes
+  static constexpr int kReadingWarps = kBlocks * (kConsumerWarps + 1) - 1;  // readers of row tiles that one warp takes
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
   using Items = ItemQueue<kBlocks>;

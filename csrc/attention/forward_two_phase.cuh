@@ -1,12 +1,12 @@
-// Attention forward for head dims that neither registers nor shared memory hold, on wgmma. O is computed from P in
+// Attention forward on wgmma, for head dims whose O neither registers nor shared memory hold. O is computed from P in
 // memory: S is never computed twice, and both products run at the speed of a matrix product. A block takes row tiles of
-// kRows rows of one query head, one after the other, and for each a chunk of keys after the other:
+// kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the other:
 //
 //   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 64; P̃ = exp2(S - m), 16 bits, by way of shared
 //                                    memory and TMA to the block's own slice of the scratch
 //   2. for some columns of d_v       O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
 //
-// A reference that has moved interrupts step 2 where it did (two_phase_tiles.cuh); else it is nothing but a product.
+// Step 2 is interrupted where a reference has moved (two_phase_tiles.cuh); else it is nothing but a product.
 //
 // One warp brings the boxes, two warpgroups multiply (tile/box_ring.cuh); each has 64 of the rows, and a thread has the
 // same two rows in both phases.
@@ -39,7 +39,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns, the most of O at a time.
+// Fields has Dtype; kColumns, the most columns of O at a time.
 template <class Fields>
 struct ForwardTwoPhaseConfig : Fields {
   using Params = AttentionParams;
@@ -50,10 +50,10 @@ struct ForwardTwoPhaseConfig : Fields {
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
   using Ring = tile::BoxRing<kRows / tile::kBox, kValueBoxes, kValueBoxes == 4 ? 4 : 3>;
   static constexpr int kThreads = tile::kCoreThreads;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of a thread
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  // Shared memory: slots of the ring; for each warp rows of P̃ on their way; barriers; for each warp what it notes of
-  // references, and the rows in work; the block's row tiles.
+  // Shared memory holds slots of the ring; for each warp, rows of P̃ on their way; barriers; for each warp, its notes
+  // on references and the rows in work; the block's row tiles.
   using Stores = tile::RowStores<2>;
   static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + kConsumerWarps * Stores::kBytes;
@@ -125,7 +125,7 @@ class ForwardTwoPhase {
   FFPA_DEVICE int map_batch(const HeadRows& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
   FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
 
-  // function(first column, boxes) for the columns of O: kValueBoxes at a time or one fewer.
+  // Calls function(first column, boxes) for the columns of O: kValueBoxes boxes at a time or one fewer.
   template <class Function>
   FFPA_DEVICE void for_each_columns(const Function& function) const {
     int boxes = ceil_div(params_.d_v, tile::kBox), column = 0;
@@ -144,7 +144,7 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
 
-  // Barriers: each warpgroup's own; P̃ of a chunk is complete, which the producer waits for and the others announce.
+  // Each warpgroup has a barrier. Another says that P̃ of a chunk is complete: warpgroups arrive, the producer waits.
   static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
   static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
   static constexpr int kCompleteThreads = tile::kConsumerGroups * tile::kGroupThreads + 32;
@@ -216,7 +216,7 @@ class ForwardTwoPhase {
 
   FFPA_DEVICE void consume(int group, int group_warp) const {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
-    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // of the warp, in the tile
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
     typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
     ItemQueue<> items(items_smem());
@@ -229,7 +229,7 @@ class ForwardTwoPhase {
             MovedTiles moves(moves_smem(group, group_warp));
             FFPA_NO_UNROLL
             for (int tile = 0; tile < chunk.tiles(); ++tile) {
-              Scores scores = {};  // or their registers would be taken throughout the other phase
+              Scores scores = {};  // without zeros their registers would be taken throughout the other phase
               consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
               const bool moved = to_probabilities(reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_,
                                                   kept.get(), (chunk.first_tile + tile) * kKeys, row, state, lane_);
@@ -238,7 +238,7 @@ class ForwardTwoPhase {
               moves.add(tile, moved, lane_);
             }
             stores.wait();
-            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all that its warps have noted is there
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // the notes of all its warps are there
             ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
             if (chunk.is_last) finish_rows(params_, kept.get(), row, state, lane_);
@@ -255,13 +255,13 @@ class ForwardTwoPhase {
                 compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
               }
             });
-            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read it
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read the notes
           });
         });
     stores.wait();
   }
 
-  // out = P̃ V over a chunk: from one tile where a reference of the warpgroup has moved to the next.
+  // Computes out = P̃ V over a chunk, from one tile where a reference of the warpgroup has moved to the next.
   template <int kSums>
   FFPA_DEVICE void multiply_with_values(tile::BoxConsumer<Ring>& consumer, float (&out)[1][kSums], const Chunk& chunk,
                                         int group, int row) const {
@@ -294,7 +294,7 @@ class ForwardTwoPhase {
 
   // ---- 1. P̃ of a tile ----
 
-  // Lane 0 of each row's four.
+  // Writes the references of a tile to the slice; lane 0 of each row's four calls this.
   FFPA_DEVICE void keep_references(int tile_of_chunk, int row, const RowState& state) const {
     float* references = scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;
     FFPA_UNROLL
@@ -303,7 +303,7 @@ class ForwardTwoPhase {
     }
   }
 
-  // P̃ of a tile to the block's slice.
+  // Stores P̃ of a tile to the block's slice.
   FFPA_DEVICE void store(typename Config::Stores& stores, const Scores& p, int column, int row) const {
     FFPA_UNROLL
     for (int box = 0; box < Config::kKeyBoxes; ++box) {
@@ -322,7 +322,7 @@ class ForwardTwoPhase {
 
   // ---- 2. O ----
 
-  // With what earlier chunks left, for a later one or as the result.
+  // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
   template <int kSums>
   FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const HeadRows& rows,
                           const Chunk& chunk, int row, int column, const RowState& state,

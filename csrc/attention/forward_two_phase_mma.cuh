@@ -1,12 +1,12 @@
 // The two-phase forward (forward_two_phase.cuh) on mma.sync, for every GPU from sm_80 on. A block takes row tiles of
-// kRows rows of one query head, one after the other, and for each a chunk of keys after the other:
+// kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the other:
 //
 //   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 32; P̃ = exp2(S - m), 16 bits, from registers to
 //                                    the block's own slice of the scratch
 //   2. for each kColumns of d_v      O = P̃ V over the keys of the chunk, in steps of 32; divided by the row sum
 //
-// References and chunks are those of two_phase_tiles.cuh. A warp has 64 rows × a quarter of the keys or columns
-// of a tile: four warps share their rows, and tell each other the maxima of each tile. While they compute P̃ or write O,
+// References and chunks are those of two_phase_tiles.cuh. A warp has 64 rows of a tile × a quarter of its keys or
+// columns: four warps share their rows, and tell each other the maxima of each tile. While they compute P̃ or write O,
 // the first steps of the next product are on their way.
 #pragma once
 
@@ -33,7 +33,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype; kColumns of O at a time.
+// Fields has Dtype; kColumns, the columns of O at a time.
 template <class Fields>
 struct ForwardTwoPhaseMmaConfig : Fields {
   using Params = AttentionParams;
@@ -47,8 +47,8 @@ struct ForwardTwoPhaseMmaConfig : Fields {
   static constexpr int kThreads = ScoreCore::kThreads;
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
 
-  // Shared memory: the core's; the rows in work, a copy for each warp; of each row a number of each warp that has it;
-  // of each half of the rows where references have moved; which row tile the block has taken.
+  // Shared memory holds the core's; the rows in work, a copy for each warp; for each row, a number of each warp that
+  // has it; for each half of the rows, where references have moved; the row tile that the block has taken.
   static constexpr uint32_t kKeptSmem = ScoreCore::kSmemBytes;
   static constexpr uint32_t kSharedSmem = kKeptSmem + kThreads / 32 * KeptRows::kBytes;
   static constexpr int kQuarters = 4;
@@ -84,7 +84,7 @@ class ForwardTwoPhaseMma {
   using ScoreCore = typename Config::ScoreCore;
   using ValueCore = typename Config::ValueCore;
   using NarrowCore = typename Config::NarrowCore;
-  using Fragments = tile::DealtFragments;  // of keys
+  using Fragments = tile::DealtFragments;  // order of the keys
   using Scores = typename ScoreCore::Sums;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
@@ -93,11 +93,11 @@ class ForwardTwoPhaseMma {
   static constexpr int kM = ScoreCore::kM;
   static constexpr int kWarps = ScoreCore::kThreads / 32;
   static constexpr int kGroup = 4;                        // fragments that hold 16 bytes a lane
-  static constexpr int kGroups = ScoreCore::kN / kGroup;  // of a row of fragments
+  static constexpr int kGroups = ScoreCore::kN / kGroup;  // groups in a row of fragments
   using Chunk = KeyChunk<kKeys, ScoreCore::kStep>;
 
-  // A lane has eight rows of fragments, and answers for two of them: row g + 8e of the warp, g = lane / 4, is that of
-  // lane e % 4 of the four that have it, and of its RowState half e / 4.
+  // A lane has eight rows of fragments, and keeps the RowState of two of them: row g + 8e of the warp, g = lane / 4,
+  // belongs to lane e % 4 of the four that have it, as half e / 4 of its RowState.
   static_assert(kM * 2 == 4 * 2, "four lanes answer for two rows each");
   using OfRows = float[kM][2];
 
@@ -115,7 +115,7 @@ class ForwardTwoPhaseMma {
           Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
             const float before[2] = {state.reference[0], state.reference[1]};
             compute_probabilities(chunk, state);
-            ptx::sync_block();  // they are there
+            ptx::sync_block();  // P̃, references and moves are there
             if (chunk.is_last) finish_rows(state);
             const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
             compute_out(chunk, state, factor);
@@ -126,13 +126,13 @@ class ForwardTwoPhaseMma {
  private:
   FFPA_DEVICE int take_row_tile() const {
     const uint32_t smem = ptx::dynamic_smem() + Config::kTakenSmem;
-    ptx::sync_block();  // all have read the one before
+    ptx::sync_block();  // all have read the number before
     if (ptx::thread_x() == 0) ptx::st_shared_4(smem, ptx::atom_add_global(scratch().taken(), 1));
     ptx::sync_block();
     return int(ptx::ld_shared_4(smem));
   }
 
-  // For each product anew: what stays the same for all of them would be held in registers throughout the kernel.
+  // Reads the thread anew for each product: what all products share would be held in registers throughout the kernel.
   FFPA_DEVICE void derive_from_thread() {
     const int thread = ptx::thread_x_anew();
     lane_ = thread % 32;
@@ -147,7 +147,7 @@ class ForwardTwoPhaseMma {
     return KeptRows(ptx::dynamic_smem() + Config::kKeptSmem + warp_ * KeptRows::kBytes);
   }
 
-  // Of the warp: which quarter of keys and columns it has, its first row, and the lane's row i of two.
+  // Return the quarter of keys and columns that the warp has, its first row, and the lane's row i of two.
   FFPA_DEVICE int quarter() const { return warp_ % kQuarters; }
   FFPA_DEVICE int first_row() const { return scores_.warp_row(); }
   FFPA_DEVICE int row_of_lane(int i) const { return first_row() + i * 32 + lane_ % 4 * 8 + lane_ / 4; }
@@ -156,8 +156,8 @@ class ForwardTwoPhaseMma {
 
   FFPA_DEVICE void sync_quarters() const { ptx::bar_sync(1 + warp_ / kQuarters, kQuarters * 32); }
 
-  // combine(a, b) of what all of them have for the lane's two rows, the same for each. Nobody reads earlier ones any
-  // more.
+  // Combines by combine(a, b) what the four warps have for the lane's two rows, with the same result in each. The
+  // caller sees to it that no warp still reads earlier values.
   template <class Combine>
   FFPA_DEVICE void share(float (&values)[2], const Combine& combine) const {
     const uint32_t smem = ptx::dynamic_smem() + Config::kSharedSmem + row_of_lane(0) * 4;
@@ -176,7 +176,8 @@ class ForwardTwoPhaseMma {
     }
   }
 
-  // The lane's two rows, of all that four lanes have parts of; and back.
+  // gather() combines the parts that four lanes have of each row, and leaves each lane its two rows; of_row() gives the
+  // value of a row to all four.
   template <class Combine>
   FFPA_DEVICE void gather(const OfRows& parts, float (&values)[2], const Combine& combine) const {
     FFPA_UNROLL
@@ -219,7 +220,7 @@ class ForwardTwoPhaseMma {
     return ptx::dynamic_smem() + Config::kMovesSmem + warp_ / kQuarters * MovedTiles::kBytes;
   }
 
-  // Starts the copies of Q and of a tile of K; then a step after the other.
+  // begin_keys() starts the copies of Q and of a tile of K, bring_keys() those of one more step.
   FFPA_DEVICE void begin_keys(int tile) {
     const HeadRows rows = kept().get();
     a_ = window(params_.q, rows, rows.head(), rows.entry.q, rows.first, 0, params_.d_qk);
@@ -247,7 +248,7 @@ class ForwardTwoPhaseMma {
             range.end - range.begin - first, columns - column};
   }
 
-  // Products stay as they are where a positive factor is all they need.
+  // Turns products into scores; they stay as they are where a positive factor is all they need.
   FFPA_DEVICE LogitScale to_scores(Scores& sums, int key) const {
     const HeadRows rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
@@ -268,7 +269,7 @@ class ForwardTwoPhaseMma {
     return scale_of_scores();
   }
 
-  // References follow the maxima of a tile, those of all of its keys; whether one of the lane's has moved. Large
+  // Lets references follow the maxima over all keys of a tile, and says whether one of the lane's has moved. Large
   // scores become logits, and their factor 1.
   FFPA_DEVICE bool follow(Scores& scores, const LogitScale& to_logits, float& factor, RowState& state) const {
     OfRows parts;
@@ -289,7 +290,7 @@ class ForwardTwoPhaseMma {
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
     const bool large = is_large(maximum[0], factor) || is_large(maximum[1], factor);
-    if (ptx::vote_any(large)) {  // the same for the four warps
+    if (ptx::vote_any(large)) {  // the four warps decide alike
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
         FFPA_UNROLL
@@ -312,7 +313,7 @@ class ForwardTwoPhaseMma {
     for (int i = 0; i < 2; ++i) ptx::st_global_4(references + row_of_lane(i), float_bits(state.reference[i]));
   }
 
-  // P̃ of a tile to the block's slice, from its column `column` on.
+  // Stores P̃ of a tile to the block's slice, from its column `column` on.
   FFPA_DEVICE void store(const Scores& scores, float factor, int column, RowState& state) const {
     const float references[2] = {finite_reference(state.reference[0]), finite_reference(state.reference[1])};
     const int64_t row = int64_t(ptx::block_x()) * kRows + first_row() + tile::c_coordinate(lane_, 0).row;
@@ -349,7 +350,7 @@ class ForwardTwoPhaseMma {
 
   // ---- 2. O ----
 
-  // The LSE of the rows; and in the place of their sums, what O is multiplied with.
+  // Writes the LSE of the rows, and replaces their sums by what O is to be multiplied with.
   FFPA_DEVICE void finish_rows(RowState& state) const {
     const HeadRows rows = kept().get();
     share(state.sum, [](float a, float b) { return a + b; });
@@ -360,7 +361,7 @@ class ForwardTwoPhaseMma {
     }
   }
 
-  // Some columns of O after the others; where few are left, the last ones by a core of fewer.
+  // Computes kColumns columns of O after the others; where few are left, a core with fewer computes the last ones.
   FFPA_DEVICE void compute_out(const Chunk& chunk, const RowState& state, const float (&factor)[2]) {
     begin_values(chunk, 0);
     FFPA_NO_UNROLL
@@ -382,7 +383,7 @@ class ForwardTwoPhaseMma {
     typename Core::Sums out;
     int tile = 0;
     FFPA_NO_UNROLL
-    while (true) {  // from one tile where a reference has moved to the next
+    while (true) {  // each turn goes from one tile where a reference has moved to the next
       const int next = MovedTiles::next<1>(moves_smem(), tile + 1, chunk.tiles());
       core.multiply(ring_, out, chunk.steps(tile, next), [&] { bring_values(core); });
       if (next >= chunk.tiles()) break;
@@ -393,7 +394,7 @@ class ForwardTwoPhaseMma {
     finish(core, out, chunk, column, state, factor);
   }
 
-  // What earlier tiles have left, with the references of this one.
+  // Rescales what earlier tiles have left to the references of this tile.
   template <class Sums>
   FFPA_DEVICE void follow_references(Sums& out, int tile) const {
     const float* references =
@@ -410,7 +411,7 @@ class ForwardTwoPhaseMma {
     }
   }
 
-  // Starts the copies of P̃ and of some columns of V; then a step after the other.
+  // begin_values() starts the copies of P̃ and of some columns of V, bring_values() those of one more step.
   FFPA_DEVICE void begin_values(const Chunk& chunk, int column) {
     const HeadRows rows = kept().get();
     const int64_t row = int64_t(ptx::block_x()) * kRows;
@@ -440,7 +441,7 @@ class ForwardTwoPhaseMma {
     --left_;
   }
 
-  // With what earlier chunks left, for a later one or as the result.
+  // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
   template <class Core>
   FFPA_DEVICE void finish(const Core& core, const typename Core::Sums& out, const Chunk& chunk, int column,
                           const RowState& state, const float (&factor)[2]) const {
@@ -463,8 +464,8 @@ class ForwardTwoPhaseMma {
   ValueCore values_;
   NarrowCore narrow_;
   typename ScoreCore::Ring ring_ = ScoreCore::make_ring();
-  tile::GmemWindow a_, b_;  // the rest of the operands that are being brought
-  int left_;                // columns of Q and K, or steps of P̃ and V
+  tile::GmemWindow a_, b_;  // rest of the operands that are being brought
+  int left_;                // columns of Q and K, or steps of P̃ and V, that are left
 };
 
 template <class Config>

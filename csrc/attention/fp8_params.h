@@ -1,5 +1,5 @@
-// What the forward of 8-bit floats is told beside the parameters of any forward. To TMA two such floats are one element
-// of 16 bits: in those, d_qk, sizes and strides of Q, K and V count. V is arranged: transposed, its keys in the order
+// The parameters of the forward of 8-bit floats, beside those of any forward. TMA takes two such floats as one 16-bit
+// element; d_qk, sizes and strides of Q, K and V count these elements. V is arranged: transposed, its keys in the order
 // that P has (forward_fp8.cuh), with zeros up to a multiple of 128 keys.
 #pragma once
 
@@ -10,15 +10,15 @@
 
 namespace ffpa {
 
-inline constexpr int kScaledRows = 128;  // that share a scale
+inline constexpr int kScaledRows = 128;  // rows that share a scale
 
-// [batch, heads, blocks of kScaledRows]; null: all are 1.
+// The scales of a tensor [batch, heads, blocks of kScaledRows]; with null data, all are 1.
 struct ScaleView {
   const float* data;
   int64_t batch_stride, head_stride, block_stride;
 };
 
-// From [batch, heads, blocks].
+// Makes the view of a tensor of scales [batch, heads, blocks].
 inline ScaleView scale_view(const HostTensor& x) {
   return {static_cast<const float*>(x.data), x.strides[1], x.strides[2], x.strides[3]};
 }
@@ -29,10 +29,10 @@ struct Fp8Params {
   AttentionParams attention;
   ScaleView q_scale, k_scale, v_scale;
   Fp8Output output;
-  int arranged_keys;  // of V, in pairs
+  int arranged_keys;  // keys of the arranged V, in pairs
 };
 
-// q, k [batch, heads, rows, d_qk / 2], v [batch, heads, d_v, keys / 2], out [batch, heads, rows, d_v].
+// Shapes: q, k [batch, heads, rows, d_qk / 2], v [batch, heads, d_v, keys / 2], out [batch, heads, rows, d_v].
 inline Fp8Params fp8_params(const HostTensor& q, const HostTensor& k, const HostTensor& v, const HostTensor& out,
                             float* lse, const ScaleView& q_scale, const ScaleView& k_scale, const ScaleView& v_scale,
                             Fp8Output output, const ForwardOptions& options) {
@@ -47,7 +47,7 @@ inline Fp8Params fp8_params(const HostTensor& q, const HostTensor& k, const Host
   return params;
 }
 
-// V as it is given, [batch, heads, keys, columns] in any strides, and as the forward wants it.
+// V as the caller gives it, [batch, heads, keys, columns] in any strides, and as the forward needs it.
 struct ArrangeParams {
   const uint8_t* v;
   int64_t batch_stride, head_stride, key_stride, column_stride;

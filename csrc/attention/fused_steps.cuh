@@ -1,5 +1,5 @@
-// What the forwards with O in registers have in common (forward_fused.cuh, forward_pair.cuh): Q of a row tile, P from
-// S, and the way of O.
+// The steps that the forwards with O in registers have in common (forward_fused.cuh, forward_pair.cuh): Q of a row tile
+// is brought, S becomes P (the softmax), and O is written.
 #pragma once
 
 #include <cmath>
@@ -21,8 +21,8 @@
 
 namespace ffpa {
 
-// Q of a row tile, one box of each warpgroup after the other, or of both together. `full`: it has landed; `empty`: all
-// warps have their last S of it.
+// Q of a row tile: for each 64 columns a box of each warpgroup, or one of both together. `full` says that Q has landed,
+// `empty` that all warps have their last S of it.
 template <int kBoxes, int kGroups = tile::kConsumerGroups>
 struct QueryBoxes {
   static constexpr uint32_t kBytes = kBoxes * kGroups * tile::kBoxBytes;
@@ -34,13 +34,13 @@ struct QueryBoxes {
   FFPA_DEVICE uint32_t empty() const { return barriers_smem + 8; }
   FFPA_DEVICE uint32_t box(int i, int group) const { return boxes_smem + (i * kGroups + group) * tile::kBoxBytes; }
 
-  // By one thread, before a barrier.
+  // One thread calls this, before a barrier.
   FFPA_DEVICE void init() const {
     ptx::mbarrier_init(full(), 1);
     ptx::mbarrier_init(empty(), tile::kConsumerGroups * tile::kGroupWarps);
   }
 
-  // By all lanes of the producer's warp.
+  // All lanes of the producer's warp call this.
   FFPA_DEVICE void bring(const ptx::TensorMap& map, const MapPlace& place, uint32_t parity) const {
     if (ptx::elect_one()) {
       ptx::mbarrier_wait(empty(), parity);
@@ -55,14 +55,14 @@ struct QueryBoxes {
     ptx::sync_warp();
   }
 
-  // By all lanes of each warp that has read it.
+  // All lanes of each warp that has read Q call this.
   FFPA_DEVICE void release(int lane) const {
     ptx::sync_warp();
     if (lane == 0) ptx::mbarrier_arrive(empty());
   }
 };
 
-// S of a warp's 16 rows and kSteps · 64 keys; P of them, as A fragments.
+// ScoreSums are S of a warp's 16 rows and kSteps · 64 keys, PackedProbabilities their P as A fragments.
 template <int kSteps>
 using ScoreSums = float[kSteps][1][tile::kBox / 8][4];
 template <int kSteps>
@@ -88,8 +88,7 @@ FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
   return larger_of(largest, ptx::shfl_xor(largest, 2));
 }
 
-// Makes P of raw products for the rows from `row` of the tile on; says whether what there is of O has another
-// reference.
+// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
 template <int kSteps>
 FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const HeadRows& rows,
                                   int key, int row, RowState& state, int lane) {
@@ -125,8 +124,8 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
   return moved;
 }
 
-// The same of 8-bit floats, whose products `scale` makes those of Q and K: P is 2^exponent where a row is at its
-// reference, and no more, so that the reference is the maximum, and logits are rounded before it is taken.
+// Does the same for 8-bit floats; `scale` turns their products into those of Q and K. P is 2^exponent where a row is at
+// its reference, and no more: so references always follow the maximum, and logits are rounded before it is taken.
 template <int kSteps>
 FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const AttentionParams& params,
                                             const HeadRows& rows, int key, int row, RowState& state, int lane,
@@ -156,7 +155,7 @@ FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const Att
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {
-      const float below = logit - reference;  // before the exponent is added, which a large reference would swallow
+      const float below = logit - reference;  // before adding the exponent, which a large reference would swallow
       logit = ptx::ex2(below + exponent);
       sum += logit;
     });
@@ -176,7 +175,7 @@ FFPA_DEVICE void pack_probabilities(PackedProbabilities<kSteps>& p, const ScoreS
   }
 }
 
-// O to other references.
+// Rescales O from the references `before` to the references `now`.
 template <int kSums>
 FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const float (&now)[2]) {
   const float factor[2] = {growth(before[0], now[0]), growth(before[1], now[1])};
@@ -184,7 +183,7 @@ FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const fl
   for (int i = 0; i < kSums; ++i) out[i] *= factor[i / 2 % 2];
 }
 
-// A warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all of them exist.
+// Writes a warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all rows exist.
 template <class Element, class Stores, int kSums>
 FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
                            const AttentionParams& params, const HeadRows& rows, int row, int column,

@@ -1,5 +1,5 @@
-// What becomes of a finished tile of dQ, dK or dV, 16 rows of a warp at a time: with what earlier chunks left,
-// for a later one or as the result.
+// Writes a finished tile of dQ, dK or dV, 16 rows of a warp at a time: adds what earlier chunks left, and stores the
+// sums for a later chunk or as the result.
 #pragma once
 
 #include <cstdint>
@@ -38,15 +38,16 @@ class GradientWriter {
     gmem_ = static_cast<uint8_t*>(x.data) + offset * element_bytes();
   }
 
-  // Whether 16 rows, from row `row` of the tile on, are results as they are, and 16 bits each: then they can go to the
-  // gradient's map box by box.
+  // Says whether the 16 rows from row `row` of the tile on exist, are complete without other chunks, and have 16 bits
+  // each: then they can go to the gradient's map box by box.
   FFPA_DEVICE bool are_results(int row) const {
     return is_last_ && !continues_ && !params_.float_gradients && rows_ - row >= 16;
   }
-  FFPA_DEVICE float scale() const { return scale_; }            // of a result
-  FFPA_DEVICE const MapPlace& place() const { return place_; }  // of the tile's first row
+  FFPA_DEVICE float scale() const { return scale_; }            // factor of a result
+  FFPA_DEVICE const MapPlace& place() const { return place_; }  // place of the tile's first row
 
-  // kFragments of 16 rows, from row `row` and fragment `first` of the tile on: fragment(n, values) gives them.
+  // Writes kFragments fragments of 16 rows, from row `row` and fragment `first` of the tile on; fragment(n, values)
+  // gives their values.
   template <int kFragments, class Fragment>
   FFPA_DEVICE void write(int row, int first, const Fragment& fragment) const {
     if (row >= rows_) return;
@@ -88,9 +89,9 @@ class GradientWriter {
   bool continues_, is_last_;
   float scale_;
   MapPlace place_;
-  int rows_, columns_;  // that exist, from the tile's first ones on
+  int rows_, columns_;  // existing rows and columns, from the tile's first ones on
   int lane_;
-  float *partial_before_, *partial_;  // of earlier chunks; for later ones
+  float *partial_before_, *partial_;  // sums of earlier chunks; sums for later ones
   uint8_t* gmem_;
   int64_t row_stride_;
 };

@@ -1,4 +1,4 @@
-// Rows of a query head as persistent kernels take them, and the keys or rows that a product of theirs runs over.
+// The rows of a query head as persistent kernels take them, and the keys or rows that one of their products runs over.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace ffpa {
 
-// Some rows of one query head.
+// A range of rows of one query head.
 struct HeadRows {
   BatchEntry entry;
   int batch_index, head_index;
-  int first, last;  // those that exist; none where last < first
+  int first, last;  // existing rows; none where last < first
 
   FFPA_DEVICE int batch() const { return batch_index; }
   FFPA_DEVICE int head() const { return head_index; }
@@ -27,14 +27,14 @@ struct HeadRows {
   FFPA_DEVICE int q_begin() const { return entry.q.begin; }
 };
 
-// What a product runs over, in steps of `step`: positions [begin, end) of keys or rows.
+// The positions [begin, end) of keys or rows that a product runs over, in steps.
 struct Run {
   int begin, end;
 
   FFPA_DEVICE int steps(int step) const { return ceil_div(end - begin, step); }
 };
 
-// Whole steps that hold [begin, end); an empty one gives the same empty run whatever the step.
+// Returns [begin, end) with its begin moved down to a whole step; an empty one gives the same whatever the step.
 FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
   return begin < end ? Run{begin / step * step, end} : Run{0, 0};
 }
@@ -43,13 +43,13 @@ FFPA_DEVICE Run run_over_keys(const HeadRows& rows, int step) {
   return whole_steps(visible_keys_begin(rows), visible_keys_end(rows), step);
 }
 
-// Of the next 64 rows of a box, of which `left` are the entry's: bit r is 0 where row r must read as zeros. Behind the
-// last row of a tensor copies find zeros anyway.
+// Returns a bit for each of the next 64 rows of a box, of which `left` belong to the entry: bit r is 0 where row r must
+// read as zeros. That is for packed sequences alone: copies read zeros behind the last row of a tensor.
 FFPA_DEVICE uint64_t live_box_rows(int left, bool is_packed) {
   return left >= 64 || !is_packed ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
 }
 
-// Where a row of a head lies in a tensor.
+// The place of a row of a head in a tensor.
 struct MapPlace {
   int row, head, batch;
 };

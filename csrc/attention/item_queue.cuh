@@ -1,6 +1,6 @@
-// The way of work items from the warp that takes them, one after the other from a counter that all blocks share, to the
-// warps that work on them. Whoever is free takes the next: no block waits for a longer item of another, and which block
-// has which changes no result.
+// The queue passes work items from the warp that takes them, one after the other from a counter that all blocks share,
+// to the warps that work on them. A block that is free takes the next item: no block waits for a longer item of
+// another, and which block has which item changes no result.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@
 
 namespace ffpa {
 
-// Two places in shared memory. `full`: the item is there; `empty`: all warps have read it. Two blocks of a cluster can
-// have the same items: block 0 takes them, and copies each to the other block, whose warps say there that they have
-// read it.
+// The queue has two places in shared memory, with two mbarriers each: `full` says that the item is there, `empty` that
+// all warps have read it. Two blocks of a cluster can have the same items: block 0 takes them and copies each to block
+// 1, whose warps tell block 0 that they have read it.
 template <int kBlocks = 1>
 class ItemQueue {
   static_assert(kBlocks <= 2, "block 0 copies to one other");
   static constexpr int kPlaces = 2;
-  static constexpr uint32_t kItemBytes = kBlocks == 1 ? 4 : 16;  // the least that a copy takes
+  static constexpr uint32_t kItemBytes = kBlocks == 1 ? 4 : 16;  // 16 bytes is the smallest copy to another block
 
  public:
   static constexpr uint32_t kBytes = kPlaces * (2 * 8 + kItemBytes);
 
   FFPA_DEVICE explicit ItemQueue(uint32_t smem) : smem_(smem) {}
 
-  // By one thread, before a barrier of the block, or of the cluster. `reading_warps`: of all blocks.
+  // One thread calls this, before a barrier of the block or cluster. `reading_warps` counts those of all blocks.
   FFPA_DEVICE void init(int reading_warps) const {
     for (int place = 0; place < kPlaces; ++place) {
       ptx::mbarrier_init(full(place), 1);
@@ -36,7 +36,7 @@ class ItemQueue {
     }
   }
 
-  // By all lanes of a warp: the next item, also for the others.
+  // All lanes of one warp call this: it takes the next item and passes it to the other warps.
   FFPA_DEVICE int take(void* counter_gmem, int lane) {
     uint32_t item = 0;
     if (lane == 0) {
@@ -53,15 +53,16 @@ class ItemQueue {
     return int(ptx::shfl_idx(item, 0));
   }
 
-  // By one warp of block 1, before it gets the item.
+  // One warp of block 1 calls this, before it gets the item.
   FFPA_DEVICE void expect(int lane) const {
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(place()), kItemBytes);
   }
 
-  // By all lanes of each other warp.
+  // All lanes of each other warp call this to get the item.
   FFPA_DEVICE int get(int lane) {
     ptx::mbarrier_wait(full(place()), parity());
-    const uint32_t item = ptx::shfl_idx(ptx::ld_shared_4(item_of(place())), 0);  // the compiler knows: one value
+    // The shuffle tells the compiler that all lanes have one value.
+    const uint32_t item = ptx::shfl_idx(ptx::ld_shared_4(item_of(place())), 0);
     if (lane == 0) {
       if constexpr (kBlocks == 1) {
         ptx::mbarrier_arrive(empty(place()));
@@ -82,7 +83,7 @@ class ItemQueue {
   FFPA_DEVICE uint32_t item_of(int place) const { return full(2 * kPlaces) + place * kItemBytes; }
 
   uint32_t smem_;
-  uint32_t items_ = 0;  // that have passed
+  uint32_t items_ = 0;  // number of items that have passed
 };
 
 }  // namespace ffpa

@@ -1,5 +1,5 @@
-// One result from those over parts of the keys (AttentionParams::partial): each weighs as much as its P sums up to, all
-// of them to the largest reference. The order of the sum is that of the keys, so bits do not change from run to run.
+// Merges the results over parts of the keys (AttentionParams::partial) into one: each part weighs as much as its P sums
+// up to, relative to the largest reference. Parts are added in the order of the keys: every run gives the same bits.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -17,12 +17,12 @@
 
 namespace ffpa {
 
-// Fields: Dtype, of the result.
+// Fields has Dtype, the type of the result.
 template <class Fields>
 struct MergeSplitsConfig : Fields {
   using Params = AttentionParams;
   static constexpr int kThreads = 128;
-  static constexpr int kColumns = 4;  // of a thread at a time
+  static constexpr int kColumns = 4;  // columns of a thread at a time
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -43,7 +43,7 @@ void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
   if (rows.begin + row >= rows.end) return;
 
   struct Part {
-    float reference, sum;  // in base 2; of P
+    float reference, sum;  // reference in base 2; sum of P
   };
   const auto part = [&](int split) {
     uint32_t bits[2];
@@ -59,7 +59,7 @@ void merge_splits(FFPA_GRID_CONSTANT const AttentionParams params) {
   for (int split = 0; split < params.splits; ++split) sum += weight(split);
   if (params.lse != nullptr && ptx::thread_x() == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
-    const float lse = in_natural_units(reference + ptx::lg2(sum));  // no key: -inf
+    const float lse = in_natural_units(reference + ptx::lg2(sum));  // -inf where the row sees no key
     ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
   }
   const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN

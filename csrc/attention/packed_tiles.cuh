@@ -1,6 +1,6 @@
-// Tiles of packed sequences, which begin anywhere. That nobody on the host knows how many each one needs does not
-// matter: sequence i has those from offsets[i] / rows + i on, which are enough, and at most one too many; besides those
-// of rows that do not count: before the first sequence, behind the last one, and beyond the length that is allowed.
+// Tiles of packed sequences, which begin anywhere. The host does not know how many tiles a sequence needs, and need
+// not: sequence i has those from offsets[i] / rows + i on, which are enough, and at most one too many. Besides, there
+// are tiles of rows that do not count: before the first sequence, behind the last one, and beyond the allowed length.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -13,14 +13,14 @@
 
 namespace ffpa {
 
-// Of all sequences.
+// Returns the number of tiles of all sequences together.
 FFPA_HOST_DEVICE int packed_tiles(const PackedRows& packed, int sequences, int rows) {
   return packed.total / rows + sequences;
 }
 
 FFPA_DEVICE int first_tile_of_sequence(const PackedRows& packed, int sequence, int rows) {
   const int row = clamp(int(ptx::ld_global_4(packed.offsets + sequence)), 0, packed.total);
-  return sequence == 0 ? 0 : row / rows + sequence;  // 0 also where rows of no sequence come first
+  return sequence == 0 ? 0 : row / rows + sequence;  // 0 also where the first rows belong to no sequence
 }
 
 FFPA_DEVICE TileRange tiles_of_sequence(const PackedRows& packed, int sequences, int sequence, int rows) {
@@ -30,17 +30,17 @@ FFPA_DEVICE TileRange tiles_of_sequence(const PackedRows& packed, int sequences,
   return {first, max_of(end, first + 1)};
 }
 
-// A tile of all sequences: whose it is, and which of its own.
+// A tile of the packed sequences: the sequence it belongs to, and its index among the tiles of that sequence.
 struct PackedTile {
   int sequence, tile;
 };
 
-// By all lanes of a warp: each looks at another sequence, so that 32 take one look, 1024 two. A search that halves them
-// would take as long as a tile of a short sequence. What it finds begins at the tile or before it, whatever the offsets
-// say: sequence 0 does. No branch depends on what is read: the compiler would take what follows for divergent, which
-// costs registers that kernels do not have.
+// Finds the sequence of a tile. All lanes of a warp call it; each looks at another sequence, so that 32 take one look,
+// 1024 two. A binary search would take as long as a tile of a short sequence. The sequence found begins at the tile or
+// before it, whatever the offsets say: sequence 0 does. No branch depends on what is read: the compiler would take what
+// follows for divergent, which costs registers that kernels do not have.
 FFPA_DEVICE PackedTile packed_tile(const PackedRows& packed, int sequences, int tile, int rows) {
-  int sequence = 0, first_tile = 0, left = sequences;  // it is one of so many
+  int sequence = 0, first_tile = 0, left = sequences;  // sequences it may still be
   FFPA_NO_UNROLL
   while (left > 1) {
     left = ceil_div(left, 32);

@@ -1,7 +1,8 @@
-// What a block of threads works on: some query rows of one head, where their tensors lie, and which keys they may see.
+// RowBlock is what a block of threads works on: some query rows of one head, where their tensors lie, and which keys
+// they may see.
 //
-// Sequences that are packed one after the other are batch entries whose place and length are read here, on the device.
-// All get as many row blocks as the longest one may need; those that a sequence has no rows for are empty.
+// Packed sequences are batch entries whose place and length are read here, on the device. All get as many row blocks as
+// the longest one may need; row blocks beyond a sequence's rows are empty.
 #pragma once
 
 #include <cstdint>
@@ -15,25 +16,25 @@
 namespace ffpa {
 
 struct RowBlock {
-  const uint16_t *q, *k, *v;  // row 0 of the batch entry, of the head
+  const uint16_t *q, *k, *v;  // row 0 of the batch entry, in the head
   uint16_t* out;
-  float* lse;  // or null
+  float* lse;  // null where no LSE is written
   int batch, head;
-  int first_row, last_row;  // none where last_row < first_row
+  int first_row, last_row;  // no rows where last_row < first_row
   int n_q, n_k;             // rows and keys of the batch entry
   int nearest, farthest;    // row r sees the keys from r + nearest to r + farthest that exist
-  int split;                // which part of them counts, where they are split
+  int split;                // index of the part of the keys that counts, where they are split
 };
 
-// A row block in shared memory, where it waits for its next use: registers belong to O. All lanes of a warp read it
-// together: by way of a shuffle the compiler knows that they have one value, and keeps it in a uniform register.
+// A row block that waits in shared memory for its next use: registers belong to O. All lanes of a warp read it
+// together, through a shuffle: so the compiler knows that they have one value, and keeps it in a uniform register.
 class KeptRowBlock {
  public:
   static constexpr uint32_t kBytes = 128;
 
   FFPA_DEVICE explicit KeptRowBlock(uint32_t smem) : smem_(smem) {}
 
-  // By one thread; the others read after a barrier.
+  // One thread calls this; the others read after a barrier.
   FFPA_DEVICE void keep(const RowBlock& block) const {
     const void* const pointers[] = {block.q, block.k, block.v, block.out, block.lse};
     const int numbers[] = {block.batch, block.head,    block.first_row, block.last_row, block.n_q,
@@ -76,12 +77,12 @@ class KeptRowBlock {
   uint32_t smem_;
 };
 
-// Rows [begin, end) of a packed tensor.
+// The rows [begin, end) of a packed tensor.
 struct RowRange {
   int begin, end;
 };
 
-// Those of a sequence: within the tensor and no more than `longest`, whatever the offsets say.
+// Returns the rows of a sequence: within the tensor and no more than `longest`, whatever the offsets say.
 FFPA_DEVICE RowRange rows_of_sequence(const PackedRows& packed, int sequence, int longest) {
   const int begin = clamp(int(ptx::ld_global_4(packed.offsets + sequence)), 0, packed.total);
   const int end = clamp(int(ptx::ld_global_4(packed.offsets + sequence + 1)), 0, packed.total);
@@ -103,7 +104,7 @@ FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
     entry.q = rows_of_sequence(params.packed_q, batch, params.n_q);
     entry.k = rows_of_sequence(params.packed_k, batch, params.n_k);
   }
-  // Whatever reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
+  // A window that reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
   const int64_t diagonal = params.top_left ? 0 : entry.n_k() - entry.n_q();
   const int64_t all_before = -entry.n_q(), all_after = entry.n_k();
   entry.nearest = int(params.left < 0 ? all_before : max_of(diagonal - params.left, all_before));
@@ -111,8 +112,8 @@ FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
   return entry;
 }
 
-// The row block of a work item: they count through the parts of the keys, then row blocks, heads, batch. The last row
-// blocks of a head come first: under a causal mask they are the longest.
+// Returns the row block of a work item. Items count through the parts of the keys, then row blocks, heads, batch. The
+// last row blocks of a head come first: under a causal mask they are the longest.
 FFPA_DEVICE RowBlock row_block(const AttentionParams& params, int item, int rows) {
   const int row_blocks = ceil_div(params.n_q, rows);
   const int row_block = item / params.splits, head_of_all = row_block / row_blocks;

@@ -1,5 +1,5 @@
-// Softmax of rows that are far: their scores are so large that rounding them, or an LSE in one float, shows in P, and
-// that the LSE cannot say how many keys share the largest score: of n keys at 10^9, or at the finfo.min of a mask, it
+// The softmax of far rows: their scores are so large that rounding them, or an LSE in one float, shows in P, and that
+// the LSE cannot say how many keys share the largest score: where n keys are at 10^9, or at the finfo.min of a mask, it
 // is the score itself. So P of a far row comes from its largest score and the logarithm of its sum, which are found
 // here.
 #pragma once
@@ -22,30 +22,29 @@
 
 namespace ffpa {
 
-// Whether rounding shows in P of a row with this LSE, in base 2.
+// Returns whether rounding shows in P of a row with this LSE, in base 2.
 FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostFusedLogit); }
 
-// P = 2^(exponent(score) - share), of a far row.
+// The share of a far row: P = 2^(exponent(score) - share).
 struct RowShare {
   float reference = 0, share = 0;
 
-  // Scores that are the reference, as near as rounding leaves it, have all of a share: where scores are about 10^9 it
-  // moves them by 64.
+  // Scores that equal the reference, up to rounding, get exponent 0: rounding moves scores of about 10^9 by 64.
   FFPA_DEVICE float least_of_reference() const { return reference - std::fabs(reference) * kRoundingsOfScore; }
   FFPA_DEVICE float exponent(float score) const {
     return score > least_of_reference() ? 0.0f : (score - reference) * kLog2e;
   }
 };
 
-// A row's share comes from its largest score and the sum of P to it, if these make its LSE. Else the LSE stays: it is
-// of keys that are elsewhere, too.
+// Returns a row's share, from its largest score and the sum of P relative to that, if these give its LSE. Otherwise the
+// LSE is the reference: it also covers keys that are elsewhere.
 FFPA_DEVICE RowShare share_of_row(float largest, float sum, float lse) {
   const float share = ptx::lg2(sum), off = largest - lse + share * kLn2;
   return std::fabs(off) <= kRoundingsOfLse * std::fabs(lse) ? RowShare{largest, share} : RowShare{lse, 0};
 }
 
-// Products q · k of 16 rows and the 8 keys from `key` on, straight from global memory. Rows and keys past the last ones
-// repeat these.
+// Adds the products q · k of 16 rows and the 8 keys from `key` on, straight from global memory. The last row and key
+// take the place of those past them.
 template <class Element>
 FFPA_DEVICE void multiply_from_gmem(float (&products)[4], const AttentionParams& params, const HeadRows& rows, int key,
                                     int lane) {
@@ -70,7 +69,7 @@ FFPA_DEVICE void multiply_from_gmem(float (&products)[4], const AttentionParams&
   }
 }
 
-// function(score, half of rows) for all scores of at most 16 rows.
+// Calls function(score, half of rows) for all scores of at most 16 rows.
 template <class Element, class Function>
 FFPA_DEVICE void for_scores_of_rows(const AttentionParams& params, const HeadRows& rows, int lane,
                                     const Function& function) {
@@ -84,10 +83,10 @@ FFPA_DEVICE void for_scores_of_rows(const AttentionParams& params, const HeadRow
   }
 }
 
-// A lane below 16 gets the share of row rows.first + lane, whose LSE is `lse`. All lanes call it, for 16 rows at most.
+// Gives a lane below 16 the share of row rows.first + lane, whose LSE is `lse`. All lanes call it, for 16 rows at most.
 template <class Element>
 FFPA_DEVICE RowShare share_of_rows(const AttentionParams& params, const HeadRows& rows, float lse, int lane) {
-  float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};  // of the rows that the lane's fragments hold
+  float largest[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};  // for the rows that the lane's fragments hold
   for_scores_of_rows<Element>(params, rows, lane,
                               [&](float score, int h) { largest[h] = larger_of(largest[h], score); });
   FFPA_UNROLL

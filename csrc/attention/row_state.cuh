@@ -1,7 +1,7 @@
-// Softmax of a row, tile of keys after tile: the reference that P refers to, and the sum of P.
+// The softmax of a row over one tile of keys after another: the reference that P is relative to, and the sum of P.
 //
-// m, the reference, is an integer that follows the row's maximum only when that has grown by more than kLazyGrowth:
-// what was computed with another one is mended by a power of two, which is exact.
+// The reference m is an integer that follows the row's maximum only when that exceeds it by more than kLazyGrowth: what
+// was computed with an older reference is mended by a power of two, which is exact.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,7 @@ namespace ffpa {
 
 FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
 
-// What was computed with one reference, as a part of what is with a later one.
+// Returns the factor that turns what was computed with the reference `then` into what the later `now` would give.
 FFPA_DEVICE float growth(float then, float now) { return ptx::ex2(then - finite_reference(now)); }
 
 // State of the two rows a lane owns (r and r + 8).
@@ -31,9 +31,9 @@ struct RowState {
   static constexpr float kLazyGrowth = 8.0f;
 
   float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
-  float sum[2] = {0, 0};                          // of the thread's keys, to the reference
+  float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
 
-  // The reference follows the maximum of a tile, and the sum the reference. Whether what there is of O has another one.
+  // Lets the reference follow the maximum of a tile, and the sum the reference. Says whether O so far has another one.
   FFPA_DEVICE bool follow(int h, float maximum, float lazy_growth = kLazyGrowth) {
     const float before = reference[h];
     if (maximum - before > lazy_growth) reference[h] = std::ceil(maximum);
@@ -42,22 +42,22 @@ struct RowState {
   }
 };
 
-// What O of row `r` of the head is multiplied with, `sum` being its whole sum. One thread writes its LSE; `score` makes
-// it of a logit.
+// Returns what O of row `r` of the head is to be multiplied with; `sum` is the whole sum of the row. The thread with
+// `writes` set writes the row's LSE; score(logit) turns the logit into natural units.
 template <class Score>
 FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
                              bool writes, const Score& score) {
   if (params.lse != nullptr && writes && r <= rows.last) {
     float* lse =
         params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
-    const float logit = reference + ptx::lg2(sum);  // no key: -inf
+    const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
     ptx::st_global_4(lse + r, float_bits(score(logit)));
   }
   return sum > 0 ? 1 / sum : 0.0f;
 }
 
-// The LSE of a warp's 16 rows, from row `row` of the tile on; and in the place of their sums, what O is multiplied
-// with.
+// Writes the LSE of a warp's 16 rows, from row `row` of the tile on, and replaces their sums by the factors that O is
+// to be multiplied with.
 FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows, int row, RowState& state, int lane) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
@@ -70,7 +70,7 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows
   }
 }
 
-// Of 16 rows of O, from row `row` of the tile and column `column` on.
+// Returns the writer of 16 rows of O, from row `row` of the tile and column `column` on.
 template <class Element, int kFragments>
 FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const HeadRows& rows,
                                                             int row, int column, int lane) {

@@ -1,4 +1,4 @@
-// Row tiles of a persistent forward, in the order in which blocks take them.
+// The row tiles of a persistent forward, in the order in which blocks take them.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@
 
 namespace ffpa {
 
-// Whoever is free takes the next: head by head, so that blocks share K and V in the L2 cache; within heads whose K and
-// V it holds together, the longest first under a causal mask. Packed sequences are one entry: a head has the tiles of
-// one sequence after the other (packed_tiles.cuh).
+// A block that is free takes the next tile. Tiles go head by head, so that blocks share K and V in the L2 cache; among
+// heads whose K and V it holds together, the longest tiles come first under a causal mask. Packed sequences count as
+// one entry: a head has the tiles of one sequence after the other (packed_tiles.cuh).
 //
-// Made on the host, a part of what a kernel is launched with: it takes no registers.
+// RowTiles is made on the host and passed with a kernel's arguments: it takes no registers.
 template <int kRows>
 class RowTiles {
  public:
@@ -29,19 +29,19 @@ class RowTiles {
         tiles_(params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div(params.n_q, kRows)),
         entries_((params.is_packed() ? 1 : params.batch) * heads_kv_) {
     const int64_t keys = params.is_packed() ? params.packed_k.total : params.n_k;
-    const int64_t bytes = keys * (int64_t(params.d_qk) + params.d_v) * 2;  // of K and V of an entry
+    const int64_t bytes = keys * (int64_t(params.d_qk) + params.d_v) * 2;  // bytes of K and V of one entry
     together_ = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries_, 1)}));
   }
 
-  // That 32 bits are enough, also for what blocks take beyond the last one, row_tiles.py makes sure.
+  // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
   FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_; }
 
-  // By all lanes of a warp.
+  // All lanes of a warp call this together.
   FFPA_DEVICE HeadRows get(const AttentionParams& params, int item) const {
     const int items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
     const int heads = min_of(together_, entries_ - section * together_) * group_;
     const int in_section = item % items_of_section;
-    const int head = section * together_ * group_ + in_section % heads;  // of all query heads
+    const int head = section * together_ * group_ + in_section % heads;  // index among all query heads
     HeadRows rows;
     rows.batch_index = head / (heads_kv_ * group_);
     rows.head_index = head % (heads_kv_ * group_);
@@ -61,15 +61,15 @@ class RowTiles {
   static constexpr int64_t kCachedBytes = 32 << 20;
 
   int heads_kv_, group_;
-  int tiles_;    // of a head, of a batch entry or of all packed sequences
-  int entries_;  // key/value heads of them
+  int tiles_;    // row tiles of a head, in one batch entry or in all packed sequences
+  int entries_;  // key/value heads of all batch entries; packed sequences are one entry
   int together_;
 };
 
 using KeptRows = tile::KeptValue<HeadRows>;
 
-// function() for the row tiles that the block takes: `next` says which. The rows are kept, of which there are too many
-// registers full.
+// Calls function() for each row tile that the block takes; next() says which. The rows of the tile are kept in shared
+// memory: they would fill too many registers.
 template <int kRows, class Next, class Function>
 FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles<kRows>& tiles, const KeptRows& kept,
                                    int lane, const Next& next, const Function& function) {
@@ -77,7 +77,7 @@ FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles
   for (int item = next(); item < tiles.count(); item = next()) {
     const HeadRows rows = tiles.get(params, item);
     if (rows.first > rows.last) continue;
-    ptx::sync_warp();  // all lanes have done with those before
+    ptx::sync_warp();  // all lanes have read the rows kept before
     kept.keep(rows, lane);
     function();
   }

@@ -14,7 +14,7 @@
 
 namespace ffpa {
 
-// Fields: Dtype (16 bits), kUnroll (elements of one thread).
+// Fields has Dtype (16 bits) and kUnroll (elements of one thread).
 template <class Fields>
 struct ScaledCopyConfig : Fields {
   using Params = ScaledCopyParams;

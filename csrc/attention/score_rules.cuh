@@ -1,12 +1,12 @@
-// From raw products q · k to what softmax takes,
+// Turns raw products q · k into what softmax takes:
 //
 //   score = cap(scale · q·k) + mask,  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
 //   -inf where the row does not see the key, or a bool mask says no;
 //
-// each step rounded as softmax of float32 scores rounds it. Logits (logits.cuh) are made of scores where exponents are
-// computed; where a positive factor is all that a product needs (they are plain), of products.
-// A Block says which batch entry and head the scores are of, how many rows and keys it has, and which of them meet: a
-// KeptRowBlock, or a tile with the same names.
+// Each step is rounded as softmax of float32 scores rounds it. Logits (logits.cuh) are made of scores where exponents
+// are computed, or of products where these need only a positive factor (they are plain). A Block says which batch entry
+// and head the scores belong to, how many rows and keys it has, and which of them meet: it is a KeptRowBlock, or a tile
+// with the same names.
 //
 // Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp (or those keys that
 // Fragments says); `row` and `key` are where the first of them lie. Whatever a call or a tile does not need costs one
@@ -29,8 +29,8 @@
 
 namespace ffpa {
 
-// tanh, relative error below 2^-22: a large softcap must leave small scores as they are. Below 0.6 the exponential form
-// would cancel; there tanh(x) = x + x³ p(x²), with p the polynomial of least relative error.
+// Returns tanh(x) with a relative error below 2^-22: a large softcap must leave small scores as they are. Below 0.6 the
+// exponential form would cancel; there tanh(x) = x + x³ p(x²), with p the polynomial of least relative error.
 FFPA_DEVICE float tanh_of(float x) {
   const float x2 = x * x;
   const float p = ((0.015612628f * x2 - 0.0522118f) * x2 + 0.13313116f) * x2 - 0.33332598f;
@@ -39,13 +39,13 @@ FFPA_DEVICE float tanh_of(float x) {
   return std::fabs(x) < 0.6f ? small : std::copysign(large, x);
 }
 
-// 1 - tanh², whose relative error stays that small where tanh is almost 1.
+// Returns 1 - tanh(x)²; its relative error stays that small where tanh is almost 1.
 FFPA_DEVICE float slope_of_tanh(float x) {
   const float small = ptx::ex2(-2 * kLog2e * std::fabs(x)), inverse = ptx::rcp(1 + small);
   return 4 * small * (inverse * inverse);
 }
 
-// function(score, row, key) for every score of the thread.
+// Calls function(score, row, key) for every score of the thread.
 template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Function>
 FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, int lane, Function function) {
   FFPA_UNROLL
@@ -61,8 +61,8 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
   }
 }
 
-// -inf hides a pair whatever its score is. `kApart`: the sum waits for its own branch, as the product in it is
-// volatile. Computed ahead for many scores at once, sums would not fit the registers that wgmma's accumulators leave.
+// Adds a mask to a score; -inf hides the pair whatever its score is. With `kApart` the sum stays in its own branch, as
+// the product in it is volatile: many sums computed ahead would not fit the registers that wgmma's accumulators leave.
 template <bool kApart>
 FFPA_DEVICE float add_mask(float score, float mask) {
   if (mask == -kInfinity) return mask;
@@ -75,14 +75,14 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
   const MaskView& mask = params.mask;
   const uint8_t* of_head = mask.data + block.batch() * mask.batch_stride + block.head() * mask.head_stride;
   const int n_q = block.n_q(), n_k = block.n_k();
-  // Row by row, the kinds inside: more elements at once would take the registers that O needs.
+  // The loops go row by row, with the mask kinds inside: more elements at once would take the registers that O needs.
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const int r = min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, n_q - 1);  // past it nothing counts
+      const int r = min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, n_q - 1);  // rows past it do not count
       const uint8_t* row_gmem = of_head + r * mask.row_stride;
-      const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // nor past this
+      const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // keys past this do not count
       const uint8_t* gmem = row_gmem + (key + Fragments::first_column(lane)) * mask.key_stride;
       const auto apply = [&](auto masked) {
         FFPA_UNROLL
@@ -124,18 +124,18 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
 
 FFPA_DEVICE LogitScale scale_of_products(const AttentionParams& params) { return {params.scale, params.score_factor}; }
 
-// Whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.
+// Says whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.
 FFPA_DEVICE bool are_raw(const AttentionParams& params) { return !params.has_rules() && params.score_factor > 0; }
-// The same of a tile, none of whose products are hidden where `all_seen`.
+// Says the same of one tile; none of its products are hidden where `all_seen`.
 FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) { return all_seen && are_raw(params); }
 
-// The slopes of what exponents are made of: products; or scores; or, where a float does not hold their logits, what
-// in_base_2 makes.
+// Returns the slopes of what exponents are made of: products; or scores; or, where a float does not hold their logits,
+// the results of in_base_2.
 FFPA_DEVICE Slopes slopes_of(const AttentionParams& params) {
   return are_raw(params) ? Slopes::of(params.score_factor) : params.has_wide_mask() ? Slopes{1, 1} : Slopes::of(kLog2e);
 }
 
-// The score of a logit by these slopes.
+// Returns the score of a logit that these slopes have made.
 FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
   const Slopes slopes = slopes_of(params);
   if (params.has_wide_mask()) return in_natural_units(logit);
@@ -144,8 +144,8 @@ FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
   return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
 }
 
-// `all_seen`: every row sees every key of the tile. `kMasks`: there may be a mask; what reads it takes registers.
-// `scale` is what makes products those of Q and K.
+// Turns products into scores. With `all_seen`, every row sees every key of the tile. With `kMasks` there may be a mask;
+// reading it takes registers. `scale` turns the given products into those of Q and K.
 template <class Fragments = tile::AdjacentFragments, bool kMasks = true, bool kApart = false, int kM, int kN,
           class Block>
 FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
@@ -163,12 +163,12 @@ FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionP
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
 }
 
-// Whether exponents are not to be fused where this is a row's maximum, before its factor. -inf is that of no score.
+// Says whether this maximum of a row, before its factor, is too large to fuse exponents; it is -inf without scores.
 FFPA_DEVICE bool is_large(float maximum, float factor) {
   return std::fabs(maximum) * factor > kMostFusedLogit && maximum > -kInfinity;
 }
 
-// Scores and their rows' maxima become logits, and their factor 1.
+// Turns scores and their rows' maxima into logits, and their factor into 1.
 template <int kM, int kN>
 FFPA_DEVICE void make_logits(float (&scores)[kM][kN][4], float (&maxima)[kM][2], const LogitScale& to_logits,
                              float& factor) {

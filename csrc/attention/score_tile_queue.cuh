@@ -1,6 +1,6 @@
-// The way of tiles of P and dS from the warp that brings their operands to the warpgroups that multiply: two places in
-// shared memory, where a tile stays while it is worked on. Registers belong to sums, and one warp does the arithmetic
-// that finds a tile.
+// The queue passes tiles of P and dS from the warp that brings their operands to the warpgroups that multiply. A tile
+// stays in one of two places in shared memory while it is worked on: registers belong to sums, and one warp does the
+// arithmetic that finds a tile.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,15 @@
 
 namespace ffpa {
 
-// All lanes of a warp read it together: by way of a shuffle the compiler knows that they have one value.
+// A score tile in shared memory. All lanes of a warp read it together, through a shuffle: so the compiler knows that
+// they have one value.
 class KeptScoreTile {
  public:
   static constexpr uint32_t kBytes = 64;
 
   FFPA_DEVICE explicit KeptScoreTile(uint32_t smem) : smem_(smem) {}
 
-  // By one thread; without a tile, the end of all.
+  // One thread calls this; null says that no more tiles come.
   FFPA_DEVICE void keep(const ScoreTile* tile) const {
     ptx::st_shared_4(smem_, tile != nullptr);
     if (tile == nullptr) return;
@@ -50,7 +51,7 @@ class KeptScoreTile {
   FFPA_DEVICE int workspace_column() const { return number(11); }
   FFPA_DEVICE bool is_computed() const { return number(12) != 0; }
 
-  // All rows of a tile exist, and see all of its keys.
+  // Says whether all rows of the tile exist and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
     return all_rows_see(*this, first_key(), kKeyTile) && last_row() - first_row() == kScoreRows - 1;
   }
@@ -61,7 +62,7 @@ class KeptScoreTile {
   uint32_t smem_;
 };
 
-// `full`: the tile is there; `empty`: all warps are done with the one before.
+// A place has two mbarriers: `full` says that its tile is there, `empty` that all warps are done with the last one.
 class ScoreTileQueue {
  public:
   static constexpr int kPlaces = 2;
@@ -69,7 +70,7 @@ class ScoreTileQueue {
 
   FFPA_DEVICE explicit ScoreTileQueue(uint32_t smem) : smem_(smem) {}
 
-  // By one thread, before a barrier of the block.
+  // One thread calls this, before a barrier of the block.
   FFPA_DEVICE void init(int consuming_warps) const {
     for (int place = 0; place < kPlaces; ++place) {
       ptx::mbarrier_init(full(place), 1);
@@ -77,7 +78,7 @@ class ScoreTileQueue {
     }
   }
 
-  // By one thread.
+  // One thread calls this.
   FFPA_DEVICE void put(const ScoreTile* tile) {
     ptx::mbarrier_wait(empty(place_), parity_ ^ 1);
     KeptScoreTile(of_place()).keep(tile);
@@ -85,7 +86,7 @@ class ScoreTileQueue {
     advance();
   }
 
-  // By whole warps.
+  // Whole warps call get() and release().
   FFPA_DEVICE KeptScoreTile get() const {
     ptx::mbarrier_wait(full(place_), parity_);
     return KeptScoreTile(of_place());

@@ -1,4 +1,4 @@
-// How TMA sees the tensors of a call: all in boxes of 64 columns (tile/box_ring.cuh), read with 64 rows.
+// The TMA maps of a call's tensors: all have boxes of 64 columns (tile/box_ring.cuh), with 64 rows where they are read.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace ffpa {
 
-// Of `rows` rows of `columns` in each head. What lies outside reads as 0, and is not written.
+// Maps `rows` rows of `columns` columns in each head. What lies outside reads as 0, and is not written.
 inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch,
                                int box_rows) {
   TensorMapSpec spec;
@@ -30,7 +30,7 @@ inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int col
   return ptx::encode_tensor_map(map, spec);
 }
 
-// A tensor with rows as q has them, one with rows as k has them; of packed sequences all of the tensor's.
+// Map a tensor that has the rows of q, or those of k; for packed sequences, all rows of the tensor.
 inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
                                 int box_rows = tile::kBox) {
   const bool packed = params.is_packed();
@@ -45,7 +45,7 @@ inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params,
                     packed ? 1 : params.batch, box_rows);
 }
 
-// A matrix of a workspace, in boxes of so many rows.
+// Maps a matrix of a workspace, in boxes of `box_rows` rows.
 inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_t columns, int64_t rows,
                                int box_rows = tile::kBox) {
   TensorMapSpec spec;
@@ -60,7 +60,7 @@ inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_
   return ptx::encode_tensor_map(map, spec);
 }
 
-// The box of a tensor's columns from `column` on and rows from `row` on; to all blocks of the cluster.
+// Loads the box at column `column` and row `row` of a tensor, to all blocks of the cluster.
 template <int kClusterBlocks = 1>
 FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
                           int column, int row) {
@@ -72,12 +72,12 @@ FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t
   }
 }
 
-// 16 rows of a warp's sums, those columns of them that are whole boxes, times a factor of each half of the rows: to a
-// map with boxes of so many rows.
+// Stores 16 rows of a warp's sums, those columns that are whole boxes, times a factor for each half of the rows. The
+// boxes of the map have 16 rows, too.
 template <class Element, class Stores, int kSums>
 FFPA_DEVICE void store_rows(Stores& stores, const float (&sums)[kSums], const float (&factor)[2],
                             const ptx::TensorMap& map, const MapPlace& place, int column, int row) {
-  constexpr int kBoxSums = tile::kBox / 2;  // of a thread
+  constexpr int kBoxSums = tile::kBox / 2;  // sums of a thread in one box
   FFPA_UNROLL
   for (int box = 0; box < kSums / kBoxSums; ++box) {
     tile::PackedRows packed;

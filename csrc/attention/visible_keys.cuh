@@ -1,5 +1,5 @@
-// Which keys a block of rows meets: what causal, window and alignment come to, tile by tile and row by row. A Block is
-// a KeptRowBlock, or whatever else has rows and knows which keys they see.
+// Says which keys a block of rows sees: what causal, window and alignment come to, tile by tile and row by row. A Block
+// is a KeptRowBlock, or anything else that has rows and knows which keys they see.
 #pragma once
 
 #include "base/compiler.h"
@@ -7,7 +7,7 @@
 
 namespace ffpa {
 
-// Keys that some row of the block sees: [begin, end), empty if begin >= end.
+// The keys that some row of the block sees are [begin, end); there are none if begin >= end.
 template <class Block>
 FFPA_DEVICE int visible_keys_begin(const Block& block) {
   return max_of(block.first_row() + block.nearest(), 0);
@@ -18,7 +18,7 @@ FFPA_DEVICE int visible_keys_end(const Block& block) {
   return min_of(block.last_row() + block.farthest() + 1, block.n_k());
 }
 
-// Tiles of `keys` keys that hold them: [first, end).
+// The tiles of `keys` keys that hold the visible keys: [first, end).
 struct TileRange {
   int first, end;
 };
@@ -28,7 +28,7 @@ FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys) {
   return {first, max_of(ceil_div(visible_keys_end(block), keys), first)};
 }
 
-// The block's, of `splits` parts of them.
+// Returns the block's part of these tiles, where they are cut into `splits` parts.
 template <class Block>
 FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
   const TileRange all = visible_tiles(block, keys);
@@ -38,7 +38,7 @@ FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
   return {first_of_part, min_of(first_of_part + tiles, all.end)};
 }
 
-// Keys that every row of the block sees: [begin, end), empty if begin >= end.
+// The keys that every row of the block sees are [begin, end); there are none if begin >= end.
 template <class Block>
 FFPA_DEVICE int common_keys_begin(const Block& block) {
   return block.last_row() + block.nearest();
@@ -48,7 +48,7 @@ FFPA_DEVICE int common_keys_end(const Block& block) {
   return min_of(block.first_row() + block.farthest() + 1, block.n_k());
 }
 
-// Whether every row of the block sees each of `count` keys from `key` on.
+// Returns whether every row of the block sees each of `count` keys from `key` on.
 template <class Block>
 FFPA_DEVICE bool all_rows_see(const Block& block, int key, int count) {
   return key >= common_keys_begin(block) && key + count <= common_keys_end(block);

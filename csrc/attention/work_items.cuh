@@ -1,5 +1,5 @@
-// Work items of a kernel are numbered through: those of a head, then head after head, then batch entry after batch
-// entry. A block takes the item of its own number, whatever the shape of the grid.
+// The work items of a kernel are numbered: those of a head, then head after head, then batch entry after batch entry. A
+// block takes the item of its own number, whatever the shape of the grid.
 #pragma once
 
 #include "attention/attention_params.h"
@@ -10,7 +10,7 @@
 
 namespace ffpa {
 
-// A grid of one block for each item, or of at most `most` blocks, which then take several items each.
+// Returns a grid of one block for each item, or of at most `most` blocks, which then take several items each.
 inline GridDim grid_of(const AttentionParams& params, int items_of_head, int most = kLargestInt) {
   if (!params.grid_of_heads) return {uint32_t(min_of(items_of_head * params.heads_q * params.batch, most))};
   const int z = min_of(params.batch, most), y = min_of(params.heads_q, most / z);

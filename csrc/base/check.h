@@ -1,4 +1,4 @@
-// Host-side checks: a failed one throws with the condition, the place and a sentence, and never ends the process.
+// Host-side checks: a failed check throws with the condition, the place and a sentence; it never ends the process.
 #pragma once
 
 #include <stdexcept>

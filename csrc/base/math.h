@@ -30,7 +30,7 @@ FFPA_HOST_DEVICE constexpr bool is_power_of_two(Int value) {
   return value > 0 && (value & (value - 1)) == 0;
 }
 
-// Largest n with 2^n <= value, for value >= 1.
+// Returns the largest n with 2^n <= value, for value >= 1.
 template <class Int>
 FFPA_HOST_DEVICE constexpr int ilog2(Int value) {
   int log = 0;
@@ -51,7 +51,7 @@ FFPA_HOST_DEVICE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
 
-// One instruction, which max_of is not: that gives `a` where one of them is NaN, this the other one.
+// These are one instruction each, unlike max_of and min_of: where one is NaN, those give `a`, these the number.
 FFPA_HOST_DEVICE float larger_of(float a, float b) { return fmaxf(a, b); }
 FFPA_HOST_DEVICE float smaller_of(float a, float b) { return fminf(a, b); }
 

@@ -1,7 +1,7 @@
 // Storage types for floating point numbers of 16 and 8 bits, and their conversions in plain integer arithmetic.
 //
-// Kernels hold such data as packed uint32_t registers and convert with ptx/convert.cuh; these types name the element
-// of a tensor (as a template argument) and give the host and the tests the definition the instructions are held to.
+// Kernels hold such data as packed uint32_t registers and convert with ptx/convert.cuh. These types name a tensor's
+// element (as a template argument) and give the host and the tests the definition that the instructions are held to.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ FFPA_HOST_DEVICE float float_from_bits(uint32_t bits) {
   return value;
 }
 
-// Two 16-bit values in one register; `low` is the element with the smaller index.
+// These pack two 16-bit values into one register and unpack them; `low` is the element with the smaller index.
 FFPA_HOST_DEVICE constexpr uint32_t pack_bits(uint16_t low, uint16_t high) { return low | uint32_t(high) << 16; }
 FFPA_HOST_DEVICE constexpr uint16_t low_bits(uint32_t packed) { return uint16_t(packed); }
 FFPA_HOST_DEVICE constexpr uint16_t high_bits(uint32_t packed) { return uint16_t(packed >> 16); }
@@ -71,11 +71,11 @@ FFPA_HOST_DEVICE float to_float(E4M3 value) {
   const uint32_t sign = uint32_t(value.bits & 0x80) << 24;
   const uint32_t magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return float_from_bits(0x7fffffff);
-  const float scaled = float_from_bits(magnitude << 20) * float_from_bits(0x7b800000);  // 2^(127 - 7), as of a Half
+  const float scaled = float_from_bits(magnitude << 20) * float_from_bits(0x7b800000);  // 2^(127 - 7), as for a Half
   return float_from_bits(sign | float_bits(scaled));
 }
 
-// Round to nearest even, overflow to infinity, NaN to the canonical 0x7fff, as cvt.rn.f16.f32 does.
+// Rounds to nearest even, turns overflow into infinity and NaN into the canonical 0x7fff, as cvt.rn.f16.f32 does.
 FFPA_HOST_DEVICE Half half_from_float(float value) {
   const uint32_t sign = float_bits(value) >> 16 & 0x8000;
   const uint32_t magnitude = float_bits(value) & 0x7fffffff;
@@ -93,14 +93,14 @@ FFPA_HOST_DEVICE Half half_from_float(float value) {
   return {uint16_t(sign | ((magnitude - kRebias + round_to_even) >> 13))};
 }
 
-// Round to nearest even, NaN to the canonical 0x7fff, as cvt.rn.bf16.f32 does.
+// Rounds to nearest even and turns NaN into the canonical 0x7fff, as cvt.rn.bf16.f32 does.
 FFPA_HOST_DEVICE BFloat16 bfloat16_from_float(float value) {
   const uint32_t bits = float_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return {0x7fff};
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// Round to nearest even, saturate at the largest finite number, NaN to 0x7f, as cvt.rn.satfinite does.
+// Rounds to nearest even, saturates at the largest finite number and turns NaN into 0x7f, as cvt.rn.satfinite does.
 template <class Float8>
 FFPA_HOST_DEVICE Float8 float8_from_float(float value) {
   constexpr int kDropped = 23 - Float8::kFractionBits;

@@ -9,11 +9,11 @@
 namespace ffpa {
 
 struct Instance {
-  const char* name;          // of the spec
-  std::size_t params_bytes;  // sizeof(Config::Params), so that a caller with another struct is found out
+  const char* name;          // name of the spec
+  std::size_t params_bytes;  // sizeof(Config::Params): exposes a caller that has another struct
 
-  // Enqueues the kernel on `stream` (a cudaStream_t) of `device`, which must be current. *shape holds what was asked
-  // for, whatever the result is, so that a failure can be described.
+  // Enqueues the kernel on `stream` (a cudaStream_t) of `device`, which must be current. It sets *shape to what was
+  // asked for, whatever the result is, so that a failure can be described.
   LaunchStatus (*launch)(const void* params, int device, void* stream, LaunchShape* shape);
 };
 

@@ -1,5 +1,5 @@
-// What a kernel is launched with: its Config's Params; or, where they take more than a copy (TMA descriptors), the
-// Arguments that the Config makes of them. This runs in the instance's own file: callers know Params only.
+// The arguments of a kernel: its Config's Params or, where they take more than a copy (TMA descriptors), the Arguments
+// that the Config makes of them. The instance's own file makes them: callers know Params only.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// The only way kernels are started.
+// launch() is the only way to start a kernel.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +8,8 @@
 
 namespace ffpa {
 
-// launch(shape, stream, kernel, arguments...): arguments convert to the kernel's parameters, which must be trivially
-// copyable. Never throws and never synchronises the GPU; in emulation the kernel has run when this returns.
+// launch(shape, stream, kernel, arguments...) converts arguments to the kernel's parameters, which must be trivially
+// copyable. It never throws and never synchronises the GPU; in emulation the kernel has run when it returns.
 template <class... Parameters, class... Arguments>
 LaunchStatus launch(const LaunchShape& shape, void* stream, void (*kernel)(Parameters...), Arguments... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "one argument for each parameter of the kernel");

@@ -1,5 +1,5 @@
-// From a Config and its kernel to an Instance. Included by generated files alone, and free of torch headers, which
-// would cost each of them seconds.
+// Makes an Instance from a Config and its kernel. Only generated files include this header; it is free of torch
+// headers, which would cost each of them seconds.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,10 +21,10 @@ class Launcher {
   static constexpr Instance instance(const char* name) { return {name, sizeof(Params), &launch_kernel}; }
 
  private:
-  // A kernel may use more than 48 KB of shared memory only after asking. Asking for all there is costs nothing (how
-  // much a launch takes is what counts), and fits whatever number of stages comes later.
+  // A kernel may use more than 48 KB of shared memory only after asking. Asking for all that there is costs nothing
+  // (only the size of a launch counts), and fits whatever number of stages comes later.
   static cudaError_t allow_all_shared_memory(int device) {
-    static std::atomic<uint64_t> done{0};  // one bit a device
+    static std::atomic<uint64_t> done{0};  // one bit for each device
     const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
     if (done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
     int most = 0;
@@ -47,7 +47,7 @@ class Launcher {
     LaunchStatus status =
         error == cudaSuccess ? KernelArguments<Config>::make(typed, arguments) : ptx::status_of(error);
     if (status.ok()) status = launch(*shape, stream, kKernel, arguments);
-    if (!status.ok()) cudaGetLastError();  // reported here, so the next call must not see it again
+    if (!status.ok()) cudaGetLastError();  // the error is reported here: the next call must not see it again
     return status;
   }
 };

@@ -1,5 +1,5 @@
-// Conversions between float and packed 16-bit pairs, and products of pairs; to four packed 8-bit floats. The lowest
-// part is the element with the smallest index.
+// Conversions between float and packed pairs of 16-bit elements, products of such pairs, and conversions from float to
+// four packed 8-bit floats. The lowest part of a register is the element with the smallest index.
 #pragma once
 
 #include "base/compiler.h"

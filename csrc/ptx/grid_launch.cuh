@@ -1,5 +1,5 @@
-// Starting a kernel: the one host function whose two versions are a CUDA launch and a run of the emulator.
-// Kernels are launched through launch/launch.cuh, which adds the types of the arguments.
+// Starts a kernel: the one host function whose two versions are a CUDA launch and a run of the emulator. Kernels are
+// launched through launch/launch.cuh, which adds the types of the arguments.
 #pragma once
 
 #include "base/compiler.h"

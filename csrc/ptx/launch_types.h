@@ -1,4 +1,4 @@
-// What a launch needs and what it answers, the same for both compilers.
+// The shape that a launch needs and the status that it returns, the same for both compilers.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ struct GridDim {
 };
 
 struct LaunchShape {
-  GridDim grid;                 // in blocks
-  int threads = 32;             // per block, a multiple of 32
-  uint32_t smem_bytes = 0;      // dynamic shared memory of a block
-  GridDim cluster;              // in blocks; every side divides the grid's
-  uint32_t* counter = nullptr;  // in global memory, if given: 0 when the kernel starts
+  GridDim grid;                 // blocks in each dimension
+  int threads = 32;             // threads per block, a multiple of 32
+  uint32_t smem_bytes = 0;      // bytes of dynamic shared memory of a block
+  GridDim cluster;              // blocks in each dimension; every side divides the grid's
+  uint32_t* counter = nullptr;  // counter in global memory, or null; 0 when the kernel starts
 };
 
 struct LaunchStatus {
-  int code = 0;              // 0, a cudaError_t, or in emulation 1
+  int code = 0;              // 0, a cudaError_t, or 1 in emulation
   const char* message = "";  // valid until this thread's next launch
   bool ok() const { return code == 0; }
 };

@@ -1,4 +1,4 @@
-// mma.sync m16n8k16: D[16×8] += A[16×16] · B[16×8], one warp. tile/fragments.cuh has the (lane, value) maps.
+// mma.sync m16n8k16: one warp computes D[16×8] += A[16×16] · B[16×8]. tile/fragments.cuh has the (lane, value) maps.
 #pragma once
 
 #include "base/compiler.h"

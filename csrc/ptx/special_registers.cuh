@@ -1,4 +1,4 @@
-// Where a thread is: its index, its block's index, the grid's extent, and where its dynamic shared memory starts.
+// The place of a thread: its index, its block's index, the grid's extent, and where its dynamic shared memory starts.
 #pragma once
 
 #include "base/compiler.h"

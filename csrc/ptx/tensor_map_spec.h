@@ -1,12 +1,12 @@
-// What a TMA descriptor says, for both compilers.
+// The contents of a TMA descriptor, in a form that both compilers read.
 #pragma once
 
 #include <cstdint>
 
 namespace ffpa {
 
-// Permutation of the 16-byte chunks of a tile in shared memory, repeating every 8 rows of that many bytes. The values
-// are those of a wgmma descriptor's swizzle field.
+// A swizzle permutes the 16-byte chunks of a tile in shared memory and repeats every 8 rows of that many bytes. The
+// values are those of a wgmma descriptor's swizzle field.
 enum class Swizzle { kNone = 0, k128Bytes = 1, k64Bytes = 2, k32Bytes = 3 };
 
 inline constexpr int swizzle_bytes(Swizzle swizzle) {
@@ -19,9 +19,9 @@ inline constexpr int kMaxTensorRank = 5;
 struct TensorMapSpec {
   const void* base = nullptr;                  // 16-byte aligned
   int rank = 0;                                // 1 … 5
-  bool bfloat16 = false;                       // else half; only out-of-bounds NaN fill would tell them apart
+  bool bfloat16 = false;                       // false: half; only out-of-bounds NaN fill would tell them apart
   uint64_t size[kMaxTensorRank] = {};          // elements
-  uint64_t stride_bytes[kMaxTensorRank] = {};  // of dimensions 1 …, multiples of 16; [0] is not used
+  uint64_t stride_bytes[kMaxTensorRank] = {};  // strides of dimensions 1 …, multiples of 16; [0] is not used
   uint32_t box[kMaxTensorRank] = {};           // elements a copy moves, at most 256 in each dimension
   Swizzle swizzle = Swizzle::kNone;            // the box's innermost extent must not exceed its bytes
 };

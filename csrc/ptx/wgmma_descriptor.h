@@ -1,5 +1,5 @@
-// Shared-memory matrix descriptors of wgmma: plain bits, the same for both compilers. "Asynchronous Warpgroup Level
-// Matrix Shared Memory Layout" in the PTX manual.
+// Shared-memory matrix descriptors of wgmma: plain bits, the same for both compilers. The PTX manual describes them in
+// "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace ffpa::ptx {
 
-// Along which dimension an operand is contiguous in shared memory. The values are the instruction's transpose bits.
+// The dimension along which an operand is contiguous in shared memory. The values are the instruction's transpose bits.
 enum class OperandMajor { kK = 0, kMN = 1 };
 
-// Products of 8-bit elements: both operands K-major, 32 of k, which are as many bytes as 16 of others.
+// True for 8-bit elements. Products of them are K-major in both operands and take 32 of k, the bytes of 16 of others.
 template <class Element>
 inline constexpr bool kIs8Bit = sizeof(Element) == 1;
 
-// The widths N that native/wgmma.cuh spells out.
+// Tells whether native/wgmma.cuh spells out the instruction of width n.
 template <class Element>
 FFPA_HOST_DEVICE constexpr bool is_wgmma_width(int n) {
   if (n == 64 || n == 128) return true;

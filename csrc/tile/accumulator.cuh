@@ -53,7 +53,7 @@ struct Accumulator<Half> {
   }
 };
 
-// Rows g and g + 8 of the fragment, each times its factor.
+// Multiplies rows g and g + 8 of the fragment by their factors.
 template <class Type>
 FFPA_DEVICE void scale_rows(Accumulator<Type>& accumulator, const float (&factor)[2]) {
   float values[4];

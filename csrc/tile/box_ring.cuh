@@ -1,17 +1,17 @@
 // The core of the Hopper kernels: one warp brings tiles of two matrices by TMA, two warpgroups multiply them.
 //
-// Everything moves in boxes of 64 × 64 16-bit elements, 8 rows of 128 bytes an atom of the 128-byte swizzle: whatever
-// its tensor, and whichever way wgmma reads it. A step is 64 of the common dimension:
+// Everything moves in boxes of 64 × 64 16-bit elements. A box consists of atoms of the 128-byte swizzle (8 rows of 128
+// bytes each), whatever its tensor, and whichever way wgmma reads it. A step is 64 of the common dimension:
 //
 //   A   kBoxesA of 64 rows, the same number for each warpgroup: [64 rows][64 of the step], or the other way round
 //
 //   B   kBoxesB of 64 columns: [64 columns][64 of the step], or the other way round
 //
-// Slots of a step each form a ring. Each has two mbarriers: `full`, all boxes have landed; `empty`, no warp reads them
-// any more.
+// The slots of the ring hold one step each. Each slot has mbarriers: `full` says that all boxes have landed, `empty`
+// that no warp reads them any more; `landed` comes before `full` where the producer still writes rows of zeros.
 //
-// Blocks of a cluster can share the boxes of B: each brings a part of them, for all. Then they go through the same
-// steps, and a slot is empty when no warp of any of them reads it.
+// Blocks of a cluster can share the boxes of B: each block brings a part of them for all blocks. The blocks then go
+// through the same steps, and a slot is empty when no warp of any of them reads it.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@
 
 namespace ffpa::tile {
 
-inline constexpr int kBox = 64;  // rows and columns
+inline constexpr int kBox = 64;  // rows and columns of a box
 inline constexpr uint32_t kBoxRowBytes = kBox * 2;
 inline constexpr uint32_t kBoxBytes = kBox * kBoxRowBytes;
 inline constexpr uint32_t kAtomBytes = 8 * kBoxRowBytes;
@@ -38,7 +38,7 @@ inline constexpr uint32_t kAtomBytes = 8 * kBoxRowBytes;
 inline constexpr int kConsumerGroups = 2;
 inline constexpr int kGroupThreads = 128;
 
-// Which way a box lies: along which of its dimensions it is contiguous.
+// Major says along which of its dimensions a box is contiguous.
 using Major = ptx::OperandMajor;
 
 template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1, int kReadingGroups = kConsumerGroups>
@@ -47,7 +47,7 @@ struct BoxRing {
   static constexpr int kBoxesB = kBoxesOfB;
   static constexpr int kStages = kSlots;
   static constexpr int kClusterBlocks = kBlocksThatShare;
-  static constexpr int kOwnBoxesB = kBoxesB / kClusterBlocks;  // that a block brings
+  static constexpr int kOwnBoxesB = kBoxesB / kClusterBlocks;  // boxes of B that one block brings
   static_assert(kBoxesB % kClusterBlocks == 0, "each block of a cluster brings as many boxes");
   static constexpr uint32_t kSlotBytes = (kBoxesA + kBoxesB) * kBoxBytes;
   static constexpr uint32_t kBytes = kStages * kSlotBytes;
@@ -61,7 +61,7 @@ struct BoxRing {
   FFPA_DEVICE uint32_t empty(int i) const { return barriers_smem + (kStages + i) * 8; }
   FFPA_DEVICE uint32_t landed(int i) const { return barriers_smem + (2 * kStages + i) * 8; }
 
-  // By one thread, before all meet.
+  // One thread calls this, before all threads meet.
   FFPA_DEVICE void init() const {
     FFPA_NO_UNROLL
     for (int i = 0; i < kStages; ++i) {
@@ -72,7 +72,7 @@ struct BoxRing {
     ptx::fence_mbarrier_init();
   }
 
-  // All threads of all blocks: after init, and, where blocks share, before one ends that others still write to.
+  // All threads of all blocks call this after init and, where blocks share, before one ends that others write to.
   FFPA_DEVICE void meet() const {
     if constexpr (kClusterBlocks == 1) {
       ptx::sync_block();
@@ -84,7 +84,7 @@ struct BoxRing {
   }
 };
 
-// Where a role is in the ring: each goes round on its own.
+// The place of one role in the ring; each role goes round on its own.
 template <class Ring>
 struct RingPosition {
   int slot = 0;
@@ -98,16 +98,16 @@ struct RingPosition {
   }
 };
 
-// The warp that brings steps, all of its lanes together; one of them issues the copies. An elected one: of lane 0 the
-// compiler does not know that it is one lane, and puts a loop around each copy (dQ took 7% longer).
+// The warp that brings steps, all of its lanes together; one of them issues the copies. That lane is elected: the
+// compiler does not know that `lane == 0` is a single lane, and puts a loop around each copy (dQ took 7% longer).
 template <class Ring>
 class BoxProducer {
  public:
   FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
 
-  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to one address after the other (of B's, those
-  // that this block brings, for the whole cluster); `boxes_b`, how many of B, where a product needs fewer than a slot
-  // has, and `rows_b`, of how many rows, where they are lower.
+  // load(boxes_smem, barrier) starts the copies of all boxes of a step, to consecutive addresses (of the boxes of B it
+  // copies those that this block brings for the whole cluster). `boxes_b` is the number of boxes of B, where a product
+  // needs fewer than a slot has; `rows_b` is the number of their rows, where they are lower than kBox.
   template <class Load>
   FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
     if (ptx::elect_one()) {
@@ -119,8 +119,8 @@ class BoxProducer {
     at_.advance();
   }
 
-  // The same, with zeros for those rows of B's boxes whose bit in `live` is 0: a NaN that lies there would survive the
-  // zero it is multiplied with.
+  // Brings a step as bring() does, with zeros in those rows of B's boxes whose bit in `live` is 0: a NaN that lies
+  // there would survive the zero it is multiplied with.
   template <class Load>
   FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
     if (live == ~uint64_t{0}) return bring(load, boxes_b, rows_b);
@@ -148,10 +148,10 @@ class BoxProducer {
     at_.advance();
   }
 
-  // A step of zeros: what a product over nothing is made of.
+  // Brings a step of zeros, for a product over nothing.
   FFPA_DEVICE void bring_zeros() {
     const uint32_t slot = ring_.slot(at_.slot);
-    // One lane waits: the others may be rounds ahead of it, and a parity tells only neighbouring rounds apart.
+    // Only one lane waits: the others may be rounds ahead of it, and a parity tells only neighbouring rounds apart.
     if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
     ptx::sync_warp();
     FFPA_NO_UNROLL
@@ -172,16 +172,16 @@ class BoxProducer {
   const Ring ring_;
   int lane_;
   RingPosition<Ring> at_;
-  uint32_t landed_parities_ = 0;  // a bit for each slot
+  uint32_t landed_parities_ = 0;  // parity of each slot's `landed` barrier, one bit a slot
 };
 
-// For products: of boxes, each `box_bytes` after the one before.
+// Returns the wgmma descriptor of boxes that lie `box_bytes` apart.
 FFPA_DEVICE uint64_t boxes_descriptor(uint32_t boxes_smem, uint32_t box_bytes = kBoxBytes) {
   return ptx::wgmma_descriptor(boxes_smem, box_bytes, kAtomBytes, Swizzle::k128Bytes);
 }
 
-// The way of a warp of a warpgroup that multiplies through a ring that no other block reads: slot after slot, where
-// products take any number of them.
+// Takes one warp of a multiplying warpgroup slot after slot through a ring that no other block reads; a product may
+// take any number of slots.
 template <class Ring>
 class SlotReader {
   static_assert(Ring::kClusterBlocks == 1, "arrivals are the block's own");
@@ -189,7 +189,7 @@ class SlotReader {
  public:
   FFPA_DEVICE SlotReader(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
 
-  // The boxes of the next slot, once they have landed.
+  // Returns the descriptor of the next slot's boxes, once they have landed.
   FFPA_DEVICE uint64_t next(uint32_t box_bytes = kBoxBytes) {
     ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
     const uint64_t boxes = boxes_descriptor(ring_.slot(at_.slot), box_bytes);
@@ -197,7 +197,7 @@ class SlotReader {
     return boxes;
   }
 
-  // Gives slots back, in the order in which they were used. By all lanes.
+  // Gives slots back, in the order in which they were used. All lanes call this.
   FFPA_DEVICE void release(int slots = 1) {
     ptx::sync_warp();
     FFPA_UNROLL
@@ -217,11 +217,11 @@ class SlotReader {
 template <class Ring>
 class BoxConsumer {
  public:
-  // `group`: which of them.
+  // `group` is the index of this warpgroup among those that multiply.
   FFPA_DEVICE BoxConsumer(const Ring& ring, int group, int lane) : ring_(ring), group_(group), lane_(lane) {}
 
-  // sums [kBlocks · 64 × kColumns of the warpgroup] = A · B over `steps` steps, at least one; or += where they
-  // accumulate.
+  // Computes sums [kBlocks · 64 × kColumns of the warpgroup] = A · B over `steps` steps (at least one), or adds A · B
+  // to the sums where `accumulate` is set.
   template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
   FFPA_DEVICE void multiply(float (&sums)[kBlocks][kColumns / 2], int steps, bool accumulate = false) {
     static_assert(kColumns <= Ring::kBoxesB * kBox, "the boxes of B hold all columns");
@@ -233,7 +233,7 @@ class BoxConsumer {
         ptx::wgmma_wait_group<0>();
         release(slot_before(1));
       } else {
-        ptx::wgmma_wait_group<1>();  // the products of the step before are done
+        ptx::wgmma_wait_group<1>();  // the products of the previous step are done
         if (step > 0) release(slot_before(2));
       }
     }
@@ -244,18 +244,18 @@ class BoxConsumer {
   }
 
  private:
-  static constexpr int kWidest = 256;  // columns of an instruction
+  static constexpr int kWidest = 256;  // most columns of one instruction
 
-  // A slot that waits for the products of the next one is a third of three: the copies would have no time to land.
-  // Given back at once, it leaves the tensor cores to the other warpgroup for a moment.
+  // In a ring of three, a slot held until the products of the next step are done is a third of the ring, and the copies
+  // would have no time to land. Giving it back at once leaves the tensor cores to the other warpgroup for a moment.
   static constexpr bool kGivesBackAtOnce = Ring::kStages <= 3;
 
-  // One loop body, and no other code that touches the sums: ptxas then leaves the products asynchronous.
+  // One loop body holds the products, and no other code touches the sums: ptxas then leaves the products asynchronous.
   template <class Element, int kColumns, Major kA, Major kB, int kBlocks>
   FFPA_DEVICE void begin_step(float (&sums)[kBlocks][kColumns / 2], bool accumulate) {
-    // From one multiple of 16 of the common dimension to the next: along a row, or 16 rows.
+    // The bytes between multiples of 16 of the common dimension: 16 elements along a row, or 16 rows.
     constexpr uint32_t kNextA = kA == Major::kK ? 32 : 2 * kAtomBytes, kNextB = kB == Major::kK ? 32 : 2 * kAtomBytes;
-    // An address takes part in a descriptor as a number of 16 bytes: what follows is reached by additions.
+    // A descriptor holds an address in units of 16 bytes, so the boxes and depths that follow are reached by additions.
     const uint64_t a = boxes_descriptor(ring_.slot(at_.slot) + group_ * kBlocks * kBoxBytes);
     const uint64_t b = boxes_descriptor(ring_.slot(at_.slot) + Ring::kBoxesA * kBoxBytes);
     ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
@@ -272,7 +272,7 @@ class BoxConsumer {
     at_.advance();
   }
 
-  // A product wider than an instruction takes two, the first of whole boxes.
+  // A product wider than one instruction takes two instructions, the first over whole boxes.
   template <class Element, int kColumns, Major kA, Major kB>
   static FFPA_DEVICE void add_product(float (&sums)[kColumns / 2], uint64_t a, uint64_t b, bool accumulate) {
     if constexpr (kColumns <= kWidest) {
@@ -287,7 +287,7 @@ class BoxConsumer {
     }
   }
 
-  // That of `steps` steps ago.
+  // Returns the slot that was used `steps` steps ago.
   FFPA_DEVICE int slot_before(int steps) const {
     return at_.slot >= steps ? at_.slot - steps : at_.slot + Ring::kStages - steps;
   }
@@ -306,28 +306,28 @@ class BoxConsumer {
   RingPosition<Ring> at_;
 };
 
-// 16 rows of kBox columns of a warp's C fragments, packed as [fragment][half of rows].
+// C fragments of a warp, 16 rows × kBox columns, packed as [fragment][half of rows].
 using PackedRows = uint32_t[kBox / 4];
 
-// What a warp writes to global memory, such rows at a time: by way of shared memory of its own and TMA, the rows after
-// one another in kParts parts of it. No warp waits for another one.
+// Writes a warp's rows to global memory, 16 rows at a time: through the warp's own shared memory and TMA. The rows go
+// to its kParts parts in turn. No warp waits for another one.
 template <int kParts>
 class RowStores {
   static constexpr uint32_t kPartBytes = 16 * kBoxRowBytes;
 
  public:
-  static constexpr int kRows = 16;  // of a box of the map
+  static constexpr int kRows = 16;  // rows of one box of the tensor map
   static constexpr uint32_t kBytes = kParts * kPartBytes;
 
   FFPA_DEVICE RowStores(uint32_t smem, int lane) : smem_(smem), lane_(lane) {}
 
-  // By all lanes. send(rows_smem), by one lane, starts the copy to their place.
+  // All lanes call this. One lane calls send(rows_smem), which starts the copy to the place of the rows.
   template <class Send>
   FFPA_DEVICE void store(const PackedRows& packed, const Send& send) {
     constexpr RowLayout kLayout(kBoxRowBytes);
     const uint32_t part_smem = smem_ + part_ * kPartBytes;
     part_ = (part_ + 1) % kParts;
-    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // those that were there are read
+    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // the copy has read the rows that lay in this part
     ptx::sync_warp();
     FFPA_UNROLL
     for (int n = 0; n < kBox / 8; n += 2) {  // matrices: rows 0 … 7 and 8 … 15 of fragment n, then of the next
@@ -342,7 +342,7 @@ class RowStores {
     }
   }
 
-  // Until all rows are in global memory.
+  // Waits until all rows are in global memory.
   FFPA_DEVICE void wait() const {
     if (lane_ == 0) ptx::bulk_wait_group<0>();
     ptx::sync_warp();
@@ -351,15 +351,15 @@ class RowStores {
  private:
   uint32_t smem_;
   int lane_;
-  uint32_t part_ = 0;  // the next one
+  uint32_t part_ = 0;  // the part to fill next
 };
 
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
 inline constexpr int kGroupWarps = kGroupThreads / 32;
 
-// Who does what, by the number of the warp in the block: one warp of the first warpgroup runs produce(), or more of
-// them produce(warp); the warps of the others consume(warpgroup, warp in it); with the registers that Config gives
-// each.
+// Gives each warp its role by its number in the block: one warp of the first warpgroup runs produce(), or kProducers of
+// them run produce(warp); the warps of the other warpgroups run consume(warpgroup, warp in it). Each role gets the
+// registers that Config sets for it.
 template <class Config, int kProducers = 1, class Produce, class Consume>
 FFPA_DEVICE void run_roles(int warp, const Produce& produce, const Consume& consume) {
   if (warp < kGroupWarps) {

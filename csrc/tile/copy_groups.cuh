@@ -1,4 +1,4 @@
-// Waiting for groups of copies whose number is known at run time only.
+// Waits for groups of copies whose number is known at run time only.
 #pragma once
 
 #include "base/compiler.h"

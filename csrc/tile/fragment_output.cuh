@@ -1,4 +1,4 @@
-// Accumulators of a warp to global memory: 16 rows as C fragments, row by row or in the order they are held.
+// Writes a warp's accumulators, 16 rows as C fragments, to global memory: row by row, or in the order they are held.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace ffpa::tile {
 
-// 16 rows of a matrix of Element, or of floats, fragment after fragment. `rows` and `columns` count what exists from
-// the first element on; columns are a multiple of 8.
+// Writes 16 rows of a matrix of Element or of floats, fragment after fragment. `rows` and `columns` count what exists
+// from the first element on; `columns` is a multiple of 8.
 template <class Element, int kFragments>
 class RowWriter {
  public:
@@ -25,7 +25,7 @@ class RowWriter {
         floats_(floats),
         lane_(lane) {}
 
-  // Fragment `n`, by all lanes, in order from 0 to kFragments - 1.
+  // Writes fragment `n`. All lanes call this, for n from 0 to kFragments - 1 in order.
   FFPA_DEVICE void put(int n, const float (&values)[4]) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -37,7 +37,7 @@ class RowWriter {
         }
         continue;
       }
-      // The four lanes of a row have 4 bytes each of a fragment's 16; every lane collects one fragment of four.
+      // Each of the four lanes of a row has 4 of a fragment's 16 bytes; each lane collects one fragment out of four.
       const uint32_t mine = ptx::pack<Element>(values[2 * h], values[2 * h + 1]);
       FFPA_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -62,7 +62,7 @@ class RowWriter {
   uint32_t chunk_[2][4];
 };
 
-// A fragment in scratch that only the same warp reads, in the same order: 16 bytes a lane.
+// Saves a fragment to scratch memory that only the same warp reads, in the same order: 16 bytes a lane.
 FFPA_DEVICE void save_fragment(float* warp_gmem, int n, const float (&values)[4], int lane) {
   ptx::st_global_16(warp_gmem + (n * 32 + lane) * 4,
                     {float_bits(values[0]), float_bits(values[1]), float_bits(values[2]), float_bits(values[3])});
@@ -75,7 +75,7 @@ FFPA_DEVICE void add_fragment(float (&values)[4], const float* warp_gmem, int n,
   for (int e = 0; e < 4; ++e) values[e] += float_from_bits(bits[e]);
 }
 
-// The same, with what was saved times a factor of each half of rows.
+// Adds the saved fragment times a factor, one for each half of the rows.
 FFPA_DEVICE void add_fragment(float (&values)[4], const float* warp_gmem, int n, const float (&factor)[2], int lane) {
   uint32_t bits[4];
   ptx::ld_global_16(bits, warp_gmem + (n * 32 + lane) * 4);

@@ -1,5 +1,5 @@
 // Fragments of mma m16n8k16: which element of a matrix each value of each lane is, and which addresses ldmatrix needs
-// to load them. Everything a kernel knows about lanes and registers comes from here.
+// to load them. All that a kernel knows about lanes and registers comes from here.
 //
 // With g = lane / 4 and t = lane % 4 (PTX manual, "Matrix Fragments for mma.m16n8k16 with floating point type"):
 //
@@ -29,29 +29,29 @@ struct Coordinate {
   int column;
 };
 
-// (row, k) of value 0 … 7 of an A fragment.
+// Returns (row, k) of value 0 … 7 of an A fragment.
 FFPA_HOST_DEVICE constexpr Coordinate a_coordinate(int lane, int value) {
   const int r = value / 2;
   return {lane / 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r / 2) + value % 2};
 }
 
-// (k, column) of value 0 … 3 of a B fragment.
+// Returns (k, column) of value 0 … 3 of a B fragment.
 FFPA_HOST_DEVICE constexpr Coordinate b_coordinate(int lane, int value) {
   return {2 * (lane % 4) + 8 * (value / 2) + value % 2, lane / 4};
 }
 
-// (row, column) of value 0 … 3 of a C fragment.
+// Returns (row, column) of value 0 … 3 of a C fragment.
 FFPA_HOST_DEVICE constexpr Coordinate c_coordinate(int lane, int value) {
   return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2};
 }
 
-// Which columns the C fragments side by side are: value e of fragment n, first_column(lane) + column_of(n) + e % 2.
+// The columns of C fragments side by side: value e of fragment n is in first_column(lane) + column_of(n) + e % 2.
 struct AdjacentFragments {
   FFPA_HOST_DEVICE static constexpr int first_column(int lane) { return c_coordinate(lane, 0).column; }
   FFPA_HOST_DEVICE static constexpr int column_of(int n) { return n * kMmaN; }
 };
 
-// The columns of B dealt out in pairs to four fragments, so that these together hold 8 adjacent columns for each lane:
+// The columns of B, dealt out in pairs to four fragments, so that these together hold 8 adjacent columns for each lane:
 // 16 bytes once they are packed, with nothing to exchange. Column c of B then lies where place_of(c) would.
 struct DealtFragments {
   FFPA_HOST_DEVICE static constexpr int first_column(int lane) { return 8 * (lane % 4); }
@@ -61,25 +61,25 @@ struct DealtFragments {
   }
 };
 
-// Where a lane points for ldmatrix: row and 8-element (16-byte) column chunk of the stored matrix, relative to the
-// fragment's corner. Each matches the register order of the fragment it names.
+// The functions below say where a lane points for ldmatrix: row and 8-element (16-byte) column chunk of the stored
+// matrix, relative to the fragment's corner. Each matches the register order of the fragment it names.
 
-// One A fragment with ldmatrix_x4 from A stored [row][k].
+// Loads one A fragment with ldmatrix_x4 from A stored [row][k].
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_a(int lane) { return {lane % 16, lane / 16}; }
 
-// One A fragment with ldmatrix_x4_trans from Aᵀ stored [k][row].
+// Loads one A fragment with ldmatrix_x4_trans from Aᵀ stored [k][row].
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_a_trans(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }
 
-// Two B fragments (16 columns of B) with ldmatrix_x4 from Bᵀ stored [column][k], such as K of attention: registers
-// 0, 1 are b[0], b[1] of columns 0 … 7, registers 2, 3 those of columns 8 … 15.
+// Loads two B fragments (16 columns of B) with ldmatrix_x4 from Bᵀ stored [column][k], such as K of attention:
+// registers 0, 1 are b[0], b[1] of columns 0 … 7, registers 2, 3 those of columns 8 … 15.
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair(int lane) { return {lane % 8 + 8 * (lane / 16), lane / 8 % 2}; }
 
-// Two B fragments (16 columns of B) with ldmatrix_x4_trans from B stored [k][column], such as V of attention; registers
-// as above.
+// Loads two B fragments (16 columns of B) with ldmatrix_x4_trans from B stored [k][column], such as V of attention; the
+// registers are those of ldmatrix_b_pair.
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair_trans(int lane) { return {lane % 16, lane / 16}; }
 
-// One B fragment with ldmatrix_x2 from [column][k], and with ldmatrix_x2_trans from [k][column]. Lanes 16 … 31 are
-// ignored by the instruction; they repeat the addresses of lanes 0 … 15, which are always valid.
+// Load one B fragment with ldmatrix_x2 from [column][k], and with ldmatrix_x2_trans from [k][column]. The instruction
+// ignores the addresses of lanes 16 … 31; they repeat those of lanes 0 … 15, which are always valid.
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b(int lane) { return {lane % 8, lane / 8 % 2}; }
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_trans(int lane) { return {lane % 16, 0}; }
 

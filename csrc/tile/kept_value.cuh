@@ -19,11 +19,11 @@ class KeptValue {
   static constexpr int kChunks = ceil_div(int(sizeof(Value)), 16);
 
  public:
-  static constexpr uint32_t kBytes = kChunks * 16;  // for each warp
+  static constexpr uint32_t kBytes = kChunks * 16;  // bytes for each warp
 
   FFPA_DEVICE explicit KeptValue(uint32_t smem) : smem_(smem) {}
 
-  // By all lanes; they have passed a barrier since they read what was kept before.
+  // All lanes call this; they have passed a barrier since they read what was kept before.
   FFPA_DEVICE void keep(const Value& value, int lane) const {
     uint32_t words[kChunks * 4] = {};
     memcpy(words, &value, sizeof(Value));

@@ -1,11 +1,11 @@
 // The core of the mma.sync kernels of large head dims: 8 warps bring tiles of two matrices with cp.async, and multiply
-// them. Of a tile of 128 rows × kColumns a warp has 64 rows and a quarter of the columns. A step is 32 of the common
+// them. A warp has 64 rows and a quarter of the columns of a tile of 128 rows × kColumns. A step is 32 of the common
 // dimension; lines of memory run along it or across it:
 //
 //   A   [128 rows][32 of the step], or [32 of the step][128 rows]
 //   B   [kColumns][32 of the step], with columns where DealtFragments has them, or [32 of the step][kColumns]
 //
-// Slots of a step each form a ring (tile/stage_ring.cuh); products whose slots are alike take turns in one.
+// The slots of a ring (tile/stage_ring.cuh) hold one step each; products whose slots are alike take turns in one ring.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ namespace ffpa::tile {
 
 enum class Lines { kAlong, kAcross };
 
-inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // of a block, from sm_80 on
+inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // bytes that a block can have on every GPU from sm_80 on
 
 class DealtRowLayout {
  public:
@@ -48,7 +48,7 @@ class MmaCore {
   static constexpr int kStep = 32;
   static constexpr int kStages = 4;
   static constexpr int kWarpRows = 64, kWarpColumns = kColumns / 4;
-  static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 8;  // fragments
+  static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 8;  // A fragments of rows, B fragments of columns
   static_assert(kColumns % 64 == 0, "columns of a warp come in pairs of fragments");
 
   using Ring = StageRing<kThreads>;
@@ -68,7 +68,7 @@ class MmaCore {
         kBytesA + (kLinesB == Lines::kAlong ? kB.offset(warp_column() + b.row, b.column) : kB.offset(b.row, b.column));
   }
 
-  // The ring at the start of shared memory. By every thread, before anything else; ends with a barrier of the block.
+  // Makes the ring at the start of shared memory. Every thread calls this first; it ends with a barrier of the block.
   static FFPA_DEVICE Ring make_ring() {
     const uint32_t slots_smem = ptx::dynamic_smem();
     const Ring ring(slots_smem + kStages * kSlotBytes, slots_smem, kStages, kSlotBytes);
@@ -78,11 +78,11 @@ class MmaCore {
   }
 
   FFPA_DEVICE int lane() const { return lane_; }
-  FFPA_DEVICE int warp_row() const { return thread_ / 32 / 4 * kWarpRows; }        // the first one
-  FFPA_DEVICE int warp_column() const { return thread_ / 32 % 4 * kWarpColumns; }  // in the order of lines along
+  FFPA_DEVICE int warp_row() const { return thread_ / 32 / 4 * kWarpRows; }        // first row of the warp
+  FFPA_DEVICE int warp_column() const { return thread_ / 32 % 4 * kWarpColumns; }  // first one, in B's stored order
 
-  // Starts the copies of a step. Of the windows origin and stride count; exists(line, chunk) says what is there, the
-  // rest becomes zeros.
+  // Starts the copies of a step. The windows give origin and stride only; exists(line, chunk) says what is there, and
+  // the rest becomes zeros.
   template <class ExistsA, class ExistsB>
   FFPA_DEVICE void bring(Ring& ring, const GmemWindow& a, const ExistsA& exists_a, const GmemWindow& b,
                          const ExistsB& exists_b) const {
@@ -101,7 +101,7 @@ class MmaCore {
     ring.end_fill();
   }
 
-  // sums += A · B over `steps` steps; bring_next() brings the one that is ahead() of the ring further, if there is one.
+  // Computes sums += A · B over `steps` steps; bring_next() brings the step that is ahead() further, if there is one.
   template <class BringNext>
   FFPA_DEVICE void multiply(Ring& ring, Sums& sums, int steps, const BringNext& bring_next) const {
     bool is_first = true;
@@ -138,7 +138,7 @@ class MmaCore {
   }
 
   int thread_, lane_;
-  uint32_t a_offset_, b_offset_;  // where ldmatrix begins, in a slot
+  uint32_t a_offset_, b_offset_;  // byte offsets in a slot where this lane's ldmatrix begins
 };
 
 }  // namespace ffpa::tile

@@ -9,12 +9,12 @@
 
 namespace ffpa::tile {
 
-// sums [16·kM × 8·kN of a warp] += A · B over kDepths steps of 16 in the common dimension.
+// Computes sums [16·kM × 8·kN of a warp] += A · B over kDepths steps of 16 in the common dimension.
 //
 // a(fragment, m, depth) brings the A fragment of rows 16m …, and b(fragments, depth, pair) the two B fragments of
-// columns 16·pair …. A is asked for one depth ahead, one fragment at a time between the products, and B kAhead pairs
-// ahead: what they do (ldmatrix; the exponentials of a softmax) runs while the tensor cores work. The order is the
-// written one, so all of it is unrolled. With kAhead = 0 either is asked for when it is needed.
+// columns 16·pair …. A is loaded one depth ahead, one fragment at a time between the products, and B kAhead pairs
+// ahead: their work (ldmatrix; the exponentials of a softmax) runs while the tensor cores work. The instructions run in
+// the order written, so the loops are fully unrolled. With kAhead = 0 both are loaded when they are needed.
 template <class Element, int kAhead, int kDepths, class Type, int kM, int kN, class LoadA, class LoadB>
 FFPA_DEVICE void add_product(Accumulator<Type> (&sums)[kM][kN], const LoadA& a, const LoadB& b) {
   static_assert(kN % 2 == 0, "B fragments come in pairs");
@@ -22,8 +22,8 @@ FFPA_DEVICE void add_product(Accumulator<Type> (&sums)[kM][kN], const LoadA& a, 
   constexpr int kSteps = kDepths * kPairs;
 
   constexpr bool kAheadA = kAhead > 0;
-  uint32_t a_rmem[2][kM][4];       // of this depth and the next
-  uint32_t b_rmem[kAhead + 1][4];  // of this pair and the next kAhead
+  uint32_t a_rmem[2][kM][4];       // A fragments of this depth and the next
+  uint32_t b_rmem[kAhead + 1][4];  // B fragments of this pair and the next kAhead
   FFPA_UNROLL
   for (int m = 0; kAheadA && m < kM; ++m) a(a_rmem[0][m], m, 0);
   FFPA_UNROLL
@@ -54,11 +54,11 @@ FFPA_DEVICE void add_product(Accumulator<Type> (&sums)[kM][kN], const LoadA& a, 
   }
 }
 
-// The same over many steps of kDepths each, kAhead = 1, and no gap between steps: during the last products of one the
-// first fragments of the next are loaded.
+// Does the same over many steps of kDepths each, with kAhead = 1 and no gap between steps: the first fragments of a
+// step are loaded during the last products of the step before it.
 //
-// next_step() gives the address of the next step in shared memory once it is there, end_step() says that nobody needs
-// the oldest one any more. a(fragment, step_smem, m, depth) and b(fragments, step_smem, depth, pair) bring fragments.
+// next_step() returns the address of the next step in shared memory once it is there, end_step() gives the oldest step
+// back. a(fragment, step_smem, m, depth) and b(fragments, step_smem, depth, pair) bring fragments.
 template <class Element, int kDepths, class Type, int kM, int kN, class NextStep, class EndStep, class LoadA,
           class LoadB>
 FFPA_DEVICE void add_products(Accumulator<Type> (&sums)[kM][kN], int steps, const NextStep& next_step,
@@ -67,7 +67,7 @@ FFPA_DEVICE void add_products(Accumulator<Type> (&sums)[kM][kN], int steps, cons
   constexpr int kPairs = kN / 2;
   if (steps == 0) return;
 
-  uint32_t a_rmem[2][kM][4], b_rmem[2][4];  // of this depth and the next; of this pair and the next
+  uint32_t a_rmem[2][kM][4], b_rmem[2][4];  // fragments of this depth or pair and the next one
   uint32_t now = next_step();
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) a(a_rmem[0][m], now, m, 0);
@@ -75,7 +75,7 @@ FFPA_DEVICE void add_products(Accumulator<Type> (&sums)[kM][kN], int steps, cons
 
   FFPA_NO_UNROLL
   for (int left = steps; left > 0; --left) {
-    uint32_t next = now;  // after the last step what is loaded ahead goes to waste
+    uint32_t next = now;  // after the last step, the loads ahead go to waste
     FFPA_UNROLL
     for (int depth = 0; depth < kDepths; ++depth) {
       const bool is_last = depth == kDepths - 1;

@@ -1,5 +1,5 @@
-// How a tile of rows lies in shared memory, so that ldmatrix (8 rows, the same 16-byte chunk of each) and row-wise
-// writes of 16 bytes a lane meet no bank conflicts.
+// RowLayout says how a tile of rows lies in shared memory, so that ldmatrix (8 rows, the same 16-byte chunk of each)
+// and row-wise writes of 16 bytes a lane meet no bank conflicts.
 //
 // A layout maps (row, chunk) to a byte offset; a chunk is 16 bytes, 8 elements of 16 bits.
 #pragma once
@@ -14,7 +14,7 @@ namespace ffpa::tile {
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kChunkElements = 8;
 
-// One of two ways:
+// Rows lie in one of two ways:
 //
 //   swizzled   rows one behind the other, chunks permuted: chunk c of row r lies where chunk c ^ f(r) would. No space
 //              is wasted. 128 bytes are one pass over the 32 banks. Where rows fill whole passes, f(r) = r % 8: 8
@@ -25,7 +25,7 @@ inline constexpr int kChunkElements = 8;
 //              start in 8 different eighths of the banks, whatever the width.
 class RowLayout {
  public:
-  // Row bytes: a multiple of 16; swizzled, 32 or a multiple of 64.
+  // `row_bytes` is a multiple of 16; for the swizzled way, it is 32 or a multiple of 64.
   FFPA_HOST_DEVICE constexpr explicit RowLayout(int row_bytes, bool padded = false)
       : pitch_(padded && row_bytes / kChunkBytes % 2 == 0 ? row_bytes + kChunkBytes : row_bytes),
         row_shift_(row_bytes % 128 == 0  ? 0
@@ -44,9 +44,9 @@ class RowLayout {
     return uint32_t(row * pitch_ + ((chunk ^ ((row >> row_shift_) & chunk_mask_)) * kChunkBytes));
   }
 
-  // Where (row + rows, chunk + chunks) lies, given the address of (row, chunk) in a tile that starts at a multiple of
-  // 128 bytes: one exclusive or, and constants that become part of a load. Rows: a multiple of 8; chunks: even, with
-  // chunk 0 or 1.
+  // Returns where (row + rows, chunk + chunks) lies, given the address of (row, chunk) in a tile that starts at a
+  // multiple of 128 bytes: one exclusive or, and constants that become part of a load. `rows` is a multiple of 8;
+  // `chunks` is even, and `chunk` is 0 or 1.
   FFPA_HOST_DEVICE constexpr uint32_t moved(uint32_t address, int rows, int chunks) const {
     return (address ^ uint32_t((chunks & chunk_mask_) * kChunkBytes)) +
            uint32_t((chunks & ~chunk_mask_) * kChunkBytes + rows * pitch_);

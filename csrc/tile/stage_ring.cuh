@@ -5,7 +5,7 @@
 //   empty   every thread has read it: all may fill it again. (One arrival a warp would do, at the same speed; but tools
 //           that look for races do not see that the other lanes read before it.)
 //
-// The length is known at run time only. Fills and uses each go round the ring in order.
+// The number of slots is known at run time only. Fills and uses each go round the ring in order.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class StageRing {
   FFPA_DEVICE StageRing(uint32_t barriers_smem, uint32_t slots_smem, int stages, uint32_t slot_bytes)
       : barriers_smem_(barriers_smem), slots_smem_(slots_smem), stages_(stages), slot_bytes_(slot_bytes) {}
 
-  // By every thread, before a barrier of the block.
+  // Every thread calls this, before a barrier of the block.
   FFPA_DEVICE void init(int thread) const {
     if (thread > 0) return;
     FFPA_NO_UNROLL
@@ -38,11 +38,11 @@ class StageRing {
     }
   }
 
-  // Slots that are filled ahead of the one in use. With three or more, one stays free of both: a warp may then be a
-  // whole step behind the others before they wait for it.
+  // Returns how many slots are filled ahead of the one in use. With three or more slots, one is neither filled ahead
+  // nor in use: a warp may then be a whole step behind the others before they wait for it.
   FFPA_DEVICE int ahead() const { return stages_ <= 2 ? stages_ - 1 : stages_ - 2; }
 
-  // The slot to fill next, once everybody has read what lay there.
+  // Returns the slot to fill next, once all threads have read what lay there.
   FFPA_DEVICE uint32_t begin_fill() {
     if (filled_round_ > 0) ptx::mbarrier_wait(empty(fill_), (filled_round_ & 1) ^ 1);
     return slots_smem_ + fill_ * slot_bytes_;
@@ -57,13 +57,13 @@ class StageRing {
     }
   }
 
-  // The slot to use next, once it is full.
+  // Returns the slot to use next, once it is full.
   FFPA_DEVICE uint32_t begin_use() const {
     ptx::mbarrier_wait(full(use_), used_parity_);
     return slots_smem_ + use_ * slot_bytes_;
   }
 
-  // The slot after that, while that is still in use.
+  // Returns the slot after the one in use, once it is full, while that one is still in use.
   FFPA_DEVICE uint32_t begin_next_use() const {
     const bool wraps = use_ + 1 == stages_;
     const int slot = wraps ? 0 : use_ + 1;
@@ -71,7 +71,7 @@ class StageRing {
     return slots_smem_ + slot * slot_bytes_;
   }
 
-  // By all lanes of a warp together, so that they arrive in one instruction: none reads the slot any more.
+  // All lanes of a warp call this together, so that they arrive in one instruction: none reads the slot any more.
   FFPA_DEVICE void end_use() {
     ptx::sync_warp();
     ptx::mbarrier_arrive(empty(use_));

@@ -22,15 +22,15 @@ struct GmemWindow {
   int columns;
 };
 
-// The window of `matrix` whose first element is (row, column). Offsets are 64-bit: a tensor may exceed 2^31 elements.
+// Returns the window of `matrix` that begins at (row, column). Offsets are 64-bit: a tensor may exceed 2^31 elements.
 FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_t row, int column) {
-  // A window outside the matrix is empty, and then its origin is never read; keep the pointer inside.
+  // A window outside the matrix is empty, and its origin is never read; the pointer stays inside all the same.
   const bool empty = row >= matrix.rows || column >= matrix.columns;
   return {empty ? matrix.origin : matrix.origin + row * matrix.row_stride + column, matrix.row_stride,
           int(matrix.rows - row), matrix.columns - column};
 }
 
-// Starts the copy of those chunks of a tile that `exists(row, chunk)` says there are; the others become zeros.
+// Starts the copy of those chunks of a tile for which `exists(row, chunk)` is true; the others become zeros.
 //
 // A team of lanes copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows and 8
 // chunks (those of an odd number of 64 bytes, after 4): where a thread's steps are multiples of both, all its addresses
@@ -40,7 +40,8 @@ FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, con
                                    const Exists& exists, ptx::CallSite site) {
   static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
   constexpr int kChunksPerRow = kColumns / kChunkElements;
-  // Lanes: a power of two that divides a row, and leaves 8 teams if it can. 8 lanes write at a time: to one row.
+  // The number of lanes in a team is a power of two that divides a row, and leaves 8 teams if it can. The hardware
+  // writes for 8 lanes at a time, which then write to one row.
   constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 8, 32));
   constexpr int kTeams = kThreads / kTeam;
   constexpr int kPeriod = kChunksPerRow % 8 == 4 ? 4 : 8;
@@ -72,8 +73,8 @@ FFPA_DEVICE void copy_tile_async(uint32_t tile_smem, const Layout& layout, const
   copy_chunks_async<kRows, kColumns, kThreads>(tile_smem, layout, window, thread, exists, site);
 }
 
-// The same where most windows have the whole tile: then nothing is asked for any chunk. Other tiles are copied 16 rows
-// at a time, in a loop, so that the rare case takes no registers from its surroundings.
+// Does what copy_tile_async does, where most windows have the whole tile: then no chunk is tested. Other tiles are
+// copied 16 rows at a time, in a loop, so that the rare case takes no registers from its surroundings.
 template <int kRows, int kColumns, int kThreads, class Layout>
 FFPA_DEVICE void copy_mostly_whole_tile_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window,
                                               int thread, ptx::CallSite site = ptx::CallSite()) {

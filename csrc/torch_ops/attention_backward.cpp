@@ -11,8 +11,8 @@
 namespace ffpa {
 namespace {
 
-// One kernel of the backward on one chunk. Tensors as attention_forward has them; the gradients all of one type, that
-// of q or float; statistics [as lse][2], live_rows: int64; p, ds: [rows of the workspace, keys].
+// Runs one kernel of the backward on one chunk. Tensors are those of attention_forward; all gradients have one type,
+// that of q or float; statistics: [as lse][2]; live_rows: int64; p, ds: [rows of the workspace, keys].
 void attention_backward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                         const Tensor& grad_out, const Tensor& lse, std::optional<Tensor> grad_lse,
                         std::optional<Tensor> mask, std::optional<Tensor> offsets_q, std::optional<Tensor> offsets_k,

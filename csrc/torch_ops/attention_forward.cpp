@@ -14,7 +14,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// What calls of a kind have in common: `Numbers` in ffpa_attn/launching/forward_call.py, packed.
+// The numbers that calls of one kind have in common: `Numbers` in ffpa_attn/launching/forward_call.py, packed.
 struct Numbers {
   int64_t longest_q, longest_k;
   double scale, softcap;
@@ -22,8 +22,8 @@ struct Numbers {
 };
 
 // q, k, v, out: [B, H, N, D] as checked by ops.py; lse: [B, H, N], or empty where none is wanted; mask: broadcastable
-// to [B, H, N_q, N_k]; of packed sequences, tensors [H, T, D], lse [H, T], and the offsets [B + 1] in T; scratch and
-// partial: see AttentionParams.
+// to [B, H, N_q, N_k]. Packed sequences have tensors [H, T, D], lse [H, T], and the offsets [B + 1] in T.
+// AttentionParams describes scratch and partial.
 void attention_forward(std::string kernel, const Tensor& packed, const Tensor& q, const Tensor& k, const Tensor& v,
                        Tensor out, Tensor lse, std::optional<Tensor> mask, std::optional<Tensor> offsets_q,
                        std::optional<Tensor> offsets_k, std::optional<Tensor> scratch, std::optional<Tensor> partial) {

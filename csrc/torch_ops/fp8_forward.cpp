@@ -23,8 +23,8 @@ Fp8Output output_of(const Tensor& out) {
   return out.scalar_type() == ScalarType::Half ? Fp8Output::kHalf : Fp8Output::kBFloat16;
 }
 
-// q, k: pairs of 8-bit floats as elements of 16 bits; v: the same of the arranged V; scales [B, H, blocks] as fp8.py
-// makes them; out: half, bfloat16 or float; lse as attention_forward has it.
+// q, k: pairs of 8-bit floats as elements of 16 bits; v: such pairs of the arranged V; scales [B, H, blocks] as fp8.py
+// makes them; out: half, bfloat16 or float; lse: [B, H, N], or empty where none is wanted.
 void fp8_forward(std::string kernel, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> q_scale,
                  std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, Tensor out, Tensor lse, double scale,
                  double softcap, int64_t left, int64_t right, bool top_left, Tensor scratch, int64_t resident_blocks) {
@@ -36,7 +36,7 @@ void fp8_forward(std::string kernel, const Tensor& q, const Tensor& k, const Ten
                                    resident_blocks)));
 }
 
-// v: bytes [B, H, N, D] in any strides; arranged: bytes [B, H, D, N up to a multiple of 128], contiguous.
+// Arranges V. v: bytes [B, H, N, D] in any strides; arranged: bytes [B, H, D, N up to a multiple of 128], contiguous.
 void arrange_values(std::string kernel, const Tensor& v, Tensor arranged) {
   launch_on(v, kernel, arrange_params(host_tensor(v), host_tensor(arranged)));
 }

@@ -13,7 +13,7 @@ namespace ffpa {
 namespace {
 
 // PyTorch's stable ABI declares this function but puts it into libtorch_cuda, which a CPU-only PyTorch does not have:
-// linking it would tie the wheel to one of the two. The library is open already where there is a CUDA tensor, though
+// linking it would tie the wheel to one of the two. Where there is a CUDA tensor the library is open already, though
 // not in the global scope, so neither a weak symbol nor dlsym(RTLD_DEFAULT) finds it.
 void* current_stream(int device) {
   using GetStream = int (*)(int32_t device, void** stream);

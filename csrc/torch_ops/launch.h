@@ -1,4 +1,4 @@
-// From tensors to a launch: the device guard, PyTorch's current stream, and errors that say what was launched.
+// Launches kernels on tensors, with the device guard, PyTorch's current stream, and errors that say what was launched.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -7,7 +7,7 @@
 namespace ffpa {
 namespace {
 
-// Of the CUDA runtime linked into this library, and of the driver (0 where there is none): 13000 is 13.0.
+// Returns the versions of the CUDA runtime linked in here and of the driver (0 where there is none): 13000 is 13.0.
 std::tuple<int64_t, int64_t> cuda_versions() {
   int runtime = 0;
   int driver = 0;

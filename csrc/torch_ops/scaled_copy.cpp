@@ -12,7 +12,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// `in` and `out`: contiguous, of one type and size.
+// `in` and `out` are contiguous, of one type and size.
 void scaled_copy(std::string kernel, const Tensor& in, Tensor out, double scale) {
   if (in.numel() == 0) return;
   ScaledCopyParams params{in.data_ptr(), out.data_ptr(), in.numel(), static_cast<float>(scale)};

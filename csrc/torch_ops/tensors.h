@@ -1,4 +1,4 @@
-// PyTorch's tensors as the parameters of kernels know them.
+// Converts PyTorch's tensors to the forms that kernel parameters use.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -43,7 +43,7 @@ Value* optional_data(const std::optional<Tensor>& x) {
   return x ? static_cast<Value*>(x->data_ptr()) : nullptr;
 }
 
-// The offsets [B + 1] of packed sequences, or none.
+// Describes packed sequences: their offsets [B + 1], number and longest lengths; empty without offsets.
 inline HostSequences sequences(const std::optional<Tensor>& offsets_q, const std::optional<Tensor>& offsets_k,
                                int64_t longest_q, int64_t longest_k) {
   if (!offsets_q) return {};

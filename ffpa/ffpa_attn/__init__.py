@@ -1,8 +1,8 @@
-"""Exact attention for large head dims, forward and backward."""
+"""This package computes exact attention for large head dims, forward and backward."""
 
 import importlib
 
-from .support import namesake  # noqa: F401  (first: where another ffpa_attn is mixed in, the rest may be its)
+from .support import namesake  # noqa: F401  (first, as the rest may be from another ffpa_attn that is mixed in)
 
 # isort: split
 from .attention import (

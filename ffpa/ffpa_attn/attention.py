@@ -1,4 +1,4 @@
-"""The functions users call: ffpa, ffpa_varlen, merge and explain. They read Python arguments; the operators do the rest."""
+"""Users call these functions: ffpa, ffpa_varlen, merge, explain. They read arguments; the operators do the rest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .specs.spec import LevelType, MMAAccType
 
 
 def _options(*args) -> dict:
-    """The operators' keyword arguments, not to be changed: checking them takes 4 µs, so those of calls before are kept."""
+    """Returns operators' options, not to be changed. Checking takes 4 µs, so those of earlier calls are kept."""
     if torch.compiler.is_compiling():
         return _checked_options(*args)
     try:
-        types = (*map(type, args), *map(type, args[_WINDOW]))  # 1 is True, and 1.0
+        types = (*map(type, args), *map(type, args[_WINDOW]))  # types are part of the key, as 1 equals True and 1.0
         options = _known_options.get((types, args))
-    except TypeError:  # no tuple, or nothing that can be a key
+    except TypeError:  # `window` is no tuple, or something cannot be a key
         return _checked_options(*args)
     if options is None:
         options = _checked_options(*args)
@@ -30,14 +30,14 @@ def _options(*args) -> dict:
     return options
 
 
-_WINDOW = 3  # of the arguments below
+_WINDOW = 3  # the place of `window` among _options' arguments
 _PLAIN = frozenset((bool, int, float, str, tuple, type(None)))
 _MOST_OPTIONS = 4096
 _known_options: dict[tuple, dict] = {}
 
 
 def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
-    """Those at their default are left out, as each costs the dispatcher over 1 µs."""
+    """Returns the checked options less those at their default, as each costs the dispatcher over 1 µs."""
     options = {
         **arguments.visibility(causal, align, window),
         "scale": arguments.scale(scale),
@@ -56,47 +56,47 @@ _DEFAULTS = {
 
 
 def ffpa(
-    q,
-    k,
-    v,
-    o=None,
-    num_stages=None,
-    level=None,
-    acc="f32",
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+    num_stages: int | None = None,
+    level: LevelType | int | None = None,
+    acc: MMAAccType | str = "f32",
     *,
-    causal=False,
-    align="bottom_right",
-    scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    mask=None,
-    layout="BHND",
-    return_lse=False,
-    out=None,
+    causal: bool | str = False,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    layout: str = "BHND",
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     **unknown,
-):
-    """Exact attention softmax(scale * q k^T) v for head dims of any multiple of 8.
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes exact attention softmax(scale * q k^T) v; head dims may be any multiple of 8.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] (or [B, N, H, D] with layout="BNHD"), float16 or bfloat16,
-    unit stride on the last dim; Hq a multiple of Hkv. Returns [B, Hq, Nq, Dv] (in the layout given), and with
+    unit stride on the last dim; Hq is a multiple of Hkv. It returns [B, Hq, Nq, Dv] (in the layout given), and with
     return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
 
     causal      row r sees keys up to its diagonal: key r + Nk - Nq (align="bottom_right") or key r ("top_left");
                 causal="top_left" is short for both.
     window      (left, right) keys around the diagonal, -1 = unbounded.
     softcap     scores become softcap * tanh(score / softcap); 0.0 = off.
-    mask        bool (True = take part) or additive, broadcastable to [B, Hq, Nq, Nk]. Always by name: the fourth place is `o`.
+    mask        bool (True = take part) or additive, broadcastable to [B, Hq, Nq, Nk]. By name only: place four is `o`.
     scale       default D ** -0.5.
     level       None picks the fastest kernel; 1, 2 or 3 forces the split-D mma kernels at that level.
     acc         "f32", "f16" or "mixed" (QK^T in f32, PV in f16): what tensor cores accumulate in.
     num_stages  1..4 pipeline stages of those kernels; None = automatic. Both say nothing where no such kernel runs.
-    out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it: what
-                fits there is overwritten, what is no place for a result is refused.
+    out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it:
+                what fits there is overwritten, what is no place for a result is refused.
 
     Scores may be as large as a float32 holds; in Hopper's kernels, without a float32 or bfloat16 mask, 1.1e38 at most.
     A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
     exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32 LSE leaves that open, from
-    softmax once more. Rows whose LSE is of more keys than are here, as in a ring, keep to their LSE.
+    softmax once more. Rows whose LSE covers more keys than are here, as in a ring, keep to their LSE.
     """
     if unknown:
         words.refuse(ffpa, unknown)
@@ -118,28 +118,28 @@ def ffpa(
 
 
 def ffpa_varlen(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    o=None,
-    num_stages=None,
-    level=None,
-    acc="f32",
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    o: torch.Tensor | None = None,
+    num_stages: int | None = None,
+    level: LevelType | int | None = None,
+    acc: MMAAccType | str = "f32",
     *,
-    causal=False,
-    align="bottom_right",
-    scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    return_lse=False,
-    out=None,
+    causal: bool | str = False,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     **unknown,
-):
-    """ffpa for packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], LSE [Hq, Tq].
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Runs ffpa on packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; gives [Tq, Hq, Dv], LSE [Hq, Tq].
 
     Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1] (int32, B + 1 entries, on the tensors' device). The
     offsets of GPU tensors are never read on the host: a length counts as clamped to [0, max_seqlen], no address leaves
@@ -164,8 +164,15 @@ def ffpa_varlen(
     return (out, lse) if return_lse else out
 
 
-def merge(o1, lse1, o2, lse2, *, layout="BHND"):
-    """Attention over two disjoint sets of keys from the attention over each: (o, lse). Differentiable.
+def merge(
+    o1: torch.Tensor,
+    lse1: torch.Tensor,
+    o2: torch.Tensor,
+    lse2: torch.Tensor,
+    *,
+    layout: str = "BHND",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (o, lse) over two disjoint sets of keys, from the attention over each. It is differentiable.
 
     o [B, H, N, D] (or [B, N, H, D] with layout="BNHD") with lse [B, H, N]; or packed o [T, H, D] with lse [H, T].
     """
@@ -174,7 +181,7 @@ def merge(o1, lse1, o2, lse2, *, layout="BHND"):
     rows_first = o1.dim() == 3 or layout == "BNHD"  # o has rows before heads, lse has not
     arguments.merge_shapes(o1, lse1, o2, lse2, rows_first)
     top = torch.maximum(lse1, lse2)
-    top = torch.where(top == -torch.inf, 0.0, top)  # both empty
+    top = torch.where(top == -torch.inf, 0.0, top)  # both parts are empty
     weights = [(lse - top).exp() for lse in (lse1, lse2)]
     total = weights[0] + weights[1]
     empty = total == 0
@@ -189,32 +196,32 @@ def merge(o1, lse1, o2, lse2, *, layout="BHND"):
 
 
 def explain(
-    q,
-    k,
-    v,
-    o=None,
-    num_stages=None,
-    level=None,
-    acc="f32",
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+    num_stages: int | None = None,
+    level: LevelType | int | None = None,
+    acc: MMAAccType | str = "f32",
     *,
-    causal=False,
-    align="bottom_right",
-    scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    mask=None,
-    layout="BHND",
-    return_lse=False,
-    out=None,
-    arch=None,
-    direction="forward",
+    causal: bool | str = False,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    layout: str = "BHND",
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    arch: str | None = None,
+    direction: str = "forward",
     **unknown,
 ) -> Choice:
-    """Which kernel ffpa would run for these arguments, and why: nothing runs, and no GPU is needed.
+    """Says which kernel ffpa would run for these arguments, and why; nothing runs, and no GPU is needed.
 
-    arch ("sm_80", "sm_90", …) asks as if the tensors were on such a GPU; the tensors may then be on the CPU or meta, and fake
-    ones are taken everywhere. In an installation without kernels the answer is that of an installed wheel, and says so.
-    direction="backward" asks for the gradients. Prints as a few lines; .kernel, .why and .rejected hold the parts.
+    arch ("sm_80", "sm_90", …) asks as if tensors were on such a GPU; they may then be on the CPU or meta, and
+    fake ones are taken everywhere. An installation without kernels answers as an installed wheel would, and says so.
+    direction="backward" asks for gradients. The answer prints as lines; .kernel, .why and .rejected hold the parts.
     """
     if unknown:
         words.refuse(explain, unknown)
@@ -239,7 +246,7 @@ def explain(
     return choose(problem._replace(supposed=arch is not None and native.record() is None), env.run_flags())
 
 
-# The first release's names.
+# These are the first release's names.
 L1, L2, L3 = LevelType
 FP32, FP16, MIXED = MMAAccType
 faster_prefill_attn_func = ffpa
@@ -247,9 +254,13 @@ ffpa_acc_f32_L1 = partial(ffpa, level=L1, acc=FP32)
 ffpa_acc_f16_L1 = partial(ffpa, level=L1, acc=FP16)
 
 
-def ffpa_mma_acc_f32_L1(q, k, v, o, num_stages=None):
+def ffpa_mma_acc_f32_L1(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, num_stages: int | None = None
+) -> torch.Tensor:
     return ffpa(q, k, v, o, num_stages=num_stages, level=L1, acc=FP32)
 
 
-def ffpa_mma_acc_f16_L1(q, k, v, o, num_stages=None):
+def ffpa_mma_acc_f16_L1(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, num_stages: int | None = None
+) -> torch.Tensor:
     return ffpa(q, k, v, o, num_stages=num_stages, level=L1, acc=FP16)

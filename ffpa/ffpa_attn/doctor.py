@@ -1,4 +1,4 @@
-"""`python -m ffpa_attn.doctor`: what this installation can run here, what is missing, and what to do about it.
+"""`python -m ffpa_attn.doctor` says what this installation can run here, what is missing, and what to do about it.
 
 The exit code is 0 unless something is broken; a part that is merely not there is not.
 """
@@ -137,7 +137,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding; a check that fails is one too, unless it fails as one before it: a wrong flag fails many."""
+    """Gives every finding; a failed check is one too, unless one before it failed alike: a wrong flag fails many."""
     said = set()
     for check in CHECKS:
         try:

@@ -1,10 +1,9 @@
-"""Every environment variable this project reads: one typed table, and the only reader of os.environ.
+"""This module has every environment variable that the project reads in one typed table; nothing else reads os.environ.
 
 `python env.py` prints the table. A flag that is unset is None ("automatic") unless it has a default; a value that the
 table does not allow raises, naming the flag, the value and what is allowed. Run-time flags are read again whenever the
-environment changed, so `os.environ["FFPA_STRICT"] = "1"` takes effect at the next call.
-
-This file imports nothing but the standard library: setup.py loads it before torch is known to be there.
+environment changed, so `os.environ["FFPA_STRICT"] = "1"` takes effect at the next call. This file imports nothing but
+the standard library: setup.py loads it before torch is known to be there.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _jobs(raw: str) -> int | None:
-    return None if raw == "auto" else _at_least(1)(raw)  # what other packages' builds take for unset
+    return None if raw == "auto" else _at_least(1)(raw)  # other packages' builds take `auto` for unset
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -64,10 +63,10 @@ def _emulated_arch(raw: str) -> str | None:
 @dataclass(frozen=True)
 class Flag:
     name: str
-    type: str  # how it is written: "0 | 1", "integer", …
-    default: Any  # None = automatic
-    scope: str  # "build": read by setup.py and the JIT; "run": read at every call
-    doc: str  # one line
+    type: str  # how a value is written: "0 | 1", "integer", …
+    default: Any  # None means automatic
+    scope: str  # "build": setup.py and the JIT read it; "run": every call reads it
+    doc: str  # one line for the table
     parse: Callable[[str], Any] = str
 
     def value(self, raw: str | None) -> Any:
@@ -88,7 +87,7 @@ def _bool(name: str, default: bool, scope: str, doc: str) -> Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    # What the wheel holds.
+    # These say what the wheel holds.
     _bool(
         "ENABLE_FFPA_DEBUG",
         False,
@@ -138,7 +137,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("NVCC_CCBIN", "path", None, "build", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH."),
     Flag("NVCC_PREPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts before ours."),
     Flag("NVCC_APPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts after ours."),
-    # Which path a call takes.
+    # These say which path a call takes.
     Flag(
         "FFPA_BACKEND",
         " | ".join(BACKENDS),
@@ -188,7 +187,7 @@ FLAGS: tuple[Flag, ...] = (
         _at_least(1),
     ),
     _bool("FFPA_RING_COPIES", True, "run", "GPUs of one host copy in ring attention; 0: messages, as between hosts."),
-    # Experiments with the split-D mma.sync kernels.
+    # These are experiments with the split-D mma.sync kernels.
     _tri("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
     _tri("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),
     _tri("ENABLE_FFPA_FORCE_PV_F16", "Accumulate PV in f16 whatever `acc` says."),
@@ -249,7 +248,7 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
 
 
 class Flags(Mapping):
-    """One reading of the environment: name -> typed value. Compared by identity, so it can be part of a cache key."""
+    """One reading of the environment: name -> typed value. Compares by identity, so it can be part of a cache key."""
 
     __slots__ = ("_values",)
 
@@ -278,14 +277,14 @@ def _read(flags: tuple[Flag, ...]) -> tuple[str | None, ...]:
     return tuple(os.environ.get(flag.name) for flag in flags)
 
 
-# A call must not pay for 20 look-ups with key encoding (14 µs): where the interpreter has the usual dictionary of
-# encoded names behind os.environ, read that (under 1 µs) and parse only when something changed.
+# A call must not pay for 20 look-ups with key encoding (14 µs). Where the interpreter has the usual dictionary of
+# encoded names behind os.environ, that is read (under 1 µs), and parsed only when something changed.
 _encoded_names = tuple(os.fsencode(flag.name) for flag in RUN_FLAGS)
 _parsed: dict[tuple, Flags] = {}
 
 
 def run_flags() -> Flags:
-    """The run-time flags as the environment has them now."""
+    """Returns the run-time flags as the environment has them now."""
     try:
         raws = tuple(map(os.environ._data.get, _encoded_names))  # type: ignore[attr-defined]
     except AttributeError:
@@ -298,7 +297,7 @@ def run_flags() -> Flags:
 
 @contextlib.contextmanager
 def overridden(name: str, value: str) -> Iterator[None]:
-    """The flag set in the environment for a while."""
+    """Sets the flag in the environment for a while."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -311,12 +310,12 @@ def overridden(name: str, value: str) -> Iterator[None]:
 
 
 def all_flags() -> Flags:
-    """Every flag, build-time ones included."""
+    """Returns every flag, build-time ones included."""
     return Flags(FLAGS, _read(FLAGS))
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """A copy of the environment for a child process."""
+    """Returns a copy of the environment for a child process."""
     return {**os.environ, **changes}
 
 
@@ -325,7 +324,7 @@ def _shown(value: Any) -> str:
 
 
 def markdown_table() -> str:
-    """The table of the README."""
+    """Returns the table of docs/flags.md."""
     rows = ["| flag | values | default | read at | what it does |", "|---|---|---|---|---|"]
     for flag in FLAGS:
         values = flag.type.replace("|", "\\|")
@@ -334,14 +333,14 @@ def markdown_table() -> str:
 
 
 def let_stdout_write_anything() -> None:
-    """Programs that report call this: letters that the encoding of stdout lacks become escapes then, as they do on stderr."""
+    """Turns letters that stdout's encoding lacks into escapes, as stderr does; programs that report call this."""
     codecs.register_error("ffpa_attn.escapes", _escapes)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="ffpa_attn.escapes")
 
 
 def _escapes(error: UnicodeError) -> tuple[bytes, int]:
-    """Bytes of a path that are no letters were read as half a character each, and are written as they were."""
+    """Writes bytes of a path that are no letters, each of which was read as half a character, as they were."""
     wrong = error.object[error.start : error.end]
     return b"".join(
         bytes([ord(x) - 0xDC00]) if 0xDC80 <= ord(x) <= 0xDCFF else x.encode("ascii", "backslashreplace") for x in wrong

@@ -1,4 +1,4 @@
-"""Attention of 8-bit floats: ffpa_fp8, and quantize_fp8 that makes its inputs."""
+"""This module holds attention of 8-bit floats, ffpa_fp8, and quantize_fp8, which makes its inputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from .specs.spec import FP8_BLOCK
 from .triton_ops import triton_launch
 
 
-def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
-    """(x8, scale) with x ≈ x8.float() * scale: the largest |x| becomes the largest finite number of `dtype`.
+def quantize_fp8(
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    per: str = "tensor",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (x8, scale) with x ≈ x8.float() * scale: the largest |x| becomes the largest finite number of `dtype`.
 
     x      [B, H, N, D], float16, bfloat16 or float32, finite.
     dtype  torch.float8_e4m3fn or torch.float8_e5m2.
     per    what shares a scale: "tensor" (scale has shape []), "head" ([B, H]), or "block" ([B, H, ceil(N / 128)]): 128
            rows of a head. Smaller parts lose less where magnitudes differ.
 
-    scale is float32, and 1 where there is nothing but zeros. Deterministic; never waits for a GPU.
+    scale is float32, and 1 where there is nothing but zeros. The result is deterministic, and nothing waits for a GPU.
     """
     arguments.only_tensors(x=x)
     fp8_checks.to_quantize(x, dtype)
@@ -34,13 +38,13 @@ def quantize_fp8(x, dtype=torch.float8_e4m3fn, per="tensor"):
 
 
 def _quantized(x, dtype, per, block_maxima, divide):
-    # Zeros change no maximum, and there is one of no rows too.
+    # The zero that is added changes no maximum, and is the maximum of no rows.
     largest = block_maxima(x)
     if per == "tensor":
         largest = F.pad(largest.flatten(), (0, 1)).amax()
     elif per == "head":
         largest = F.pad(largest, (0, 1)).amax(-1)
-    # No smaller than the least number with all its bits: what is divided by it never exceeds the limit by half a step.
+    # A scale is at least the smallest normal float32, so that no quotient exceeds the limit by half a step.
     scale = (largest / torch.finfo(dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, 1.0, scale)
     return divide(x, reference.scale_by_block(scale, x), dtype), scale
@@ -57,28 +61,28 @@ def _divide(x, scale, dtype):
 
 
 def ffpa_fp8(
-    q,
-    k,
-    v,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    q_scale=None,
-    k_scale=None,
-    v_scale=None,
-    out_dtype=torch.bfloat16,
-    v_transposed=False,
-    causal=False,
-    align="bottom_right",
-    scale=None,
-    window=(-1, -1),
-    softcap=0.0,
-    return_lse=False,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    v_transposed: bool = False,
+    causal: bool | str = False,
+    align: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
     **unknown,
-):
-    """Attention of q * q_scale, k * k_scale and v * v_scale, as ffpa means it, from 8-bit floats. It has no gradients.
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes attention of q * q_scale, k * k_scale, v * v_scale, as ffpa does, from 8-bit floats, without gradients.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv], all float8_e4m3fn or all float8_e5m2, unit stride on the
-    last dim; D and Dv multiples of 8, on a GPU (sm_89 and newer) up to 256, on Hopper up to 512. Returns [B, Hq, Nq, Dv], and with
-    return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
+    last dim; D and Dv multiples of 8, on a GPU (sm_89 and newer) up to 256, on Hopper up to 512.
+    Returns [B, Hq, Nq, Dv], and with return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
 
     q_scale, …    float32, of shape [] or [1] for the tensor, [B, H] for its heads, or [B, H, ceil(N / 128)] for blocks
                   of 128 rows, as quantize_fp8 gives them; None = 1. Those of q and k are 0 or more (checked on a GPU

@@ -1,4 +1,5 @@
-"""Compares what a GPU and the emulator computed: ``compare_results.py gpu.bin emu.bin [--list functions.txt] [--arch 90]``.
+"""Compares a GPU's results with the emulator's: ``compare_results.py gpu.bin emu.bin [--list functions.txt] [--arch
+90]``.
 
 Cases are compared bit for bit, but for the approximate functions, whose bound in ulps is part of the file. Fails when
 anything differs, and when fewer functions or configurations were compared than the list asks for.
@@ -16,7 +17,7 @@ HEADER = struct.Struct("<64sdQ")
 
 
 def read(path):
-    """{case name: (ulp bound, words)}"""
+    """Returns {case name: (ulp bound, words)}."""
     data, offset, cases = Path(path).read_bytes(), 0, {}
     while offset < len(data):
         name, bound, count = HEADER.unpack_from(data, offset)
@@ -27,7 +28,7 @@ def read(path):
 
 
 def read_list(path, arch):
-    """{function: configurations that must be compared} for everything that the architecture has."""
+    """Returns {function: configurations that must be compared} for everything that the architecture has."""
     wanted = {}
     for line in Path(path).read_text().splitlines():
         line = line.split("#")[0].split()
@@ -37,13 +38,13 @@ def read_list(path, arch):
 
 
 def ordered(words):
-    """Floats' bits as integers that count ulps."""
+    """Returns floats' bits as integers that count ulps."""
     signed = words.view(np.int32).astype(np.int64)
     return np.where(signed < 0, -(signed & 0x7FFFFFFF), signed)
 
 
 def differences(gpu, emulated, bound):
-    """(how many values differ by more than the bound, the largest distance in ulps, or 0 for exact cases)"""
+    """Returns (how many values differ by more than the bound, the largest distance in ulps, or 0 for exact cases)."""
     if not bound:
         return int((gpu != emulated).sum()), 0
     distance = np.abs(ordered(gpu) - ordered(emulated))

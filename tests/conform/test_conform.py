@@ -1,4 +1,4 @@
-"""The script that builds and runs the conformance programs, with stand-ins for its compilers."""
+"""Tests the script that builds and runs the conformance programs, with stand-ins for its compilers."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from ffpa_attn import env
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Writes a program that succeeds.
+# This compiler writes a program that succeeds.
 COMPILER = """#!/bin/sh
 while [ $# -gt 1 ]; do
   [ "$1" = -o ] && { printf '#!/bin/sh\\n' > "$2"; chmod +x "$2"; }
@@ -18,7 +18,7 @@ done
 
 
 def test_the_output_directory_is_a_path_whatever_its_name(tmp_path):
-    """It may hold what means something to a shell."""
+    """The name of the directory may hold characters that mean something to a shell."""
     tools, ran = tmp_path / "tools", ROOT / f"ran-{os.getpid()}"
     tools.mkdir()
     for name in ("nvcc", "g++"):

@@ -1,4 +1,4 @@
-"""Attention in float64 for the split-D test kernels, and their inputs."""
+"""Computes attention in float64 for the split-D test kernels, and makes their inputs."""
 
 import numpy as np
 import scalar

@@ -1,4 +1,4 @@
-"""The emulator's test module, built once a session, and a small wrapper around it."""
+"""Builds the emulator's test module once per session, and wraps it for the tests."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Run:
 
 
 def apart(array):
-    """A copy with 64 KiB of memory of its own on both sides: what runs past its end meets no other tensor."""
+    """Returns a copy with 64 KiB of slack on both sides: an access past its end meets no other tensor."""
     slack = 1 << 16
     buffer = np.full(array.nbytes + 2 * slack, 0xFF, np.uint8)
     view = buffer[slack : slack + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -1,8 +1,8 @@
 // A ring of cp.async stages on mbarriers, as sm_80 can have it: all threads fill slots, ahead of their use, and all
 // read them. `bug` spoils one piece.
 //
-// Each slot has two mbarriers. Full: every thread arrives when its copies have landed. Empty: one lane of every warp
-// arrives when the warp has read the slot.
+// Each slot has two mbarriers. On the full one every thread arrives when its copies have landed. On the empty one, one
+// lane of every warp arrives when the warp has read the slot.
 #pragma once
 
 #include "base/math.h"
@@ -32,10 +32,10 @@ enum class RingBug : int {
   kOneWarpNeverReleases,
   kOneThreadArrivesTwice,
   kNoSyncAfterInit,
-  kOneStepTooMany,  // filled, and never used
+  kOneStepTooMany,  // the last step is filled, and never used
 };
 
-// A position that goes round a ring of slots, and how often it has, modulo 2.
+// A position that goes round a ring of slots, and the number of its rounds modulo 2.
 class RingPosition {
  public:
   FFPA_DEVICE RingPosition(int slots, uint32_t slot_bytes) : slots_(slots), slot_bytes_(slot_bytes) {}
@@ -58,8 +58,9 @@ class RingPosition {
   uint32_t parity_ = 0;
 };
 
-// input: [1 + steps][thread][4 words], the first of them stays for all steps. output: [steps][thread][4 words]: twice
-// the step's words of the opposite thread, plus its words that stay, plus how often the ring has come round modulo 2.
+// `input` is [1 + steps][thread][4 words]; its first words stay for all steps. `output` is [steps][thread][4 words]:
+// twice the step's words of the opposite thread, plus its words that stay, plus how often the ring has come round
+// modulo 2.
 template <int kThreads>
 FFPA_KERNEL(kThreads, 1)
 void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int slots, RingBug bug) {

@@ -1,4 +1,4 @@
-// Launches of the misuse kernels of TMA stores by name.
+// Launches the misuse kernels of TMA stores by name.
 #include "misuse_bulk_store_kernels.cuh"
 #include "test_kernels.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kSmemBytes = 16 << 10;
 
-// Boxes of 1 row of 64 elements, in 4 rows that start at word `first_word` of the output, or of the input.
+// Runs a kernel with a map of boxes of 1 × 64 elements, in 4 rows that start at word kFirstWord of output or input.
 template <void (*kKernel)(ptx::TensorMap, uint32_t*), int kThreads, int kBlocks = 1, bool kOfInput = false,
           int kFirstWord = 0>
 LaunchStatus run_with_map(const Arguments& arguments) {

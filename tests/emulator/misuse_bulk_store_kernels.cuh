@@ -1,4 +1,4 @@
-// Misuse of TMA stores, one kind a kernel. The map has rows of 64 elements, 128 bytes, and boxes of one row.
+// Kernels that misuse TMA stores, each in one way. The map has rows of 64 elements, 128 bytes, and boxes of one row.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -26,7 +26,7 @@ FFPA_DEVICE void store_row(const ptx::TensorMap* map, uint32_t smem, int row = 0
   ptx::bulk_commit_group();
 }
 
-// By one thread; its barrier is new.
+// One thread loads a row and waits for it, on a barrier that it initialises here.
 FFPA_DEVICE void load_row(const ptx::TensorMap* map, uint32_t smem, int row = 0) {
   const uint32_t barrier = ptx::dynamic_smem() + kLoadBarrierOffset;
   ptx::mbarrier_init(barrier, 1);
@@ -47,7 +47,7 @@ FFPA_KERNEL(32, 1) void store_to_an_odd_column_kernel(const FFPA_GRID_CONSTANT p
   ptx::bulk_wait_group<0>();
 }
 
-// Loads may begin before the tensor, and then find zeros there.
+// The store begins before the tensor, which only loads may do (they find zeros there).
 FFPA_KERNEL(32, 1) void store_before_the_tensor_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   write_row(ptx::dynamic_smem());
   if (ptx::lane_id() != 0) return;
@@ -55,7 +55,7 @@ FFPA_KERNEL(32, 1) void store_before_the_tensor_kernel(const FFPA_GRID_CONSTANT 
   ptx::bulk_wait_group<0>();
 }
 
-// The wait is for the groups that there are, and the store is in none.
+// The wait covers the groups that there are, and the store is in none.
 FFPA_KERNEL(32, 1) void store_never_committed_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   write_row(ptx::dynamic_smem());
   if (ptx::lane_id() != 0) return;
@@ -96,7 +96,7 @@ FFPA_KERNEL(32, 1) void store_without_barrier_kernel(const FFPA_GRID_CONSTANT pt
   ptx::bulk_wait_group_read<0>();
 }
 
-// kWait: with the wait, but nobody waits for the lane that has waited.
+// With kWait the storing lane waits, but no other lane waits for that lane.
 template <bool kWait>
 FFPA_KERNEL(32, 1)
 void source_overwritten_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
@@ -124,7 +124,7 @@ FFPA_KERNEL(64, 1) void source_overwritten_by_a_warp_kernel(const FFPA_GRID_CONS
   if (!first) ptx::st_shared_4(smem + ptx::lane_id() * 4, 0x40004000);
 }
 
-// The wait leaves the younger of two groups, whose source is overwritten.
+// The wait leaves the younger of two groups pending, and then its source is overwritten.
 FFPA_KERNEL(32, 1) void younger_source_overwritten_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   const uint32_t smem = ptx::dynamic_smem();
   write_row(smem);
@@ -146,7 +146,7 @@ FFPA_KERNEL(32, 1) void source_overwritten_by_a_load_kernel(const FFPA_GRID_CONS
   ptx::bulk_wait_group_read<0>();
 }
 
-// The wait for the reads says nothing about the writes.
+// The wait covers the reads of the store, which says nothing about its writes.
 template <bool kTma>
 FFPA_KERNEL(32, 1)
 void read_before_complete_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
@@ -182,7 +182,8 @@ FFPA_KERNEL(32, 1) void two_stores_to_one_row_kernel(const FFPA_GRID_CONSTANT pt
   ptx::bulk_wait_group_read<0>();
 }
 
-// Warp 0 stores a row and waits, warp 1 loads it. What is between them: the fence of either side, or a barrier, misses.
+// Warp 0 stores a row, warp 1 loads it. In all but the last two, a wait, fence or barrier between them is missing,
+// misplaced or the wrong one.
 enum class Between { kNoFence, kFenceBeforeWait, kLateFence, kSharedFence, kNoBarrier, kStorerFences, kLoaderFences };
 template <Between kBetween>
 FFPA_KERNEL(64, 1)
@@ -213,7 +214,7 @@ void read_back_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* out
   }
 }
 
-// The same with two lanes of a warp, or one: the lane that has waited needs neither.
+// Lane kLoader of the same warp loads the row: the lane that has waited (0) needs neither fence nor __syncwarp.
 template <int kLoader>
 FFPA_KERNEL(32, 1)
 void read_back_in_warp_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
@@ -241,7 +242,7 @@ FFPA_KERNEL(32, 1) void wrong_rank_kernel(const FFPA_GRID_CONSTANT ptx::TensorMa
   if (ptx::lane_id() == 0) ptx::tma_store_4d(&map, ptx::dynamic_smem(), 0, 0, 0, 0);
 }
 
-// Nothing wrong with the kernel: the map names memory that must not be written, or is not there.
+// The kernel is right, but the map names memory that must not be written, or is not there.
 FFPA_KERNEL(32, 1) void store_to_the_last_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {
   write_row(ptx::dynamic_smem());
   if (ptx::lane_id() != 0) return;
@@ -249,7 +250,7 @@ FFPA_KERNEL(32, 1) void store_to_the_last_row_kernel(const FFPA_GRID_CONSTANT pt
   ptx::bulk_wait_group<0>();
 }
 
-// Two blocks. kLoads: the second one loads what the first one stores; else both store.
+// Two blocks meet in a row. With kLoads the second one loads what the first one stores, otherwise both store.
 template <bool kLoads>
 FFPA_KERNEL(32, 1)
 void blocks_meet_in_a_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t*) {

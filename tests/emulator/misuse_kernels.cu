@@ -1,4 +1,4 @@
-// Launches of the misuse kernels by name.
+// Launches the misuse kernels by name.
 #include "copy_ring_kernel.cuh"
 #include "misuse_kernels.cuh"
 #include "test_kernels.h"
@@ -16,7 +16,7 @@ Kernel misuse(const char* name) {
           }};
 }
 
-// integers: stride in words, and optionally grid, threads and shared memory of the launch
+// Takes integers: stride in words, and optionally grid, threads and shared memory of the launch.
 template <void (*kKernel)(int)>
 LaunchStatus run_strided(const Arguments& arguments) {
   LaunchShape shape;
@@ -27,7 +27,7 @@ LaunchStatus run_strided(const Arguments& arguments) {
   return launch(shape, nullptr, kKernel, int(arguments.integers.at(0)));
 }
 
-// integers: steps, slots, bug
+// Takes integers: steps, slots, bug.
 template <int kThreads>
 LaunchStatus run_ring(const Arguments& arguments) {
   return run_copy_ring<kThreads>(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0),

@@ -64,7 +64,7 @@ FFPA_KERNEL(32, 1) void tracked_copy_not_awaited_kernel(const uint32_t* input, u
   ptx::mbarrier_wait(barrier, 0);
 }
 
-// The arrival of copies is none of the stores before it.
+// The arrival of the copies says nothing about the ordinary stores before it.
 FFPA_KERNEL(64, 1) void store_before_tracked_copy_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t barrier = ptx::dynamic_smem();
   const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
@@ -81,7 +81,7 @@ FFPA_KERNEL(64, 1) void store_before_tracked_copy_kernel(const uint32_t* input, 
   }
 }
 
-// Warp 1 knows warp 0's copies from the mbarrier and puts its own in their place. Warp 0's wait is not for those.
+// Warp 1 knows warp 0's copies from the mbarrier and puts its own in their place. Warp 0's wait does not cover those.
 FFPA_KERNEL(64, 1) void wait_for_overwritten_copy_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t barrier = ptx::dynamic_smem();
   const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
@@ -124,7 +124,7 @@ FFPA_KERNEL(32, 1) void shared_past_end_kernel(const uint32_t*, uint32_t* output
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(ptx::dynamic_smem() + 4096 - 64 + ptx::lane_id() * 4));
 }
 
-// An address built without the base of dynamic shared memory.
+// The address is built without the base of dynamic shared memory.
 FFPA_KERNEL(32, 1) void shared_without_base_kernel(const uint32_t*, uint32_t*) {
   ptx::st_shared_4(ptx::lane_id() * 4, 0);
 }
@@ -172,18 +172,18 @@ FFPA_KERNEL(32, 1) void blocks_write_the_same_kernel(const uint32_t*, uint32_t* 
   ptx::st_global_4(output + ptx::block_x() * 16 + ptx::lane_id(), 1);
 }
 
-// Each block reads half of what the other one writes; the one that runs later is found.
+// Each block reads half of what the other one writes; the block that runs later is found.
 FFPA_KERNEL(32, 1) void block_reads_what_another_wrote_kernel(const uint32_t*, uint32_t* output) {
   ptx::st_global_4(output + ptx::block_x() * 32 + ptx::lane_id(), 1);
   ptx::ld_global_4(output + 16 + ptx::lane_id());
 }
 
-// Not an error: shared memory that nobody has written is NaN.
+// This is no error: shared memory that nobody has written is NaN.
 FFPA_KERNEL(32, 1) void read_uninitialised_kernel(const uint32_t*, uint32_t* output) {
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(ptx::dynamic_smem() + ptx::lane_id() * 4));
 }
 
-// Stores of one word a lane, `stride` words apart.
+// Stores one word per lane, `stride` words apart.
 FFPA_KERNEL(32, 1) void strided_store_kernel(int stride) {
   ptx::st_shared_4(ptx::dynamic_smem() + ptx::lane_id() * stride * 4, 0);
   ptx::sync_warp();

@@ -1,4 +1,4 @@
-// Launches of the sm_90a misuse kernels by name.
+// Launches the sm_90a misuse kernels by name.
 #include "cases/copy_to_block.cuh"
 #include "misuse_sm90_kernels.cuh"
 #include "test_kernels.h"
@@ -21,7 +21,7 @@ LaunchStatus run_copy(const Arguments& arguments) {
   return cases::run_copy_to_block<kBug>(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0));
 }
 
-// A box of 1 row of 64 elements. integers: rows that the tensor map claims to have
+// Runs a kernel with a map of 4 rows of 64 elements, in boxes of 1 row.
 template <void (*kKernel)(ptx::TensorMap)>
 LaunchStatus run_with_map(const Arguments& arguments) {
   TensorMapSpec spec;

@@ -1,4 +1,4 @@
-// Misuse of sm_90a instructions, one kind a kernel.
+// Kernels that misuse sm_90a instructions, each in one way.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -11,7 +11,7 @@
 
 namespace ffpa::testing {
 
-// What one product of ones gives, with or without a fence between the stores and the product.
+// Writes what one product of ones gives, with or without a fence between the stores and the product.
 template <bool kFence>
 FFPA_KERNEL(128, 1)
 void proxy_fence_kernel(const uint32_t*, uint32_t* output) {

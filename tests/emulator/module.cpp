@@ -1,4 +1,4 @@
-// Python's view of the emulator and of the test cases. The only file that includes pybind11; kernels live in others.
+// Python's view of the emulator and of the test cases. No other file includes pybind11; kernels live in other files.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

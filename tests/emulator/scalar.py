@@ -1,4 +1,4 @@
-"""The scalar definitions that the instructions are held to, in numpy. Nothing here knows the emulator.
+"""Defines in numpy, value by value, what the instructions must compute. Nothing here knows the emulator.
 
 Each function takes a case's input words and returns its output words.
 """
@@ -19,7 +19,7 @@ def bfloat16_values(bits):
 
 
 def bfloat16_bits(values):
-    """Round to nearest even; NaN to 0x7fff."""
+    """Rounds to nearest even and turns NaN into 0x7fff."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FFF), rounded)
@@ -95,7 +95,7 @@ def ldmatrix(tiles, transposed):
         stored = words.view(np.uint16).reshape(4, 8, 8)[:tiles]  # [tile][row][column]
         if transposed:
             stored = stored.transpose(0, 2, 1)
-        # lane l, tile t: row l / 4, columns 2·(l % 4) and the next
+        # Lane l holds row l / 4, columns 2·(l % 4) and the next, of tile t.
         return np.ascontiguousarray(stored.reshape(tiles, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
 
     return define
@@ -112,7 +112,7 @@ def stmatrix(tiles, transposed):
 
 
 def a_matrix(values):
-    """[32 lanes][4 registers][2 halves] → [16 rows][16 k], PTX manual's table for m16n8k16."""
+    """Arranges [32 lanes][4 registers][2 halves] as [16 rows][16 k], by the PTX manual's table for m16n8k16."""
     matrix = np.empty((16, 16), values.dtype)
     for lane in range(32):
         for register in range(4):
@@ -124,7 +124,7 @@ def a_matrix(values):
 
 
 def b_matrix(values):
-    """[32 lanes][2 registers][2 halves] → [16 k][8 columns]"""
+    """Arranges [32 lanes][2 registers][2 halves] as [16 k][8 columns]."""
     matrix = np.empty((16, 8), values.dtype)
     for lane in range(32):
         for register in range(2):
@@ -134,7 +134,7 @@ def b_matrix(values):
 
 
 def c_matrix(values):
-    """[32 lanes][4 values] → [16 rows][8 columns]"""
+    """Arranges [32 lanes][4 values] as [16 rows][8 columns]."""
     return values.reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
 
 
@@ -160,7 +160,7 @@ def mma_operands(words, element, half_accumulators):
 
 
 def exponent(value):
-    """floor(log2 |value|)"""
+    """Returns floor(log2 |value|)."""
     return int(np.frexp(value)[1]) - 1
 
 
@@ -172,7 +172,7 @@ def round_to_float_toward_zero(exact):
 
 
 def fused_dot_add(a, b, c, bits, half_accumulators):
-    """One step of a tensor core in exact arithmetic: align to the largest exponent, truncate, add, round once."""
+    """Takes one step of a tensor core exactly: aligns to the largest exponent, truncates, adds, rounds once."""
     terms = [
         (Fraction(float(x)) * Fraction(float(y)), exponent(x) + exponent(y))
         for x, y in zip(a, b, strict=True)
@@ -190,7 +190,7 @@ def fused_dot_add(a, b, c, bits, half_accumulators):
 
 
 def mma_exact(words, element, half_accumulators, model):
-    """Bit-exact result of the accumulation models, for as many products as `words` has."""
+    """Returns the bit-exact result of the accumulation models, for as many products as `words` has."""
     out = []
     for a, b, c in mma_operands(words, element, half_accumulators):
         d = np.empty((16, 8))
@@ -243,7 +243,7 @@ def pack(to_bits):
 
 
 def float8(exponent_bits, fraction_bits, bias, has_infinity):
-    """The values of all bit patterns."""
+    """Returns the values of all bit patterns."""
     bits = np.arange(256)
     exponent, fraction = bits >> fraction_bits & (1 << exponent_bits) - 1, bits & (1 << fraction_bits) - 1
     scale = 2.0 ** (np.maximum(exponent, 1) - bias - fraction_bits)
@@ -260,7 +260,7 @@ E4M3, E5M2 = float8(4, 3, 7, False), float8(5, 2, 15, True)
 
 
 def pack4(values):
-    """The nearest finite value, of two the one whose last bit is 0."""
+    """Rounds to the nearest finite value; of two that are equally near, to the one whose last bit is 0."""
     finite = np.flatnonzero(np.isfinite(values[:128]))
 
     def define(words):
@@ -287,7 +287,7 @@ def multiply(decode, to_bits):
         a, b = (decode(np.ascontiguousarray(words.reshape(-1, 2)[:, i]).view(np.uint16)) for i in (0, 1))
         with np.errstate(over="ignore", invalid="ignore"):
             exact = a.astype(np.float64) * b.astype(np.float64)
-            # 24 bits, the last of which says whether there is more: what is rounded then is as the exact product.
+            # The last of 24 bits says whether there are more, so rounding these equals rounding the exact product.
             fraction, exponent = np.frexp(np.abs(exact))
             kept = np.trunc(fraction * 2.0**24)
             kept += (kept < fraction * 2.0**24) & (kept % 2 == 0)
@@ -303,7 +303,7 @@ def mul_rn(words):
 
 
 def ex2_special(_):
-    # 2^x of -inf, 0, -0, inf, -150, 1, -1, -126 (the smallest normal)
+    # The values of x are -inf, 0, -0, inf, -150, 1, -1, -126 (2^-126 is the smallest normal number).
     return np.array([0.0, 1.0, 1.0, np.inf, 0.0, 2.0, 0.5, 2.0**-126], np.float32).view(np.uint32)
 
 
@@ -311,7 +311,7 @@ def ex2_special(_):
 
 
 def tile_copy(columns):
-    """Window at (3, 8) of 21 rows of 40 columns, stored 48 apart; 32 rows of `columns`, zero where there is nothing."""
+    """Copies the window at (3, 8) of 21 rows of 40 columns, stored 48 apart, to 32 rows of `columns`; the rest is 0."""
 
     def define(words):
         matrix = words.view(np.uint16).reshape(21, 48)
@@ -324,13 +324,13 @@ def tile_copy(columns):
 
 
 def stage_ring(words):
-    """Twice the words of the opposite thread of 96, the same through rings of 1 to 4 slots."""
+    """Doubles the words of the opposite one of 96 threads; rings of 1 to 4 slots all give the same."""
     doubled = words.reshape(-1, 96, 4)[:, ::-1] * np.uint32(2)
     return np.tile(doubled.ravel(), 4)
 
 
 def accumulator(rounded):
-    """4 values and the factors of their two rows a lane; values as held, scaled, and 1: multiply_add is the mma."""
+    """Returns 4 values per lane as held, then scaled by their rows' factors, then 1: multiply_add is the mma."""
 
     def define(words):
         values, factors = np.split(words.view(np.float32).reshape(32, 6), [4], axis=1)
@@ -353,7 +353,7 @@ def tracked_and_awaited(words):
 
 
 def copy_ring(words, threads, slots):
-    """Twice each step's words, plus those that stay, plus the round modulo 2, of the opposite thread."""
+    """Doubles each step's words of the opposite thread, and adds its words that stay and the round modulo 2."""
     kept, *steps = words.reshape(-1, threads, 4)[:, ::-1]
     rounds = [np.uint32(step // slots % 2) for step in range(len(steps))]
     return np.concatenate([2 * step + kept + n for step, n in zip(steps, rounds, strict=True)]).ravel()
@@ -364,7 +364,7 @@ def copy_rings(threads):
 
 
 def swizzle_chunks(rows, row_bytes):
-    """Rows of a tile as they lie in shared memory: chunk c of row r at c xor (the row's 128-byte line)."""
+    """Lays rows of a tile out as in shared memory: chunk c of row r goes to c xor (the row's 128-byte line)."""
     chunks = row_bytes // 16
     data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, chunks, 16)
     out = np.empty_like(data)
@@ -375,7 +375,7 @@ def swizzle_chunks(rows, row_bytes):
 
 
 def tma_box(sizes, strides, box, start, swizzled):
-    """Dimensions innermost first; strides in elements."""
+    """Moves a box. Dimensions are innermost first; strides count elements."""
 
     def define(words):
         elements = words.view(np.uint16)
@@ -398,7 +398,7 @@ def tma(rank, inner, start, swizzled=True):
 
 
 def tma_store(rank, inner, start, swizzled=True):
-    """The tensor of `tma` after a store of one box, in memory that was 0xcd."""
+    """Returns the tensor of `tma` after a store of one box, in memory that was 0xcd."""
     sizes, strides, box = {
         2: ([40, 21], [1, 48], [inner, 16]),
         4: ([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2]),
@@ -422,20 +422,20 @@ def store_ring(words):
 
 
 def workspace(words):
-    """What was stored; boxes of 256 words read back, by TMA (which swizzles again) and by ordinary loads in turn."""
+    """Returns what was stored, then boxes of 256 words read by TMA (which swizzles again) and plain loads in turn."""
     stored = swizzle_chunks(words, 128)
     read = np.where(np.arange(words.size) // 256 % 2, stored, words)
     return np.concatenate([stored, read])
 
 
 def multicast(words):
-    """Two rounds of 8 rows of 64, the same in both blocks."""
+    """Returns two rounds of 8 rows of 64, the same in both blocks."""
     rounds = [swizzle_chunks(part, 128) for part in words.view(np.uint16).reshape(2, 8, 64)]
     return np.concatenate([rounds[0], rounds[0], rounds[1], rounds[1]])
 
 
 def swap(words):
-    """Two rounds: each block has what the other had."""
+    """Swaps in two rounds: each block gets what the other had."""
     return words.reshape(2, 2, 128)[:, ::-1].ravel()
 
 
@@ -448,7 +448,7 @@ WGMMA_VALUES = {
 
 
 def wgmma_operands(words, name):
-    """(A [64][k], B [N][k]) as float64, from a case's name and input."""
+    """Returns (A [64][k], B [N][k]) as float64, from a case's name and input."""
     variant = name.split("/")[1].split("_")
     element, n = variant[0], int(variant[1])
     values = WGMMA_VALUES[element](words).astype(np.float64)
@@ -457,7 +457,7 @@ def wgmma_operands(words, name):
 
 
 def wgmma_result(output, n):
-    """[thread][N / 2] → [64][N]"""
+    """Arranges [thread][N / 2] as [64][N]."""
     values = output.view(np.float32).reshape(4, 8, 4, n // 8, 2, 2)  # warp, g, t, group of 8 columns, row half, value
     return values.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
 

@@ -1,8 +1,8 @@
 // A small split-D attention forward for sm_80, written to be broken: it exercises copies, ring, swizzle, ldmatrix, mma,
 // shuffles and barriers as a real kernel does, and `bug` (run time, uniform) removes or spoils one piece at a time.
 //
-// One block of 4 warps computes 64 query rows, 16 a warp. Keys come in tiles of 64; Q, K and V stream through a ring of
-// two stages in slices of 16 columns of the head dim, so shared memory does not depend on it.
+// One block of 4 warps computes 64 query rows, 16 per warp. Keys come in tiles of 64; Q, K and V stream through a
+// two-stage ring in slices of 16 columns of the head dim, so shared memory does not depend on the head dim.
 #pragma once
 
 #include "base/math.h"
@@ -39,7 +39,7 @@ enum class Bug : int {
   kUninitialisedScores,    // the score accumulators are not cleared
   kStagesOverlap,          // both stages of the ring are the same buffer
   kNoSyncWarpBeforeStore,  // the epilogue reads what other lanes write without __syncwarp
-  kNoSyncWarpAfterStore,   // … and overwrites what other lanes still read
+  kNoSyncWarpAfterStore,   // the epilogue overwrites what other lanes still read
   kStoreToInput,           // the output is written into Q
   kNoRowGuardOnStore,      // rows past the end of O are written
 };
@@ -60,7 +60,7 @@ inline constexpr int kTileKeys = 64;
 inline constexpr int kSliceColumns = 16;
 inline constexpr int kSplitDThreads = 128;
 inline constexpr int kWarpRows = 16;
-inline constexpr uint32_t kSliceBytes = kTileRows * kSliceColumns * 2;  // of Q, K or V
+inline constexpr uint32_t kSliceBytes = kTileRows * kSliceColumns * 2;  // bytes of a slice of Q, K or V
 inline constexpr uint32_t kStageBytes = 2 * kSliceBytes;                // a Q and a K slice; or a V slice in K's place
 inline constexpr uint32_t kSplitDSmemBytes = 2 * kStageBytes;
 
@@ -165,7 +165,7 @@ void split_d_kernel(SplitDParams params) {
       end_step();
     }
 
-    // Online softmax of rows g and g + 8 of the warp, in base 2.
+    // Computes the online softmax of rows g and g + 8 of the warp, in base 2.
     const int valid_keys = bug == Bug::kNoColumnMask ? kTileKeys : params.nk - tile_index * kTileKeys;
     for (int half = 0; half < 2; ++half) {
       float tile_max = -kInfinity;
@@ -215,7 +215,7 @@ void split_d_kernel(SplitDParams params) {
     if (bug == Bug::kBarrierInOneLane && warp == 1 && lane == 5) ptx::sync_block();
   }
 
-  // Each warp turns 16 rows × 16 columns at a time in shared memory, to store 16 bytes a lane.
+  // Each warp turns 16 rows × 16 columns at a time in shared memory, to store 16 bytes per lane.
   const uint32_t turn_smem = smem + warp * (kWarpRows * kSliceColumns * 2);
   const float inverse[2] = {1 / row_sum[0], 1 / row_sum[1]};
   for (int slice = 0; slice < kSlices; ++slice) {

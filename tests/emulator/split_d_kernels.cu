@@ -1,11 +1,11 @@
-// The split-D test kernel's instances and their launches by name.
+// Launches the instances of the split-D test kernel by name.
 #include "split_d_kernel.cuh"
 #include "test_kernels.h"
 
 namespace ffpa::testing {
 namespace {
 
-// Inputs: q, k, v; output: o; integers: heads, nq, nk, bug; numbers: scale.
+// Takes inputs: q, k, v; output: o; integers: heads, nq, nk, bug; numbers: scale.
 template <class Element, int kHeadDim>
 LaunchStatus run_split_d(const Arguments& arguments) {
   SplitDParams params;

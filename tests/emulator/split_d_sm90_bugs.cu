@@ -1,4 +1,4 @@
-// The sm_90a split-D test kernel with each of its bugs. For the emulator only: ptxas has its own opinion of some.
+// The sm_90a split-D test kernel with each of its bugs, for the emulator only: ptxas has its own opinion of some.
 #include "split_d_sm90_launch.cuh"
 
 namespace ffpa::testing {

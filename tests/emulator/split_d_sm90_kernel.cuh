@@ -38,7 +38,7 @@ enum class Sm90Bug : int {
   kWrongEmptyParity,
   kWrongOperandMajor,  // V is read as if it were stored by columns
   kOneWarpReleases,    // the other warps' arrivals on the empty barrier are missing
-  kOnlyLocalRelease,   // in a cluster: the other block's copies are not waited for
+  kOnlyLocalRelease,   // other blocks of the cluster are not told of a release
   kProductSkippedByOneWarp,
   kAccumulatorsTouchedInFlight,
   kMisalignedDestination,  // TMA destinations that are not 128-byte aligned
@@ -55,7 +55,7 @@ inline constexpr int kSm90Threads = 256;
 inline constexpr int kConsumerWarps = 4;
 inline constexpr int kSm90SliceColumns = 64;
 inline constexpr uint32_t kSm90SliceBytes = 64 * kSm90SliceColumns * 2;
-inline constexpr uint32_t kSm90StageBytes = 2 * kSm90SliceBytes;  // Q and K; or V in K's place
+inline constexpr uint32_t kSm90StageBytes = 2 * kSm90SliceBytes;  // bytes: Q and K; or V in K's place
 inline constexpr uint32_t kAtomBytes = 1024;                      // 8 rows of 128 bytes
 
 template <int kStages>

@@ -1,4 +1,4 @@
-// Launch of the sm_90a split-D test kernel.
+// Launches the sm_90a split-D test kernel.
 #pragma once
 
 #include "split_d_sm90_kernel.cuh"
@@ -24,7 +24,7 @@ inline ptx::TensorMap tensor_map(const uint16_t* base, int head_dim, int rows, i
   return map;
 }
 
-// Inputs: q, k, v; output: o; integers: heads, nq, nk; numbers: scale.
+// Takes inputs: q, k, v; output: o; integers: heads, nq, nk; numbers: scale.
 template <int kHeadDim, int kStages, int kCluster, Sm90Bug kBug = Sm90Bug::kNone>
 LaunchStatus run_split_d_sm90(const Arguments& arguments) {
   const int heads = int(arguments.integers.at(0));

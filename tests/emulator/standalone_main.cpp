@@ -12,7 +12,7 @@ namespace {
 
 using namespace ffpa;
 
-// Eight registers a lane, of which it writes `count`.
+// Each lane has eight registers and writes `count` of them.
 FFPA_KERNEL(32, 1) void register_array_kernel(int count, uint32_t* output) {
   uint32_t registers[8] = {};
   for (int i = 0; i < count; ++i) registers[i] = ptx::shfl_xor(uint32_t(i), 1);
@@ -75,7 +75,7 @@ bool deadlock_is_reported() {
 
 }  // namespace
 
-// With an argument, a kernel writes one element past the end of a local array first.
+// With an argument, a kernel first writes one element past the end of a local array.
 int main(int argc, char**) {
   const int count = argc > 1 ? 9 : 8;
   std::vector<uint32_t> output(32);

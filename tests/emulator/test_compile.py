@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 
-# Everything that takes part in a device compilation; the launches by name come along.
+# These sources take part in a device compilation; the launches by name come along.
 SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "case_table_sm80.cu"]
 SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "misuse_bulk_store_kernels.cu", "case_table.cu"]
 
@@ -43,7 +43,7 @@ def test_nvcc_compiles_the_same_sources(nvcc, tmp_path, source, arch):
 
 
 def build_standalone(tmp_path, flags):
-    """standalone_main.cpp and the emulator in one translation unit."""
+    """Builds standalone_main.cpp and the emulator in one translation unit, and returns the program."""
     program = tmp_path / "standalone"
     unity = tmp_path / "unity.cpp"
     parts = [HERE / "standalone_main.cpp", *sorted((CSRC / "ptx/emulated/machine").glob("*.cpp"))]

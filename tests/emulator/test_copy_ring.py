@@ -18,8 +18,8 @@ class Ring:
         self.right = np.array_equal(output, scalar.copy_ring(words, threads, slots))
 
 
-# In the order of `RingBug` in copy_ring_kernel.cuh: what of them must be found; any of several, where the schedule says
-# which is first. What follows a race may be found as well.
+# The bugs are in the order of `RingBug` in copy_ring_kernel.cuh, with the kinds of errors that must be found. Of
+# several kinds any one will do, as the schedule says which comes first. What follows a race may be found as well.
 BUGS = {
     "none": set(),
     "no full wait": {"race"},
@@ -57,7 +57,7 @@ def test_bug_is_found(emulator, bug, slots):
     for seed in range(8):
         ring = Ring(emulator, 64, slots, bug, seed=seed)
         if bug == "one step too many" and seed >= 2 and not ring.errors:
-            continue  # it may have landed in time
+            continue  # the last copy may have landed in time
         assert ring.kinds & BUGS[bug], (seed, ring.status)
         if "race" not in ring.kinds:  # a race may have any consequence
             assert ring.kinds <= BUGS[bug], (seed, ring.status)

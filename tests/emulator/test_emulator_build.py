@@ -1,4 +1,4 @@
-"""The build of an emulated module: in the cache, once, without torch."""
+"""An emulated module is built into the cache, once, and without torch."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from ffpa_attn import env
 
 PACKAGE = Path(env.__file__).parent
 
-# Writes what it is asked for.
+# This compiler writes the files that it is asked for.
 FAKE_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo "g++ 1"; exit 0; }
 echo "$@" >> "$(dirname "$0")/calls"
@@ -34,7 +34,7 @@ assert "torch" not in sys.modules
 
 @pytest.fixture
 def build(tmp_path):
-    """Builds in a child with this text as source, and returns the child."""
+    """Returns a function that starts a build in a child, with a text as source, and returns the child."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "g++").write_text(FAKE_COMPILER)

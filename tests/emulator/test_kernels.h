@@ -42,7 +42,7 @@ std::vector<Kernel> split_d_kernels();
 std::vector<Kernel> split_d_sm90_kernels();
 std::vector<Kernel> split_d_sm90_bugs();
 
-// nullptr if there is none.
+// Returns nullptr if there is none of this name.
 const Kernel* find_kernel(const std::string& name);
 
 }  // namespace ffpa::testing

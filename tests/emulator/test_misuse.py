@@ -38,7 +38,7 @@ MISUSE = {
 
 
 def lines_of(kernel):
-    """Line numbers of the body of a kernel in misuse_kernels.cuh."""
+    """Returns the line numbers of the body of a kernel in misuse_kernels.cuh."""
     lines = SOURCE.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if re.search(rf"\b{kernel}_kernel\(", line))
     end = next(
@@ -87,7 +87,7 @@ def test_sm90_misuse_is_reported(emulator, name, seed):
     data = [np.zeros(1024, np.uint32)], [np.zeros(1024, np.uint32)]
     run = emulator.run(f"misuse_sm90/{name}", *data, arch=90, seed=seed)
     if name == "tma_in_flight_at_exit" and seed >= 2 and not run.errors:
-        return  # it may have landed in time
+        return  # the copy may have landed in time
     assert run.kinds == {MISUSE_SM90[name]}, run.status
 
 

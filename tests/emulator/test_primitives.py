@@ -1,4 +1,4 @@
-"""Every function of csrc/ptx and csrc/tile in the emulator, against its scalar definition."""
+"""Every function of csrc/ptx and csrc/tile agrees in the emulator with its scalar definition."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ def run(emulator, name, **options):
 def test_exact(emulator, name, seed):
     words, output, _ = run(emulator, name, seed=seed)
     expected = scalar.EXACT[name](words)
-    # cases may leave lanes without a result
+    # A case may leave lanes without a result.
     np.testing.assert_array_equal(output[: expected.size], expected)
 
 
@@ -166,7 +166,7 @@ def test_wgmma_bit_exact_model(emulator):
 
 
 def test_wgmma_of_8_bits_in_few_bits(emulator):
-    """As Hopper adds: 13 bits behind the point of the largest of 32 products and the sum before."""
+    """Hopper keeps 13 bits behind the point of the largest among 32 products and the sum before."""
     words, output, _ = run(emulator, "wgmma_ss/e4m3_64_swizzle64", accumulation="hopper")
     a, b = scalar.wgmma_operands(words, "wgmma_ss/e4m3_64_swizzle64")
     result = scalar.wgmma_result(output, 64)

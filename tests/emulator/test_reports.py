@@ -1,4 +1,4 @@
-"""Bank conflicts, counters, schedules, and what a launch refuses."""
+"""These tests cover bank conflicts, counters, schedules, and what a launch refuses."""
 
 import numpy as np
 import pytest

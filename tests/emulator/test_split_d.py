@@ -72,7 +72,7 @@ def test_bug_is_found(emulator, bug, seed):
     assert expected <= found(run), run.status
     if "race" not in expected:  # a race may have any consequence
         assert found(run) == expected, run.status
-    for error in run.errors:  # also of what happens inside tile functions: their caller's line
+    for error in run.errors:  # includes the tile functions' errors, which name their caller's line
         assert error["file"].endswith("split_d_kernel.cuh") and error["line"] > 0
 
 

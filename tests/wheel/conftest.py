@@ -1,4 +1,4 @@
-"""Fixtures of the build's tests: the wheel's library, a fake compiler, an empty cache."""
+"""Provides the build's tests with fixtures: the wheel's library, a fake compiler, an empty cache."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def fake_nvcc(tmp_path, monkeypatch) -> FakeNvcc:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache of compiled kernels."""
+    """Returns the path of an empty cache of compiled kernels."""
     monkeypatch.setenv("FFPA_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -41,7 +41,7 @@ def compile_in_child():
     yield start
     for child in children:
         try:
-            os.killpg(child.pid, 9)  # with the compiler it may have left behind
+            os.killpg(child.pid, 9)  # also ends the compiler that the child may have left behind
         except ProcessLookupError:
             pass
         child.communicate()
@@ -49,10 +49,10 @@ def compile_in_child():
 
 @pytest.fixture(scope="session")
 def wheel_library(nvcc) -> Path:
-    """A directory with the library that a wheel holds, every kernel of it compiled, and its record."""
+    """Returns a directory with the library that a wheel holds, every kernel of it compiled, and its record."""
     directory = ROOT / "build" / "tests"
     directory.mkdir(parents=True, exist_ok=True)
-    # Where setup.py builds too, under the same lock: what it compiled already is not compiled again.
+    # setup.py builds in the same place under the same lock, so what it already compiled is not compiled again.
     with cache_module.locked(ROOT / "build" / "lock", "this package"):
         build.build_wheel_library(ROOT / "build" / "native", directory / build.LIBRARY)
     return directory
@@ -60,7 +60,7 @@ def wheel_library(nvcc) -> Path:
 
 @pytest.fixture
 def native(wheel_library, monkeypatch):
-    """ffpa_attn.launching.native over that library, whatever is installed."""
+    """Gives ffpa_attn.launching.native, which then uses `wheel_library` whatever is installed."""
     remembered = (native_module.record, native_module.library, native_module.kernel)
     monkeypatch.setattr(native_module, "_PACKAGE", wheel_library)
     for function in remembered:

@@ -1,6 +1,6 @@
-"""Faults at random moments of builds with a stand-in compiler: after a retry without one, the library is there and right.
+"""Injects faults at random moments of builds with a stand-in compiler: after a retry without one, the library is right.
 
-`python tests/wheel/faults.py NUMBER [PROCESSES [SEED]]` injects so many, each beside so many processes.
+`python tests/wheel/faults.py NUMBER [PROCESSES [SEED]]` injects so many faults, each beside so many processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(PACKAGE.parent))
 from ffpa_attn import env  # noqa: E402
 from ffpa_attn.building import cache, sessions  # noqa: E402
 
-# Stands for nvcc and g++: what it writes, piece by piece, follows from what it reads.
+# This script stands for nvcc and g++: what it writes, piece by piece, follows from what it reads.
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo "Cuda compilation tools, V13.0.1"; exit 0; }
 here=$(dirname "$0")
@@ -47,7 +47,7 @@ done
 echo "ptxas info    : Compiling entry function 'k' for 'sm_90'"
 echo "ptxas info    : Used 32 registers"
 """
-SECONDS = 0.06  # for each piece
+SECONDS = 0.06  # time that the stand-in takes for each piece
 
 _START = f"""
 import os, signal, sys, threading, time, types
@@ -89,7 +89,7 @@ _STDERR = {
 
 
 class Builds:
-    """Builds of one kind in a cache of its own."""
+    """Runs builds of one kind in a cache of their own."""
 
     def __init__(self, root: Path, kind: str, chance: random.Random, processes: int):
         self.kind, self.chance, self.processes = kind, chance, processes
@@ -117,7 +117,7 @@ class Builds:
         return [self.start(fault) for _ in range(self.processes)]
 
     def moment(self) -> float:
-        """Some time of a build, which follows the start of Python."""
+        """Returns a random moment of a build, in seconds after its process began (Python's own start comes first)."""
         return self.chance.uniform(0.05, 0.3 + 8 * SECONDS)
 
     def wait(self) -> None:
@@ -133,7 +133,7 @@ class Builds:
             child.stderr.close()
 
     def result(self, limit: float = 30) -> bytes:
-        """What a build without a fault gives; raises where it gives nothing, or nothing whole."""
+        """Returns what a build without a fault gives; raises where it gives nothing, or nothing whole."""
         self.pace(0)
         child = self.start()
         out, err = child.communicate(timeout=limit)
@@ -145,7 +145,7 @@ class Builds:
 
 
 def _tree(root: int) -> list[int]:
-    """A process and what it started, in whatever sessions."""
+    """Returns a process and all that it started, in whatever sessions they are."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def _tree(root: int) -> list[int]:
 
 
 def killed(builds: Builds) -> None:
-    """A process, its ninja or its compiler, or all it started, at a random moment beside others."""
+    """Kills a process, its ninja or its compiler, or all it started, at a random moment beside other processes."""
     children = builds.together()
     for child in builds.chance.sample(children, builds.chance.randint(1, len(children))):
         time.sleep(builds.moment() / len(children))
@@ -172,7 +172,7 @@ def killed(builds: Builds) -> None:
 
 
 def truncated(builds: Builds) -> None:
-    """A library that lost its end, or whose bytes are others."""
+    """Cuts off the end of a library, or changes its bytes."""
     builds.result()
     for path in builds.cache.rglob("*.so"):
         size = path.stat().st_size
@@ -186,7 +186,7 @@ def truncated(builds: Builds) -> None:
 
 @contextlib.contextmanager
 def _small_disk(builds: Builds, options: str) -> Iterator[bool]:
-    """The cache on a disk of its own, where this user may mount one."""
+    """Puts the cache on a disk of its own, where this user may mount one; yields whether it could."""
     builds.cache.mkdir(mode=0o700, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "none", str(builds.cache)]
     mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
@@ -201,7 +201,7 @@ def _small_disk(builds: Builds, options: str) -> Iterator[bool]:
 
 
 def full(builds: Builds) -> None:
-    """A disk with room for some of what is written; the retry comes when there is more."""
+    """Gives the cache a disk with room for some of what is written; the retry comes when there is more room."""
     with _small_disk(builds, f"size={4096 * builds.chance.randint(1, 60)}") as mounted:
         if not mounted:
             _with_compiler(builds, f"echo 'fatal error: {os.strerror(errno.ENOSPC)}'; exit 1")
@@ -210,7 +210,7 @@ def full(builds: Builds) -> None:
         if mounted:
             shutil.copytree(builds.cache, kept := builds.cache.with_name("kept"))
     if mounted:
-        shutil.rmtree(builds.cache)  # what was there before the disk
+        shutil.rmtree(builds.cache)  # this removes what was there before the disk was mounted
         kept.rename(builds.cache)
 
 
@@ -221,7 +221,7 @@ def read_only(builds: Builds) -> None:
         if mounted:
             subprocess.run(
                 ["mount", "-o", "remount,ro", str(builds.cache)], capture_output=True
-            )  # fails while they write
+            )  # the remount fails while builds write
         else:
             builds.cache.chmod(0o500)
         builds.together()
@@ -231,7 +231,7 @@ def read_only(builds: Builds) -> None:
 
 
 def _with_compiler(builds: Builds, line: str) -> None:
-    """Another compiler for as long as the fault lasts."""
+    """Replaces the compiler by one that runs `line`, for as long as the fault lasts."""
     builds.pace(0)
     for name in ("nvcc", "g++"):
         script = COMPILER.splitlines()
@@ -270,7 +270,7 @@ def without_stderr(builds: Builds) -> None:
 
 
 def interrupted(builds: Builds) -> None:
-    """Ctrl-C and the like, to the whole group of a program that handles them, or dies of them."""
+    """Sends Ctrl-C and the like to the whole group of a program that handles the signal, or dies of it."""
     graceful = builds.chance.random() < 0.5
     children = builds.together(_GRACEFUL if graceful else "")
     time.sleep(builds.moment())
@@ -282,7 +282,7 @@ def interrupted(builds: Builds) -> None:
 
 
 def late(builds: Builds) -> None:
-    """A time limit of the program ends the build, and nothing of it runs on."""
+    """Ends the build by a time limit of the program, and checks that nothing of the build runs on."""
     child = builds.start(_TIME_LIMIT.format(wait=builds.moment()))
     seen = set()
     while child.poll() is None:
@@ -293,7 +293,7 @@ def late(builds: Builds) -> None:
 
 
 def another_machine(builds: Builds) -> None:
-    """Two whose locks do not reach each other, with the cache of kernels; the emulator's needs locks."""
+    """Builds on two machines whose locks do not meet, in one cache of kernels; the emulator's cache needs locks."""
     fault = _NO_LOCKS if builds.kind == "on demand" else ""
     children = [builds.start(fault)]
     time.sleep(builds.moment() / 2)

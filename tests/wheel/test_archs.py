@@ -1,4 +1,4 @@
-"""Which code is compiled for which request, and which GPU runs it."""
+"""Tests which code is compiled for which request, and which GPU runs it."""
 
 import pytest
 from ffpa_attn import env

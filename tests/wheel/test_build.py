@@ -1,4 +1,4 @@
-"""From a spec to an object: names, generated text, the compiler, the gate, and what the wheel's library holds."""
+"""Tests the way from a spec to an object: names, generated text, the compiler, the gate, what the library holds."""
 
 import ctypes
 import errno
@@ -66,7 +66,7 @@ def test_the_whole_set_compiles_and_is_recorded(native):
     requests = archs.requested(env.all_flags())
     assert record["sources"] == build.sources_hash()
     for spec in aot_specs(env.all_flags()):
-        if not archs.targets(spec.arch, requests):  # Hopper's own, in a wheel for others
+        if not archs.targets(spec.arch, requests):  # a kernel for Hopper alone, in a wheel for other GPUs
             assert spec.name not in record["kernels"]
             continue
         kernel = record["kernels"][spec.name]
@@ -242,7 +242,7 @@ def test_a_kernel_whose_wgmma_is_serialized_fails_the_build(tmp_path):
 
 @needs_nvcc
 def test_hopper_kernels_pass_the_gate(tmp_path):
-    """Products that ptxas serialises, or sums that it spills, would cost more than they gain. A wheel for sm_80 has none."""
+    """Products that ptxas serialises, and sums that it spills, cost more than they gain. A wheel for sm_80 has none."""
     specs = [spec for spec in aot_specs(env.all_flags()) if spec.arch == "sm_90a"]
     specs = [spec for spec in specs if getattr(spec, "dtype", "bf16") in ("bf16", "e4m3")]
     _, resources = build.compile_library({spec: ("sm_90a",) for spec in specs}, tmp_path / "build")

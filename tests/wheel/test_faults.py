@@ -1,4 +1,4 @@
-"""Some of the faults that `faults.py` injects by the hundred."""
+"""Injects some of the faults that `faults.py` injects by the hundred."""
 
 import faults
 import pytest

@@ -1,4 +1,4 @@
-"""Every way to build and install, from a copy of the repository, with and without a compiler."""
+"""Tests every way to build and install, from a copy of the repository, with and without a compiler."""
 
 import ctypes
 import os
@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from wheel_support import CHILD, ROOT, needs_nvcc
 
-TESTS_IN_A_ROW = 100  # all: what one has compiled, the next need not
+TESTS_IN_A_ROW = 100  # all tests of this file: what one has compiled, the next need not
 _MOST_BYTES = 60 << 20
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _HERE = ("--no-build-isolation", "--no-deps", "--no-index")
 
 
 def start(*command, cwd: Path, **changes: str) -> subprocess.Popen:
-    # Few kernels, for one GPU: what is tested is the way there.
+    # Few kernels are built, for one GPU: the tests are about how they get there.
     environment = {**os.environ, "ENABLE_FFPA_DEBUG": "1", "FFPA_CUDA_ARCHS": "9.0", "MAX_JOBS": "2", **changes}
     environment = {name: value for name, value in environment.items() if value}
     return subprocess.Popen(
@@ -30,7 +30,7 @@ def start(*command, cwd: Path, **changes: str) -> subprocess.Popen:
 
 
 def printed(process: subprocess.Popen) -> str:
-    """All of it, in the end; raises with it when the process fails."""
+    """Returns all that a process prints, once it has ended; raises with that text when the process fails."""
     out, _ = process.communicate()
     assert process.returncode == 0, f"{process.args}:\n{out}"
     return out
@@ -41,13 +41,13 @@ def run(*command, cwd: Path, **changes: str) -> str:
 
 
 def compiler_packages() -> set[str]:
-    """What the extra `jit` asks PyPI for."""
+    """Returns the names of the nvidia packages that the extra `jit` asks PyPI for."""
     extra = re.search(r"^jit = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE).group(1)
     return {name for name in re.findall(r'"([^"]+)"', extra) if name.startswith("nvidia-")}
 
 
 def copy_of_the_repository(copy: Path) -> Path:
-    """As a user has it."""
+    """Copies the repository as a user has it."""
     files = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "env.py")
     for name in (*files, "csrc", "ffpa", "tests", "bench", ".dev"):
         if (ROOT / name).is_dir():
@@ -59,12 +59,12 @@ def copy_of_the_repository(copy: Path) -> Path:
     return copy
 
 
-TESTS_IN_A_ROW = 100  # all: what one has compiled, the next need not
+TESTS_IN_A_ROW = 100  # all tests of this file: what one has compiled, the next need not
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """In a place with a space in its name, with the first few kernels alone; what one test compiled there, the next need not."""
+    """Returns a copy whose path has a space, with the first few kernels alone; tests share what is compiled there."""
     copy = copy_of_the_repository(tmp_path_factory.mktemp("install") / "a copy")
     spec, every = copy / "ffpa" / "ffpa_attn" / "specs" / "spec.py", "return tuple(dict.fromkeys(kernels))"
     assert spec.read_text().count(every) == 1
@@ -74,7 +74,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def no_toolkit(tmp_path) -> dict[str, str]:
-    """An environment without a CUDA toolkit, whatever this machine has."""
+    """Returns an environment without a CUDA toolkit, whatever this machine has."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("sh", "uname", "cat", "gcc", "g++", "as", "ld"):
@@ -85,8 +85,8 @@ def no_toolkit(tmp_path) -> dict[str, str]:
 
 @pytest.fixture
 def no_nvcc(tmp_path, no_toolkit) -> dict[str, str]:
-    """Nor a compiler from PyPI."""
-    hidden = tmp_path / "packages" / "nvidia"  # goes before the place where it would be
+    """Returns an environment without a CUDA toolkit and without a compiler from PyPI."""
+    hidden = tmp_path / "packages" / "nvidia"  # a place on the path before the one that would hold PyPI's compiler
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").touch()
     return {**no_toolkit, "PYTHONPATH": str(hidden.parent)}
@@ -94,7 +94,7 @@ def no_nvcc(tmp_path, no_toolkit) -> dict[str, str]:
 
 @pytest.fixture
 def pypi_nvcc(no_toolkit) -> dict[str, str]:
-    """PyPI's compiler alone: the environment's, else fetched into build/ once."""
+    """Returns an environment whose only compiler is PyPI's: the one installed here, or one fetched into build/ once."""
     if any(list(Path(path).glob("nvidia/cu*/bin/nvcc")) for path in sys.path):
         return no_toolkit
     place = ROOT / "build" / "pypi_nvcc"
@@ -102,9 +102,9 @@ def pypi_nvcc(no_toolkit) -> dict[str, str]:
         fresh = place.with_suffix(".new")
         command = [*_PIP, "install", "--quiet", "--upgrade", "--target", str(fresh), *sorted(compiler_packages())]
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:  # only beside a toolkit: without one, set-up fetched it into the environment
+        if done.returncode:  # this happens only beside a toolkit: without one, set-up fetched nvcc into the environment
             pytest.skip(f"PyPI's nvcc cannot be fetched: {done.stderr[-500:]}")
-        (fresh / "nvidia" / "__init__.py").touch()  # another in the environment would hide it
+        (fresh / "nvidia" / "__init__.py").touch()  # otherwise another one in the environment would hide it
         fresh.rename(place)
     return {**no_toolkit, "PYTHONPATH": str(place)}
 
@@ -126,7 +126,7 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
             "testing/__init__.py",
             "csrc/launch/emulated/module.cpp",
             "csrc/ptx/emulated/machine/run.cpp",
-        ),  # the emulator
+        ),  # sources of the emulator
     ):
         assert f"ffpa_attn/{name}" in names
     assert not [name for name in names if name.endswith((".o", ".cu", ".pyc"))]
@@ -140,7 +140,7 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
 
 
 def test_two_builds_at_once(fake_nvcc, tmp_path):
-    """The second waits, then finds everything compiled."""
+    """The second build waits, then finds everything compiled."""
     source = copy_of_the_repository(tmp_path / "source")
     fake_nvcc.set(seconds="0.3")
     places = [tmp_path / "one", tmp_path / "two"]
@@ -162,7 +162,7 @@ def test_setup_py_bdist_wheel(source, tmp_path):
 
 
 def test_sdist(fake_nvcc, tmp_path):
-    """All of the repository that builds and proves, nothing that a build made; a wheel comes out of it alone."""
+    """An sdist holds what builds and proves, and nothing that a build made; a wheel comes out of it alone."""
     source = copy_of_the_repository(tmp_path / "source")
     files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     for generated in ("ffpa/ffpa_attn/_native.json", "ffpa/ffpa_attn/_native.abi3.so", "tests/__pycache__/a.pyc"):

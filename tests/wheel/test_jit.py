@@ -1,4 +1,4 @@
-"""The cache of kernels compiled on demand: one build for many processes, whole or not at all, its owner's alone."""
+"""Tests the cache of kernels built on demand: one build for many processes, whole or not at all, its owner's alone."""
 
 import errno
 import fcntl
@@ -67,7 +67,7 @@ def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, m
 
 @pytest.mark.parametrize("how", ["on PATH", "NVCC_CCBIN", "NVCC_CCBIN, a directory"])
 def test_another_host_compiler_is_another_file(fake_nvcc, cache, monkeypatch, tmp_path, how):
-    """Another place, and another version in the same place."""
+    """A compiler in another place, and another version in the same place, each give another file."""
     seen = {jit.library(SPEC, "sm_90")}
     host = tmp_path / "host" / ("gcc" if how != "NVCC_CCBIN" else "clang++")
     host.parent.mkdir()
@@ -99,7 +99,7 @@ def test_sources_hash_follows_the_sources(tmp_path, monkeypatch):
     changed = fresh()
     assert changed != before
     (tmp_path / "ptx" / "emulated").mkdir(parents=True)
-    (tmp_path / "ptx" / "emulated" / "a.cuh").write_text("3")  # no compiled kernel holds it
+    (tmp_path / "ptx" / "emulated" / "a.cuh").write_text("3")  # no compiled kernel includes this file
     assert fresh() == changed
 
 
@@ -123,7 +123,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(fake_nvcc, cache, compile_in_c
     waiting = compile_in_child()
     assert "waiting for another process" in waiting.stderr.readline()
     fake_nvcc.set(seconds="0")
-    victim.kill()  # not its compiler: that one goes on, and must not disturb
+    victim.kill()  # its compiler is not killed: that one goes on, and must not disturb
     out, err = waiting.communicate(timeout=30)
     assert waiting.returncode == 0 and Path(out.strip()).parent == cache, err
     assert not leftovers(cache)
@@ -209,7 +209,7 @@ def test_no_compiler(cache, monkeypatch):
 
 @pytest.fixture
 def mask():
-    """Sets the umask for a while."""
+    """Gives os.umask, and restores the umask afterwards."""
     before = os.umask(0o022)
     yield os.umask
     os.umask(before)
@@ -257,7 +257,7 @@ def test_what_was_checked_is_what_is_loaded(fake_nvcc, cache):
 
 
 def test_no_two_libraries_have_one_name(fake_nvcc, cache):
-    """Else the dynamic loader gives the first for the second, whose file may have the number of the first's."""
+    """If two have one name, the dynamic loader may give the first for the second, whose file may have its inode."""
     names = set()
     for gpu in ("sm_80", "sm_90"):
         with jit.opened(SPEC, gpu) as (_, found):
@@ -309,7 +309,7 @@ def test_a_disk_that_keeps_nothing_is_an_error(fake_nvcc, cache, monkeypatch):
 
 
 def test_the_cache_may_be_removed_meanwhile(fake_nvcc, cache, monkeypatch):
-    """That is safe at any time: the next call makes it again."""
+    """Removing the cache is safe at any time: the next call makes it again."""
     real = build.compile_library
 
     def compile_library(*how):

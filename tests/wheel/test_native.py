@@ -1,4 +1,4 @@
-"""The native library: what it answers without a GPU, and a launch from end to end with one."""
+"""Tests the native library: what it answers without a GPU, and a launch from end to end with one."""
 
 import subprocess
 import sys
@@ -123,7 +123,7 @@ def empty_wheel(monkeypatch, fake_nvcc, cache):
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(ops, "_warned", set())
     monkeypatch.setattr(native_module, "_unready", {})
-    # Without what it remembers of this process.
+    # The function without its cache does not remember what this process asked before.
     monkeypatch.setattr(native_module, "kernel", native_module.kernel.__wrapped__)
     monkeypatch.setattr(native_module, "record", lambda: {"kernels": {}, "sources": build.sources_hash()})
     monkeypatch.setattr(native_module, "library", lambda: NewDriver)
@@ -206,7 +206,7 @@ def test_doctor_says_a_wrong_flag_once(native, monkeypatch, capsys, flag, value,
     assert out.count(f"{flag}={value!r}") == out.count("BROKEN") == 1 and f"\nbroken: {subject}" in out
 
 
-# ---- with one ----
+# ---- with a GPU ----
 
 
 def numbers(device="cuda", size=100_003):
@@ -279,7 +279,7 @@ def test_a_failed_launch_says_what_was_launched(native):
     name = native.kernel(BUILT, native.gpu_of(x.device))
     with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*256 threads"):
         native.library().scaled_copy(name, x, x, 1.0)
-    x = numbers()  # and the error does not stick
+    x = numbers()  # the error does not stick: the next launch works
     assert torch.equal(native.scaled_copy(BUILT, x, 2.0), x * 2.0)
     with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
         native.library().scaled_copy("nobody", x, x, 1.0)

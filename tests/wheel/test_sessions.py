@@ -1,4 +1,4 @@
-"""Ninja and its compilers: Ctrl-C is the program's to handle, and an exception there ends them, whatever it is."""
+"""Tests ninja and its compilers: Ctrl-C is the program's to handle; an exception there, whatever it is, ends them."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ KERNELS = {ScaledCopy("f16", 4): ("sm_90",)}
 
 
 def alive(process: int) -> bool:
-    return Path(f"/proc/{process}/exe").exists()  # a zombie has none
+    return Path(f"/proc/{process}/exe").exists()  # a zombie has no such file
 
 
 def waited_for(what, seconds=20):
@@ -37,7 +37,7 @@ class Late(Exception):
 
 @pytest.fixture
 def alarm():
-    """Raises an error of the program out of a handler of signals, after so many seconds."""
+    """Gives a function that makes a signal handler raise an error of the program after so many seconds."""
 
     def late(*how):
         raise error
@@ -56,7 +56,7 @@ def alarm():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Late, TimeoutError])
 @pytest.mark.parametrize("stubborn", [False, True], ids=["", "stubborn"])
 def test_an_exception_ends_what_runs(fake_nvcc, tmp_path, alarm, monkeypatch, error, stubborn):
-    """At once where it can be asked to, by force where it ignores that."""
+    """What runs ends at once where it can be asked to, and by force where it ignores that."""
     monkeypatch.setattr(sessions, "_PATIENCE", 0.3)
     script = fake_nvcc.bin / "nvcc"
     ignores = "trap '' TERM INT HUP\n" if stubborn else ""
@@ -85,7 +85,7 @@ def test_a_signal_that_the_program_handles_leaves_the_build_alone(fake_nvcc, cac
 
 
 def test_a_directory_stays_locked_while_anything_of_a_killed_build_runs(fake_nvcc, tmp_path):
-    """Two of them at once would write the same files."""
+    """Two builds at once would write the same files."""
     code = CHILD.split("from ffpa_attn.building import jit")[0] + (
         "from pathlib import Path\nfrom ffpa_attn.building import build\nfrom ffpa_attn.specs.spec import ScaledCopy\n"
         f"build.compile_library({{ScaledCopy('f16', 4): ('sm_90',)}}, Path({str(tmp_path / 'build')!r}))"
@@ -93,7 +93,7 @@ def test_a_directory_stays_locked_while_anything_of_a_killed_build_runs(fake_nvc
     fake_nvcc.set(seconds="3")
     victim = subprocess.Popen([sys.executable, "-c", code], env=env.child_environment())
     assert waited_for(lambda: fake_nvcc.calls)
-    time.sleep(0.3)  # it has read for how long it is to sleep
+    time.sleep(0.3)  # the compiler has read by now for how long it is to sleep
     start = time.monotonic()
     fake_nvcc.set(seconds="0")
     victim.kill()
@@ -104,7 +104,7 @@ def test_a_directory_stays_locked_while_anything_of_a_killed_build_runs(fake_nvc
 
 @pytest.mark.parametrize("who", ["kernel", "link", "ninja"])
 def test_what_was_killed_may_go_better(fake_nvcc, tmp_path, who):
-    """Whoever of them the system chose, for want of memory."""
+    """The system may have killed any of them for want of memory: a compiler, the link, or ninja."""
     script = fake_nvcc.bin / "nvcc"
     where = {"kernel": '[ "$1" = -std=c++17 ] && ', "link": '[ "$1" = -shared ] && ', "ninja": ""}[who]
     victim = "$PPID" if who != "ninja" else "$(ps -o ppid= -p $PPID)"
@@ -134,7 +134,7 @@ def test_tools_speak_english(fake_nvcc, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", ["EMFILE", "EAGAIN", "ENOMEM"])
 def test_a_compiler_that_cannot_be_asked_now_is_asked_again(fake_nvcc, monkeypatch, code):
-    """It is no reason to go without it from then on."""
+    """A compiler that cannot be started now is no reason to go without it from then on."""
 
     def busy(*how, **more):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
@@ -149,7 +149,7 @@ def test_a_compiler_that_cannot_be_asked_now_is_asked_again(fake_nvcc, monkeypat
 
 @pytest.mark.parametrize("victim", ["ninja", "the compiler's shell"])
 def test_nothing_writes_once_the_error_is_there(fake_nvcc, tmp_path, victim):
-    """Whoever holds the lock then may write the same files."""
+    """Once the error is raised, whoever holds the lock may write the same files."""
     script = fake_nvcc.bin / "nvcc"
     script.write_text(script.read_text().replace("sleep", 'echo $$ $PPID > "$here/process"\nsleep'))
     fake_nvcc.set(seconds="60")

@@ -1,4 +1,4 @@
-"""What the build's tests share: a compiler that is a shell script, and children without torch."""
+"""Holds what the build's tests share: a compiler that is a shell script, and children without torch."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 
-# Stands for nvcc: writes what it is asked for, and says what ptxas would. Files beside it change what it does.
+# This script stands for nvcc: it writes what it is asked for, and says what ptxas would. Files beside it steer it.
 _FAKE_NVCC = """#!/bin/sh
 here=$(dirname "$0")
 [ "$1" = --version ] && { echo "Cuda compilation tools, V$(cat "$here/release").$(cat "$here/version")"; exit 0; }

@@ -1,4 +1,4 @@
-// One kernel of the emulator's module. Each generated file registers its own; module.cpp finds it by name.
+// One kernel of the emulator's module. Each generated file registers its own kernels; module.cpp finds them by name.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Python's view of the kernels in the emulator: the calls of csrc/torch_ops, on CPU memory. Built with the generated
-// instances and the machine (ffpa_attn/testing); no torch header, so that it compiles in seconds.
+// Python's view of the kernels in the emulator: the calls of csrc/torch_ops, on CPU memory. The module is built with
+// the generated instances and the machine (ffpa_attn/testing); without a torch header it compiles in seconds.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,7 +23,7 @@ namespace {
 
 using Integers = std::vector<int64_t>;
 using TensorTuple = std::tuple<uintptr_t, Integers, Integers>;             // address, sizes, strides
-using MaskTuple = std::tuple<std::string, uintptr_t, Integers, Integers>;  // the name of its type, and as above
+using MaskTuple = std::tuple<std::string, uintptr_t, Integers, Integers>;  // name of the type, address, sizes, strides
 
 HostTensor host_tensor(uintptr_t address, const Integers& sizes, const Integers& strides) {
   return {reinterpret_cast<void*>(address), int(sizes.size()), sizes.data(), strides.data()};
@@ -74,7 +74,7 @@ struct EmulatedMask {
   }
 };
 
-// The message of a failed run, empty after a good one.
+// Returns the message of a failed run, or an empty one after a good run.
 std::string attention_forward(const std::string& kernel, const TensorTuple& q, const TensorTuple& k,
                               const TensorTuple& v, const TensorTuple& out, uintptr_t lse,
                               const std::optional<MaskTuple>& mask, uintptr_t offsets_q, uintptr_t offsets_k,
@@ -111,7 +111,7 @@ std::string attention_forward(const std::string& kernel, const TensorTuple& q, c
   return instance.launch(&params).message;
 }
 
-// See torch_ops/fp8_forward.cpp. tensors: q, k, v, out; scales: of q, k and v.
+// Takes what torch_ops/fp8_forward.cpp describes. `tensors`: q, k, v, out; `scales`: those of q, k and v.
 std::string fp8_forward(const std::string& kernel, const std::vector<TensorTuple>& tensors,
                         const std::vector<std::optional<TensorTuple>>& scales, uintptr_t lse, double scale,
                         double softcap, int64_t left, int64_t right, bool top_left, uintptr_t scratch,
@@ -154,8 +154,8 @@ std::string arrange_values(const std::string& kernel, const TensorTuple& v, cons
 
 using MemoryTuple = std::tuple<uintptr_t, size_t>;  // address, bytes
 
-// See torch_ops/attention_backward.cpp. tensors: q, k, v, out, grad_out, dq, dk, dv; memory: lse, grad_lse, offsets of
-// q and k, statistics, live rows, p, ds, partial.
+// Takes what torch_ops/attention_backward.cpp describes. `tensors`: q, k, v, out, grad_out, dq, dk, dv; `memory`: lse,
+// grad_lse, offsets of q and k, statistics, live rows, p, ds, partial.
 std::string attention_backward(const std::string& kernel, const std::vector<TensorTuple>& tensors,
                                const std::vector<MemoryTuple>& memory, const std::optional<MaskTuple>& mask,
                                int64_t sequences, int64_t longest_q, int64_t longest_k, double scale, double softcap,
@@ -189,7 +189,7 @@ std::string attention_backward(const std::string& kernel, const std::vector<Tens
   return emulated_instances().at(kernel).launch(&params).message;
 }
 
-// (bytes of shared memory, grid) of a call with one row block for each of these heads.
+// Returns (bytes of shared memory, grid) of a call with one row block for each of these heads.
 std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::string& kernel, int d_qk, int stages,
                                                                 int value_stages, bool q_resident, bool grid_of_heads,
                                                                 int heads, int batch) {

@@ -21,7 +21,7 @@ inline void unpack(uint32_t packed, float& low, float& high) {
 
 template <class Element>
 inline uint32_t multiply(uint32_t a, uint32_t b) {
-  // Towards zero, with the last bit set where that is not exact: as good as the exact product for rounding it further.
+  // Rounds towards zero and sets the last bit if that is inexact: as good as the exact product for rounding it further.
   const auto product = [](float x, float y) {
     const double exact = double(x) * y;
     const float nearest = float(exact);

@@ -10,8 +10,8 @@
 
 namespace ffpa::ptx {
 
-// Keeps what a failed launch says, for whoever asks: failures are few. It is no thread-local of its own, as each module
-// of the emulator has those in the little space that the loader reserves (machine.h).
+// Keeps the message of a failed launch for whoever asks: failures are few. It is no thread-local of its own, as each
+// module of the emulator has those in the little space that the loader reserves (machine.h).
 inline const char* kept_message(const std::string& message) {
   static std::mutex mutex;
   static std::set<std::string> messages;

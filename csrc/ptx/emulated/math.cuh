@@ -11,7 +11,7 @@ inline float flush_subnormal(float x) { return std::fpclassify(x) == FP_SUBNORMA
 inline float ex2(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
 inline float lg2(float x) { return flush_subnormal(std::log2(flush_subnormal(x))); }
 inline float rcp(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
-// By way of fma, which no compiler contracts further.
+// A fma computes it, because no compiler contracts that further.
 inline float mul_rn(float x, float y) { return std::fma(x, y, -0.0f); }
 inline float tanh_approx(float x) { return std::tanh(x); }
 

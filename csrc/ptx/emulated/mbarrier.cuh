@@ -11,7 +11,7 @@ inline void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals, emu::CallSit
   emu::mbarrier_init(barrier_smem, arrivals, site);
 }
 
-// The race check asks for a barrier between initialisation and use; this fence alone is nothing it could see.
+// The race check asks for a barrier between initialisation and use; it has no way to see this fence.
 inline void fence_mbarrier_init() {}
 
 inline void mbarrier_arrive(uint32_t barrier_smem, emu::CallSite site = emu::CallSite()) {

@@ -10,7 +10,7 @@ namespace ffpa::ptx {
 
 // cp.async, "Data Movement and Conversion Instructions: cp.async". `.cg` caches in L2 only: a tile is read once per
 // block, so L1 is better left to others. `.L2::128B` asks L2 to fetch whole lines: rows are read to their end anyway.
-// The copy writes 16 bytes; those from `source_bytes` on (0 … 16) are zero, and are not read.
+// The copy writes 16 bytes; the bytes from `source_bytes` on (0 … 16) are zero, and are not read.
 FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16,
                              CallSite = CallSite()) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination_smem), "l"(source_gmem),
@@ -18,8 +18,8 @@ FFPA_DEVICE void cp_async_16(uint32_t destination_smem, const void* source_gmem,
                : "memory");
 }
 
-// cp.async with ignore-src: where `exists` is false the destination becomes zeros and the source is not read. One
-// predicate, where a size costs the arithmetic of another address.
+// cp.async with ignore-src: where `exists` is false the destination becomes zeros and the source is not read. This
+// costs one predicate, while a source size costs the arithmetic of another address.
 FFPA_DEVICE void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
                                      CallSite = CallSite()) {
   asm volatile(

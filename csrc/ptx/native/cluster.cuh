@@ -7,21 +7,21 @@
 
 namespace ffpa::ptx {
 
-// %cluster_ctarank: this block's number in its cluster.
+// %cluster_ctarank: returns this block's number in its cluster.
 FFPA_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// barrier.cluster, "Parallel Synchronization and Communication Instructions: barrier.cluster": all threads of all
-// blocks of the cluster. Split into two halves so that work fits between them. `.aligned`: whole warps come here
-// together.
+// barrier.cluster, "Parallel Synchronization and Communication Instructions: barrier.cluster": joins all threads of all
+// blocks of the cluster. It is split into two halves so that work fits between them, and `.aligned` because whole warps
+// come here together.
 FFPA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 FFPA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// cp.async.bulk from the shared memory of this block to that of block `rank` of the cluster; completes on the mbarrier
-// at this address there. Whoever knows of that phase knows that the source has been read, too.
+// cp.async.bulk: copies from the shared memory of this block to that of block `rank` of the cluster, and completes on
+// the mbarrier at this address there. Whoever has waited for that phase knows that the source has been read, too.
 FFPA_DEVICE void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t bytes, uint32_t barrier_smem,
                                uint32_t rank) {
   asm volatile(
@@ -35,8 +35,8 @@ FFPA_DEVICE void copy_to_block(uint32_t destination_smem, uint32_t source_smem, 
       : "memory");
 }
 
-// elect.sync: true in one lane of the warp, not necessarily lane 0. Unlike a comparison of the lane index it tells the
-// compiler that one thread runs the branch.
+// elect.sync: returns true in one lane of the warp, not necessarily lane 0. Unlike a comparison of the lane index it
+// tells the compiler that one thread runs the branch.
 FFPA_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(

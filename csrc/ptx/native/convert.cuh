@@ -8,8 +8,8 @@
 
 namespace ffpa::ptx {
 
-// cvt.rn.{f16x2,bf16x2}.f32, "Data Movement and Conversion Instructions: cvt": two conversions in one instruction,
-// round to nearest even. The first source operand goes to the high half.
+// cvt.rn.{f16x2,bf16x2}.f32, "Data Movement and Conversion Instructions: cvt": converts two values in one instruction,
+// rounding to nearest even. The first source operand goes to the high half.
 template <class Element>
 FFPA_DEVICE uint32_t pack(float low, float high);
 
@@ -27,7 +27,7 @@ FFPA_DEVICE uint32_t pack<BFloat16>(float low, float high) {
   return packed;
 }
 
-// cvt.f32.f16 of both halves: exact.
+// cvt.f32.f16: converts both halves, which is exact.
 template <class Element>
 FFPA_DEVICE void unpack(uint32_t packed, float& low, float& high);
 
@@ -43,15 +43,15 @@ FFPA_DEVICE void unpack<Half>(uint32_t packed, float& low, float& high) {
       : "r"(packed));
 }
 
-// A bfloat16 is the upper half of a float: a shift and a mask, no conversion unit (and cvt.f32.bf16 needs sm_90).
+// A bfloat16 is the upper half of a float: a shift and a mask do, without conversion unit (cvt.f32.bf16 needs sm_90).
 template <>
 FFPA_DEVICE void unpack<BFloat16>(uint32_t packed, float& low, float& high) {
   low = __uint_as_float(packed << 16);
   high = __uint_as_float(packed & 0xffff0000u);
 }
 
-// mul.rn.f16x2, and fma.rn.bf16x2 with -0, which changes no product (mul.bf16x2 needs sm_90): both products of two
-// pairs, each rounded once.
+// mul.rn.f16x2, and fma.rn.bf16x2 with -0, which changes no product (mul.bf16x2 needs sm_90): multiplies two pairs and
+// rounds each of the two products once.
 template <class Element>
 FFPA_DEVICE uint32_t multiply(uint32_t a, uint32_t b);
 
@@ -69,7 +69,7 @@ FFPA_DEVICE uint32_t multiply<BFloat16>(uint32_t a, uint32_t b) {
   return product;
 }
 
-// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32, twice: four values in the order of their bytes. sm_89 and later.
+// cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32: two pack four values in the order of their bytes. They need sm_89 or later.
 template <class Element>
 FFPA_DEVICE uint32_t pack4(float first, float second, float third, float fourth);
 

@@ -10,8 +10,8 @@ namespace ffpa::ptx {
 inline LaunchStatus status_of(cudaError_t error) { return {static_cast<int>(error), cudaGetErrorString(error)}; }
 
 // Launches on `stream` (a cudaStream_t) and does not synchronise. More than 48 KB of shared memory must have been
-// allowed before, once (launch/launcher.cuh): allowing what each launch needs would take it from those of other
-// threads.
+// allowed once before (launch/launcher.cuh): allowing just what each launch needs would take it away from other
+// threads' launches.
 template <class... Parameters>
 LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
                          Parameters... arguments) {

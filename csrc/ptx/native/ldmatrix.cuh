@@ -7,7 +7,7 @@
 
 namespace ffpa::ptx {
 
-// ldmatrix, "Warp Level Matrix Load Instruction: ldmatrix". `.m8n8.b16`: the only shape all targets from sm_80 have.
+// ldmatrix, "Warp Level Matrix Load Instruction: ldmatrix". Only the shape `.m8n8.b16` is on all targets from sm_80.
 FFPA_DEVICE void ldmatrix_x1(uint32_t (&tile)[1], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(tile[0]) : "r"(row_smem) : "memory");
 }
@@ -44,7 +44,7 @@ FFPA_DEVICE void ldmatrix_x4_trans(uint32_t (&tile)[4], uint32_t row_smem) {
                : "memory");
 }
 
-// stmatrix, "Warp Level Matrix Store Instruction: stmatrix". Needs sm_90.
+// stmatrix, "Warp Level Matrix Store Instruction: stmatrix". It needs sm_90.
 FFPA_DEVICE void stmatrix_x1(uint32_t row_smem, const uint32_t (&tile)[1]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row_smem), "r"(tile[0]) : "memory");
 }

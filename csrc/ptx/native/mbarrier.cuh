@@ -1,4 +1,4 @@
-// GPU side of ptx/mbarrier.cuh. "Parallel Synchronization and Communication Instructions: mbarrier".
+// GPU side of ptx/mbarrier.cuh. PTX manual: "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -13,21 +13,21 @@ FFPA_DEVICE void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals) {
 }
 
 // fence.mbarrier_init: makes the initialisation visible to the cluster and to the async proxy; a barrier of the block
-// or cluster has to follow. sm_80 has neither, and the block's barrier is enough.
+// or cluster has to follow. sm_80 has neither cluster nor async proxy, so there the block's barrier is enough.
 FFPA_DEVICE void fence_mbarrier_init() {
 #if FFPA_SM90
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// mbarrier.arrive. `_`: nobody uses the state it could return, waits go by parity.
+// mbarrier.arrive: counts one arrival. The state it could return goes to `_`: nobody uses it, as waits go by parity.
 FFPA_DEVICE void mbarrier_arrive(uint32_t barrier_smem) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
 }
 
-// The same on the barrier at this address in block `rank` of the cluster: says that the thread has read what it wanted.
-// What it has written, the other block does not learn by it: `.release.cluster` would be a fence of the whole GPU's
-// memory at every arrival (MEMBAR.ALL.GPU: a third of a product's time).
+// Arrives on the barrier at this address in block `rank` of the cluster, which says that the thread has read what it
+// wanted. It does not tell the other block what the thread has written: `.release.cluster` would be a fence of the
+// whole GPU's memory at every arrival (MEMBAR.ALL.GPU: a third of a product's time).
 FFPA_DEVICE void mbarrier_arrive_remote(uint32_t barrier_smem, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -44,7 +44,7 @@ FFPA_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem), "r"(bytes) : "memory");
 }
 
-// mbarrier.try_wait.parity in a loop: try_wait suspends the thread for a while by itself. sm_80 has test_wait only,
+// mbarrier.try_wait.parity in a loop: try_wait suspends the thread for a while by itself. sm_80 has only test_wait,
 // which spins.
 #if FFPA_SM90
 #define FFPA_MBARRIER_POLL "mbarrier.try_wait"

@@ -8,8 +8,8 @@
 
 namespace ffpa::ptx {
 
-// ld.shared / st.shared, "Data Movement and Conversion Instructions: ld, st". Volatile with a memory clobber: the
-// compiler does not know that these addresses alias the targets of cp.async and ldmatrix.
+// ld.shared / st.shared, "Data Movement and Conversion Instructions: ld, st". They are volatile with a memory clobber
+// because the compiler does not know that these addresses alias the targets of cp.async and ldmatrix.
 FFPA_DEVICE uint16_t ld_shared_2(uint32_t address) {
   uint16_t value;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
@@ -81,8 +81,8 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "memory");
 }
 
-// ld.global.nc: data that nobody writes while the kernel runs, read once, so it need not displace lines of L1. Not
-// volatile: the compiler may hoist it.
+// ld.global.nc: loads data that nobody writes while the kernel runs and that is read once, so it need not displace
+// lines of L1. The asm is not volatile, so the compiler may hoist it.
 FFPA_DEVICE void ld_global_nc_16(uint32_t (&value)[4], const void* address) {
   asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
       : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
@@ -107,7 +107,7 @@ FFPA_DEVICE void st_global_16(void* address, const uint32_t (&value)[4], CallSit
                : "memory");
 }
 
-// atom.add: what was there before. Relaxed: it orders nothing else.
+// atom.add: returns what was there before. It is relaxed: it orders nothing else.
 FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

@@ -8,9 +8,9 @@
 
 namespace ffpa::ptx {
 
-// mma.sync, "Warp Level Matrix Multiply-Accumulate Instructions: mma", shape m16n8k16: the deepest k that 16-bit inputs
-// have, so the fewest instructions. A is row-major and B column-major, the only choice the shape offers. D and C are
-// the same registers. Plain `asm volatile` keeps the written order, which the software pipeline of a kernel relies on.
+// mma.sync, "Warp Level Matrix Multiply-Accumulate Instructions: mma". m16n8k16 has the deepest k for 16-bit inputs, so
+// it takes the fewest instructions. A is row-major and B column-major, the only choice of the shape. D and C are the
+// same registers. Plain `asm volatile` keeps the written order, which a kernel's software pipeline relies on.
 //
 // d[4] f32: rows g and g + 8 (values 0-1, 2-3), columns 2·t, 2·t + 1, with g = lane / 4, t = lane % 4.
 // a[4] pairs: (row g, k 2t), (row g + 8, k 2t), (row g, k 2t + 8), (row g + 8, k 2t + 8).
@@ -36,7 +36,7 @@ FFPA_DEVICE void mma_m16n8k16_f32<BFloat16>(float (&d)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// f16 inputs and accumulators; d[2] pairs: (row g, columns 2t, 2t + 1), (row g + 8, the same columns).
+// Inputs and accumulators are f16; d[2] pairs: (row g, columns 2t, 2t + 1), (row g + 8, the same columns).
 FFPA_DEVICE void mma_m16n8k16_f16(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "

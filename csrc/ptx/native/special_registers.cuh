@@ -9,8 +9,8 @@ namespace ffpa::ptx {
 
 // The compiler's own names for %tid, %ctaid, %nctaid and %ntid let it reason about ranges, which asm would hide.
 FFPA_DEVICE int thread_x() { return threadIdx.x; }
-// The same, read again. What a persistent kernel derives from its threads it would otherwise hold in registers from
-// beginning to end; from this value it is derived anew, for as long as it is needed.
+// Reads the thread index again. A persistent kernel would otherwise hold what it derives from its thread index in
+// registers from beginning to end; what it derives from this value is computed anew and lives only while it is needed.
 FFPA_DEVICE int thread_x_anew() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -27,7 +27,7 @@ FFPA_DEVICE int block_threads() { return blockDim.x; }
 // Blocks are one-dimensional, so the lane follows from the thread index and needs no register read.
 FFPA_DEVICE int lane_id() { return threadIdx.x % 32; }
 
-// Shared-space address of the block's dynamic shared memory, 1024-byte aligned (what the widest TMA swizzle needs).
+// Returns the shared address of the block's dynamic shared memory, 1024-byte aligned (as the widest TMA swizzle needs).
 FFPA_DEVICE uint32_t dynamic_smem() {
   extern __shared__ __align__(1024) uint8_t dynamic_smem_storage[];
   return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_smem_storage));

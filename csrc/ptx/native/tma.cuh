@@ -1,4 +1,4 @@
-// GPU side of ptx/tma.cuh. "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+// GPU side of ptx/tma.cuh. The PTX manual has it in "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
 #pragma once
 
 #include <cuda.h>
@@ -15,8 +15,8 @@ namespace ffpa::ptx {
 
 using TensorMap = CUtensorMap;  // a kernel takes it as `const FFPA_GRID_CONSTANT TensorMap`
 
-// The instruction's only form for loads: to the shared memory of the cluster (a plain address means the own block),
-// completing on an mbarrier of the destination block.
+// The instruction has one form for loads: it writes to the shared memory of the cluster (a plain address means the own
+// block) and completes on an mbarrier of the destination block.
 template <Evict kEvict = Evict::kNormal>
 FFPA_DEVICE void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1) {
   if constexpr (kEvict == Evict::kNormal) {
@@ -53,7 +53,7 @@ FFPA_DEVICE void tma_load_4d(uint32_t destination_smem, const TensorMap* map, ui
       : "memory");
 }
 
-// Multicast: the box goes to the same address in every block whose bit is set in `block_mask`, and completes on the
+// A multicast sends the box to the same address in every block whose bit is set in `block_mask`, and completes on the
 // barrier at the same address in each.
 FFPA_DEVICE void tma_load_3d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
                                        int c1, int c2, uint16_t block_mask) {
@@ -96,17 +96,17 @@ FFPA_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0
                : "memory");
 }
 
-// cp.async.bulk.commit_group: the thread's stores since the last one become a group.
+// cp.async.bulk.commit_group: makes a group of the thread's stores since the last commit.
 FFPA_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// cp.async.bulk.wait_group.read: at most `kPending` groups of this thread still read their shared memory.
+// cp.async.bulk.wait_group.read: waits until at most `kPending` groups of this thread still read their shared memory.
 template <int kPending>
 FFPA_DEVICE void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// cp.async.bulk.wait_group: at most `kPending` groups of this thread are incomplete; what the others wrote is visible
-// to it.
+// cp.async.bulk.wait_group: waits until at most `kPending` groups of this thread are incomplete; what the other groups
+// wrote is then visible to it.
 template <int kPending>
 FFPA_DEVICE void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
@@ -117,12 +117,12 @@ FFPA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// fence.proxy.async: generic-proxy writes to shared memory (st.shared, stmatrix) by this thread, before it, are visible
-// to wgmma and bulk copies after it. `.shared::cta`: a full fence costs more.
+// fence.proxy.async: makes the writes to shared memory that this thread made through the generic proxy (st.shared,
+// stmatrix) visible to its later wgmma and bulk copies. `.shared::cta` is enough, and a full fence costs more.
 FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same for global memory: what this thread knows to be written there, before it, is visible to bulk copies after
-// it.
+// Does the same for global memory: writes there that this thread knows of before the fence are visible to bulk copies
+// after it.
 FFPA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 struct TensorMapEncoder {
@@ -130,7 +130,7 @@ struct TensorMapEncoder {
   LaunchStatus status;
 };
 
-// The driver's, fetched through the runtime, so that nothing links with libcuda.
+// Fetches the driver's encoder through the runtime, so that nothing links with libcuda.
 inline TensorMapEncoder find_tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -142,12 +142,12 @@ inline TensorMapEncoder find_tensor_map_encoder() {
   return {function, {}};
 }
 
-// Host.
+// Encodes `spec` into `map`, on the host.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static std::atomic<void*> known{nullptr};  // once it was found: what failed may not fail again
+  static std::atomic<void*> known{nullptr};  // set once it is found; a failed search may succeed later
   void* encode = known.load(std::memory_order_relaxed);
   if (encode == nullptr) {
     const TensorMapEncoder found = find_tensor_map_encoder();
@@ -174,8 +174,8 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();
-  // A thread that has made no call of the runtime's yet has no context, which the driver needs. Setting the thread's
-  // device makes its context current.
+  // A thread that has not called the runtime yet has no context, which the driver needs. Setting the thread's device
+  // makes its context current.
   int device = 0;
   if (result != CUDA_SUCCESS && cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
     result = encoded();

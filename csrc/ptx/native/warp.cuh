@@ -11,28 +11,28 @@ namespace ffpa::ptx {
 // they can be scheduled and folded.
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// shfl.sync.bfly: the value of lane (lane ^ lane_mask).
+// shfl.sync.bfly: returns the value of lane (lane ^ lane_mask).
 template <class Value>
 FFPA_DEVICE Value shfl_xor(Value value, int lane_mask) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }
 
-// shfl.sync.idx: the value of lane source_lane % 32.
+// shfl.sync.idx: returns the value of lane source_lane % 32.
 template <class Value>
 FFPA_DEVICE Value shfl_idx(Value value, int source_lane) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   return __shfl_sync(kFullWarp, value, source_lane);
 }
 
-// shfl.sync.down: the value of lane (lane + delta), or the lane's own past the end.
+// shfl.sync.down: returns the value of lane (lane + delta), or the lane's own past the end.
 template <class Value>
 FFPA_DEVICE Value shfl_down(Value value, int delta) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   return __shfl_down_sync(kFullWarp, value, delta);
 }
 
-// shfl.sync.up: the value of lane (lane - delta), or the lane's own before the start.
+// shfl.sync.up: returns the value of lane (lane - delta), or the lane's own before the start.
 template <class Value>
 FFPA_DEVICE Value shfl_up(Value value, int delta) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
@@ -44,7 +44,7 @@ FFPA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(kFullWar
 FFPA_DEVICE bool vote_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
 FFPA_DEVICE bool vote_all(bool predicate) { return __all_sync(kFullWarp, predicate); }
 
-// bfind.u32: the highest bit that is set, of a ballot the last lane that said yes; -1 where there is none.
+// bfind.u32: returns the highest bit set (in a ballot, the last lane that said yes), or -1 where no bit is set.
 FFPA_DEVICE int bfind(uint32_t bits) {
   int highest;
   asm("bfind.u32 %0, %1;" : "=r"(highest) : "r"(bits));

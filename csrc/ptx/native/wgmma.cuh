@@ -1,4 +1,4 @@
-// GPU side of ptx/wgmma.cuh. "Asynchronous Warpgroup Level Matrix Instructions: wgmma".
+// GPU side of ptx/wgmma.cuh. The PTX manual has it in "Asynchronous Warpgroup Level Matrix Instructions: wgmma".
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace ffpa::ptx {
 
-// wgmma.fence: orders register writes before it with the products after it. Needed before the first product after
-// accumulators or A registers were written by anything else.
+// wgmma.fence: orders register writes before it with the products after it. It is needed before the first product after
+// anything else has written accumulators or A registers.
 FFPA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 FFPA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// wgmma.wait_group: at most `kPending` groups remain in flight.
+// wgmma.wait_group: waits until at most `kPending` groups remain in flight.
 template <int kPending>
 FFPA_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -82,7 +82,7 @@ FFPA_DEVICE void wgmma_wait_group() {
                "}, {" A "}, " B ", accumulate, 1, 1, " TRANS_B ";\n}"                                             \
                : FFPA_WGMMA_BIND_##n(d)                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(int(accumulate)), "n"(int(kB)))
-// Of 8-bit elements.
+// The form for 8-bit elements: 32 of k, and no transpose bits.
 #define FFPA_WGMMA_SS_8BIT(n, type, A, B, SCALE)                                                                  \
   asm volatile("{\n  .reg .pred accumulate;\n  setp.ne.b32 accumulate, " SCALE                                    \
                ", 0;\n"                                                                                           \
@@ -91,7 +91,7 @@ FFPA_DEVICE void wgmma_wait_group() {
                : FFPA_WGMMA_BIND_##n(d)                                                                           \
                : "l"(a_descriptor), "l"(b_descriptor), "r"(int(accumulate)))
 
-// Both types of one width.
+// Each of these handles both element types of one width.
 #define FFPA_WGMMA_SS_OF_WIDTH(n, ...)                                    \
   if constexpr (kN == n && kIsHalf) FFPA_WGMMA_SS(n, "f16", __VA_ARGS__); \
   if constexpr (kN == n && !kIsHalf) FFPA_WGMMA_SS(n, "bf16", __VA_ARGS__);
@@ -102,7 +102,7 @@ FFPA_DEVICE void wgmma_wait_group() {
   if constexpr (kN == n && kIsE4M3) FFPA_WGMMA_SS_8BIT(n, "e4m3", __VA_ARGS__); \
   if constexpr (kN == n && !kIsE4M3) FFPA_WGMMA_SS_8BIT(n, "e5m2", __VA_ARGS__);
 
-// d += A · B with both operands in shared memory. kA and kB say along which dimension the operands are contiguous.
+// Computes d += A · B with both operands in shared memory. kA and kB give the dimension along which each is contiguous.
 template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>
 FFPA_DEVICE void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate) {
   static_assert(is_wgmma_width<Element>(kN), "widths with a spelled-out instruction");
@@ -126,7 +126,7 @@ FFPA_DEVICE void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_
   }
 }
 
-// d += A · B with A in registers, each warp holding its own 16 rows.
+// Computes d += A · B with A in registers, each warp holding its own 16 rows.
 template <class Element, int kN, OperandMajor kB = OperandMajor::kK>
 FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, bool accumulate) {
   static_assert(!kIs8Bit<Element> && is_wgmma_width<Element>(kN), "types and widths with a spelled-out instruction");

@@ -1,1 +1,1 @@
-"""Who computes a call: the choice, and a file for each that says how it would run one, or why it cannot."""
+"""This package computes calls: it has the choice, and a file per candidate that says how it runs one, or why not."""

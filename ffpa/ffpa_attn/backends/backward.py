@@ -1,7 +1,7 @@
-"""The backward on our kernels: P and dS are computed once, into a workspace, and the gradients are three products of them.
+"""This is the backward on our kernels: P and dS go to a workspace once, and the gradients are three products of them.
 
-At large head dims the N² intermediates cost less to store than to compute again. Chunk after chunk of the problem fits the
-workspace (backward_chunks.py). `plan` is pure: the order of sums, and with it every bit, follows from shape and cap alone.
+At large head dims the N² intermediates cost less to store than to compute again. Chunk after chunk of the problem fits
+the workspace (backward_chunks.py). `plan` is pure: shape and cap alone decide the order of sums, and so every bit.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class BackwardPlan(NamedTuple):
     of_q: BackwardProductsWgmma | BackwardProductsMma
     of_k: BackwardProductsWgmma | BackwardProductsMma
     chunks: tuple[Chunk, ...]
-    entries: int  # that have these chunks one after the other; 1 where they hold all entries
-    pairs: int  # of the largest chunk: elements of P, and of dS
-    partial_floats: int  # sums between chunks: of dQ, and from `sums_of_k_at` on of dK and dV
+    entries: int  # entries that have these chunks one after the other; 1 where they hold all entries
+    pairs: int  # elements of P, and of dS, in the largest chunk
+    partial_floats: int  # floats of sums between chunks: of dQ, and from `sums_of_k_at` on of dK and dV
     sums_of_k_at: int
     sums_of_tile: int  # floats of dQ of a row tile
-    sums_of_key: int  # of dK and dV of a key
+    sums_of_key: int  # floats of dK and dV of a key
 
     @property
     def kernel(self) -> str:
@@ -60,7 +60,7 @@ class BackwardPlan(NamedTuple):
                 yield chunk._replace(first_entry=chunk.first_entry + entry)
 
     def sums_at(self, chunk: Chunk, of_q: bool) -> int:
-        """Where a chunk's begin, among those that wait."""
+        """Returns where a chunk's sums begin, among those that wait."""
         if of_q:
             return chunk.tiles_before * self.sums_of_tile
         return self.sums_of_k_at + chunk.keys_before * self.sums_of_key
@@ -70,14 +70,14 @@ class BackwardPlan(NamedTuple):
         return self[:4]
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
-        """As triton_attention.TritonPlan.backward."""
+        """Does what triton_attention.TritonPlan.backward does, on these kernels."""
         of_scores = None if rule.softcap else d_mask  # what is kept is the gradient of a score before its softcap
         _gradients(self, *saved, *grads, of_scores, mask, offsets, rule)
         if of_scores is None:
             mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
 
-# The kernels of a backend, and the tiles of its products.
+# These are the kernels of a backend, and the tiles of its products.
 _FAMILIES = {
     "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
     "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
@@ -85,7 +85,7 @@ _FAMILIES = {
 
 
 def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
-    """`backend`: hopper or mma. Whether its kernels are built is another question."""
+    """Plans for a `backend`, hopper or mma. Whether its kernels are built is another question."""
     scores, products, tiles = _FAMILIES[backend]
     packed = p.packed and Packed(p.batch, *p.packed)
     positions = max(p.n_q + p.n_k, sum(packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if packed else 0)
@@ -93,7 +93,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         return f"the backward counts positions in 32 bits, and {positions} of rows and keys are too many"
     seen = visible_keys(p) / p.n_k if p.n_k else 1.0
     if packed and p.batch * p.n_k:
-        seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # where lengths are the same
+        seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # this takes lengths to be the same
     see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
     work = Work(
         entries=p.heads_kv * (1 if packed else p.batch),
@@ -116,7 +116,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     of_tile = ROW_TILE * backward_chunks.sums_of_row(work, cut.of_q.columns)
     of_key = backward_chunks.sums_of_key(work, cut.of_k.columns)
     sums_q, sums_k = cut.row_tiles_kept * of_tile, cut.keys_kept * of_key
-    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0  # else these are done with
+    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0  # else sums of dQ are done with by then
     partial = max(sums_q, sums_of_k_at + sums_k)
     needed = 4 * (pairs + partial)
     if needed > cap:
@@ -137,8 +137,8 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
 
 
 def _as_read(x: torch.Tensor) -> torch.Tensor:
-    """dO as autograd made it may have no rows that could be read where they lie: that of a sum is one number. Heads that share
-    their rows go on sharing them.
+    """Returns dO in rows that can be read where they lie, which autograd's may not have: that of a sum is one number.
+    Heads that share their rows go on sharing them.
     """
     if not memory_checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
         return x
@@ -147,10 +147,10 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
-    """Gradients of rows without keys and of keys without rows, of which no kernel may hear."""
+    """Clears the gradients of rows without keys and of keys without rows, of which no kernel may hear."""
     n_q, n_k = dq.shape[-2], dk.shape[-2]
     diagonal = 0 if see.top_left else n_k - n_q
-    first_row, end_row = 0, n_q  # of those that see a key
+    first_row, end_row = 0, n_q  # the rows that see a key
     first_key, end_key = 0, n_k
     if see.left >= 0:
         end_row, first_key = n_k - diagonal + see.left, diagonal - see.left
@@ -167,11 +167,11 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
 def _gradients(
     plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule
 ) -> None:
-    """All but lse as [B, H, N, D] views, or [H, T, D] with offsets and longest lengths of packed sequences.
+    """Computes gradients. All but lse are [B, H, N, D] views, or packed [H, T, D] with offsets and longest lengths.
 
-    d_mask: [B|1, H|1, n_q|1, n_k|1], where it is wanted and there is no softcap.
+    d_mask is [B|1, H|1, n_q|1, n_k|1], where it is wanted and there is no softcap.
     """
-    if offsets or not plan.chunks:  # rows of no sequence
+    if offsets or not plan.chunks:  # rows of no sequence get zeros
         for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):
             grad.zero_()
     if not plan.chunks:
@@ -200,9 +200,9 @@ def _gradients(
 
     p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
     partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
-    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # as backward_params.h has them
+    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # laid out as in backward_params.h
     heads, n_q = q.shape[:-2].numel(), q.shape[-2]
-    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # as packed_tiles.cuh
+    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # see packed_tiles.cuh
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
     see = rule.visibility
@@ -222,7 +222,7 @@ def _gradients(
         return partial[at:] if at else partial
 
     for chunk in plan.all_chunks:
-        gives_mask = of_mask is not None and chunk.of_q  # which every visible pair does once
+        gives_mask = of_mask is not None and chunk.of_q  # every visible pair is in one such chunk
         if gives_mask and see.bounded:
             ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
         run(scores, *call, None, *chunk.place)

@@ -1,7 +1,7 @@
-"""How the backward is cut into chunks that fit the workspace, and how long they take: sizes alone, no tensors.
+"""This module cuts the backward into chunks that fit the workspace, and says how long they take, from sizes alone.
 
-Times are in steps: 64 of the common dimension of a product of 128 x 256 on one multiprocessor. What matters is that tiles
-fill whole rounds of the multiprocessors, and that under a causal mask the longest tile does not outlast all others.
+Times are in steps: 64 of the common dimension of a product of 128 x 256 on one multiprocessor. What matters is that
+tiles fill whole rounds of multiprocessors, and that under a causal mask the longest tile does not outlast all others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from ..specs.spec import ProductTile
 
-ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # as csrc/attention/backward_params.h
-_BYTES_OF_PAIR = 4  # P and dS
-_ENOUGH_BYTES = 1 << 30  # of several heads: more gain nothing
+ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/backward_params.h
+_BYTES_OF_PAIR = 4  # bytes of a pair in P and dS
+_ENOUGH_BYTES = 1 << 30  # bytes of several heads beyond which more gain nothing
 
-_STEPS_OF_ENDS = 4  # begin and end of a tile of a product
-_STEPS_OF_SUMS = 7  # to write a tile's sums for a later chunk, or to read them: 128 KB at 18 bytes a cycle
-_STEPS_OF_FINISH = 8  # of a tile of P and dS
+_STEPS_OF_ENDS = 4  # steps to begin and end a tile of a product
+_STEPS_OF_SUMS = 7  # steps to write a tile's sums for a later chunk, or to read them: 128 KB at 18 bytes a cycle
+_STEPS_OF_FINISH = 8  # steps to finish a tile of P and dS
 _STEPS_OF_LAUNCH = 12
 
-Tiles = Sequence[ProductTile]  # to choose from
+Tiles = Sequence[ProductTile]  # tiles to choose from
 
 
 class Chunk(NamedTuple):
-    """Of the key/value heads of all batch entries [first_entry, + entries); of the row tiles of each, and of the keys."""
+    """Key/value heads of all batch entries, [first_entry, + entries), with some row tiles of each, and some keys."""
 
     first_entry: int
     entries: int
@@ -34,11 +34,11 @@ class Chunk(NamedTuple):
     end_tile: int
     first_key: int
     end_key: int
-    turn: int  # which of the two places for sums of dK and dV of packed sequences it goes on from
-    of_q: bool  # gives dQ, or a part of its sums
-    of_k: bool  # the same of dK and dV
+    turn: int  # number of the place, of two, where sums of dK and dV of packed sequences go on
+    of_q: bool  # whether it gives dQ, or a part of its sums
+    of_k: bool  # whether it gives dK and dV, or a part of their sums
     tiles_before: int = 0  # row tiles whose sums of dQ lie before its own
-    keys_before: int = 0  # and keys whose sums of dK and dV do
+    keys_before: int = 0  # keys whose sums of dK and dV lie before its own
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -58,19 +58,19 @@ class Chunk(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Not of packed sequences, whose rows have at most the keys of one."""
+        """Returns the pairs; not those of packed sequences, whose rows have at most the keys of one."""
         return self.rows * self.keys
 
 
 class Packed(NamedTuple):
-    """Sequences one after the other; rows and keys of all of them."""
+    """Sequences one after the other, with the rows and keys of all of them."""
 
     sequences: int
     rows: int
     keys: int
 
     def tiles(self, count: int, size: int) -> int:
-        return count // size + self.sequences  # as csrc/attention/packed_tiles.cuh
+        return count // size + self.sequences  # the number in csrc/attention/packed_tiles.cuh
 
 
 class Work(NamedTuple):
@@ -82,11 +82,11 @@ class Work(NamedTuple):
     n_k: int
     d_qk: int
     d_v: int
-    seen: float = 1.0  # part of the keys that a row sees, on average
+    seen: float = 1.0  # average part of the keys that a row sees
     multiprocessors: int = 132
-    packed: Packed | None = None  # entries are then key/value heads; n_q and n_k of the longest sequence
+    packed: Packed | None = None  # entries are then key/value heads; n_q and n_k are of the longest sequence
     nearest: int | None = None  # row r sees the keys from r + nearest on, as far as they exist
-    farthest: int | None = None  # and those up to r + farthest
+    farthest: int | None = None  # row r sees the keys up to r + farthest
 
     @property
     def is_bounded(self) -> bool:
@@ -110,26 +110,26 @@ class Work(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Keys of a row in the workspace, where a chunk has all."""
+        """Returns the keys of a row in the workspace, where a chunk has all."""
         return -(-self.n_k // KEY_TILE) * KEY_TILE
 
     def columns_of(self, keys: int) -> int:
         return min(keys, self.columns)
 
     def keys_summed(self, keys: int) -> int:
-        """For how many there is room where sums of dK and dV of so many go from chunk to chunk: of packed sequences one ends in a
-        chunk, and one goes on.
+        """Returns how many keys there is room for where sums of dK and dV of so many go from chunk to chunk: of packed
+        sequences one ends in a chunk, and one goes on.
         """
         return min(keys, 2 * self.columns)
 
 
 def sums_of_key(work: Work, width: int) -> int:
-    """Floats of dK and dV of one key, in tiles of this width."""
+    """Returns the floats of dK and dV of one key, in tiles of this width."""
     return (-(-work.d_qk // width) - (-work.d_v // width)) * width
 
 
 def sums_of_row(work: Work, width: int) -> int:
-    """Floats of dQ of one row."""
+    """Returns the floats of dQ of one row."""
     return -(-work.d_qk // width) * width
 
 
@@ -139,7 +139,7 @@ def sums_of_row(work: Work, width: int) -> int:
 def _steps_of_product(
     count: int, tile: ProductTile, mean: float, longest: float, multiprocessors: int, ends: float = _STEPS_OF_ENDS
 ) -> float:
-    """So many tiles over so many rows or keys on average and at most, shared by the multiprocessors."""
+    """Returns the steps of `count` tiles over `mean` rows or keys on average, `longest` at most, on all of the GPU."""
     clusters = multiprocessors // tile.blocks
     if mean == longest:
         rounds = -(-count // clusters) * mean
@@ -150,7 +150,7 @@ def _steps_of_product(
 
 
 def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: bool) -> tuple[float, ProductTile]:
-    """(steps, tile) of a chunk's dQ, or of its dK and dV."""
+    """Returns (steps, tile) of the fastest tile for a chunk's dQ, or for its dK and dV."""
 
     def steps(tile: ProductTile) -> float:
         if of_q:
@@ -164,8 +164,8 @@ def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: b
 
 
 def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
-    """Of whole entries."""
-    pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # in tiles
+    """Returns the steps of a chunk of whole entries."""
+    pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # counted in tiles
     of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
     products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
     return -(-pairs // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
@@ -175,7 +175,7 @@ def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
 
 
 def seen_by_rows(work: Work, first: int, end: int) -> tuple[int, int]:
-    """The key tiles that some rows see in these row tiles of an entry: those of a part of a head, or of whole ones."""
+    """Returns the key tiles that some rows see in these row tiles of an entry, a part of a head or whole ones."""
     first_row = first % work.tiles_of_head * ROW_TILE
     last_row = min(first_row + (end - first) * ROW_TILE, work.n_q) - 1
     low = 0 if work.nearest is None else max(first_row + work.nearest, 0)
@@ -184,7 +184,7 @@ def seen_by_rows(work: Work, first: int, end: int) -> tuple[int, int]:
 
 
 def seeing_keys(work: Work, first: int, end: int) -> tuple[int, int]:
-    """The row tiles of each head in which some rows see a key of these key tiles."""
+    """Returns the row tiles of each head in which some rows see a key of these key tiles."""
     last_key = min(end * KEY_TILE, work.n_k) - 1
     low = 0 if work.farthest is None else max(first * KEY_TILE - work.farthest, 0)
     high = work.n_q if work.nearest is None else min(last_key - work.nearest + 1, work.n_q)
@@ -196,15 +196,15 @@ def seeing_keys(work: Work, first: int, end: int) -> tuple[int, int]:
 
 class Cut(NamedTuple):
     chunks: list[Chunk]
-    entries: int  # that have these chunks one after the other; 1 where they hold all entries
+    entries: int  # entries that have these chunks one after the other; 1 where they hold all entries
     of_q: ProductTile
     of_k: ProductTile
-    row_tiles_kept: int = 0  # whose sums of dQ wait for later chunks at a time
-    keys_kept: int = 0  # the same of dK and dV
+    row_tiles_kept: int = 0  # row tiles whose sums of dQ wait for later chunks at a time
+    keys_kept: int = 0  # keys whose sums of dK and dV do
 
 
 def _parts(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """[first, end) in parts of at most `most`, all about as large."""
+    """Gives [first, end) in parts of at most `most`, all about as large."""
     if first < end:
         parts = -(-(end - first) // max(most, 1))
         size = -(-(end - first) // parts)
@@ -212,7 +212,7 @@ def _parts(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _sizes(count: int) -> Iterator[int]:
-    """Of such parts, the largest first."""
+    """Gives the sizes of such parts, the largest first."""
     size = count + 1
     while size > 1:
         size = -(-count // -(-count // (size - 1)))
@@ -220,7 +220,7 @@ def _sizes(count: int) -> Iterator[int]:
 
 
 def _row_parts(work: Work, most: int, first_seen: int, end_seen: int) -> Iterator[tuple[int, int]]:
-    """The row tiles of an entry, at most so many at a time: some whole heads; or parts of one, of which these tiles count."""
+    """Gives an entry's row tiles, `most` at a time at most: some whole heads, or parts of the seen tiles of one."""
     of_head = work.tiles_of_head
     if most >= of_head:
         heads = _parts(0, work.group, most // of_head) if first_seen < end_seen else ()
@@ -232,19 +232,19 @@ def _row_parts(work: Work, most: int, first_seen: int, end_seen: int) -> Iterato
 
 
 def _whole_entries(work: Work, tiles: Tiles, most: int, enough: int) -> int:
-    """At a time, at most so many."""
+    """Returns how many whole entries a chunk has, at most `most`."""
     counts = sorted({-(-work.entries // parts) for parts in range(-(-work.entries // most), work.entries + 1)})
     few = [count for count in counts if count <= max(enough, counts[0])]
     return min(few, key=lambda count: -(-work.entries // count) * _steps_of_chunk(work, tiles, count))
 
 
 def _bytes(work: Work, row_tiles: int, keys: int) -> int:
-    """Of P and dS."""
+    """Returns the bytes of P and dS."""
     return row_tiles * ROW_TILE * work.columns_of(keys) * _BYTES_OF_PAIR
 
 
 def cut(work: Work, tiles: Tiles, cap: int) -> Cut:
-    """Whole entries if one fits, as many as are fastest; else parts of one, which are then the same for every other."""
+    """Cuts into whole entries if one fits, as many as are fastest; else into parts of one, the same for every other."""
     of_entry = _bytes(work, work.tiles, work.keys)
     if of_entry > cap:
         return _parts_of_packed(work, tiles, cap) if work.packed else _parts_of_entry(work, tiles, cap)
@@ -265,8 +265,8 @@ def _tiles_of(work: Work, tiles: Tiles, chunk: Chunk) -> tuple[ProductTile, Prod
 class Pass(NamedTuple):
     """All visible pairs of an entry, one box of some row tiles and key tiles after the other: by rows, or by keys.
 
-    By rows, sums of dQ go through boxes that follow each other and need room for the rows of one, while sums of dK and dV
-    go on in the next rows and need room for all keys. By keys it is the other way round.
+    By rows, sums of dQ go through boxes that follow each other and need room for the rows of one, while sums of dK and
+    dV go on in the next rows and need room for all keys. By keys it is the other way round.
     """
 
     row_tiles: int
@@ -276,7 +276,7 @@ class Pass(NamedTuple):
     of_k: bool
 
     def chunks(self, work: Work) -> Iterator[Chunk]:
-        """None that nobody sees."""
+        """Gives the chunks, but for those that nobody sees."""
         for rows, (first, end) in self._boxes(work):
             keys = first * KEY_TILE, end * KEY_TILE
             before = (0, keys[0]) if self.by_rows else (rows[0], 0)
@@ -303,7 +303,7 @@ class Pass(NamedTuple):
         return work.keys if self.by_rows else self.key_tiles * KEY_TILE
 
     def bytes_of_sums(self, work: Work, width: int) -> int:
-        """In tiles of this width."""
+        """Returns the bytes of sums in tiles of this width."""
         of_q = self.row_tiles_kept(work) * ROW_TILE * sums_of_row(work, width)
         return 4 * (of_q + self.keys_kept(work) * sums_of_key(work, width))
 
@@ -311,7 +311,7 @@ class Pass(NamedTuple):
         return _bytes(work, self.row_tiles, self.key_tiles * KEY_TILE)
 
     def steps(self, work: Work, tile: ProductTile) -> float:
-        """Of what a mask hides, a box that it cuts lacks about one half."""
+        """Returns the steps of a pass; a box that a mask cuts lacks about one half of its pairs."""
         boxes = self._count(work)
         hidden = 0.0
         if work.is_bounded:
@@ -322,7 +322,7 @@ class Pass(NamedTuple):
         return steps + (cut * self._steps_of_box(work, tile, boxes, 1 - hidden / cut) if cut else 0)
 
     def _steps_of_box(self, work: Work, tile: ProductTile, boxes: float, seen: float) -> float:
-        """Of one that has so many of its pairs, among so many boxes."""
+        """Returns the steps of one of so many boxes, which has the part `seen` of its pairs."""
         of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
         tiles_of_p = self.row_tiles * 2 * self.key_tiles * seen
         steps = -(-tiles_of_p // work.multiprocessors) * of_tile + _STEPS_OF_LAUNCH
@@ -333,7 +333,7 @@ class Pass(NamedTuple):
             return _steps_of_product(count, tile, longest * seen, longest, work.multiprocessors, ends)
 
         if self.of_q:
-            times = boxes * self.row_tiles / work.tiles  # that a row is in a box
+            times = boxes * self.row_tiles / work.tiles  # how often a row is in a box
             steps += of_product(self.row_tiles, sums_of_row(work, tile.columns), self.key_tiles * KEY_TILE, times)
         if self.of_k:
             times = boxes * self.key_tiles / work.tiles_of_keys
@@ -341,7 +341,7 @@ class Pass(NamedTuple):
         return steps
 
     def _count(self, work: Work) -> float:
-        """Of boxes; where they are very many, as some of them say."""
+        """Returns the number of boxes; where they are very many, some stand for all."""
         if self.by_rows:
             count, size, of_other, seen = work.tiles_of_head, self.row_tiles, self.key_tiles, seen_by_rows
         else:
@@ -356,7 +356,7 @@ class Pass(NamedTuple):
 def _passes(
     work: Work, tile: ProductTile, by_rows: bool, of_q: bool, of_k: bool, fits: Callable[[int, int], bool]
 ) -> Iterator[Pass]:
-    """Those whose bytes of pairs and of sums fit: with as many keys as do, or somewhat fewer."""
+    """Gives the passes whose bytes of pairs and of sums fit: with as many keys as do, or somewhat fewer."""
 
     def has_room(one: Pass) -> bool:
         return fits(one.bytes_of_pairs(work), one.bytes_of_sums(work, tile.columns))
@@ -372,7 +372,7 @@ def _passes(
 
 
 def _most_keys(of_all: Pass, has_room: Callable[[Pass], bool]) -> int:
-    """Key tiles of such a pass. All of them need no sums of dQ, which fewer may have no room for; else more need more."""
+    """Returns the most key tiles. All need no sums of dQ, which fewer may have no room for; else more need more."""
     most, too_many = 0, of_all.key_tiles
     if has_room(of_all):
         return too_many
@@ -383,8 +383,8 @@ def _most_keys(of_all: Pass, has_room: Callable[[Pass], bool]) -> int:
 
 
 def _fastest_passes(work: Work, tile: ProductTile, cap: int) -> list[Pass]:
-    """One; or, where room for sums of all rows or of all keys is not there or leaves too little, one for dQ, and one for dK and
-    dV that computes P and dS again. None where neither fits.
+    """Returns one pass; or, where room for sums of all rows or of all keys is not there or leaves too little, one for
+    dQ, and one for dK and dV that computes P and dS again. Returns none where neither fits.
     """
 
     def fastest(*passes: Iterator[Pass]) -> tuple[float, list[Pass]]:
@@ -395,7 +395,7 @@ def _fastest_passes(work: Work, tile: ProductTile, cap: int) -> list[Pass]:
 
     ways = [fastest(*(_passes(work, tile, by_rows, True, True, fits) for by_rows in (True, False)))]
     if ways[0][0] > _least_steps(work, tile, 2):
-        for for_pairs in (_bytes(work, 1, KEY_TILE), *(cap * i // 8 for i in range(1, 8))):  # of both, as sums are
+        for for_pairs in (_bytes(work, 1, KEY_TILE), *(cap * i // 8 for i in range(1, 8))):  # bytes for a pass's pairs
 
             def fit(pairs: int, sums: int, for_pairs: int = for_pairs) -> bool:
                 return pairs <= for_pairs and sums <= cap - for_pairs
@@ -406,7 +406,7 @@ def _fastest_passes(work: Work, tile: ProductTile, cap: int) -> list[Pass]:
 
 
 def _least_steps(work: Work, tile: ProductTile, times: int) -> float:
-    """Of all gradients, if P and dS are computed so many times, and nothing else costs anything."""
+    """Returns the steps of all gradients if P and dS are computed so many times, and nothing else costs anything."""
     tiles = 2 * work.tiles * work.tiles_of_keys * work.seen
     widths = sums_of_row(work, tile.columns) + sums_of_key(work, tile.columns)
     steps_of_p = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
@@ -414,12 +414,12 @@ def _least_steps(work: Work, tile: ProductTile, times: int) -> float:
 
 
 def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Cut:
-    """In the tiles that are fastest where there are many, if their sums fit."""
+    """Cuts an entry, in the tiles that are fastest where there are many, if their sums fit."""
     passes = []
     for tile in sorted(tiles, key=lambda tile: _least_steps(work, tile, 1)):
         if passes := _fastest_passes(work, tile, cap):
             break
-    passes = passes or [Pass(1, 1, of_q, of_q, not of_q) for of_q in (True, False)]  # which is more than fits
+    passes = passes or [Pass(1, 1, of_q, of_q, not of_q) for of_q in (True, False)]  # this is more than fits
     chunks = [chunk for of_pass in passes for chunk in of_pass.chunks(work)]
     row_tiles = max(of_pass.row_tiles_kept(work) for of_pass in passes)
     return Cut(chunks, work.entries, tile, tile, row_tiles, max(of_pass.keys_kept(work) for of_pass in passes))
@@ -429,15 +429,15 @@ def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Cut:
 
 
 def _packed_row_parts(work: Work, most: int) -> Iterator[tuple[int, int]]:
-    """The row tiles of an entry, at most so many at a time: of some sequences, whole ones if they are about as long."""
+    """Gives an entry's row tiles, `most` at a time at most: of some sequences, whole ones if they are about as long."""
     of_sequence = work.tiles // work.packed.sequences
     step = max(most, 1) // of_sequence * of_sequence or max(most, 1)
     yield from ((first, min(first + step, work.tiles)) for first in range(0, work.tiles, step))
 
 
 def _parts_of_packed(work: Work, tiles: Tiles, cap: int) -> Cut:
-    """Row tiles with all keys; if sums of dK and dV leave too little, dQ by row tiles, or by keys of one, and then dK and dV by
-    keys. Nobody knows which rows see which keys.
+    """Cuts into row tiles with all keys; if sums of dK and dV leave too little, dQ goes by row tiles, or by keys of
+    one, and then dK and dV go by keys. Nobody knows which rows see which keys.
     """
     chunks = list(_packed_chunks(work, tiles, cap))
     keys = max((work.keys_summed(c.keys) for c in chunks if c.of_k and c.row_tiles < work.tiles), default=0)
@@ -458,9 +458,9 @@ def _packed_chunks(work: Work, tiles: Tiles, cap: int) -> Iterator[Chunk]:
         for i, rows in enumerate(_packed_row_parts(work, (cap - partial(all_keys[1])) // of_tile)):
             yield chunk(rows, all_keys, i % 2, True, True)
         return
-    of_key_tile = _bytes(work, 1, KEY_TILE) + partial(1)  # with one row tile
+    of_key_tile = _bytes(work, 1, KEY_TILE) + partial(1)  # bytes beside one row tile
     most_key_tiles = cap // 4 // of_key_tile
-    if of_tile < cap:  # then beside a row tile
+    if of_tile < cap:  # room is needed beside a row tile
         most_key_tiles = min(most_key_tiles, (cap - of_tile) // partial(1))
     key_parts = list(_parts(0, all_keys[1], most_key_tiles))
     left = cap - partial(key_parts[0][1])  # the sums are there all the time

@@ -1,7 +1,7 @@
-"""The gradient of an additive mask, from the dS that the kernels of the backward leave in the workspace.
+"""This module makes the gradient of an additive mask, from the dS that the backward's kernels leave in the workspace.
 
-Without a softcap, dS is the gradient of what the mask was added to; an element's gradient is the sum over all pairs that
-share it: in fp32, in the order of chunks.
+Without a softcap, dS is the gradient of what the mask was added to; an element's gradient is the sum over all pairs
+that share it: in fp32, in the order of chunks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Place = tuple[int, int, int, int]  # batch entry, query head, row, key
 def blocks(
     ds: torch.Tensor, chunk: Chunk, heads_kv: int, group: int, n_q: int, n_k: int
 ) -> Iterator[tuple[Place, torch.Tensor]]:
-    """The existing pairs of a chunk as views [batch, query heads, rows, keys] of its dS, each with the place of its first pair.
+    """Gives a chunk's existing pairs as views [batch, query heads, rows, keys] of its dS, each with its first pair's
+    place.
 
-    Entries are the heads of one batch entry after the other: what a chunk has of the first batch entry is a block, and so are
-    all whole ones together, and what it has of the last.
+    Entries are the heads of one batch entry after the other: what a chunk has of the first batch entry is a block, and
+    so are all whole ones together, and what it has of the last.
     """
     tiles_of_head = -(-n_q // ROW_TILE)
     first_head, first_tile = divmod(chunk.first_tile, tiles_of_head)
@@ -49,7 +50,7 @@ class MaskGradient:
             self.total.zero_()
 
     def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
-        """`scratch`: a float for every second pair of the chunk."""
+        """Adds a chunk; `scratch` has a float for every second pair of it."""
         for place, block in blocks(ds, chunk, *self.sizes):
             sizes = zip(place, block.shape, self.total.shape, strict=True)
             at = tuple(slice(0, 1) if of_mask == 1 else slice(i, i + size) for i, size, of_mask in sizes)

@@ -1,7 +1,7 @@
-"""Which kernel runs a problem, and why. Needs no tensors and no GPU.
+"""This module chooses which kernel runs a problem, and says why. It needs no tensors and no GPU.
 
-Candidates are tried in order of speed (`_by_speed`). Each answers with a plan, which runs the problem, or with the reason why it
-cannot. Only what a caller forces (`level=`, FFPA_BACKEND, FFPA_EMULATE) narrows the list, and on a GPU nothing else is then tried.
+Candidates are tried in order of speed (`_by_speed`). Each gives a plan, which runs the problem, or says why it cannot.
+Only what a caller forces (`level=`, FFPA_BACKEND, FFPA_EMULATE) narrows the list; on a GPU nothing else is then tried.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Flags = Mapping[str, Any]
 
 
 class Plan(Protocol):
-    """How a backend runs a problem. Tensors are [B, H, N, D] in any strides, or [H, T, D] of packed sequences, whose offsets and
-    longest lengths come along; lse is [B, H, N], [H, T], or empty where none is wanted; the mask is as the caller gave it.
-    `memo` is the same for calls that differ in addresses alone. A plan has those of the methods that it is chosen for.
+    """How a backend runs a problem. Tensors are [B, H, N, D] in any strides, or [H, T, D] of packed sequences, whose
+    offsets and longest lengths come along; lse is [B, H, N], [H, T], or empty where none is wanted; the mask is the
+    caller's. `memo` is the same for calls that differ in addresses alone. A plan has those of the methods that it is
+    chosen for.
     """
 
     kernel: str  # the name of what runs
@@ -52,7 +53,10 @@ class Choice:
 
 
 def _triton(p: Problem, flags: Flags) -> Plan | str:
-    return (triton_fp8 if p.dtype in FP8_DTYPES else triton_attention).plan(p, flags)
+    if p.dtype not in FP8_DTYPES:
+        return triton_attention.plan(p, flags)
+    too_old = archs.why_not_on(triton_fp8.ARCH, p.arch) if p.device == "cuda" else None
+    return too_old or triton_fp8.plan(p, flags)
 
 
 CANDIDATES: Mapping[str, Callable[[Problem, Flags], Plan | str]] = {
@@ -78,7 +82,7 @@ class _Answers(dict):
 
 
 def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
-    """(backend, who asked) when the caller forces one."""
+    """Returns (backend, who asked) when the caller forces one."""
     backend, fp8 = flags["FFPA_BACKEND"], p.dtype in FP8_DTYPES
     if p.level is not None and p.direction == "forward":
         if backend not in ("auto", "mma"):
@@ -96,15 +100,15 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
     return None
 
 
-_TRITON_BACKWARD_COLUMNS = 128  # up to which Triton's backward is the fastest: at 128 469 T, on wgmma 334
+_TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest: at 128 it has 469 T, wgmma 334
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
-    """As measured (.dev/measurements.md), all on an H200: up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then
-    Triton's; up to 128 cuDNN's where rows see all keys; else ours. Elsewhere, and past 256 columns, Triton's only turn is the
-    backward, where it comes first up to 128 columns and last beyond. SDPA and Triton know nothing of stages, accumulators and
-    experiments. Of 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are
-    used for.
+    """Returns candidates in order of speed, all measured on an H200 (.dev/measurements.md): up to 64 columns SDPA's
+    kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys; else ours.
+    Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns and last
+    beyond. SDPA and Triton know nothing of stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel
+    of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
@@ -135,7 +139,7 @@ def _chosen(p: Problem, name: str, plan: Plan, why: str, rejected=(), fallback: 
 
 
 def _impossible(p: Problem, asked_by: str | None, rejected: list[tuple[str, str]]) -> NotImplementedError:
-    """The error of a call that none may run."""
+    """Returns the error of a call that none may run."""
     if p.dtype not in FP8_DTYPES:
         return NotImplementedError(
             f"{asked_by} cannot run {p}: {rejected[0][1]}; drop {asked_by} to choose automatically"

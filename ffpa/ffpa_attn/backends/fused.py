@@ -1,5 +1,5 @@
-"""The forward for head dims whose O registers hold, on wgmma: of one block, or of two that exchange P. S, P and O never see
-global memory before they are done. `plan` is pure.
+"""This is the forward on wgmma for head dims whose O registers hold, of one block, or of two that exchange P. S, P and
+O never see global memory before they are done. `plan` is pure.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ MOST_COLUMNS = PAIR_COLUMNS[-1]
 
 class FusedPlan(row_tiles.RowTilePlan):
     __slots__ = ()
-    workspace_bytes = 0  # but for what blocks share
+    workspace_bytes = 0  # no bytes but those that blocks share
 
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
-        """A count of row tiles."""
+        """Returns scratch for nothing but a count of row tiles."""
         return Scratch(min(tiles * self.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
-    """What runs the problem, or why it cannot."""
+    """Returns what runs the problem, or why it cannot."""
     widest = max(p.d_qk, p.d_v)
     if widest > MOST_COLUMNS:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
@@ -35,5 +35,5 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
 
 
 def why_slower(p: Problem, plan: FusedPlan) -> str | None:
-    """Why the mma forward is faster, or None."""
+    """Says why the mma forward is faster, or None."""
     return row_tiles.why_slower(p, plan.spec.blocks)

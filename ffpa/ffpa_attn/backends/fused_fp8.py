@@ -1,4 +1,4 @@
-"""The forward of 8-bit floats on wgmma (csrc/attention/forward_fp8.cuh). `plan` is pure."""
+"""This is the forward of 8-bit floats on wgmma (csrc/attention/forward_fp8.cuh). `plan` is pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ArrangeValues, ForwardFp8, Problem
 from . import row_tiles
 
-ROWS = 64  # of a tile
+ROWS = 64  # rows of a tile
 MOST_COLUMNS = FP8_COLUMNS[-1]
-_MOST_BLOCKS = 2**31 - 1  # of a grid
+_MOST_BLOCKS = 2**31 - 1  # blocks of a grid
 _PAIR = torch.int16  # two 8-bit floats, as TMA sees them
-_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # what the kernel writes
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # types that the kernel writes
 
 
 class Fp8Plan(NamedTuple):
@@ -23,7 +23,7 @@ class Fp8Plan(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        return 0  # but for what blocks share
+        return 0  # no bytes but those that blocks share
 
     @property
     def kernel(self) -> str:
@@ -34,7 +34,7 @@ class Fp8Plan(NamedTuple):
         return (ArrangeValues(), self.spec)
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
-        """As triton_fp8.TritonFp8Plan.forward_fp8."""
+        """Does what triton_fp8.TritonFp8Plan.forward_fp8 does, on wgmma."""
         batch, heads, n_q, _ = q.shape
         heads_kv, n_k, d_v = v.shape[1:]
         if not n_k:
@@ -70,7 +70,7 @@ class Fp8Plan(NamedTuple):
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:
-    """What runs the problem, or why it cannot."""
+    """Returns what runs the problem, or why it cannot."""
     widest = max(p.d_qk, p.d_v)
     if widest > MOST_COLUMNS:
         return f"registers hold {MOST_COLUMNS} columns of O in the fp8 forward, not {widest}"
@@ -82,7 +82,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, N, D / 2] of 16 bits, as TMA reads it: rows, heads and entries that begin at 16 bytes. Copied where they do not."""
+    """Returns [B, H, N, D / 2] of 16 bits, as TMA reads it: rows, heads, entries begin at 16 bytes, maybe in a copy."""
     padded = -x.shape[3] % 16
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.data_ptr() % 16 or any(step % 16 for step in steps) or padded:

@@ -1,4 +1,4 @@
-"""The backend on wgmma and TMA: which of its families runs a problem, or why none can. `plan` is pure but for what is installed."""
+"""Picks the wgmma/TMA family that runs a problem, or says why none can. `plan` is pure but for what is installed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 
 def _why_slower(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
-    """Why the mma forward is faster, or None."""
+    """Says why the mma forward is faster, or None."""
     if isinstance(plan, FusedPlan):
         return fused.why_slower(p, plan)
     return two_phase.why_slower(p, "hopper", flags) if isinstance(plan, TwoPhasePlan) else None

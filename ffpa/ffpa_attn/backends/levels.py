@@ -1,7 +1,8 @@
-"""The forward on mma.sync: which instance and which run-time settings a problem gets, and the call of it.
+"""This is the forward on mma.sync: it finds which instance and which run-time settings a problem gets, and calls it.
 
-Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls with many rows that force nothing
-go to two_phase.py instead. `plan` is pure. The same plan runs natively on a GPU and, with FFPA_EMULATE, in the emulator on CPU tensors.
+Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls with many
+rows that force nothing go to two_phase.py instead. `plan` is pure. The same plan runs natively on a GPU and, with
+FFPA_EMULATE, in the emulator on CPU tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..specs.spec import (
     visible_keys,
 )
 
-# What the kernels do now, whatever is asked: a toggle forced to anything else cannot be honoured.
+# This is what the kernels do, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
     "ENABLE_FFPA_PERSIST_KV_G2S": False,
     "ENABLE_FFPA_PERSIST_Q_S2R": False,
@@ -50,14 +51,14 @@ _ROWS_FIXED = {
 }
 
 _MOST_BLOCKS = 2**31 - 1
-_MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # of the grid, but for the first
+_MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
 _MOST_SPLITS = 64
-_ROW_BLOCK_BYTES = 128  # of shared memory, as KeptRowBlock::kBytes
-_MEASURED_KEYS = 8192  # with which the speeds of tiles were measured
+_ROW_BLOCK_BYTES = 128  # bytes of shared memory, as KeptRowBlock::kBytes says
+_MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
-_RESERVED_BYTES = 1024  # of shared memory, which each block takes for itself
-_MOST_COLUMNS_OF_Q = 192  # in registers
-_MOST_GROUPED_COLUMNS = 640  # of a column group of level 2: the fewest groups recompute the least
+_RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
+_MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
+_MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
 
 
 class LevelPlan(NamedTuple):
@@ -66,9 +67,9 @@ class LevelPlan(NamedTuple):
     stages: int
     q_resident: bool
     splits: int = 1
-    value_stages: int = 0  # where V has a ring of its own
+    value_stages: int = 0  # stages of V, where it has a ring of its own
     grid_of_heads: bool = False
-    packs_heads: bool = False  # one row of each query head that shares a key/value head: rows of one tile
+    packs_heads: bool = False  # rows of one tile are then the one row of each query head that shares a key/value head
 
     @property
     def kernel(self) -> str:
@@ -79,12 +80,12 @@ class LevelPlan(NamedTuple):
         return (self.spec,)
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; mask as the caller gave it, or None. `memo` is the same for calls
-        that differ in addresses alone.
+        """Runs the forward. q, k, v, out are [B, H, N, D]; lse is [B, H, N] or empty; mask is as the caller gave it, or
+        None. `memo` is the same for calls that differ in addresses alone.
 
-        Packed sequences: [H, T, D], [H, T], no mask, and their offsets and longest lengths.
+        Packed sequences are [H, T, D] and [H, T], without a mask, and come with their offsets and longest lengths.
         """
-        if offsets:  # rows of no sequence
+        if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
             if len(offsets[0]) < 2 or not offsets[2]:
@@ -103,7 +104,7 @@ class LevelPlan(NamedTuple):
 def smem_bytes(
     spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
 ) -> int:
-    """As the Config's launch_shape says; a test compares the two."""
+    """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
 
@@ -122,7 +123,7 @@ def smem_bytes(
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
-    """(acc_qk, acc_pv) as `acc` and the toggles say."""
+    """Returns (acc_qk, acc_pv) as `acc` and the toggles say."""
     acc_qk = "f16" if p.acc == "f16" else "f32"
     acc_pv = "f32" if p.acc == "f32" else "f16"
     if flags["ENABLE_FFPA_FORCE_QK_F16"] is not None:
@@ -139,7 +140,7 @@ def _columns(d_v: int) -> int:
 
 
 def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
-    """(level, shape)"""
+    """Gives pairs of (level, shape)."""
     if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
         for shape in register_shapes(_columns(p.d_v), acc):
             yield 1, shape
@@ -152,11 +153,11 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
             yield 3, shape
 
 
-_LEAST_READERS = 0.9  # of the multiprocessors, that are taken to read as fast as all do
+_LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
 
 
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
-    """Of a call on an otherwise idle GPU: waves of work items, each so many tiles long and some more for its ends.
+    """Estimates a call on an otherwise idle GPU: waves of work items, each so many tiles long and some for its ends.
 
     Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
     """
@@ -168,16 +169,16 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     ends = _ENDS[level] / shape.keys
     measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
     of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
-    on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # what tiles hold beyond visible keys
+    on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # keys of tiles beyond visible ones
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
-    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # K and V from HBM once
+    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
     memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
-    """Into how many parts the keys go: more than one where the row blocks alone would leave the GPU idle."""
+    """Returns into how many parts the keys go: more than one if the row blocks alone would leave the GPU idle."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 2) * 4
     most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
@@ -194,15 +195,15 @@ def _is_serial(flags: Mapping[str, Any]) -> bool:
 
 
 def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list[int]:
-    """Those that may be, the preferred ones first."""
+    """Returns the stages that may be, the preferred ones first."""
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
     stages = [p.num_stages] if p.num_stages else all_stages
-    return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one is what there is without
+    return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one stage prefetches nothing
 
 
 def settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
-    """(stages, value_stages, q_resident) that fit: a resident Q before a longer ring, a ring as long as fits, if nothing
-    is forced.
+    """Returns (stages, value_stages, q_resident) that fit: if nothing is forced, a resident Q before a longer ring, and
+    a ring as long as fits.
     """
     stages, resident = _stages(p, flags, [4, 3, 2, 1]), flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     for q_resident in (True, False) if resident is None else (resident,):
@@ -220,7 +221,7 @@ def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str)
 
 
 def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
-    """Warps own whole rows, and whole tiles of K and V are in shared memory."""
+    """Plans a forward whose warps own whole rows, with whole tiles of K and V in shared memory."""
     width = max(p.d_qk, p.d_v)
     if width > ROWS_HEAD_DIMS[-1]:
         return f"shared memory holds whole tiles of K and V of up to {ROWS_HEAD_DIMS[-1]} columns, not {width}"
@@ -233,7 +234,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     head_dim = next(d for d in ROWS_HEAD_DIMS if width <= d)
     padded = p._replace(d_qk=head_dim)
     limit = archs.shared_memory_bytes(p.arch)
-    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # two blocks on an SM
+    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # bytes of each of two blocks on an SM
     plans = []
     for shape in rows_shapes(head_dim):
         spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
@@ -263,7 +264,7 @@ def _cheapest(plans: list[tuple[float, LevelPlan]], last: ForwardMma | ForwardMm
 
 
 def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
-    """K and V come in steps along the head dim and along the keys."""
+    """Plans a forward to which K and V come in steps along the head dim and along the keys."""
     if p.level == 1 and p.d_v > MOST_COLUMNS:
         return f"level 1 keeps O in registers, which hold {MOST_COLUMNS} columns of it and not {p.d_v}"
     reason = _not_known(flags, _SPLIT_FIXED, "split-D mma forward")
@@ -285,13 +286,13 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
         cost = _microseconds(p, level, shape, splits)
         stages, value_stages, q_resident = fitting
         if stages == 1:
-            cost *= 8  # nothing hides the loads: only where nothing else fits
+            cost *= 8  # nothing hides the loads: taken only where nothing else fits
         plans.append((cost, LevelPlan(spec, level, stages, q_resident, splits, value_stages)))
     return reason if reason and not plans else _cheapest(plans, spec, p)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
-    """What runs the forward, or why nothing of this family can (whether it is built is another question)."""
+    """Returns what runs the forward, or why nothing of this family can (whether it is built is another question)."""
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
@@ -320,12 +321,12 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
 
 
 def _scratch_bytes(spec: ForwardMma, d_v: int) -> int:
-    """O in fp32, of one resident block of level 3."""
+    """Returns the bytes of O in fp32, of one resident block of level 3."""
     return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
 
 
 def _pack_heads(q, k, v, out, mask, see: Visibility):
-    """The query heads that share a key/value head as rows of one, and K and V without what their one row does not see."""
+    """Makes query heads that share a key/value head rows of one, and cuts from K and V what their row does not see."""
     group = q.shape[1] // k.shape[1]
     diagonal = 0 if see.top_left else k.shape[2] - 1
     first = 0 if see.left < 0 else max(diagonal - see.left, 0)

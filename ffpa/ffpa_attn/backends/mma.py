@@ -1,4 +1,4 @@
-"""The backend on mma.sync: which of its families runs a problem, or why none can. `plan` is pure but for what is installed."""
+"""Picks the mma.sync family that runs a problem, or says why none can. `plan` is pure but for what is installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 
 def has_work_for_few_rows(plan: Plan | str, p: Problem, multiprocessors: int) -> bool:
-    """Whether the plan gives a GPU work where blocks of rows alone do not: it splits keys, or packs heads."""
+    """Says whether the plan gives a GPU work where blocks of rows alone do not: it splits keys, or packs heads."""
     if not isinstance(plan, LevelPlan):
         return False
     blocks = -(-p.n_q // 128) * p.batch * p.heads_q

@@ -1,14 +1,14 @@
-"""The contract in plain PyTorch: exact, deterministic, on any device, within the workspace cap.
+"""This is the contract in plain PyTorch: exact, deterministic, on any device, within the workspace cap.
 
 Everything is computed tile by tile: a tile is a few heads x a block of query rows x a block of keys, small enough that
 all its intermediates fit the workspace. The forward softmax sees whole rows, so its tiles span all visible keys; the
 backward recomputes P from the LSE and can cut both ways. Products take 16-bit inputs and accumulate in f32.
 
-Names: q-side tensors are [H, N, D] views; a tile's rows are folded with the heads of their GQA group, so that
+Tensors of the query side are [H, N, D] views; a tile's rows are folded with the heads of their GQA group, so that
 q_tile is [n, G * rows, D] and scores are [n, G * rows, keys] for n key/value heads.
 
-Packed sequences are read through their offsets on the device: no length is known here, only the longest, so rows past
-a sequence's end are loaded as zeros, seen by nobody, and stored nowhere.
+Packed sequences are read through their offsets on the device: no length is known here, only the longest, so rows past a
+sequence's end are loaded as zeros, seen by nobody, and stored nowhere.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..specs.spec import FP8_BLOCK, Visibility
 Block = tuple[int, int]  # [first, past the last)
 
 _INF = math.inf
-_ROUNDINGS = 2.0**-21  # of an LSE, relative to it
-_FAR = 2.0**14 * math.log(2)  # an LSE whose rounding begins to show
-_ENOUGH_BYTES = 256 << 20  # more in flight than this gains nothing
-_FORWARD_BYTES_PER_SCORE = 16  # f32 scores, one f32 temporary, P in 16 bits, masks
-_BACKWARD_BYTES_PER_SCORE = 28  # f32 P, dP, dS and a temporary, 16-bit copies, masks
+_ROUNDINGS = 2.0**-21  # the error of an LSE, relative to it
+_FAR = 2.0**14 * math.log(2)  # the LSE from which its rounding begins to show
+_ENOUGH_BYTES = 256 << 20  # bytes in flight beyond which more gain nothing
+_FORWARD_BYTES_PER_SCORE = 16  # bytes for f32 scores, one f32 temporary, P in 16 bits, masks
+_BACKWARD_BYTES_PER_SCORE = 28  # bytes for f32 P, dP, dS and a temporary, 16-bit copies, masks
 _THIN = 64  # rows (or keys) below which a tile's products are slow
-_BYTES_PER_VALUE = 20  # a loaded element of q, k, v, o, dO: 16-bit copy, f32 copy, f32 partial results
+_BYTES_PER_VALUE = 20  # bytes for a loaded element of q, k, v, o, dO: 16-bit copy, f32 copy, f32 partial results
 
 
 class Rule(NamedTuple):
-    """From raw q.k to the score that softmax sees: cap(scale * q.k) + mask, over the visible keys."""
+    """How raw q.k becomes the score that softmax sees: cap(scale * q.k) + mask, over the visible keys."""
 
     scale: float
     softcap: float
@@ -76,7 +76,7 @@ class Packed:
         return x[heads].index_select(1, index).masked_fill_(~inside[:, None], 0)
 
     def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
-        """Adds to zeros: rows outside add 0 to wherever their clamped index points, so no row is ever lost."""
+        """Adds values to zeros: rows outside add 0 to wherever their clamped index points, so no row is ever lost."""
         index, inside = self._index(rows)
         x[heads].index_add_(1, index, value.masked_fill(~inside[:, None], 0).to(x.dtype))
 
@@ -99,19 +99,19 @@ class Sequence(NamedTuple):
 
 
 def dense_sequences(q, k, mask) -> Iterator[Sequence]:
-    """q, k: [B, H, N, D]; mask: [B|1, H|1, n_q|1, n_k|1] or None."""
+    """Gives the sequences of q and k [B, H, N, D], with their parts of mask [B|1, H|1, n_q|1, n_k|1] or None."""
     for b in range(q.shape[0]):
         entry = None if mask is None else mask[b if mask.shape[0] > 1 else 0]
         yield Sequence(Dense(b, q.shape[2]), Dense(b, k.shape[2]), entry)
 
 
 def _lengths_may_be_read(cu: torch.Tensor) -> bool:
-    """Without waiting for a GPU: the true lengths save work."""
+    """Says whether lengths can be read without waiting for a GPU: the true lengths save work."""
     return not cu.is_cuda
 
 
 def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> Iterator[Sequence]:
-    """q, k: [H, T, D]. A length counts as clamped to [0, max_seqlen], and no row leaves the tensor."""
+    """Splits q and k [H, T, D]. A length counts as clamped to [0, max_seqlen], and no row leaves the tensor."""
 
     def side(x, cu, longest):
         total = x.shape[1]
@@ -126,7 +126,7 @@ def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_se
 
 
 def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask with all four dims, as a view."""
+    """Returns the mask with all four dims, as a view."""
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
@@ -134,21 +134,21 @@ def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def scale_by_block(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[B, H, blocks] as a view of a scale of x [B, H, N, D]: one of all, [B, H], or [B, H, blocks]."""
+    """Returns [B, H, blocks] as a view of a scale of x [B, H, N, D]: one of all, [B, H], or [B, H, blocks]."""
     if scale.dim() == 2:
         scale = scale[..., None]
     return scale.expand(*x.shape[:2], -(-x.shape[2] // FP8_BLOCK))
 
 
 def row_scales(scale: torch.Tensor, rows: Block) -> torch.Tensor:
-    """[..., blocks] -> [..., rows, 1]"""
+    """Turns [..., blocks] into [..., rows, 1]."""
     first, last = rows[0] // FP8_BLOCK, -(-rows[1] // FP8_BLOCK)
     by_row = scale[..., first:last].repeat_interleave(FP8_BLOCK, -1)
     return by_row[..., rows[0] - first * FP8_BLOCK :][..., : rows[1] - rows[0], None]
 
 
 class Dequantised:
-    """Reads as the tensor x * scale [B, H, N, D] in float32, of which only what is asked for ever exists."""
+    """A tensor x * scale [B, H, N, D] in float32, of which only what is asked for ever exists."""
 
     dtype = torch.float32
 
@@ -164,7 +164,7 @@ class Dequantised:
 
 
 class Saturated:
-    """Writes to x, which holds no infinity or no number of that size, what is nearest."""
+    """Stores values in x, cut to the largest number of its type, which may have no infinity."""
 
     def __init__(self, x: torch.Tensor):
         self.x, self.largest = x, torch.finfo(x.dtype).max
@@ -177,19 +177,19 @@ class Saturated:
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, like: torch.dtype) -> torch.Tensor:
-    """Batched a @ b in f32: on a GPU from inputs rounded to a 16-bit type `like`, elsewhere from f32 inputs."""
+    """Returns batched a @ b in f32: on a GPU from inputs rounded to a 16-bit type `like`, elsewhere from f32 inputs."""
     if a.is_cuda and like != torch.float32:
         return torch.bmm(a.to(like), b.to(like), out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 
 
 def _fold(x: torch.Tensor, n: int) -> torch.Tensor:
-    """[n * G, rows, ...] -> [n, G * rows, ...]"""
+    """Turns [n * G, rows, ...] into [n, G * rows, ...]."""
     return x.reshape(n, -1, *x.shape[2:])
 
 
 def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
-    """A range that holds every key that one of the rows may see; packed sequences know no better than all."""
+    """Returns a range that holds every key that one of the rows may see; for packed sequences that is all keys."""
     n_k = seq.keys.length
     if isinstance(seq.keys, Packed):
         return (0, n_k)
@@ -200,7 +200,7 @@ def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
 
 
 def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) -> torch.Tensor | None:
-    """[rows, keys] True where the row may not see the key, or None where all are visible."""
+    """Returns [rows, keys], True where the row may not see the key, or None where all are visible."""
     packed = isinstance(seq.keys, Packed)
     if not packed and not see.bounded:
         return None
@@ -221,7 +221,7 @@ def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) ->
 
 
 def _mask_tile(seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor | None:
-    """The mask of a tile: [H|1, rows|1, keys|1]"""
+    """Returns the mask of a tile, [H|1, rows|1, keys|1]."""
     if seq.mask is None:
         return None
     mask = seq.mask[heads] if seq.mask.shape[0] > 1 else seq.mask
@@ -230,19 +230,19 @@ def _mask_tile(seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.T
 
 
 def _cap(raw: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """raw q.k -> cap(scale * q.k), in place."""
+    """Turns raw q.k into cap(scale * q.k), in place."""
     scores = raw.mul_(rule.scale)
     return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
 
 
 def _apply_masks(scores, rule: Rule, seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor:
-    """[n, G * rows, keys]: adds the mask and puts -inf where a row may not see a key, in place."""
+    """Adds the mask to scores [n, G * rows, keys] and puts -inf where a row may not see a key, in place."""
     by_head = scores.view(-1, rows[1] - rows[0], keys[1] - keys[0])  # [H of the tile, rows, keys]
     mask = _mask_tile(seq, heads, rows, keys)
     if mask is not None and mask.dtype == torch.bool:
         by_head.masked_fill_(~mask, -_INF)
     elif mask is not None:
-        by_head.add_(mask).masked_fill_(mask == -_INF, -_INF)  # whatever the score is
+        by_head.add_(mask).masked_fill_(mask == -_INF, -_INF)  # -inf hides a pair, whatever its score is
     hidden = _hidden(seq, rule.visibility, rows, keys, scores.device)
     if hidden is not None:
         by_head.masked_fill_(hidden, -_INF)
@@ -266,7 +266,7 @@ def _blocks(lo: int, hi: int, step: int) -> Iterator[Block]:
 
 
 def _forward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
-    """Whole key rows; half of the workspace for scores, half for loaded rows."""
+    """Plans tiles of whole key rows; half of the workspace is for scores, half for loaded rows."""
     half = min(cap, _ENOUGH_BYTES) // 2
     group = q.shape[-3] // k.shape[-3]
     n_q, n_k, width = seq.queries.length, max(seq.keys.length, 1), q.shape[-1] + v.shape[-1]
@@ -278,7 +278,7 @@ def _forward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
 
 
 def _backward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
-    """A third each for scores, for what the query side loads, and for what the key side loads and sums up."""
+    """Plans tiles: a third each is for scores, for what the query side loads, for what the key side loads and sums."""
     third = min(cap, _ENOUGH_BYTES) // 3
     group = q.shape[-3] // k.shape[-3]
     loaded = (q.shape[-1] + v.shape[-1]) * _BYTES_PER_VALUE
@@ -346,11 +346,11 @@ class _Gradients:
     def __init__(self, grad_out, grad_lse, q, k, v, out, lse, rule: Rule):
         self.grad_out, self.grad_lse, self.q, self.k, self.v, self.out, self.lse = grad_out, grad_lse, q, k, v, out, lse
         self.rule = rule
-        self.far = lse.is_cuda or bool(_is_far(lse).any())  # nobody waits for a GPU to hear that no row is
+        self.far = lse.is_cuda or bool(_is_far(lse).any())  # nobody waits for a GPU to hear that no row is far
         self.largest, self.shares = torch.full_like(lse, -_INF), torch.zeros_like(lse)
 
     def row_side(self, seq: Sequence, heads: slice, n: int, rows: Block):
-        """q, dO: [n, G * rows, D]; reference (an LSE), delta = rowsum(dO * O) - dLSE, share: [n, G * rows, 1]."""
+        """Gives q, dO: [n, G * rows, D]; reference (an LSE), delta = rowsum(dO * O) - dLSE, share: [n, G * rows, 1]."""
         load, load_lse = seq.queries.load, seq.queries.load_lse
         q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
         lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
@@ -368,14 +368,15 @@ class _Gradients:
         return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
 
     def scores_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, q, k):
-        """Scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
+        """Returns scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
         raw, rule = _matmul(q, k.mT, q.dtype), self.rule
         slope = raw.mul(rule.scale).div_(rule.softcap).cosh_().reciprocal_().square_() if rule.softcap else None
         return _apply_masks(_cap(raw, rule), rule, seq, heads_q, rows, keys), slope
 
     def find_shares(self, seq: Sequence, plan: Plan) -> None:
-        """A far row whose keys are all here, as its LSE says that these make, gets a softmax of its own: its largest score for the
-        LSE, whose rounding shows in P, and ln of its sum for a share. Else keys of the row are elsewhere, and the LSE is all.
+        """Gives a far row whose keys are all here, as its LSE says that these make, a softmax of its own: its largest
+        score in place of the LSE, whose rounding shows in P, and ln of its sum as a share. Else keys of it are
+        elsewhere, and the LSE is all.
         """
         if not self.far:
             return
@@ -394,16 +395,16 @@ class _Gradients:
                 seq.queries.store_lse(x, heads_q, rows, value.view(-1, rows[1] - rows[0]))
 
     def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
-        """P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
+        """Returns P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
         (q, d_out, reference, delta, share), (k, v) = row_side, key_side
         scores, slope = self.scores_and_slope(seq, heads_q, rows, keys, q, k)
-        p = scores.sub_(reference).clamp_(max=0).sub_(share).exp_()  # more than 1 would be of roundings
+        p = scores.sub_(reference).clamp_(max=0).sub_(share).exp_()  # P above 1 would come from roundings
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, sequences, rule: Rule, cap: int) -> None:
-    """Adds dq, dk, dv to zeros. Needs out and lse of the whole row: the caller's may be merged from several calls."""
+    """Adds dq, dk, dv to zeros. It needs out and lse of whole rows, which may be merged from several calls."""
     grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
     group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
     for seq in sequences:
@@ -425,7 +426,7 @@ def _meet(seq: Sequence, see: Visibility, rows: Block, keys: Block) -> bool:
 
 
 def _key_gradients(grads: _Gradients, seq, heads, heads_q, keys, plan, dk, dv, dq) -> None:
-    """dk, dv of a block of keys; with dq given the block holds all keys, and dq comes along."""
+    """Computes dk, dv of a block of keys; with dq given the block holds all keys, and dq comes along."""
     n, scale = heads.stop - heads.start, grads.rule.scale
     key_side = grads.key_side(seq, heads, keys)
     sum_k, sum_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in key_side)
@@ -456,7 +457,7 @@ def _query_gradients(grads: _Gradients, seq, heads, heads_q, rows, plan, dq) -> 
 def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rule, cap: int) -> None:
     """Writes the gradient of an additive mask [B|1, H|1, n_q|1, n_k|1], summed over its broadcast dims.
 
-    One block of the mask after the other; all heads, rows and keys that share its elements are summed in f32.
+    It goes over the mask block by block; all heads, rows and keys that share its elements are summed in f32.
     """
     grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
     sequences = list(dense_sequences(q, k, mask))
@@ -469,7 +470,7 @@ def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rul
     one_batch, one_head, one_row, one_key = (size == 1 for size in mask.shape)
 
     def sharers(length: int, step: int, shared: bool) -> list[tuple[Block, list[Block]]]:
-        """Pairs of a block of the mask and the blocks of rows (or keys) that share it."""
+        """Returns pairs of a block of the mask and the blocks of rows (or keys) that share it."""
         blocks = list(_blocks(0, length, step))
         return [((0, 1), blocks)] if shared else [(block, [block]) for block in blocks]
 

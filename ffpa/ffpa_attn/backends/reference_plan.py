@@ -1,4 +1,4 @@
-"""The backend that runs everything, everywhere: the contract in PyTorch's operators (reference.py)."""
+"""This is the backend that runs everything, everywhere: the contract in PyTorch's operators (reference.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sequences(q, k, mask, offsets) -> Iterator[reference.Sequence]:
 
 
 def mask_gradient(saved, d_mask, mask, rule, workspace_cap: int) -> None:
-    """For those whose kernels give none; d_mask is None where it is not wanted."""
+    """Computes a mask's gradient for plans whose kernels give none; d_mask is None where it is not wanted."""
     if d_mask is not None:
         with PlainTorch(d_mask.device):
             d_mask.zero_()

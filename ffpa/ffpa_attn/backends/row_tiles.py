@@ -1,4 +1,4 @@
-"""What the persistent forwards share (fused.py, two_phase.py): blocks take row tiles, whoever is free, without splitting keys."""
+"""The persistent forwards (fused.py, two_phase.py) share this: free blocks take row tiles, and split no keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessor
 from ..specs import archs
 from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem, Visibility
 
-ROWS = 128  # of a tile, as csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh have it
-HEAD_BYTES = 512  # of the scratch: what blocks share
-_MOST_TILES = 2**31 - 2**16  # counted in 32 bits, in which each block takes one more than there are
+ROWS = 128  # rows of a tile in csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh
+HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
+_MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
 
 
 class Scratch(NamedTuple):
-    """How many blocks run, for how many keys each has room for P, and how much that is."""
+    """The number of blocks that run, the keys for which each has room for P, and the bytes that takes."""
 
     blocks: int
     chunk_keys: int
@@ -35,12 +35,12 @@ class RowTilePlan(NamedTuple):
         return (self.spec,)
 
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
-        """What so many row tiles share."""
+        """Returns the scratch that so many row tiles share."""
         raise NotImplementedError
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """As levels.LevelPlan.forward."""
-        if offsets or not k.shape[-2]:  # rows of no sequence, rows without keys
+        """Does what levels.LevelPlan.forward does, with a persistent kernel."""
+        if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
         blocks = multiprocessors(q.device)
@@ -65,7 +65,7 @@ class RowTilePlan(NamedTuple):
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
-    """Of packed sequences as csrc/attention/packed_tiles.cuh: nobody here knows how long each of them is."""
+    """Counts row tiles, of packed sequences as in csrc/attention/packed_tiles.cuh: nobody here knows their lengths."""
     return heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
 
 
@@ -74,7 +74,7 @@ def count(p: Problem, rows: int = ROWS) -> int:
 
 
 def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
-    """Why none of these forwards can run the problem, or None."""
+    """Says why none of these forwards can run the problem, or None."""
     if p.acc != "f32":
         return f"the {name} forward accumulates in f32, not {p.acc}"
     if p.num_stages:
@@ -92,12 +92,12 @@ def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -
 
 
 def least_blocks(p: Problem) -> int:
-    """That keep a GPU busy."""
+    """Returns how many blocks keep a GPU busy."""
     return archs.multiprocessors(p.arch) * 3 // 4
 
 
 def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
-    """Why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
+    """Says why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
     tiles = count(p)
     if (busy := tiles * blocks_of_tile) < least_blocks(p):
         return f"{tiles} row tiles keep {busy} of {archs.multiprocessors(p.arch)} multiprocessors busy, and the mma forward splits keys"

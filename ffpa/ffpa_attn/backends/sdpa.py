@@ -1,4 +1,4 @@
-"""The backend that is PyTorch's own fused attention, only where it means exactly the same and never materialises N^2."""
+"""This backend is PyTorch's own fused attention, only where that means exactly the same and never materialises N^2."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..support import private_torch
 from ..support.plain_torch import PlainTorch
 from .reference_plan import ReferencePlan
 
-_MOST_HEADS = 65535  # a grid's second dimension
-# What torch.nn.functional holds may be ours (integrations/sdpa_override.py).
+_MOST_HEADS = 65535  # heads in a grid's second dimension
+# The function in torch.nn.functional may be ours (integrations/sdpa_override.py).
 torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
 
 
@@ -25,7 +25,7 @@ class SdpaPlan(NamedTuple):
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         causal = rule.visibility.right == 0
-        # Its unfused backend would materialise N^2; which one it takes depends on global switches, so ask at every call.
+        # SDPA's unfused backend would materialise N^2; global switches decide which it takes, so ask at every call.
         if torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
             return ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
         with PlainTorch(q.device):

@@ -1,4 +1,4 @@
-"""Attention in Triton for head dims up to 256, forward and backward: which tiles a problem gets, and what its kernels are given.
+"""Plans attention in Triton for head dims up to 256, forward and backward: the tiles, and what kernels are given.
 
 Importing this module imports no Triton; a call does.
 """
@@ -35,26 +35,26 @@ from ..triton_ops.triton_tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
 MOST_COLUMNS = 256
-_MOST_POSITIONS = 2**29  # of rows and keys: twice their sum is counted in 32 bits
-_MOST_ROWS = 128  # of a tile
+_MOST_POSITIONS = 2**29  # rows and keys: twice their sum is counted in 32 bits
+_MOST_ROWS = 128  # rows of a tile
 _SLACK_BYTES = 1 << 10
 _MASK_BYTES = {
     None: 0,
     "bool": 0,
     "additive": 4,
-}  # in stages: of float32, as elements below 4 bytes are not copied there
-_FAR_PROGRAMS = 512  # about so many look for far rows, and share what there are
-_LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond: all scores are 0, or as they are without a cap
+}  # bytes of an element in stages, float32's: elements below 4 bytes are not copied there
+_FAR_PROGRAMS = 512  # about so many programs look for far rows, and share what there are
+_LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as they are without a cap
 
 
-# With rows of a slice. Half the shared memory of the smallest GPU; one stage, so that loads of scratch stay where its
-# barriers are.
+# These are tiles, with the rows of a slice. They take half the shared memory of the smallest GPU, and one stage, so
+# that loads of scratch stay where its barriers are.
 _PERSISTENT = {64: (Tiles(128, 64, 4, 1), 64), 128: (Tiles(128, 64, 4, 1), 32), 256: (Tiles(128, 32, 4, 1), 32)}
 
 
 _gave_up: list[tuple[tuple, str]] = []  # kinds of calls whose kernels cannot run in this process, and why
 _LEAST_RELEASE = (3, 6)
-_LAUNCHES_WITHOUT_C = (3, 9)  # earlier ones compile what launches kernels
+_LAUNCHES_WITHOUT_C = (3, 9)  # earlier releases compile what launches kernels
 
 
 @cache
@@ -62,7 +62,7 @@ def _release() -> tuple[int, ...]:
     for name in ("triton", "pytorch-triton"):  # the second is what PyTorch's nightly builds call it
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
-    return _LAUNCHES_WITHOUT_C  # built by someone who has what it takes
+    return _LAUNCHES_WITHOUT_C  # somebody built it who has what it takes
 
 
 def give_up(p: Problem, plan: TritonPlan, reason: str) -> None:
@@ -71,20 +71,20 @@ def give_up(p: Problem, plan: TritonPlan, reason: str) -> None:
 
 
 def _kind(p: Problem, plan: TritonPlan) -> tuple:
-    """What kernels are compiled for, but for what lengths and strides decide."""
+    """Returns what kernels are compiled for, but for what lengths and strides decide."""
     see = p.visibility
     rule = see.left >= 0, see.right >= 0, see.top_left, p.mask, p.softcap > 0, p.scale >= LEAST_SCALE, p.needs_lse
     return plan, p.device, p.arch, p.dtype, p.d_qk, p.d_v, p.packed is not None, *rule
 
 
 def if_able(p: Problem, plan: TritonPlan) -> TritonPlan | str:
-    """The plan, or why its kernels cannot run."""
+    """Returns the plan, or why its kernels cannot run."""
     return next((reason for kind, reason in _gave_up if kind == _kind(p, plan)), plan)
 
 
 @cache
 def why_not() -> str | None:
-    """Why Triton cannot run here at all."""
+    """Says why Triton cannot run here at all, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'triton>=3.6'"
     if _release() < _LEAST_RELEASE:
@@ -93,7 +93,7 @@ def why_not() -> str | None:
 
 
 def interprets() -> bool:
-    """Whether CPU tensors go to kernels that no choice leads to."""
+    """Says whether CPU tensors go to kernels that no choice leads to."""
     flags = env.run_flags()
     return flags["FFPA_BACKEND"] == "triton" and flags["TRITON_INTERPRET"] and not torch.cuda.is_available()
 
@@ -101,18 +101,18 @@ def interprets() -> bool:
 @cache
 def _lacks_compiler() -> bool:
     compiler = shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Triton looks there
     return _release() < _LAUNCHES_WITHOUT_C and not (compiler and header.exists())
 
 
 def width(d: int) -> int:
-    """Triton's tiles have powers of 2."""
+    """Returns the columns of a tile, which are a power of 2 in Triton."""
     return max(16, 1 << (d - 1).bit_length())
 
 
 def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str, mask: str | None) -> int:
-    """At most, as Triton lays them out: own rows (or keys) once, the others in every stage, and in one place P or dS on its way,
-    or a mask's tiles, which are a stage fewer.
+    """Returns the most bytes that tiles take, as Triton lays them out: own rows (or keys) once, the others in every
+    stage, and in one place P or dS on its way, or a mask's tiles, which are a stage fewer.
     """
     own, others = (tiles.keys, tiles.rows) if work == "keys" else (tiles.rows, tiles.keys)
     resident = own * (widths[0] if work in ("forward", "fp8") else sum(widths))
@@ -122,18 +122,18 @@ def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str, mask: str | Non
 
 
 def _stages(asked: int, arch: str) -> int:
-    """Of one stage K and V come to the same place, and Triton 3.6's ptxas then loses where products find them."""
+    """With one stage K and V come to the same place, and Triton 3.6's ptxas then loses where products find them."""
     return max(asked, 2) if arch == "sm_90" else asked
 
 
 def tiles_of(work: str, p: Problem, widths: tuple[int, int]) -> Tiles | str:
-    """work: "forward" or "fp8"; "rows" and "keys" are what programs of the backward own, and "far" ones in turn."""
+    """Returns tiles for "forward" or "fp8", for the "rows" or "keys" that backward programs own, or for "far" ones."""
     widest, arch = max(64, *widths), p.arch or "sm_80"
     measured = MEASURED.get(arch, {}).get((work, p.visibility.right >= 0), {}).get(widest)
     most = archs.shared_memory_bytes(arch)
     if measured and not p.num_stages:
         tiles = Tiles(*measured)
-        while p.mask and tiles.stages > 2 and smem_bytes(tiles, widths, work, p.mask) > most:  # no mask was there
+        while p.mask and tiles.stages > 2 and smem_bytes(tiles, widths, work, p.mask) > most:  # measured without a mask
             tiles = tiles._replace(stages=tiles.stages - 1)
         return tiles
     for found in DEFAULT[work][widest]:
@@ -148,7 +148,7 @@ def reads_by_descriptors(p: Problem) -> bool:
 
 
 def _scratch_bytes_of_a_core(tiles: Tiles, widths: tuple[int, int]) -> int:
-    return tiles.rows * (widths[1] + 2) * 4  # O, maxima and sums
+    return tiles.rows * (widths[1] + 2) * 4  # bytes of O, maxima and sums
 
 
 def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
@@ -167,7 +167,7 @@ def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
 
 
 def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
-    """Why Triton cannot run the problem, whatever the tiles."""
+    """Says why Triton cannot run the problem, whatever the tiles, or None."""
     reason = why_not()
     if reason:
         return reason
@@ -188,7 +188,7 @@ def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
-    """What runs the problem, or why Triton cannot."""
+    """Returns what runs the problem, or why Triton cannot."""
     reason = refusal(p, flags)
     if reason:
         return reason
@@ -208,19 +208,19 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
 
 
 def _dense(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """[B, H, N, D] of dense tensors; packed ones, [H, T, D], as one batch entry."""
+    """Returns [B, H, N, D]: dense tensors as they are, packed ones, [H, T, D], as one batch entry."""
     return x.unsqueeze(0) if packed else x
 
 
 def scale_and_cap(rule) -> tuple[float, float]:
-    """As a kernel computes with them: caps too small or too large for it are what they come to."""
+    """Returns both as a kernel computes with them: caps too small or too large for it are what they come to."""
     if 0 < rule.softcap < _LEAST_CAP:
         return 0.0, 0.0
     return float(rule.scale), float(rule.softcap if rule.softcap < _LARGEST_CAP else 0.0)
 
 
 def sides(see) -> tuple[int, int]:
-    """Of a window. Without one whatever the lengths are: no other number to compile for."""
+    """Returns a window's sides; without one they do not depend on lengths: no other number to compile for."""
     return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
 
 
@@ -228,7 +228,7 @@ class _Kind:
     """What all kernels, and all calls of a kind, are given alike."""
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
-        """q, k, v [B, H, N, D]; more: other tensors that are read by rows."""
+        """Takes q, k, v [B, H, N, D], and in `more` other tensors that are read by rows."""
         from ..triton_ops.triton_kernels import MaskStrides, Rule, Sizes
 
         packed = offsets is not None
@@ -248,7 +248,7 @@ class _Kind:
         self.hides = packed or see.bounded
         left, right = sides(see)
         shift = 0 if see.top_left else total_k - total_q
-        # Whether some rows see no key: of the first, the last that it sees; of the last, the first.
+        # Some rows see no key if the last key of the first row, or the first key of the last one, does not exist.
         self.blind = see.bounded if packed else shift + right < 0 or total_q - 1 + shift - left >= total_k
         self._describers: dict[Tiles, list] = {}
         self.options = {
@@ -269,13 +269,13 @@ class _Kind:
         return not self.sequences or not self.longest_q
 
     def over_rows(self, tiles: Tiles, numbers: Sequence, **options) -> Launch:
-        """Of a kernel whose programs own rows."""
+        """Returns the launch of a kernel whose programs own rows."""
         programs = -(-self.longest_q // tiles.rows) * self.heads * self.sequences
         edges = self.hides or self.longest_k % tiles.keys != 0
         return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
 
     def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
-        """Of the kernels whose programs take turns at the blocks of a head, if any of its rows are far."""
+        """Returns the launch of a kernel whose programs take turns at a head's blocks, if any of its rows are far."""
         heads = self.heads_kv * self.sequences
         parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
         edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
@@ -289,7 +289,7 @@ class _Kind:
         return Launch(programs, (*numbers, *self.numbers), options, tiles)
 
     def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
-        """As a kernel of such tiles reads them."""
+        """Returns the tensors as a kernel of such tiles reads them."""
         if not self.tma:
             return q, k, v, *by_rows
         describers = self._describers.get(tiles)
@@ -302,7 +302,7 @@ class _Kind:
 
 
 def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """[B, H, Nq, Nk], of size 1 where it is broadcast; bool as bytes."""
+    """Returns [B, H, Nq, Nk], of size 1 where it is broadcast; bools become bytes."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
@@ -314,15 +314,15 @@ def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 class TritonPlan(NamedTuple):
     direction: str
-    widths: tuple[int, int]  # of Q and K, of V: powers of 2
-    over_rows: Tiles  # forward, and dQ: programs own rows
-    over_keys: Tiles | None  # dK and dV: programs own keys
-    descriptors: bool  # reads by TMA where the tensors allow it
+    widths: tuple[int, int]  # columns of Q and K, and of V: powers of 2
+    over_rows: Tiles  # tiles of the forward, and of dQ: programs own rows
+    over_keys: Tiles | None  # tiles of dK and dV: programs own keys
+    descriptors: bool  # tensors are read by TMA where they allow it
     cores: int | None = None  # at most so many programs, which stay: the persistent forward
-    slice_rows: int | None = None  # of its row block, what is on chip at once
-    far: Tiles | None = None  # dQ, dK and dV where scores are too large for the others
+    slice_rows: int | None = None  # rows of its row block that are on chip at once
+    far: Tiles | None = None  # tiles of dQ, dK and dV where scores are too large for the others
 
-    specs = ()  # that nvcc compiles
+    specs = ()  # nvcc compiles nothing for it
 
     @property
     def kernel(self) -> str:
@@ -335,11 +335,11 @@ class TritonPlan(NamedTuple):
         return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """q, k, v, out: [B, H, N, D]; lse [B, H, N] or empty; packed sequences [H, T, D], [H, T] and their offsets."""
+        """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets."""
         from ..triton_ops import triton_kernels, triton_persistent
 
         packed = offsets is not None
-        if packed:  # rows of no sequence
+        if packed:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
         q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
@@ -365,7 +365,7 @@ class TritonPlan(NamedTuple):
             )
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """saved: dO, dLSE or None, q, k, v, out and LSE; grads: dq, dk and dv, of any contents; d_mask where it is wanted."""
+        """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""
         self._gradients(*saved, *grads, mask, offsets, rule, memo)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
@@ -374,13 +374,13 @@ class TritonPlan(NamedTuple):
         from ..triton_ops.triton_kernels import Strides
 
         packed = offsets is not None
-        if not has_rows(grad):  # that of a sum is one number, expanded
+        if not has_rows(grad):  # the gradient of a sum is one number, expanded
             grad = grad.contiguous()
         q, k, v, grad, out, dq, dk, dv, lse = (
             _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
         )
         mask = _mask_of(mask)
-        # Tiles of rows need not end where rows do: those of a sequence may begin anywhere.
+        # Tiles of rows need not end where rows do, as a sequence may begin anywhere.
         padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
         rows = lse.shape[0] * lse.shape[1] * padded
         blocks = rows // kernels.STATISTICS_ROWS.value
@@ -393,7 +393,7 @@ class TritonPlan(NamedTuple):
             memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, (grad,))
         kind: _Kind = memo["kind"]
         nothing = kind.empty or not kind.longest_k
-        if packed or nothing:  # rows of no sequence
+        if packed or nothing:  # rows of no sequence get zeros
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         if nothing:

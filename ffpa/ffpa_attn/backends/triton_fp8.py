@@ -1,4 +1,4 @@
-"""The fp8 forward in Triton: which tiles a problem gets, and what its kernels are given."""
+"""This is the fp8 forward in Triton: it finds which tiles a problem gets, and what its kernels are given."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ..triton_ops.triton_launch import (
 from . import triton_attention
 from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
 
-_P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below the largest value
-_LEAST_DEPTH = 32  # of a product of fp8 values
+_P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below a type's largest value
+_LEAST_DEPTH = 32  # the least depth of a product of fp8 values
 _ARRANGED = Tiles(FP8_BLOCK, FP8_BLOCK, 4, 1)
 QUANTIZED = Tiles(FP8_BLOCK, 64, 4, 1)  # rows and columns at a time
-ARCH = "sm_89"  # the first that has 8-bit floats
+ARCH = "sm_89"  # the first arch that has 8-bit floats
 
 
 class TritonFp8Plan(TritonPlan):
     __slots__ = ()
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: Memo) -> None:
-        """q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side); scales [B, H, blocks of 128 rows],
-        those shared expanded, or None; lse [B, H, N] or None.
+        """Runs on q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side), scales [B, H, blocks
+        of 128 rows], shared ones expanded, or None, and lse [B, H, N] or None.
         """
         from ..triton_ops.triton_fp8_kernels import arrange_values_kernel, fp8_forward_kernel
         from ..triton_ops.triton_kernels import Rule, Sizes
@@ -50,7 +50,7 @@ class TritonFp8Plan(TritonPlan):
             return None if lse is None else lse.fill_(-float("inf"))
         tiles, widths = self.over_rows, self.widths
         blocks = -(-n_k // FP8_BLOCK)
-        # What there is none of is neither read nor written: any tensor will do.
+        # A tensor that there is none of is neither read nor written: any other will do.
         lse_there, *scales = (out if x is None else x for x in (lse, q_scale, k_scale, v_scale))
         by_tma = self.descriptors and has_descriptor(q)
         k_read = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
@@ -104,9 +104,8 @@ class TritonFp8Plan(TritonPlan):
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:
-    """What runs the problem, or why Triton cannot."""
-    too_old = archs.why_not_on(ARCH, p.arch) if p.device == "cuda" else None
-    reason = too_old or triton_attention.refusal(p, flags)
+    """Returns what runs the problem, or why Triton cannot."""
+    reason = triton_attention.refusal(p, flags)
     if reason:
         return reason
     widths = max(_LEAST_DEPTH, triton_attention.width(p.d_qk)), triton_attention.width(p.d_v)
@@ -118,8 +117,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:
 
 
 def _in_sixteens(k: torch.Tensor) -> torch.Tensor | None:
-    """[B, H, N, D] as [sixteens of rows, 2, 4, 2, D], so that blocks of it hold them in the order that P wants (see the kernel);
-    None where strides do not allow it.
+    """Returns [B, H, N, D] as [sixteens of rows, 2, 4, 2, D], so that blocks of it hold them in the order that P wants
+    (see the kernel); None where strides do not allow it.
     """
     batch, heads, n, d = k.shape
     row = k.stride(2)
@@ -134,7 +133,7 @@ def _kind_of(scale: torch.Tensor | None) -> str:
 
 
 def quantizes(x: torch.Tensor) -> bool:
-    """Whether these kernels make 8-bit floats of x. A compiler makes kernels of its own, and autograd wants PyTorch's operators."""
+    """Says whether these kernels quantize x. A compiler makes its own kernels; autograd wants PyTorch's operators."""
     on_gpu = x.is_cuda and not archs.why_not_on(ARCH, native.gpu_of(x.device))
     wanted = (on_gpu or triton_attention.interprets()) and x.numel() > 0
     plain = type(x) is torch.Tensor and not torch.compiler.is_compiling()
@@ -150,7 +149,7 @@ def _over_blocks(x: torch.Tensor, *others: torch.Tensor) -> Launch:
 
 
 def block_maxima(x: torch.Tensor) -> torch.Tensor:
-    """The largest |x| of each block of 128 rows: float32 [B, H, blocks]."""
+    """Returns the largest |x| of each block of 128 rows: float32 [B, H, blocks]."""
     from ..triton_ops.triton_fp8_kernels import block_maxima_kernel
 
     maxima = x.new_empty((*x.shape[:2], -(-x.shape[2] // FP8_BLOCK)), dtype=torch.float32)
@@ -160,7 +159,7 @@ def block_maxima(x: torch.Tensor) -> torch.Tensor:
 
 
 def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale [B, H, blocks] as 8-bit floats."""
+    """Returns x / scale [B, H, blocks] as 8-bit floats."""
     from ..triton_ops.triton_fp8_kernels import quantize_kernel
 
     x8 = torch.empty_like(x, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Attention over further keys, added in place to that over others: in Triton on GPUs, else by PyTorch's operators."""
+"""Adds attention over further keys, in place, to that over others: in Triton on GPUs, else by PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 
 
 def merge_into(out, top, total, more_out, more_lse, first: bool) -> None:
-    """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D], top and total [B, H, N], of attention over other keys
-    each; the `first` time these hold nothing yet. A row that sees no key has LSE -inf, and out 0.
+    """Adds `more`, [M, B, H, N, D] and [M, B, H, N], to float32 out [B, H, N, D], top and total [B, H, N], of attention
+    over other keys each; the `first` time these hold nothing yet. A row that sees no key has LSE -inf, and out 0.
 
-    top is the largest LSE so far, and total the sum of exponentials of all relative to it: their LSE is top + log(total), which of large
-    numbers would be rounded at each merge.
+    top is the largest LSE so far, and total the sum of exponentials of all relative to it: their LSE is top +
+    log(total), which would be rounded at each merge where numbers are large.
     """
     if (out.is_cuda or triton_attention.interprets()) and out.numel() and not triton_attention.why_not():
         with contextlib.suppress(triton_launch.Unable):

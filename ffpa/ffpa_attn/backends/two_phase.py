@@ -1,8 +1,8 @@
-"""The forward for wide head dims in two phases: P of a row tile into scratch, and from there the product with V.
+"""This is the forward for wide head dims in two phases: P of a row tile goes to scratch; the product with V reads it.
 
-Neither registers nor shared memory hold O of such a head dim. P costs less to store than S to compute again, or O to move for
-every tile of keys. `plan` and `cut` are pure: the order of sums, and with it every bit, follows from shape, cap and the number
-of multiprocessors.
+Neither registers nor shared memory hold O of such a head dim. P costs less to store than S to compute again, or O to
+move for every tile of keys. `plan` and `cut` are pure: shape, cap and the number of multiprocessors decide the order of
+sums, and so every bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..specs.spec import (
 from . import row_tiles
 from .row_tiles import HEAD_BYTES, ROWS, Scratch
 
-KEYS, BOX = 256, 64  # of a tile, and of what TMA brings at a time, as csrc/attention/forward_two_phase*.cuh
-MOST_KEYS = 1 << 19  # of a chunk, a multiple of KEYS: as many tiles as the kernels have bits for
-# As measured on an H200: below, what registers hold is faster; and, at 576, the levels are as fast as two phases on mma.sync.
+KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward_two_phase*.cuh
+MOST_KEYS = 1 << 19  # keys of a chunk, a multiple of KEYS: kernels have bits for so many tiles
+# These are measured on an H200: below, what registers hold is faster; at 576 levels are as fast as two phases on mma.
 LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
-_LEAST_TILES = 4  # of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
+_LEAST_TILES = 4  # tiles of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
 
 
 class TwoPhasePlan(row_tiles.RowTilePlan):
@@ -37,7 +37,7 @@ class TwoPhasePlan(row_tiles.RowTilePlan):
 
 
 def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None:
-    """Why the levels of the mma forward are faster, or None: as row_tiles says, and they need less workspace."""
+    """Says why the levels of the mma forward are faster, or None: see row_tiles; and they need less workspace."""
     if reason := row_tiles.why_slower(p):
         return reason
     tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
@@ -48,7 +48,7 @@ def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None
 
 
 def _tiles(n_k: int, see: Visibility) -> int:
-    """Of keys, that one row tile meets at most."""
+    """Returns how many tiles of keys one row tile meets at most."""
     tiles = -(-n_k // KEYS)
     if see.left >= 0 and see.right >= 0:
         tiles = min(tiles, (see.left + see.right + ROWS + KEYS - 2) // KEYS + 1)
@@ -58,23 +58,23 @@ def _tiles(n_k: int, see: Visibility) -> int:
 def cut(
     row_tiles_in_all: int, n_k: int, see: Visibility, d_v: int, columns: int, multiprocessors: int, cap: int
 ) -> Scratch:
-    """All keys at once if they fit; else as many as do, beside O, which then waits in fp32; and if not even a tile of them
-    does for all blocks, fewer blocks.
+    """Takes all keys at once if they fit; else as many as do, beside O, which then waits in fp32; and if not even a
+    tile of them does for all blocks, fewer blocks.
     """
     cap -= HEAD_BYTES
-    of_tile = ROWS * (KEYS * 2 + 4)  # P, and the references of its rows
+    of_tile = ROWS * (KEYS * 2 + 4)  # bytes of P, and of the references of its rows
     out = -(-d_v // columns) * columns * ROWS * 4
     blocks, all_tiles = min(row_tiles_in_all, multiprocessors), _tiles(n_k, see)
     if blocks * all_tiles * of_tile <= cap and all_tiles * KEYS <= MOST_KEYS:
         return Scratch(blocks, all_tiles * KEYS, HEAD_BYTES + blocks * all_tiles * of_tile)
     blocks = max(1, min(blocks, cap // (of_tile + out)))
     most = min(all_tiles, MOST_KEYS // KEYS, max(1, (cap // blocks - out) // of_tile))
-    tiles = -(-all_tiles // -(-all_tiles // most))  # of chunks all about as large
+    tiles = -(-all_tiles // -(-all_tiles // most))  # tiles of each chunk, all about as large
     return Scratch(blocks, tiles * KEYS, HEAD_BYTES + blocks * (tiles * of_tile + out))
 
 
 def _columns(d_v: int) -> int:
-    """The most of O at a time on wgmma: as many as there are registers for, and about as many each time."""
+    """Returns the most columns of O at a time on wgmma: as many as registers hold, and about as many each time."""
     boxes = -(-d_v // BOX)
     times = -(-boxes * BOX // TWO_PHASE_COLUMNS[-1])
     return max(-(-boxes // times) * BOX, TWO_PHASE_COLUMNS[0])
@@ -92,7 +92,7 @@ def _cut(p: Problem, backend: str, row_tiles_in_all: int, multiprocessors: int, 
 
 
 def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
-    """What runs the problem, or why it cannot. `backend`: hopper or mma."""
+    """Returns what runs the problem, or why it cannot. `backend` is hopper or mma."""
     if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM[backend]:
         return f"there is no {backend} kernel for a two-phase forward of fewer than {LEAST_HEAD_DIM[backend]} columns"
     if reason := row_tiles.why_not(p, "two-phase", flags):

@@ -1,9 +1,9 @@
-"""One ninja build for the wheel's library and for one compiled on demand, and the gate that every kernel passes.
+"""This module has one ninja build for the wheel's library and for one compiled on demand, and a gate for every kernel.
 
-ptxas says what each kernel uses. Instructions of wgmma that had to be serialized fail the build: they cost more than the
-kernel gains. So do spills above the spec's allowance, of the release of nvcc that the kernels are measured with; another one
-may keep registers in other ways, and is told about in one sentence. What ptxas said of the kernels that pass is kept as
-their record.
+ptxas says what each kernel uses. Instructions of wgmma that had to be serialized fail the build: they cost more than
+the kernel gains. So do spills above the spec's allowance, with the nvcc release that the kernels are measured with;
+another may keep registers in other ways, and its spills are told in one sentence. What ptxas said of the kernels that
+pass is kept as their record.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from . import generation, sessions, toolchain
 from .cache import locked
 from .toolchain import BuildError
 
-# What the wheel's library is compiled for, and runs on from there.
+# The wheel's library is compiled for this release, and runs on it and all later ones.
 OLDEST_TORCH = (2, 10)
 TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 
 _COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 _LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
-_FIRST_LINES, _LAST_LINES = 40, 5  # of a failed build's output, in its error
+_FIRST_LINES, _LAST_LINES = 40, 5  # lines of a failed build's output that its error shows
 
 
 def csrc() -> Path:
-    """The C++ sources: in the package when installed from a wheel, in the repository when installed editable."""
+    """Returns where the C++ sources are: in the package if installed from a wheel, in the repository if editable."""
     package = Path(__file__).resolve().parents[1]
     for place in (package / "csrc", package.parents[1] / "csrc"):
         if place.is_dir():
@@ -49,7 +49,7 @@ def csrc() -> Path:
 
 @cache
 def sources_hash() -> str:
-    """Changes with every change to what nvcc reads or to the text around it; the emulator is neither."""
+    """Returns a hash that changes with what nvcc reads and with the text around it; the emulator is neither."""
     digest = hashlib.sha256()
     root = csrc()
     files = {path.relative_to(root): path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
@@ -65,12 +65,12 @@ def sources_hash() -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of a kernel on one GPU; the worst of its functions where a spec has several."""
+    """What ptxas says about a kernel on one GPU; the worst of its functions where a spec has several."""
 
     registers: int = 0
     stack_bytes: int = 0
-    spill_bytes: int = 0  # stores + loads
-    smem_bytes: int = 0  # static shared memory
+    spill_bytes: int = 0  # bytes of stores + loads
+    smem_bytes: int = 0  # bytes of static shared memory
 
 
 _FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
@@ -84,9 +84,9 @@ _WGMMA = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
 
 
 def parse_ptxas(log: str) -> dict[str, Resources]:
-    """target -> resources, from the output of `ptxas -v`."""
+    """Returns target -> resources, from the output of `ptxas -v`."""
     used: dict[str, Resources] = {}
-    pieces = _FUNCTION.split(log)  # what comes before, then (function, target, text) for each function
+    pieces = _FUNCTION.split(log)  # [what comes before, then function, target, text of each function]
     for target, text in zip(pieces[2::3], pieces[3::3], strict=True):
         now = {name: sum(map(int, pattern.findall(text))) for name, pattern in _USAGE.items()}
         before = asdict(used.get(target, Resources()))
@@ -95,7 +95,7 @@ def parse_ptxas(log: str) -> dict[str, Resources]:
 
 
 def gate(spec: KernelSpec, log: str) -> tuple[dict[str, Resources], list[str]]:
-    """(the resources of a kernel, what it spills beyond its allowance); raises when it must not ship, whoever compiled it."""
+    """Returns (a kernel's resources, its spills beyond the allowance); raises if it must not ship, whoever built it."""
     used = parse_ptxas(log)
     if not used:
         raise BuildError(f"{spec.name}: the compiler's output names no kernel:\n{log}")
@@ -105,7 +105,7 @@ def gate(spec: KernelSpec, log: str) -> tuple[dict[str, Resources], list[str]]:
         for target, resources in used.items()
         if resources.spill_bytes > spec.allowed_spill_bytes
     ]
-    warnings = sorted(_WGMMA.findall(log), key=lambda line: "Performance Loss" not in line)  # the worst first
+    warnings = sorted(_WGMMA.findall(log), key=lambda line: "Performance Loss" not in line)  # the worst comes first
     if warnings:
         raise BuildError(f"{spec.name}: ptxas had to serialize or repair its wgmma instructions: {warnings[0].strip()}")
     return used, spills
@@ -115,17 +115,17 @@ def gate(spec: KernelSpec, log: str) -> tuple[dict[str, Resources], list[str]]:
 
 
 def quoted(path: Path | str) -> str:
-    """For a command that ninja hands to the shell."""
+    """Quotes a path for a command that ninja hands to the shell."""
     return shlex.quote(str(path)).replace("$", "$$")
 
 
 def python_that(does: str) -> str:
-    """A command with which ninja runs that in Python, as PATH may hold no tools but compilers. Arguments may follow it."""
+    """Returns a command for ninja that runs `does` in Python: PATH may hold compilers alone. Arguments may follow."""
     return f"{quoted(sys.executable)} -ISc {quoted(does)}"
 
 
 def escaped(path: Path | str) -> str:
-    """For a path that ninja itself reads."""
+    """Escapes a path that ninja itself reads."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
@@ -134,13 +134,13 @@ def _gencode(targets: tuple[str, ...]) -> str:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Ninja compiles again what is newer than its result."""
+    """Leaves a file with the same text alone: ninja compiles again what is newer than its result."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 # With `||` the shell stays, and says which signal killed its child. Ninja before 1.11 takes half a library for a whole
-# one, hence the other name.
+# one, so the linker writes under another name.
 _RULES = """
 rule kernel
   command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
@@ -167,8 +167,8 @@ def compile_library(
 ) -> tuple[Path, dict[str, dict[str, Resources]]]:
     """Compiles each spec to its targets in `directory`; returns the library, and spec name -> target -> resources.
 
-    With `torch` the registry and the operators are part of it: the wheel's library. `headers` is one more place to look
-    for kernels.
+    With `torch` the registry and the operators are part of it, as in the wheel's library. `headers` is one more place
+    to look for kernels.
     """
     why = toolchain.why_no_build()
     if why:
@@ -217,7 +217,7 @@ def compile_library(
 
 
 def _gate_all(specs: Iterable[KernelSpec], directory: Path, nvcc: toolchain.Nvcc) -> dict[str, dict[str, Resources]]:
-    """Every kernel through the gate; what is wrong with any of them is one error."""
+    """Passes every kernel through the gate; what is wrong with any of them is one error."""
     used, wrong, spills = {}, [], []
     for spec in specs:
         try:
@@ -241,7 +241,7 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path, nvcc: toolchain.Nvcc
 def run_ninja(
     directory: Path, lock: int, verbose: bool = False, file: Path | str = "build.ninja", umask: int = -1
 ) -> None:
-    """Holds the lock of the directory for as long as ninja or a compiler runs there, whatever becomes of this process."""
+    """Runs ninja. The directory's lock is held while ninja or a compiler runs, whatever becomes of this process."""
     ninja = toolchain.find_ninja()
     if ninja is None:
         raise BuildError(toolchain.NO_NINJA)
@@ -263,7 +263,7 @@ def run_ninja(
 
 
 def _ends(lines: list[str]) -> str:
-    """What went wrong first, and what ninja says of it last."""
+    """Returns what went wrong first, and what ninja says of it last."""
     if len(lines) > _FIRST_LINES + _LAST_LINES:
         lines = [*lines[:_FIRST_LINES], "...\n", *lines[-_LAST_LINES:]]
     return "".join(lines).rstrip()
@@ -276,7 +276,7 @@ RECORD = "_native.json"
 
 
 def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
-    """spec -> what to compile it to, as the build flags ask."""
+    """Returns spec -> what to compile it to, as the build flags ask."""
     flags = env.all_flags()
     requests = archs.requested(flags)
     kernels = {spec: archs.targets(spec.arch, requests) for spec in aot_specs(flags)}
@@ -291,7 +291,7 @@ def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
 
 
 def why_no_library() -> str | None:
-    """Why a build on this machine gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
+    """Says why a build here gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
     return None if toolchain.find_nvcc() else toolchain.why_no_build()
 
 
@@ -323,5 +323,5 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
     fresh, fresh_record = destination.with_suffix(".new"), destination.with_name(f"{RECORD}.new")
     shutil.copy(library, fresh)
     fresh_record.write_text(json.dumps(record, indent=1) + "\n")
-    fresh.replace(destination)  # a process that runs on the old one keeps it
+    fresh.replace(destination)  # a process that runs on the old library keeps it
     fresh_record.replace(destination.with_name(RECORD))

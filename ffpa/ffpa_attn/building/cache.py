@@ -1,5 +1,5 @@
-"""Where compiled code is kept: a directory that only its owner can write, locks between processes, and files that show
-whether they are whole. No torch here.
+"""This module keeps compiled code: in a directory that only its owner can write, with locks between processes, in files
+that show whether they are whole. No torch here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEAL = hashlib.sha256().digest_size * 2  # characters at the end of a file: the
 def cache_directory() -> Path:
     try:
         return Path(env.run_flags()["FFPA_CACHE_DIR"] or "~/.cache/ffpa_attn").expanduser().absolute()
-    except RuntimeError as error:  # neither HOME nor the user's entry in the list of users
+    except RuntimeError as error:  # neither HOME nor the list of users says where the user is at home
         raise BuildError(f"there is no place for the cache of compiled kernels: {error} Set FFPA_CACHE_DIR") from None
 
 
@@ -40,7 +40,7 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (None, errno.ENOENT):  # a time limit of the program, or somebody has removed the cache
+        if error.errno in (None, errno.ENOENT):  # a time limit of the program ended it, or somebody removed the cache
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free some space there" if full else "make it writable"
@@ -48,7 +48,7 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 def open_cache() -> Path:
-    """The cache's directory, made if need be, and with no link in its path that could be set to another one meanwhile."""
+    """Returns the cache's directory, made if need be; no link in its path could be set to another one meanwhile."""
     directory = cache_directory()
     try:
         with writing(directory):
@@ -68,7 +68,7 @@ def make_private(directory: Path) -> None:
 
 
 def check_owner(directory: Path) -> Path:
-    """The directory that this is or leads to. Libraries in it are code that we run: nobody else may write there."""
+    """Returns the directory this is or leads to. Its libraries are code that we run: nobody else may write there."""
     place = directory.resolve(strict=True)
     status = place.lstat()
     if status.st_uid != os.geteuid():
@@ -84,14 +84,14 @@ def check_owner(directory: Path) -> Path:
 
 
 class Library(NamedTuple):
-    name: str  # to load it by
-    content: bytes  # without its seal
+    name: str  # path to load it by
+    content: bytes  # content of the file without its seal
 
 
 _opened = itertools.count(1)
 
 
-# A program that appends its digest to a file and moves it to the name that it is to have, as `keep` does with bytes.
+# This program appends its digest to a file and moves that to its final name, as `keep` does with bytes.
 SEALS = (
     "import hashlib, os, sys; part, path = sys.argv[1:]; file = open(part, 'rb+'); "
     "file.write(hashlib.sha256(file.read()).hexdigest().encode()); file.close(); os.replace(part, path)"
@@ -99,7 +99,7 @@ SEALS = (
 
 
 def keep(content: bytes, path: Path, fresh: Path) -> None:
-    """Writes the content with its seal to `fresh`, a name that nobody else uses, and renames that: `path` is whole or nothing."""
+    """Writes content and seal to `fresh`, a name nobody else uses, and renames it: `path` is whole or nothing."""
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(content + hashlib.sha256(content).hexdigest().encode())
         file.flush()
@@ -109,10 +109,10 @@ def keep(content: bytes, path: Path, fresh: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Library | None]:
-    """What the cache keeps at this path; None where that is not whole, or not this user's alone.
+    """Gives what the cache keeps at this path; None where that is not whole, or not this user's alone.
 
-    The name to load it by is that of the open file, so what was checked is what is loaded, whatever becomes of the path.
-    Each has another name, because the dynamic loader takes two files of one name for one.
+    The name to load it by is that of the open file, so what was checked is what is loaded, whatever becomes of the
+    path. Each has another name, because the dynamic loader takes two files of one name for one.
     """
     with ExitStack() as closing:
         try:
@@ -143,7 +143,7 @@ def _open_private(name: Path | str, flags: int, closing: ExitStack, folder: int 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[int]:
-    """Holds the lock at `path`, and gives its descriptor. A child that inherits that holds it too: it goes with the last."""
+    """Holds the lock at `path` and gives its descriptor. A child that inherits that holds it too: the last frees it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:

@@ -1,7 +1,7 @@
 """Builds Python modules whose CUDA kernels run in the CPU emulator (csrc/ptx/emulated), with g++ and ninja alone.
 
-A module is its own sources plus the emulator. All modules of one compiler and set of flags are built in one directory of
-the cache and share the objects of what is no module's alone; ninja recompiles there what changed.
+A module is its own sources plus the emulator. All modules of one compiler and set of flags are built in one directory
+of the cache and share the objects that are no module's alone; ninja recompiles there what changed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .toolchain import BuildError
 
 _MACHINE = "ptx/emulated/machine/*.cpp"
 
-# -ffp-contract=off: fused multiply-adds would change the last bit with the optimisation level. A module may ask for them.
-# -g1: line tables, for debuggers; the source lines in reports come from the code itself.
+# -ffp-contract=off keeps the last bit the same at every optimisation level, as no multiply-adds are fused; a module may
+# ask for them. -g1 gives line tables to debuggers; the source lines in reports come from the code itself.
 _COMPILE_FLAGS = "-std=c++17 -g1 -fPIC -pthread -ffp-contract=off -fvisibility=hidden -Wall -Wextra -Wno-psabi"
 # The machine is where time goes; kernels run as fast with -O1, which compiles them in three quarters of the time.
 _MACHINE_FLAGS, _MODULE_FLAGS = "-O2", "-O1"
@@ -55,7 +55,7 @@ def _pybind11() -> Path:
 
 
 def _machine_flags() -> list[str]:
-    """AVX2 and F16C make the emulated tensor core about twice as fast; results do not change."""
+    """Returns flags for AVX2 and F16C: the emulated tensor core is about twice as fast with them, results the same."""
     try:
         cpu = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -64,7 +64,7 @@ def _machine_flags() -> list[str]:
 
 
 def _fused_flags() -> str:
-    """Modules with fused multiply-adds; every processor has them but old ones of Intel's and AMD's."""
+    """Returns the flags to fuse multiply-adds, which all processors have but old ones of Intel's and AMD's."""
     if platform.machine() != "x86_64":
         return _FUSED_FLAGS
     if " fma " not in Path("/proc/cpuinfo").read_text():
@@ -85,8 +85,8 @@ def build_emulated_module(
 ) -> Path:
     """Compiles sources and the emulator into the extension module `name`; returns the shared library's path.
 
-    Sources may be .cpp or .cu files: all are read as C++, with csrc/ on the include path. `generated` holds more of them,
-    file name -> text. `fused`: products and sums become fused multiply-adds wherever C++ allows it.
+    Sources may be .cpp or .cu files: all are read as C++, with csrc/ on the include path. `generated` holds more of
+    them, file name -> text. With `fused`, products and sums become fused multiply-adds wherever C++ allows it.
     """
     csrc, compiler, generated = build.csrc(), _compiler(), generated or {}
     machine = [f'#include "{source}"' for source in sorted(csrc.glob(_MACHINE))]
@@ -106,7 +106,7 @@ def build_emulated_module(
         for place in (directory.parent, directory, own):
             cache.check_owner(place)
         with cache.locked(directory / "lock", f"the emulator ({name})") as lock:
-            shared[directory / "machine.cpp"] = _MACHINE_FLAGS  # one file: most of the time of many is that of headers
+            shared[directory / "machine.cpp"] = _MACHINE_FLAGS  # one file, as headers take most of the time of many
             build.write_if_changed(directory / "machine.cpp", "\n".join([*machine, ""]))
             for file, text in generated.items():
                 build.write_if_changed(own / file, text)
@@ -130,7 +130,7 @@ def build_emulated_module(
 def load_emulated_module(name: str, sources: Iterable[Path], **options):
     """Builds the module if its sources changed, and imports it."""
     path = build_emulated_module(name, sources, **options)
-    unique = f"{path.parent.name}.{name}"  # under a name it has seen, pybind11 gives the module it has
+    unique = f"{path.parent.name}.{name}"  # for a name that it has seen, pybind11 gives the module it has
     if unique in sys.modules:
         return sys.modules[unique]
     with cache.opened(path) as found:

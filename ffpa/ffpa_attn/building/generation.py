@@ -1,4 +1,4 @@
-"""The C++ that a KernelSpec stands for: its Config, the small file that is compiled, and the wheel's table."""
+"""This module writes the C++ that a KernelSpec stands for: its Config, the small file to compile, the wheel's table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from ..specs.spec import KernelSpec
 
-# What a string in a spec names: element types, and what tensor cores accumulate in.
+# A string in a spec names one of these: an element type, or what tensor cores accumulate in.
 _TYPES = {"f16": "ffpa::Half", "bf16": "ffpa::BFloat16", "f32": "float", "e4m3": "ffpa::E4M3", "e5m2": "ffpa::E5M2"}
 
 
@@ -28,7 +28,7 @@ def instance_symbol(spec: KernelSpec) -> str:
 
 
 def config_source(spec: KernelSpec) -> str:
-    """The include of the kernel and the Config type; the emulator compiles the same text."""
+    """Returns the include of the kernel and the Config type; the emulator compiles the same text."""
     members = "\n".join(f"  {_member(field.name, getattr(spec, field.name))}" for field in fields(spec))
     return f"""#include "attention/{spec.family}.cuh"
 
@@ -40,7 +40,7 @@ struct {spec.name} : ffpa::{_pascal(spec.family)}Config<{spec.name}_fields> {{}}
 
 
 def instance_source(spec: KernelSpec) -> str:
-    """One file for one kernel: the same text for the wheel and for a library compiled on demand."""
+    """Returns the file of one kernel: its text is the same for the wheel and for a library compiled on demand."""
     symbol = instance_symbol(spec)
     return f"""// Written by ffpa_attn/building/generation.py.
 #include "launch/launcher.cuh"
@@ -52,7 +52,7 @@ const ffpa::Instance {symbol} =
 
 
 def emulated_source(specs: Iterable[KernelSpec]) -> str:
-    """The same Configs and kernels, as instances of the emulator's module."""
+    """Returns the same Configs and kernels, as instances of the emulator's module."""
     texts = [
         f"""{config_source(spec)}
 static const bool {spec.name}_registered =
@@ -66,7 +66,7 @@ static const bool {spec.name}_registered =
 
 
 def table_source(specs: Iterable[KernelSpec]) -> str:
-    """The registry's table of what is compiled into the wheel's library."""
+    """Returns the registry's table of what is compiled into the wheel's library."""
     symbols = [instance_symbol(spec) for spec in specs]
     declarations = "\n".join(f'extern "C" const ffpa::Instance {symbol};' for symbol in symbols)
     entries = "\n".join(f"    &{symbol}," for symbol in symbols)

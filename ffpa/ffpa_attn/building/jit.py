@@ -1,8 +1,8 @@
-"""Kernels compiled on demand: one library for one spec and one GPU, kept in a cache that only its owner can write.
+"""Compiles kernels on demand: one library for one spec and one GPU, kept in a cache that only its owner can write.
 
-A library appears in the cache whole or not at all: it is built in a directory of its own and renamed, with the record of
-its kernel and a digest at its end. Processes that want the same one wait for the first on a file lock, which the kernel
-drops when its holder dies; where another machine does not see that lock, both build, and the last rename stands.
+A library appears in the cache whole or not at all: it is built in a directory of its own and renamed, with the record
+of its kernel and a digest at its end. Processes that want the same one wait for the first on a file lock, which the
+kernel drops when its holder dies; where another machine does not see that lock, both build, and the last rename stands.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _key(spec: KernelSpec, target: str) -> str:
 
 @contextmanager
 def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
-    """The library with this kernel for this GPU, ready to be loaded; compiled now if the cache does not hold it whole."""
+    """Gives the library of this kernel for this GPU, ready to load, compiled now if the cache lacks a whole one."""
     reason = toolchain.why_no_build()
     if reason:
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
@@ -58,13 +58,13 @@ def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
 
 
 def library(spec: KernelSpec, gpu: str) -> Path:
-    """Where the library is; compiled now if the cache does not hold it whole."""
+    """Returns where the library is; compiles it now if the cache does not hold it whole."""
     with opened(spec, gpu) as (path, _):
         return path
 
 
 def resources(spec: KernelSpec, gpu: str) -> dict[str, build.Resources]:
-    """target -> what the compiler says of the kernel; compiled now if the cache does not hold it."""
+    """Returns target -> what the compiler says of the kernel; compiles it now if the cache does not hold it."""
     with opened(spec, gpu) as (_, found):
         record = json.loads(found.content.rpartition(b"\n")[2])
     return {target: build.Resources(**used) for target, used in record.items()}
@@ -89,7 +89,7 @@ def _compile(spec: KernelSpec, target: str, path: Path) -> None:
 
 
 def _machine() -> str:
-    """Changes with each start of this one."""
+    """Returns a name of this machine that changes each time it starts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -97,7 +97,7 @@ def _machine() -> str:
 
 
 def _remove_abandoned(path: Path, attempt: Path) -> None:
-    """Removes what killed builds left. Another machine may build beside us, for its file system may keep our lock from it."""
+    """Removes what killed builds left. Another machine may build beside us, whose file system hides our lock."""
     for other in path.parent.glob(f"{path.stem}.*.tmp"):
         with suppress(OSError):
             old = attempt.stat().st_mtime - other.stat().st_mtime > _LONGEST_BUILD
@@ -107,4 +107,4 @@ def _remove_abandoned(path: Path, attempt: Path) -> None:
 
 def _is_of_a_dead_process(attempt: str) -> bool:
     machine, process, *_ = attempt.rsplit(".", 3)
-    return machine == _machine() and not Path(f"/proc/{process}/exe").exists()  # a zombie has none
+    return machine == _machine() and not Path(f"/proc/{process}/exe").exists()  # a zombie has no exe

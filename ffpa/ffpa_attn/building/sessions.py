@@ -1,4 +1,4 @@
-"""Programs that run others, which a terminal's Ctrl-C does not reach and which do not outlive an exception here. No torch here."""
+"""Runs other programs, which a terminal's Ctrl-C does not reach and which outlive no exception here. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 
-_PATIENCE = 3.0  # seconds that a program which was asked to end may take for it
+_PATIENCE = 3.0  # seconds that a program may take to end once it was asked to
 
 
 def run(command: list[str], heard: Callable[[str], None], environment: dict[str, str], **options) -> int:
     """Runs the command in a session of its own and hands each line of its output to `heard`; returns its status.
 
-    The program of the user decides what Ctrl-C means to it: where it goes on, so does the command; where it raises, here
-    too, the command ends, with all that it started.
+    The program of the user decides what Ctrl-C means to it: where it goes on, so does the command; where it raises,
+    here too, the command ends, with all that it started.
     """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     text = {"text": True, "errors": "replace"}
@@ -31,7 +31,7 @@ def run(command: list[str], heard: Callable[[str], None], environment: dict[str,
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_PATIENCE)
             finally:
-                process.kill()  # first, for it to start nothing else
+                process.kill()  # it goes first, so that it starts nothing else
                 end(process.pid)
             raise
         if status:  # somebody may have killed it, or one of its compilers, whose children still write
@@ -40,7 +40,7 @@ def run(command: list[str], heard: Callable[[str], None], environment: dict[str,
 
 
 def end(session: int) -> None:
-    """Kills what runs in the session and waits for its end; a few seconds at most, where the system does not let go of it."""
+    """Kills what runs in the session and waits for its end, a few seconds at most if the system holds on to it."""
     latest = time.monotonic() + _PATIENCE
     while (members := list(_members(session))) and time.monotonic() < latest:
         for member in members:
@@ -50,7 +50,7 @@ def end(session: int) -> None:
 
 
 def _members(session: int) -> Iterator[int]:
-    """The processes of a session that still run; ninja gives each compiler a group of its own."""
+    """Gives the processes of a session that still run; ninja puts each compiler into a group of its own."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.getsid(int(entry)) == session and not _is_dead(int(entry)):
@@ -58,6 +58,6 @@ def _members(session: int) -> Iterator[int]:
 
 
 def _is_dead(process: int) -> bool:
-    """A dead process keeps its number until its parent has asked for its status."""
+    """Says whether a process is dead: it keeps its number until its parent has asked for its status."""
     with open(f"/proc/{process}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] in "ZX"

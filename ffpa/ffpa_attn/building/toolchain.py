@@ -1,4 +1,4 @@
-"""What a build needs from the machine: nvcc, ninja, and PyTorch's headers. Imports neither torch nor CUDA."""
+"""This module finds what a build needs: nvcc, ninja, and PyTorch's headers. It imports neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ GET_NVCC = (
     + " ninja, or set CUDA_HOME to a CUDA toolkit"
 )
 NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
-OLDEST_NVCC = 12  # knows sm_90a
+OLDEST_NVCC = 12  # the first release that knows sm_90a
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 
 
 class BuildError(RuntimeError):
-    """Something could not be compiled; the message says what, why, and the way out."""
+    """Says that something could not be compiled; the message says what, why, and the way out."""
 
 
 @dataclass(frozen=True)
 class Nvcc:
     path: Path
-    found: str  # how
+    found: str  # how it was found
 
     @property
     def release(self) -> str:
-        """What `nvcc --version` prints."""
+        """Returns what `nvcc --version` prints."""
         try:
             return _release(self.path)
         except BuildError as error:
@@ -60,7 +60,7 @@ class Nvcc:
 
     @property
     def library_path(self) -> Path | None:
-        """Where PyPI's package keeps libcudart_static.a; a toolkit's nvcc knows its own place."""
+        """Returns where PyPI's package keeps libcudart_static.a; a toolkit's nvcc knows its own place."""
         lib = self.path.parent.parent / "lib"
         return lib if (lib / "libcudart_static.a").exists() else None
 
@@ -71,7 +71,7 @@ def _release(path: Path) -> str:
         ask = {"capture_output": True, "text": True, "check": True, "env": build_environment()}
         return subprocess.run([path, "--version"], **ask).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        # Where it could not be started for want of memory, or was killed, it may answer another time.
+        # A program that could not be started for want of memory, or was killed, may answer another time.
         lasting = error.errno in _NO_PROGRAM if isinstance(error, OSError) else error.returncode > 0
         if not lasting:
             raise
@@ -79,7 +79,7 @@ def _release(path: Path) -> str:
 
 
 def find_nvcc() -> Nvcc | None:
-    """CUDA_HOME, then PATH, then the compiler that PyPI's nvidia-cuda-nvcc put beside the other packages."""
+    """Looks in CUDA_HOME, then on PATH, then for what PyPI's nvidia-cuda-nvcc put beside the other packages."""
     home = env.all_flags()["CUDA_HOME"]
     if home:
         nvcc = Path(home).absolute() / "bin" / "nvcc"
@@ -97,26 +97,26 @@ def find_nvcc() -> Nvcc | None:
 
 
 def which(name: str, path: str | None = None) -> Path | None:
-    """The place of a program, absolute, because what stands in PATH may be relative to this directory and it is called in another."""
+    """Returns a program's absolute place: PATH may have relative ones, and it is called in another directory."""
     found = shutil.which(name, path=path)
     return Path(found).absolute() if found else None
 
 
 def build_environment() -> dict[str, str]:
-    """What a compiler is started with. It runs in another directory, so places that are relative to this one are made absolute;
-    it speaks English, for `transient.py` reads what it says.
+    """Returns what a compiler is started with. It runs in another directory, so places relative to this one become
+    absolute; it speaks English, for `transient.py` reads what it says.
     """
     here = env.child_environment()
     places = {"PATH": os.pathsep.join(str(Path(place).absolute()) for place in os.get_exec_path(here))}
     chosen = here.get("NVCC_CCBIN", "")
-    if chosen and (os.sep in chosen or Path(chosen).is_dir()):  # else a name, to be found on PATH
+    if chosen and (os.sep in chosen or Path(chosen).is_dir()):  # else it is a name, to be found on PATH
         places["NVCC_CCBIN"] = str(Path(chosen).absolute())
     return {**here, **places, "LC_ALL": "C"}
 
 
 def compilers() -> str:
-    """All that decides what becomes of a source and our flags: nvcc, the host compilers it calls and what they compile for,
-    flags it adds itself.
+    """Returns all that decides what becomes of a source and our flags: nvcc, the host compilers it calls and what they
+    compile for, and the flags it adds itself.
     """
     flags = env.all_flags()
     chosen = flags["NVCC_CCBIN"]
@@ -130,7 +130,7 @@ def compilers() -> str:
 
 
 def find_ninja() -> Path | None:
-    """This environment's before that on PATH: of two releases, each takes all that the other made for out of date."""
+    """Prefers this environment's ninja to PATH's: of two releases, each takes all the other made for out of date."""
     spec = importlib.util.find_spec("ninja")
     for place in (spec and spec.submodule_search_locations) or ():
         for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
@@ -140,7 +140,7 @@ def find_ninja() -> Path | None:
 
 
 def why_no_build() -> str | None:
-    """Why nothing can be compiled here, and the way out; None when it can."""
+    """Says why nothing can be compiled here, and the way out; None when it can."""
     try:
         nvcc = find_nvcc()
         if nvcc is None:
@@ -168,7 +168,7 @@ class Torch:
 
 
 def find_torch() -> Torch | None:
-    """The installed PyTorch, without importing it."""
+    """Finds the installed PyTorch without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None

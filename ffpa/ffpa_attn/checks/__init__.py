@@ -1,1 +1,1 @@
-"""Every message about bad input."""
+"""This package holds every message about bad input."""

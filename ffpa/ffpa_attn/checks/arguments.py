@@ -1,4 +1,6 @@
-"""Every check of what a caller passes, but for those of 8-bit floats (fp8_checks.py) and of what only memory tells (memory_checks.py). A message names the argument, what it was, what is allowed and the way out."""
+"""This module checks what a caller passes. 8-bit floats are checked in fp8_checks.py, and what only memory tells in
+memory_checks.py. A message names the argument, what it was, what is allowed and the way out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .memory_checks import is_expanded
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_LARGEST = 3.4028234663852886e38  # of float32, in which scores are kept
+_LARGEST = 3.4028234663852886e38  # the largest float32: scores are kept in that type
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
 
 
@@ -26,8 +28,9 @@ _SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
 
 
 def known(value) -> bool:
-    """Whether a number is there by now. What a program computes from lengths is a symbol while the program is traced. Nothing is asked
-    of it then, as an answer would hold the trace to lengths of the same answer; the operator checks the number when it runs.
+    """Says whether a number is there yet. What a program computes from lengths is a symbol while the program is traced.
+    It is asked nothing, as an answer would hold the trace to lengths of that answer; the operator checks it when it
+    runs.
     """
     if isinstance(value, (bool, int, float, *_SYMBOLS)) and torch.compiler.is_compiling():
         tells = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
@@ -84,7 +87,7 @@ def layout(value) -> str:
 
 
 def causal_and_align(causal, align) -> tuple[bool, str]:
-    """`causal` is a bool, or the name of an alignment, which means causal at that alignment."""
+    """Returns both as the operators take them. `causal` is a bool, or the name of an alignment to be causal at."""
     align = _choice("align", align, ALIGNS)
     if isinstance(causal, (bool, torch.SymBool)):  # a symbol may be known, too: n > 8 where n is 9 at least
         return (True if causal else False) if known(causal) else causal, align
@@ -135,7 +138,7 @@ def window(value) -> tuple[int, int]:
 
 
 def visibility(causal, align, keys) -> dict:
-    """Which keys a row sees, as the operators have it. They take no symbol for `causal`: the window's right side stands for it."""
+    """Returns which keys a row sees, as operators take it; for a symbolic `causal` stands the window's right side."""
     causal, align = causal_and_align(causal, align)
     left, right = window(keys)
     if not known(causal):
@@ -161,11 +164,11 @@ def max_seqlen(name: str, value) -> int:
     return min(int(value), _MOST_ROWS)
 
 
-_MOST_ROWS = 2**63 - 1  # what an operator's int holds
+_MOST_ROWS = 2**63 - 1  # the largest number that an operator's int holds
 
 
 def options(given: dict, layout_given: str = "BHND") -> None:
-    """The keyword arguments of an operator, which may be called without `ffpa`; only those given."""
+    """Checks an operator's keyword arguments, which may come without `ffpa`; `given` has only those that are given."""
     layout(layout_given)
     _choice("align", given.get("align", ALIGNS[0]), ALIGNS)
     window((given.get("window_left", -1), given.get("window_right", -1)))
@@ -213,7 +216,7 @@ def _not_dense(name: str, x) -> str:
 
 
 def one_output(o, out):
-    """`o` is the first release's name of `out`."""
+    """Returns the output, which the caller may have named `out` or, as in the first release, `o`."""
     if o is not None and out is not None:
         raise ValueError("`o` and `out` are both given; they name the same output: pass one")
     if o is not None:
@@ -224,10 +227,10 @@ def one_output(o, out):
 
 
 def not_a_mask(o, *inputs) -> None:
-    """`o` is ffpa's fourth argument, and PyTorch's function has its mask there: what shows that it is no place for a result."""
+    """Refuses an `o` that cannot take a result: it is ffpa's fourth argument, where PyTorch's function has its mask."""
     q, _, v = inputs
     if q.dim() != 4 or v.dim() != 4:
-        return  # the operator says so
+        return  # the operator itself reports this
     shape = (*q.shape[:-1], v.shape[-1])
     error = ValueError
     if o.dtype not in DTYPES or (q.dtype in DTYPES and o.dtype != q.dtype):
@@ -403,7 +406,7 @@ def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
 
 
 def arch(value, q) -> str | None:
-    """ "sm_90" as given, or None to ask for the device of q."""
+    """Returns a name such as "sm_90", or None, which asks for the device of q."""
     if value is None:
         if q.is_cuda and not torch.cuda.is_available():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of what the 8-bit functions take. Messages are as those of arguments.py."""
+"""This module checks what the 8-bit functions take. Its messages are like those of arguments.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, *arguments.FP8)
 
 
 def inputs(q, k, v, scales, out_dtype, v_transposed: bool) -> None:
-    """`scales` of q, k and v, each a tensor or None."""
+    """Checks the inputs; `scales` are those of q, k and v, each a tensor or None."""
     arguments.has_rank("v", v, 4, "[B, H, D, N] (v_transposed=True)" if v_transposed else "[B, H, N, D]")
     if k.dim() == 4:
         _orientation(v, k.shape[2], v_transposed)
@@ -24,7 +24,7 @@ def inputs(q, k, v, scales, out_dtype, v_transposed: bool) -> None:
 
 
 def scale_values(q_scale, k_scale, wait: bool) -> None:
-    """Looks at scales on a GPU, and waits for it, only where asked to."""
+    """Checks that scales are not negative; it looks at scales on a GPU, which waits for it, only where asked to."""
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
         if scale is not None and (wait or scale.device.type == "cpu") and bool((scale < 0).any()):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of what only real memory tells: how rows lie, what overlaps, what offsets hold. Messages are as those of `arguments.py`."""
+"""Checks what only real memory tells: how rows lie, what overlaps, what offsets hold; messages as in `arguments.py`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda
 
 
 def has_memory(x) -> bool:
-    """Whether there is an address to ask for."""
+    """Says whether there is an address to ask for."""
     return not (x.is_meta or isinstance(x, FakeTensor) or _is_wrapped(x))
 
 
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
-    """Why the kernels could not read the rows of x as they lie, or None: as far as strides tell where there is no memory."""
+    """Says why kernels cannot read rows of x as they lie, or None; without memory it says as much as strides tell."""
     if x.numel() == 0:
         return None
     if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -32,8 +32,8 @@ def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
 
 
 def readable(x) -> bool:
-    """Whether kernels read the rows of x as they lie: of a traced tensor, as far as strides tell. It has no address yet; should that be
-    odd, the call will say so.
+    """Says whether kernels read the rows of x as they lie; for a traced tensor, as far as strides tell. It has no
+    address yet; should that be odd, the call will say so.
     """
     if not torch.compiler.is_compiling():
         return rows_problem(x) is None
@@ -45,7 +45,7 @@ def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
     for name, x in named.items():
         problem = rows_problem(x, alignment)
         if problem:
-            # A copy of rows that only start at the wrong address is one of contiguous rows too; contiguous() would give them back.
+            # Rows that only start at a wrong address would come back from contiguous() as they are; a clone is aligned.
             way_out = "clone" if problem.startswith("starts") else "contiguous"
             raise ValueError(f"`{name}` {problem}; make a copy with {name}.{way_out}()")
 
@@ -57,13 +57,13 @@ def contiguous_offsets(**named) -> None:
 
 
 def _memory(x) -> tuple[int, int, bool]:
-    """The addresses that x may touch, [first, past the last), and whether it touches all of them."""
+    """Returns the addresses that x may touch, [first, past the last), and whether it touches all of them."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
 
 
 def _surely_overlap(a, b) -> bool:
-    """False for views that interleave, such as the slots of one packed qkv tensor."""
+    """Says whether memory is shared for sure: not by views that interleave, such as slots of a packed qkv tensor."""
     (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
     return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
 
@@ -85,7 +85,7 @@ def is_expanded(x) -> bool:
 
 
 def offsets_values(cu, name: str, total: int, longest: int, max_name: str) -> None:
-    """Reads the offsets (a GPU tensor: waits for the GPU)."""
+    """Reads the offsets and checks them, which waits for the GPU if they are there."""
     values = cu.tolist()
     if values[0] < 0 or values[-1] > total:
         raise ValueError(f"`{name}` spans {values[0]}..{values[-1]}; the tensor has rows 0..{total}")

@@ -1,4 +1,4 @@
-"""Keywords that other attention functions have and ours have not: whoever brings one is told what to write instead."""
+"""This module has keywords that other attention functions take and ours do not, with what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_PAGES = "there are no pages of keys: gather those of each sequence into one 
 _NO_SINKS = "there are no sinks: with return_lse=True, multiply the result by sigmoid(lse - sink)"
 _PACKED = "packed sequences go to ffpa_varlen"
 
-# What to do about each word; {new} is what ours is called, where the function that was called has it.
+# These say what to do about each word; {new} is our name for it, where the function that was called has it.
 WAYS_OUT: Mapping[str, tuple[str | None, str]] = {
     "is_causal": ("causal", "pass {new}=True, or {new}='top_left' where rows and keys differ in number, as PyTorch means it"),
     "attn_mask": ("mask", "pass it as {new}=, bool (True = take part) or additive"),

@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several ranks of torch.distributed, and the way into and out of such parts.
+"""Attention over a sequence on several ranks of torch.distributed is here, with the way into and out of such parts.
 
 DTensors sharded by batch or heads need none of this: `ffpa` takes them as they are (`operators/sharding.py`).
 """

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group call alike: they tell one another in the group's store, on the host, before anything moves."""
+"""Here ranks of a group compare what they call, in the group's store, on the host, before anything moves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ..support import private_torch
 
-# Where ranks take different ones of the kinds that all know, nothing tells them till the next comparison: it is no further off than this.
+# Ranks whose calls are of different known kinds hear of it at the next comparison, no more than so many calls later.
 _MOST_CALLS = 512
 _MOST_KINDS = 4096
 
 
 class Agreement:
-    """Kinds of call that all ranks of a group have compared. Nothing else makes a kind known, so ranks that call alike compare at the
-    same calls, and number kinds alike.
+    """Kinds of call that all ranks of a group have compared. Nothing else makes a kind known, so ranks that call alike
+    compare at the same calls, and number kinds alike.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -28,11 +28,11 @@ class Agreement:
         except AttributeError as error:
             raise private_torch.off("attention on several ranks", error) from None
         self.patience = store.timeout.total_seconds()
-        life = store.add(f"ffpa_attn/groups/{self.rank}", 1)  # one of the same name may have written here before
+        life = store.add(f"ffpa_attn/groups/{self.rank}", 1)  # a group of the same name may have written here before
         self.store = dist.PrefixStore(f"ffpa_attn/{life}", store)
         self.kinds: list[dict] = []
-        self.numbers: dict[tuple, int] = {}  # where in `kinds` these values are
-        self.calls: list[int] = []  # numbers of the kinds since the last comparison
+        self.numbers: dict[tuple, int] = {}  # places of these values in `kinds`
+        self.calls: list[int] = []  # numbers of the kinds called since the last comparison
         self.comparisons = 0
         self.comparing = threading.Lock()
         self.lost = ""  # why the ranks may no longer be at the same call
@@ -74,7 +74,7 @@ class Agreement:
         self.calls.clear()
 
     def _told_by_all(self, kind: dict) -> list[tuple[list[int], dict]]:
-        """What each rank tells: the calls it made since the last comparison, and the one that it makes now."""
+        """Returns what each rank tells: the calls it made since the last comparison, and the one that it makes now."""
         self.comparisons += 1
         at = f"{self.comparisons}/"
         self.store.set(f"{at}{self.rank}", pickle.dumps((self.calls, kind)))
@@ -94,11 +94,11 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         told = [pickle.loads(self.store.get(key)) for key in keys]
-        self.store.delete_key(f"{self.comparisons - 1}/{self.rank}")  # which all have read, as they have come here
+        self.store.delete_key(f"{self.comparisons - 1}/{self.rank}")  # all have read it, as they have come here
         return told
 
     def _raise_difference(self, calls: list[list[dict]]) -> None:
-        """Names the first; before it all ranks called alike."""
+        """Names the first difference; before it all ranks called alike."""
         at = next(i for i, kinds in enumerate(zip(*calls, strict=False)) if any(kind != kinds[0] for kind in kinds))
         kinds = [of_rank[at] for of_rank in calls]
         name, rank = next((n, r) for n in kinds[0] for r, kind in enumerate(kinds) if kind.get(n) != kinds[0][n])
@@ -120,11 +120,11 @@ _agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary
 
 
 def check(group: dist.ProcessGroup | None, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
-    """Raises on all ranks where this call differs between them: at each kind (values of those names) that is new to the group, or at
-    every call.
+    """Raises on all ranks where this call differs between them: at each kind (values of those names) that is new to the
+    group, or at every call.
 
-    A rank for which its kind is new waits, no longer than the store's timeout, till the others come with a call that they compare. A
-    rank that makes a call of a known kind waits for nothing, and is not told.
+    A rank for which its kind is new waits, no longer than the store's timeout, till the others come with a call that
+    they compare. A rank that makes a call of a known kind waits for nothing, and is not told.
     """
     group = group or dist.group.WORLD
     agreement = _agreements.get(group)

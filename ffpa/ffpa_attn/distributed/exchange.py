@@ -1,4 +1,4 @@
-"""Tensors that go from rank to rank while kernels run: in messages of torch.distributed, or copied by GPUs of one host."""
+"""Moves tensors from rank to rank while kernels run: by messages of torch.distributed, or copies by GPUs of a host."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Arriving:
         self.sent, self.received, self._wait = sent, received, wait
 
     def wait(self) -> list[torch.Tensor]:
-        """What this stream does from now on finds those there, and may overwrite these."""
+        """Returns what came: work of this stream from now on finds it there, and may overwrite what was sent."""
         self._wait()
         self.sent.clear()  # they have left, and need no memory here
         return self.received
 
 
 class Exchange:
-    """What comes lies in one of several places in turn: till as many exchanges later.
+    """A way to exchange tensors: what comes lies in one of several places in turn, till as many exchanges later.
 
-    Kernels fill a GPU: what needs a multiprocessor and waits for the kernel before it starts as late as the next one ends. With
+    Kernels fill a GPU: what needs a multiprocessor and waits for one kernel starts as late as the next one ends. With
     `ahead` an exchange waits for what was computed before the last one was posted, not since: this takes three places.
     """
 
@@ -40,10 +40,10 @@ class Exchange:
     def __init__(self, device: torch.device, ahead: bool):
         self.device, self.posted = device, 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.passed = deque(maxlen=2 if ahead else 1)  # where the computing stream was at the last exchanges
+        self.passed = deque(maxlen=2 if ahead else 1)  # events of the computing stream at the last exchanges
 
     def post(self, tensors: Sequence[torch.Tensor], to: int, source: int | None, rows: int) -> Arriving:
-        """Sends tensors [B, H, N, D], or none, to one rank of the group, and receives such of `rows` from another; None: nothing.
+        """Sends tensors [B, H, N, D], or none, to a rank; receives such of `rows` from `source`, none if that is None.
 
         What is sent is contiguous and, with `ahead`, was there when the call began.
         """
@@ -58,15 +58,15 @@ class Exchange:
             return Arriving(sent, received, self._start(sent, to, received, source, place))
 
     def finish(self) -> None:
-        """The call has awaited all that it posted."""
+        """Ends a call, which has awaited all that it posted."""
 
     def _start(self, sent, to, received, source, place) -> Callable[[], object]:
-        """Returns what makes the stream that calls it wait for both."""
+        """Returns what makes the stream that calls it wait for both directions."""
         raise NotImplementedError
 
 
 class Messages(Exchange):
-    """Of torch.distributed: between any ranks, on any device."""
+    """Messages of torch.distributed: between any ranks, on any device."""
 
     def __init__(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int, ahead: bool):
         super().__init__(like[0].device, ahead)
@@ -83,21 +83,23 @@ class Messages(Exchange):
 
 
 class Copies(Exchange):
-    """Copy engines write into other ranks' places. No multiprocessor takes part; NCCL's kernels hold some till the other rank has come.
+    """Copy engines write into other ranks' places; NCCL's kernels would hold multiprocessors till the other rank has
+    come.
 
-    All ranks count exchanges alike. A rank whose place is free writes the exchange's number to the source, to the word of those that
-    are ready there; waits for the rank that it sends to; copies; and writes the number there, to the word of those that have sent.
-    Places and words last from call to call: processes take milliseconds to map one another's memory.
+    All ranks count exchanges alike. A rank whose place is free writes the exchange's number to the source, to the word
+    of those that are ready there; waits for the rank that it sends to; copies; and writes the number there, to the word
+    of those that have sent. Places and words last from call to call: to map one another's memory takes processes
+    milliseconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, ahead: bool):
         super().__init__(device, ahead)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.memory, self.size, self.in_a_call = None, 0, False
-        self.read = None  # when the last call had read what came
+        self.read = None  # the event after which the last call has read what came
 
     def prepare(self, group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int) -> str | None:
-        """For a call, on all ranks at once; or, on all of them, why not."""
+        """Prepares a call, on all ranks at once; or returns, on all of them, why it cannot."""
         if self.in_a_call:
             raise RuntimeError(
                 "ring_attention: a call in this `group` ended in an error, and its ranks may have exchanged different numbers of tensors "
@@ -146,19 +148,19 @@ class Copies(Exchange):
         return wait
 
 
-# What a group keeps: exchanges ahead of what is computed, and others.
+# A group keeps these: exchanges ahead of what is computed, and others.
 _kept: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, bool], Copies | None]] = WeakKeyDictionary()
 
 
 def exchange(group: dist.ProcessGroup | None, like: Sequence[torch.Tensor], places: int, ahead: bool) -> Exchange:
-    """Of one call, for tensors no larger than `like`; all ranks of the group ask together."""
+    """Returns the exchange of one call, for tensors no larger than `like`; all ranks of the group ask together."""
     device = like[0].device
     if _may_be_copied(like):
         kept, key = _kept.setdefault(group or dist.group.WORLD, {}), (device, ahead)
         if key not in kept:
             kept[key] = Copies(group, device, ahead)
         if kept[key]:
-            with torch.cuda.device_of(like[0]):  # where NCCL, too, gathers objects
+            with torch.cuda.device_of(like[0]):  # NCCL, too, gathers objects there
                 why_not = kept[key].prepare(group, like, places)
             if not why_not:
                 return kept[key]
@@ -176,11 +178,11 @@ def _may_be_copied(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _aligned(size: int) -> int:
-    """As a kernel may ask of an address."""
+    """Rounds a size up to a multiple of what a kernel may ask of an address."""
     return -(-size // 1024) * 1024
 
 
 def _of_rows(place: torch.Tensor, rows: int) -> torch.Tensor:
-    """As contiguous as what is sent."""
+    """Returns so many rows of a place, as contiguous as what is sent."""
     batch, heads, _, d = place.shape
     return place.view(-1)[: batch * heads * rows * d].view(batch, heads, rows, d)

@@ -1,4 +1,4 @@
-"""GPU memory that the processes of one host share, and streams that wait for one another's: by CUDA's driver, without a kernel."""
+"""Processes of one host share GPU memory here, and streams wait for one another, by CUDA's driver, without a kernel."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another on each host
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # it differs between hosts
 _LAZY_PEER_ACCESS = ctypes.c_uint(1)
-_AT_LEAST = ctypes.c_uint(0)  # a word, in a circle of 2^32
+_AT_LEAST = ctypes.c_uint(0)  # wait till a word is no less, in a circle of 2^32
 
 
 class Unable(RuntimeError):
-    """No error: messages of torch.distributed do as well."""
+    """This is no failure of the call: messages of torch.distributed do as well."""
 
 
 class Memory:
-    """A rank's own, zeroed, and where here that of the other ranks is."""
+    """A rank's own memory, zeroed, and the places here of the other ranks' memory."""
 
     def __init__(self, size: int, device: torch.device):
         self.device, self._own, self._at, handle = device, ctypes.c_uint64(), {}, _Handle()
@@ -30,11 +30,11 @@ class Memory:
             _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(_whole_blocks(size)))
             _call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
-            torch.cuda.synchronize()  # before another rank writes
+            torch.cuda.synchronize()  # zeros are there before another rank writes
         self.handle = bytes(handle)
 
     def map(self, handles: list[bytes], rank: int) -> None:
-        """`handles` of all ranks, of which this one is `rank`. What will be done with them is tried, on zeros."""
+        """Maps the memory of all ranks, of which this is `rank`. What will be done with it is tried, on zeros."""
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         with torch.cuda.device(self.device):
             for other, handle in enumerate(handles):
@@ -49,7 +49,7 @@ class Memory:
             torch.cuda.synchronize()
 
     def unmap(self) -> None:
-        """When nothing of this rank's is under way."""
+        """Unmaps the others' memory, once nothing of this rank's is under way."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             for address in self._at.values():
@@ -72,29 +72,29 @@ class Memory:
             self.free()
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """Contiguous, in this rank's own."""
+        """Returns a contiguous tensor in this rank's own memory."""
         span = _Span(self._own.value + offset, like.nbytes)
         return torch.as_tensor(span, device=like.device).view(like.dtype).view(like.shape)
 
     def copy(self, x: torch.Tensor, rank: int, offset: int) -> None:
-        """Into a rank's memory, on the current stream, which is this device's."""
+        """Copies x into a rank's memory, on the current stream, which is this device's."""
         place, x_at = ctypes.c_uint64(self._at[rank] + offset), ctypes.c_uint64(x.data_ptr())
         _call("cuMemcpyDtoDAsync_v2", place, x_at, ctypes.c_size_t(x.nbytes), _stream())
 
     def write(self, rank: int, word: int, value: int) -> None:
-        """A word of 32 bits of a rank's memory, on the same stream: when all that came before is written."""
+        """Writes a word of 32 bits of a rank's memory, on the same stream, when all that came before is written."""
         at = ctypes.c_uint64(self._at[rank] + 4 * word)
         _call("cuStreamWriteValue32_v2", _stream(), at, ctypes.c_uint32(value), ctypes.c_uint(0))
 
     def wait(self, word: int, value: int) -> None:
-        """Till a word of this rank's is at least that, on the device's current stream, whatever device is."""
+        """Waits on this device's current stream, whatever device is, till a word of this rank's is at least `value`."""
         at = ctypes.c_uint64(self._own.value + 4 * word)
         with torch.cuda.device(self.device):
             _call("cuStreamWaitValue32_v2", _stream(), at, ctypes.c_uint32(value), _AT_LEAST)
 
 
 def shared(group: dist.ProcessGroup | None, size: int, device: torch.device) -> Memory | str:
-    """As much memory of every rank, mapped by all; or, on all of them, why not. All ranks call this, and `release`, together."""
+    """Returns `size` bytes of each rank, mapped by all; or, on all, why not. All call this, and `release`, together."""
     memory, handle, host, error = None, None, "", ""
     try:
         host = _BOOT.read_text()
@@ -136,12 +136,12 @@ def gathered(group: dist.ProcessGroup | None, x) -> list:
 
 
 def _whole_blocks(size: int) -> int:
-    """Smaller ones share a block of the driver's with others, and another process maps all of a block."""
+    """Rounds up: smaller ones share a block of the driver's with others, and another process maps all of a block."""
     return -(-size // (2 << 20)) * (2 << 20)
 
 
 def _stream() -> ctypes.c_void_p:
-    """The default one has the same handle on every device."""
+    """Returns the current stream; the default one has the same handle on every device."""
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
@@ -162,7 +162,7 @@ def _driver() -> ctypes.CDLL:
         raise Unable(str(error)) from None
 
 
-_NO_CONTEXT = 201  # of a thread that has made no call of CUDA's runtime yet
+_NO_CONTEXT = 201  # status in a thread that has made no call of CUDA's runtime yet
 
 
 def _call(name: str, *args) -> None:

@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its rows of q; the K and V of the others come in turn, while those at hand are computed on."""
+"""In ring attention a rank keeps its rows of q; K and V of others come in turn, while those at hand are computed on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ from .exchange import Arriving, Exchange, exchange
 
 @sequence_shards.untraced
 def ring_attention(
-    q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False, **unknown
-):
-    """ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    layout: str = "zigzag",
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    **unknown,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Runs ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
     ranks call it alike, and all run the backward. Returns this rank's part of the result, [B, Hq, N/W, Dv], and with
@@ -31,15 +41,16 @@ def ring_attention(
                 of W chunks rank r holds r, and the last one has the most to do.
     causal, scale, softcap as in ffpa.
 
-    While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and their
-    gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's memory, which a
-    group keeps; others send messages. An error on one rank leaves the others waiting, copies without NCCL's timeout.
+    While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and
+    their gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's
+    memory, which a group keeps; others send messages. An error on one rank leaves the others waiting, copies without
+    NCCL's timeout.
 
-    Before anything moves, the hosts of the ranks compare each kind of call (shapes, dtype, options, whether a gradient is
-    wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under FFPA_CHECK=1. A rank
-    alone with a new kind raises after the process group's timeout, while the others, whose kind is known, wait for it. Ranks
-    whose kinds are different but known compute what is wrong, and are told so no more than 512 calls later. A group whose
-    ranks may no longer be at the same call raises at every later one.
+    Before anything moves, the hosts of the ranks compare each kind of call (shapes, dtype, options, whether a gradient
+    is wanted) that is new to the group, and where it differs all raise; at every call on the CPU, and under
+    FFPA_CHECK=1. A rank alone with a new kind raises after the process group's timeout, while the others, whose kind is
+    known, wait for it. Ranks whose kinds are different but known compute what is wrong, and are told so no more than
+    512 calls later. A group whose ranks may no longer be at the same call raises at every later one.
     """
     if unknown:
         words.refuse(ring_attention, unknown)
@@ -55,10 +66,10 @@ def ring_attention(
 
 
 class _Part(NamedTuple):
-    """What of the rows at home sees what of the K and V at hand."""
+    """The rows at home that see some of the K and V at hand, and what they see of it."""
 
-    first: int  # row
-    end: int  # of the keys
+    first: int  # first row
+    end: int  # end of the keys
     causal: bool
 
     def rows(self, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -77,7 +88,7 @@ class _Ring(NamedTuple):
     rule: dict  # the operators' other keyword arguments
 
     def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
-        """First this rank's own K and V, then those of each rank before it; while the caller computes, the next ones travel."""
+        """Gives this rank's own K and V, then each earlier rank's; while the caller computes, the next ones travel."""
         own = at_hand = [x.contiguous() for x in (k, v)]
         keys = exchange(self.group, own, min(3, self.world - 1), ahead=True)
         for step in range(self.world):
@@ -91,46 +102,46 @@ class _Ring(NamedTuple):
         return (self.rank + distance) % self.world
 
     def visible(self, rank: int, source: int, rows: int) -> _Part | None:
-        """What a rank sees of the K and V of another."""
+        """Returns what a rank sees of the K and V of another."""
         if source == rank or not self.causal:
             return _Part(0, rows, self.causal)
         earlier = source < rank
         if self.layout == "contiguous":
             return _Part(0, rows, False) if earlier else None
-        # Of an earlier rank's chunks the first lies before both of ours and the second after both; a later rank's lie
+        # An earlier rank's first chunk lies before both of ours and its second after both; a later rank's chunks lie
         # between ours.
         return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
 
     def give_home(self, home: Exchange, step: int, grads: Sequence[torch.Tensor], rows: int) -> Arriving:
-        """To whose K and V were at hand in that step, their gradients; the rank that then had ours has some for us."""
+        """Sends gradients to the rank whose K and V that step had at hand; the rank that had ours has some for us."""
         to, source = self.at(-step), self.at(step)
         for_us = self.visible(source, self.rank, rows)
         grads = [x.contiguous() for x in grads]
         return home.post(grads, to, source if for_us else None, for_us.end if for_us else 0)
 
 
-# Results that are merged in one pass over the sums, which reads and writes these in float32; till then they take memory.
+# So many results are merged in one pass, which reads and writes the sums in float32; till then they take memory.
 _MERGED_AT_ONCE = 4
 
 
 class _Sums:
-    """Attention over the keys of all turns: float32 sums, and results of the last turns, all of the same rows, to be merged into them."""
+    """Attention over all turns' keys: float32 sums, and the last turns' results, of the same rows, to be merged in."""
 
     def __init__(self, q, d_v: int, at_once: int):
         self.first_row = 0
         self.results = q.new_empty(at_once, *q.shape[:-1], d_v)
-        self.lses: list[torch.Tensor] = []  # of as many results
+        self.lses: list[torch.Tensor] = []  # LSEs of the results that wait
         self.out = self.top = self.total = None
 
     def place_for(self, first_row: int) -> torch.Tensor:
-        """Where to write the next result."""
+        """Returns where to write the next result."""
         if first_row != self.first_row or len(self.lses) == len(self.results):
             self.merge()
             self.first_row = first_row
         return self.results[len(self.lses)]
 
     def merge(self) -> None:
-        first = self.out is None  # of all rows: each sees itself
+        first = self.out is None  # the first results are of all rows, as each sees itself
         if first:
             self.out = self.results.new_empty(self.results.shape[1:], dtype=torch.float32)
             self.top, self.total = (torch.empty_like(self.lses[0]) for _ in range(2))
@@ -167,10 +178,10 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = saved
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dq = sums = home = None  # sums: of the gradients of this rank's K and V
+        dq = sums = home = None  # `sums` are those of the gradients of this rank's K and V
         pieces = []
         for step, part, at_hand in ring.turns(k, v):
-            # While this step is computed, what the last one gave for others' K and V.
+            # While this step is computed, gradients travel that the last one gave for others' K and V.
             arriving = ring.give_home(home, step - 1, pieces, k.shape[2]) if step > 1 else None
             pieces = []
             if part:
@@ -191,6 +202,6 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _add(sums: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-    """To their first rows."""
+    """Adds pieces to the first rows of the sums."""
     for total, piece in zip(sums, pieces):  # noqa: B905 - no rank may have seen these keys
         total[:, :, : piece.shape[2]].add_(piece)

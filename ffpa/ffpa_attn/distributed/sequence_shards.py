@@ -1,4 +1,4 @@
-"""How the ranks of a group share a sequence: which chunks each holds, and the checks of what it passes in."""
+"""This module has the chunks of a sequence that each rank of a group holds, and checks what each rank passes in."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def held(layout: str, world: int) -> list[list[int]]:
-    """The chunks of each rank. Zigzag pairs an early with a late one: causal attention is the same work for every rank."""
+    """Returns the chunks of each rank. Zigzag pairs an early with a late one: causal work is the same for all."""
     if layout == "zigzag":
         return [[rank, 2 * world - 1 - rank] for rank in range(world)]
     return [[rank] for rank in range(world)]
 
 
 def apart(x: torch.Tensor, dim: int, layout: str, world: int) -> list[torch.Tensor]:
-    """What each rank holds of the whole sequence."""
+    """Returns what each rank holds of the whole sequence."""
     chunks_of = held(layout, world)
     chunks = x.tensor_split(sum(map(len, chunks_of)), dim)
     return [_joined([chunks[i] for i in mine], dim) for mine in chunks_of]
 
 
 def together(parts: Sequence[torch.Tensor], dim: int, layout: str) -> torch.Tensor:
-    """The whole sequence from what each rank holds."""
+    """Returns the whole sequence from what each rank holds."""
     chunks = {}
     for part, mine in zip(parts, held(layout, len(parts)), strict=True):
         chunks.update(zip(mine, part.tensor_split(len(mine), dim), strict=True))
@@ -42,8 +42,13 @@ def _joined(chunks: list[torch.Tensor], dim: int) -> torch.Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
 
-def shard_sequence(x, group=None, dim=2, layout="zigzag"):
-    """This rank's part of a sequence that every rank has whole; nothing is sent. Differentiable."""
+def shard_sequence(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    dim: int = 2,
+    layout: str = "zigzag",
+) -> torch.Tensor:
+    """Returns this rank's part of a sequence that every rank has whole; nothing is sent. It is differentiable."""
     rank, world = rank_and_world(group)
     arguments.only_tensors(x=x)
     dim = _dim(x, dim)
@@ -56,8 +61,13 @@ def shard_sequence(x, group=None, dim=2, layout="zigzag"):
     return apart(x, dim, layout, world)[rank]
 
 
-def gather_sequence(x, group=None, dim=2, layout="zigzag"):
-    """The whole sequence, on every rank, from the part that each holds: what `shard_sequence` took apart. No gradients."""
+def gather_sequence(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    dim: int = 2,
+    layout: str = "zigzag",
+) -> torch.Tensor:
+    """Returns on every rank the whole sequence, from the parts that `shard_sequence` made. It has no gradients."""
     _, world = rank_and_world(group)
     arguments.only_tensors(x=x)
     if x.requires_grad and torch.is_grad_enabled():
@@ -77,7 +87,7 @@ def gather_sequence(x, group=None, dim=2, layout="zigzag"):
 
 
 def rank_and_world(group) -> tuple[int, int]:
-    """This process' rank in the group, and how many there are."""
+    """Returns this process' rank in the group, and how many ranks there are."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "`group` needs torch.distributed, which has no process group yet; call "
@@ -111,7 +121,7 @@ def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def check_parts(q, k, v, layout: str) -> None:
-    """After the ranks agree, so that all of them raise."""
+    """Checks the parts after the ranks agree, so that all of them raise."""
     arguments.dense(q, k, v, None, "BHND")
     memory_checks.rows(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
@@ -123,7 +133,7 @@ def check_parts(q, k, v, layout: str) -> None:
 
 
 def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: dict) -> None:
-    """Ranks that differ would add up what does not belong together, and what one of them alone refuses the others would wait for."""
+    """Compares ranks: if they differ they add up what does not belong together, or wait for one that alone refuses."""
     _layout(layout)
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     rest = (q.dtype, k.dtype, v.dtype, wants_grad, layout, *options.values())
@@ -131,7 +141,7 @@ def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: 
 
 
 def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> None:
-    """At every call where the host waits for each call anyway."""
+    """Compares calls: each new kind, and every call where the host waits for each call anyway."""
     flags = env.run_flags()
     kind = (*kind, x.is_cuda, flags["FFPA_CHECK"], flags["FFPA_RING_COPIES"])
     agreement.check(group, names, kind, flags["FFPA_CHECK"] or not x.is_cuda)
@@ -146,11 +156,11 @@ _OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)
 
 
 def untraced(function):
-    """A function that torch.compile leaves as it is, with a graph before and one behind it: messages are no part of a graph."""
+    """Keeps torch.compile off a function, with a graph before and one behind it: messages are no part of a graph."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        dynamo = sys.modules.get("torch._dynamo")  # which takes seconds to import
+        dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
         return (dynamo.disable(function) if dynamo else function)(*args, **kwargs)
 
     call._torchdynamo_disable = True
@@ -158,7 +168,7 @@ def untraced(function):
 
 
 def options(causal, scale, softcap, return_lse) -> dict:
-    """The keyword arguments of ffpa and of its operators."""
+    """Returns the keyword arguments of ffpa and of its operators."""
     arguments.flag("return_lse", return_lse)
     return {
         "causal": arguments.flag("causal", causal),

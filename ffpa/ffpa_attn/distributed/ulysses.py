@@ -1,4 +1,4 @@
-"""Ulysses attention: ranks change parts of the sequence for heads of all of it, compute on those, and change back."""
+"""In Ulysses attention ranks change parts of the sequence for heads of all of it, compute on those, and change back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from . import sequence_shards
 
 @sequence_shards.untraced
 def ulysses_attention(
-    q, k, v, group=None, causal=True, layout="zigzag", *, scale=None, softcap=0.0, return_lse=False, **unknown
-):
-    """ring_attention's arguments, results and comparison of the ranks' calls, by all-to-all instead of a ring: each rank computes Hq / W of the heads. Here layout
-    only says where rows lie: all ranks have the same to do in either.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    layout: str = "zigzag",
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    **unknown,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Does what ring_attention does, with its arguments, results and comparison of calls, by all-to-all instead of a
+    ring: each rank computes Hq / W of the heads. Here layout only says where rows lie: all ranks have equal work in
+    either.
 
-    Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are summed
-    in float32.
+    Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are
+    summed in float32.
     """
     if unknown:
         words.refuse(ulysses_attention, unknown)
@@ -45,14 +56,14 @@ class _Ranks(NamedTuple):
     layout: str
 
     def to_heads(self, *tensors) -> list[torch.Tensor]:
-        """[B, H, N/W, D], a part of the sequence, to [B, H/W, N, D], a part of the heads."""
+        """Turns [B, H, N/W, D], a part of the sequence, into [B, H/W, N, D], a part of the heads."""
         if self.world == 1:
             return list(tensors)
         for_ranks = [x.unflatten(1, (self.world, x.shape[1] // self.world)).movedim(1, 0) for x in tensors]
         return [sequence_shards.together(x, 2, self.layout) for x in self._all_to_all(for_ranks)]
 
     def to_rows(self, *tensors) -> list[torch.Tensor]:
-        """And back."""
+        """Turns [B, H/W, N, D], a part of the heads, back into a part of the sequence."""
         if self.world == 1:
             return list(tensors)
         for_ranks = [torch.stack(sequence_shards.apart(x, 2, self.layout, self.world)) for x in tensors]
@@ -73,20 +84,20 @@ class _UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ranks: _Ranks, options: dict):
         ctx.ranks, ctx.options = ranks, options
-        ctx.copies = ranks.world // gcd(k.shape[1], ranks.world)  # the fewest that make their number a multiple of W
+        ctx.copies = ranks.world // gcd(k.shape[1], ranks.world)  # the fewest that make heads of K a multiple of W
         if ctx.copies > 1:
             k, v = (x.repeat_interleave(ctx.copies, 1) for x in (k, v))
         q, k, v = ranks.to_heads(q, k, v)
         out, lse = torch.ops.ffpa_attn.forward(q, k, v, **options)
         rows_out, rows_lse = ranks.to_rows(out, lse[..., None])
         rows_lse = rows_lse[..., 0]
-        ctx.save_for_backward(q, k, v, out, lse, rows_lse)  # the last for first_order_only alone
+        ctx.save_for_backward(q, k, v, out, lse, rows_lse)  # the last is for first_order_only alone
         return rows_out, rows_lse
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, grad_out, grad_lse):
-        """Both gradients are sent, zeros where a rank has no use for one: all must take part."""
+        """Sends both gradients, zeros where a rank has no use for one: all must take part."""
         q, k, v, out, lse, _ = saved
         grad_out, grad_lse = ctx.ranks.to_heads(grad_out, grad_lse[..., None])
         dq, dk, dv, _ = torch.ops.ffpa_attn.backward(

@@ -1,4 +1,4 @@
-"""Attention under the names that other libraries call it by. What serves one library is imported when it is asked for."""
+"""Has attention under the names that other libraries call it by. What serves one is imported when it is asked for."""
 
 import importlib
 

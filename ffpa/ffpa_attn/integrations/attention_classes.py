@@ -1,4 +1,4 @@
-"""Models that look up the class of their attention by its implementation's name: SAM's, Falcon's, and others."""
+"""Serves models that look up the class of their attention by its implementation's name: SAM's, Falcon's, and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sdpa_override import sdpa
 
 @cache
 def register(name: str) -> None:
-    """Adds the name to each such table. Without it, a model raises KeyError when it is made."""
+    """Adds the name to each table of attention classes. Without it, a model raises KeyError when it is made."""
     when_imported(r"transformers\.models\..*\.modeling_\w+", lambda module: _add(name, module))
 
 
@@ -25,12 +25,12 @@ def _add(name: str, module: ModuleType) -> None:
 
 
 def _by_ffpa(calls_sdpa: type, module: ModuleType) -> type:
-    """That one, with ffpa in the place of PyTorch's function."""
+    """Returns that class, with ffpa in the place of PyTorch's function."""
     return _derived("Ffpa", calls_sdpa, module, {"forward": sdpa()(calls_sdpa.forward)})
 
 
 def _left(computes_itself: type, module: ModuleType) -> type:
-    """That one as it is: there is no call that ffpa could do."""
+    """Returns that class, unchanged but for a warning: it has no call that ffpa could do."""
 
     def __init__(self, config, *args, **options):
         way_out = "choose another attn_implementation for this model"
@@ -41,6 +41,6 @@ def _left(computes_itself: type, module: ModuleType) -> type:
 
 
 def _derived(prefix: str, base: type, module: ModuleType, methods: dict) -> type:
-    """In the module, where whoever unpickles a model looks for it."""
+    """Puts the new class into the module, where whoever unpickles a model looks for it."""
     new = type(prefix + base.__name__, (base,), {**methods, "__module__": module.__name__, "__doc__": base.__doc__})
     return vars(module).setdefault(new.__name__, new)

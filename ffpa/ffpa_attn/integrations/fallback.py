@@ -1,4 +1,4 @@
-"""What is said where ffpa leaves something to transformers: once a model and feature, or an error under FFPA_STRICT=1."""
+"""Says what ffpa leaves to transformers: once a model and feature, or by an error under FFPA_STRICT=1."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from .. import env
 
-_said: dict[tuple[int, str], weakref.ref] = {}  # by model and feature
+_said: dict[tuple[int, str], weakref.ref] = {}  # the model, by its id and the feature
 _said_of_traced: set[tuple[str, str]] = set()  # kinds of layers, and features
 
 
 def say_once(model, who: str, why: str, way_out: str) -> None:
-    """`model`: what all layers of one share, its config."""
+    """Warns, or raises; `model` is what all layers of one share, its config."""
     message = f"ffpa_attn: {who} has {why}, which ffpa does not support: {way_out}"
     if _strict():
         raise NotImplementedError(f"FFPA_STRICT=1: {message}")
@@ -38,5 +38,5 @@ def _say_once_while_traced(who: str, why: str, message: str) -> None:
         warnings.warn(f"{message}. transformers' own attention computes it (said once a kind of layers)", stacklevel=2)
 
 
-# Neither is traced: PyTorch 2.11 cannot follow how flags are read.
+# Neither function is traced: PyTorch 2.11 cannot follow how flags are read.
 _strict._dynamo_marked_constant = _say_once_while_traced._dynamo_marked_constant = True

@@ -1,4 +1,4 @@
-"""The functions of flash-attn 2, and those of the package ffpa-attn on PyPI, done by `ffpa` and `ffpa_varlen`.
+"""This module has functions of flash-attn 2, and of the package ffpa-attn on PyPI, done by `ffpa` and `ffpa_varlen`.
 
 Code written for them runs as it is. What ffpa cannot do raises NotImplementedError, but for calls that the package on
 PyPI leaves to PyTorch: these are left there.
@@ -21,20 +21,20 @@ from . import sdpa_override
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     **unknown,
-):
-    """flash-attn's function of this name: q [B, Nq, Hq, D], k and v [B, Nk, Hkv, D]; returns [B, Nq, Hq, D].
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Serves as flash-attn's function of this name: q [B, Nq, Hq, D], k and v [B, Nk, Hkv, D]; returns [B, Nq, Hq, D].
 
     causal and window_size meet at the last row and the last key. `alibi_slopes`, float32 [Hq] or [B, Hq], become a bias
     [1 or B, Hq, Nq, Nk] in memory, and get no gradient. With return_attn_probs it returns (out, LSE [B, Hq, Nq], None):
@@ -52,25 +52,25 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
     **unknown,
-):
-    """flash_attn_func for packed sequences: q [Tq, Hq, D], k and v [Tk, Hkv, D]; returns [Tq, Hq, D], LSE [Hq, Tq]."""
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Runs flash_attn_func on packed sequences: q [Tq, Hq, D], k, v [Tk, Hkv, D]; gives [Tq, Hq, D], LSE [Hq, Tq]."""
     if unknown:
         words.refuse(flash_attn_varlen_func, unknown)
     _no_dropout(dropout_p)
@@ -84,12 +84,12 @@ def flash_attn_varlen_func(
 
 
 def _alibi(q, k, slopes):
-    """-slope * |distance to the diagonal|, [B or 1, Hq, Nq, Nk]."""
+    """Returns -slope * |distance to the diagonal|, [B or 1, Hq, Nq, Nk]."""
     arguments.only_tensors(alibi_slopes=slopes)
     if slopes.dtype != torch.float32:
         raise TypeError(f"`alibi_slopes` has dtype {slopes.dtype}; it must be torch.float32: alibi_slopes.float()")
     if q.dim() != 4 or k.dim() != 4:
-        return None  # ffpa says so
+        return None  # ffpa itself refuses that
     batch, n_q, heads, _ = q.shape
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
@@ -107,7 +107,7 @@ def _alibi(q, k, slopes):
 
 
 class Backend:
-    """That package's choice of a kernel and its settings: accepted, and but for tensor_layout="NHD" without effect."""
+    """A kernel and settings for PyPI's ffpa-attn: accepted, and but for tensor_layout="NHD" without effect."""
 
     name = "ffpa"
 
@@ -146,14 +146,22 @@ class SDPABackend(Backend):
 
 
 def is_nhd_zero_copy_input(t: torch.Tensor) -> bool:
-    """Whether a [B, N, H, D] tensor is read as it lies."""
+    """Says whether a [B, N, H, D] tensor is read as it lies."""
     return t.dim() == 4 and memory_checks.rows_problem(t) is None
 
 
 def ffpa_attn_func(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **kwargs
-):
-    """That package's function: query [B, Hq, Nq, D], key and value [B, Hkv, Nk, D]; returns [B, Hq, Nq, D].
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **kwargs,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Serves as that package's function: query [B, Hq, Nq, D], key and value [B, Hkv, Nk, D]; returns [B, Hq, Nq, D].
 
     The arguments mean what they mean to PyTorch's scaled_dot_product_attention, which takes the calls that ffpa cannot
     (float32, dropout). Only, is_causal lets the last row see the last key, Nk must be at least Nq then, and a mask of
@@ -187,7 +195,7 @@ def _rows(x) -> int:
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
     if attn_mask is None:
         to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
-    else:  # what is none, PyTorch refuses
+    else:  # PyTorch refuses what is no mask
         is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
         to_write = is_mask and not sdpa_override.is_causal_bias(attn_mask)
     if is_causal and to_write:
@@ -199,7 +207,7 @@ _TYPES_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, tor
 
 
 def _causal_mask(query, key, mask=None) -> torch.Tensor:
-    """Of what `mask` lets a row see, the keys up to its own; the last row's is the last."""
+    """Returns the mask of what `mask` lets a row see, up to its own key; the last row's own is the last key."""
     n_q, n_k = _rows(query), _rows(key)
     visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
     if mask is None:
@@ -208,22 +216,22 @@ def _causal_mask(query, key, mask=None) -> torch.Tensor:
 
 
 def ffpa_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None,
     *,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    enable_gqa=False,
-    return_lse=False,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
     **kwargs,
-):
-    """ffpa_attn_func for packed sequences: q [Tq, Hq, D], k and v [Tk, Hkv, D]; returns [Tq, Hq, D] (and LSE [Hq, Tq]).
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Runs ffpa_attn_func on packed sequences: q [Tq, Hq, D], k, v [Tk, Hkv, D]; gives [Tq, Hq, D] (and LSE [Hq, Tq]).
 
     cu_seqlens_k=None says that keys lie as queries do. Of the further keywords that the package knows, window_size and
     softcap mean what they mean in flash-attn, num_splits nothing; the others must be None.
@@ -273,9 +281,9 @@ def _heads_agree(q, k, enable_gqa) -> None:
 
 
 def _rule(q, scale, causal, window, softcap) -> dict:
-    """Which keys a row sees, and what their scores are, as keywords of ffpa."""
+    """Returns which keys a row sees, and what their scores are, as keywords of ffpa."""
     if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
-        scale = q.shape[-1] ** -0.5  # not that of padded columns
+        scale = q.shape[-1] ** -0.5  # not the scale of the padded columns
     if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
         scale = scale.item()
     if arguments.known(causal):
@@ -286,19 +294,19 @@ def _rule(q, scale, causal, window, softcap) -> dict:
 
 
 def _side(n):
-    """Any negative number is unbounded."""
+    """Returns -1 for any negative number, which means unbounded."""
     if not arguments.known(n):
         return torch.sym_max(n, -1)
     return max(int(n), -1) if isinstance(n, Integral) else n
 
 
 def _longest(n, x):
-    """A length in a tensor is not worth waiting for a GPU: it only bounds what the offsets say."""
+    """Returns a bound of the lengths. One in a tensor is not worth waiting for a GPU: offsets say what they are."""
     return x.shape[0] if isinstance(n, torch.Tensor) and x.dim() else n
 
 
 def _padded(x):
-    """As flash-attn has it: any head dim, filled up with zeros, and columns with any stride, by way of a copy."""
+    """Takes what flash-attn does: any head dim, filled up with zeros, and columns with any stride, by way of a copy."""
     if x.dim() == 0:
         return x
     if x.stride(-1) != 1:

@@ -1,8 +1,8 @@
-"""The masks of transformers, without their N² numbers where a rule says the same.
+"""This module makes the masks of transformers, without their N² numbers where a rule says the same.
 
-transformers makes one mask for all layers of a kind, before the first of them, and hands it to the attention function. Ours is
-None where every key up to the row's own is seen, a `RuleMask` where there is a window, padding or packed sequences, else what
-SDPA gets.
+transformers makes one mask for all layers of a kind, before the first of them, and hands it to the attention function.
+Ours is None where every key up to the row's own is seen, a `RuleMask` where there is a window, padding or packed
+sequences, else what SDPA gets.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NOT_TO_BE_WRITTEN = "a mask of ffpa_attn's is a rule and holds no numbers to ch
 
 
 class RuleMask(torch.Tensor):
-    """A bool mask [B, 1, Nq, Nk] that is written down only if someone computes with it: the attention function reads the rule.
+    """A bool mask [B, 1, Nq, Nk], written down only if someone computes with it: the attention function reads the rule.
 
-    A row sees the keys that `sees` gives it, of these the ones that `keys` [B, Nk] has True, or those of its own sequence by
-    `offsets` [2, n + 1], which count rows, and keys, of all entries of the batch one after the other. With both, sequences are what
-    `keys` means for rows of tokens, and rows of padding, which nobody reads, see nothing.
+    A row sees the keys that `sees` gives it, of these the ones that `keys` [B, Nk] has True, or those of its own
+    sequence by `offsets` [2, n + 1], which count rows, and keys, of all entries of the batch one after the other. With
+    both, sequences are what `keys` means for rows of tokens, and rows of padding, which nobody reads, see nothing.
     """
 
     @staticmethod
@@ -35,8 +35,8 @@ class RuleMask(torch.Tensor):
 
     def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, nothing=None, device=None):
         self.is_causal, self.window, self.keys, self.offsets = is_causal, window, keys, offsets
-        self.tokens = keys  # by a name that the compiler's own objects have not
-        if keys is None and offsets is None:  # the compiler takes no tensor that holds none
+        self.tokens = keys  # the compiler's own objects do not have this name
+        if keys is None and offsets is None:  # the compiler takes no mask with no tensor in it
             self.nothing = torch.empty(0, device=device) if nothing is None else nothing
 
     def dense(self) -> torch.Tensor:
@@ -48,7 +48,7 @@ class RuleMask(torch.Tensor):
         return RuleMask(shape, self.is_causal, self.window, self.keys, offsets, nothing, self.device)
 
     def __tensor_flatten__(self):
-        """So that a compiled layer takes one as it is."""
+        """Names the tensors, so that a compiled layer takes a mask as it is."""
         held = [name for name in ("tokens", "offsets") if getattr(self, name) is not None] or ["nothing"]
         return held, (self.is_causal, self.window)
 
@@ -68,7 +68,7 @@ class RuleMask(torch.Tensor):
         )
 
     def sliced(self, dim=0, start=None, end=None, step=1) -> torch.Tensor:
-        """The last rows have the same rule, and models ask for them where only their logits are needed."""
+        """Slices; the last rows have the same rule, and models ask for them where only their logits are needed."""
         size = self.shape[dim]
         start, end, step = slice(start, end, step).indices(size)
         if (start, end, step) == (0, size, 1):
@@ -79,7 +79,7 @@ class RuleMask(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        """What does not know the rule, a model's own code that combines masks, computes with the numbers."""
+        """Computes with the numbers for what does not know the rule, such as a model's own code that combines masks."""
         if function in (torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default):
             return cls.sliced(*args, **(kwargs or {}))
         given = dict(zip((x.name for x in function._schema.arguments), args, strict=False)) | (kwargs or {})
@@ -90,15 +90,15 @@ class RuleMask(torch.Tensor):
 
 
 def _written_down(argument):
-    """An operator's argument with the numbers of each mask in it."""
+    """Returns an operator's argument with the numbers of each mask in it."""
     if type(argument) in (list, tuple):
         return type(argument)(map(_written_down, argument))
     return argument.dense() if isinstance(argument, RuleMask) else argument
 
 
 class Seen(NamedTuple):
-    """What the rows of a layer see: by a rule (of `keys`, those that it allows; or each its own sequence by `offsets`, of queries and
-    of keys), or, where `mask` is given, by that alone.
+    """What the rows of a layer see: by a rule (of `keys`, those that it allows; or each its own sequence by `offsets`,
+    of queries and of keys), or, where `mask` is given, by that alone.
     """
 
     is_causal: bool = False
@@ -111,7 +111,7 @@ class Seen(NamedTuple):
         return self.window is None and self.keys is None and self.offsets is None and self.mask is None
 
     def written(self, shape, device) -> torch.Tensor | None:
-        """[B, 1, Nq, Nk], or None where every row sees every key."""
+        """Returns [B, 1, Nq, Nk], or None where every row sees every key."""
         batch, _, n_q, n_k = shape
         if self.mask is not None or (self.is_only_causality() and not self.is_causal):
             return self.mask
@@ -130,8 +130,8 @@ class Seen(NamedTuple):
 
 
 def seen_by(shape, device, is_causal, window, mask=None, offsets=None, bias=None) -> Seen:
-    """What a layer's rule, a mask and packed sequences say together. mask: a RuleMask in the rule's place, tokens [B, Nk] beside the
-    rule, or one that says it all: [B, 1 or Hq, Nq, Nk], bool or additive.
+    """Returns what a layer's rule, a mask and packed sequences say together. mask is a RuleMask in the rule's place,
+    tokens [B, Nk] beside the rule, or one that says it all: [B, 1 or Hq, Nq, Nk], bool or additive.
     """
     keys = None
     if isinstance(mask, RuleMask):
@@ -150,13 +150,13 @@ def seen_by(shape, device, is_causal, window, mask=None, offsets=None, bias=None
     rule = Seen(is_causal, window, keys, offsets)
     if mask is None and bias is None and not (offsets and keys is not None):
         return rule
-    for more in (rule.written(shape, device), bias):  # they do not go together otherwise
+    for more in (rule.written(shape, device), bias):  # rule, mask and bias go together as numbers alone
         mask = more if mask is None else mask if more is None else _both(mask, more)
     return Seen(mask=mask)
 
 
 def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Two masks, bool or additive, as one."""
+    """Returns two masks, bool or additive, as one."""
     if a.dtype == b.dtype == torch.bool:
         return a & b
     if torch.bool not in (a.dtype, b.dtype):
@@ -166,20 +166,20 @@ def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def sees(n_q: int, n_k: int, is_causal: bool, window: int | None, device) -> torch.Tensor:
-    """[Nq, Nk]: whether a row sees a key, of which the last is the last row's own; `window` counts the own key, too."""
+    """Says which keys a row sees, [Nq, Nk]. The last is the last row's own; `window` counts the own key, too."""
     behind = torch.arange(n_q, device=device)[:, None] + (n_k - n_q) - torch.arange(n_k, device=device)
     visible = (behind >= 0) if is_causal else torch.ones_like(behind, dtype=torch.bool)
     return visible if window is None else visible & (behind.abs() < window)
 
 
 def padding_keys(padding: torch.Tensor, n_k: int, first: int = 0) -> torch.Tensor:
-    """[B, Nk] bool of a mask of tokens [B, any]: what it does not say is not there yet (a static cache's end)."""
+    """Turns a mask of tokens [B, any] into bool [B, Nk]: keys past it are not there yet (a static cache's end)."""
     padding = padding[:, first : first + n_k].bool()
     return F.pad(padding, (0, n_k - padding.shape[1]))
 
 
 def make_mask(config=None, **asked):
-    """What transformers calls for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
+    """Makes the mask for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     if asked.get("mask_function") is None:
@@ -191,7 +191,7 @@ def make_mask(config=None, **asked):
     if own or not _takes_rules(type(config)):  # such layers count on numbers, and None may mean another rule to them
         return eager_mask(config=config, **{**asked, "allow_is_bidirectional_skip": False})
     mask = _by_rule(config, **asked)
-    # None says here that the last key is the last row's own; SDPA's would say that the first is the first's.
+    # None says here that the last key is the last row's own; SDPA's would say that the first key is the first row's.
     return sdpa_mask(**{**asked, "allow_is_causal_skip": False}) if mask is NotImplemented else mask
 
 
@@ -199,7 +199,7 @@ def _by_rule(
     config, mask_function, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None,
     allow_is_causal_skip=True, device="cpu", **_,
 ):  # fmt: skip
-    """A RuleMask, None, or NotImplemented where no rule says what is asked for."""
+    """Returns a RuleMask, None, or NotImplemented where no rule says what is asked for."""
     from transformers.masking_utils import causal_mask_function
 
     last_key_is_the_last_rows = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
@@ -208,7 +208,7 @@ def _by_rule(
         return NotImplemented
     shape = batch_size, 1, q_length, kv_length
     if allow_is_causal_skip and (mask_function is causal_mask_function or _is_window(local_size, config)):
-        if compiling:  # without a look at lengths, which may be any
+        if compiling:  # nobody looks at lengths, which may be any
             return None if attention_mask is None and local_size is None else NotImplemented
         window = local_size if local_size is not None and local_size < kv_length else None
         keys = None
@@ -226,7 +226,7 @@ def _by_rule(
 
 
 def _is_window(local_size: int | None, config) -> bool:
-    """Whether `local_size` is that of a causal window; chunks have one, too."""
+    """Says whether `local_size` is that of a causal window; chunks have one, too."""
     layers = getattr(config, "layer_types", None) or ()
     return (
         local_size is not None
@@ -236,8 +236,8 @@ def _is_window(local_size: int | None, config) -> bool:
 
 
 def _packed(mask_function: Callable) -> tuple[torch.Tensor, int | None] | None:
-    """(the sequence of each row [B, N], the window) where transformers composed a mask function for packed sequences out of nothing
-    else: the function is all that it hands over.
+    """Returns (the sequence of each row [B, N], the window) where transformers composed a mask function for packed
+    sequences out of nothing else: the function is all that it hands over.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -253,7 +253,7 @@ def _packed(mask_function: Callable) -> tuple[torch.Tensor, int | None] | None:
 
 
 def _conditions(function):
-    """All of which a key must meet; positions counted anew in each sequence compare as those of the whole do."""
+    """Gives the conditions a key must meet; positions counted anew in a sequence compare as those of the whole do."""
     inner = _made_by("remap_positions_for_packed_sequence", function).get("mask_function")
     parts = [inner] if inner else _made_by("and_masks", function).get("mask_functions", ())
     if not parts:
@@ -263,39 +263,39 @@ def _conditions(function):
 
 
 def _made_by(factory: str, function) -> dict:
-    """What a mask function of transformers.masking_utils closes over, where this factory made it."""
+    """Returns what a mask function of transformers.masking_utils closes over, where this factory made it."""
     ours = getattr(function, "__qualname__", "").split(".")[0] == factory
     return inspect.getclosurevars(function).nonlocals if ours else {}
 
 
 def _tokens_lie(keys: torch.Tensor) -> list[bool]:
-    """[everywhere, or side by side in each entry], asked in one go: the host waits for the answer."""
+    """Says whether tokens lie [everywhere, side by side in each entry], in one go: the host waits for the answer."""
     begins = keys[:, :1].sum(1) + (keys[:, 1:] & ~keys[:, :-1]).sum(1)
     return torch.stack([keys.all(), (begins <= 1).all()]).tolist()
 
 
 def _offsets_of_tokens(keys: torch.Tensor) -> torch.Tensor:
-    """[2, 3 B + 3] int32: for each entry, rows of padding (without keys), keys of padding (without rows), and its tokens; at the end
-    the padding behind all of them. Any may be empty.
+    """Returns [2, 3 B + 3] int32: for each entry, rows of padding (without keys), keys of padding (without rows), and
+    its tokens; at the end the padding behind all of them. Any may be empty.
     """
     batch, n = keys.shape
     begins = keys.int().argmax(1) + n * torch.arange(batch, device=keys.device)
     ends = begins + keys.sum(1)
-    last = F.pad(ends[:-1], (1, 0))  # where tokens end in the entry before
+    last = F.pad(ends[:-1], (1, 0))  # the ends of tokens in the entry before
     rows, columns = (torch.stack(x, dim=1).flatten() for x in ((begins, begins, ends), (last, begins, ends)))
     none, all_ = ends.new_zeros(1), ends.new_full((1,), batch * n)
     return torch.stack([torch.cat([none, rows, all_, all_]), torch.cat([none, columns, ends[-1:], all_])]).int()
 
 
 def _offsets(sequence: torch.Tensor) -> torch.Tensor:
-    """[2, n + 1] int32: where numbers change, or an entry begins, and where the last one ends."""
+    """Returns [2, n + 1] int32: where numbers change, or an entry begins, and where the last one ends."""
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).int().repeat(2, 1)
 
 
 def _calls_attention_functions(config_class: type) -> bool:
-    """Whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
+    """Says whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
     code = _model_code(config_class)
     return (
         code is None
@@ -305,7 +305,7 @@ def _calls_attention_functions(config_class: type) -> bool:
 
 
 def _takes_rules(config_class: type) -> bool:
-    """Whether a model's layers can do without numbers, as with SDPA or FlashAttention: their `is_causal` says then what they see."""
+    """Says whether a model's layers can do without numbers, as for SDPA or FlashAttention: `is_causal` is the rule."""
     code = _model_code(config_class)
     if code is None:
         return True
@@ -315,7 +315,7 @@ def _takes_rules(config_class: type) -> bool:
 
 
 def _model_code(config_class: type):
-    """The module of the models that have this configuration, or None where it is not known."""
+    """Returns the module of the models that have this configuration, or None where it is not known."""
     name = config_class.__module__
     return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
 
@@ -328,5 +328,5 @@ def _declare(classes, *names: str) -> bool:
     return any(all(getattr(x, name, False) for name in names) for x in classes)
 
 
-# The compiler need not look into them.
+# The compiler need not look into these two.
 _calls_attention_functions._dynamo_marked_constant = _takes_rules._dynamo_marked_constant = True

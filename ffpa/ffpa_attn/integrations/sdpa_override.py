@@ -1,4 +1,4 @@
-"""ffpa in the place of PyTorch's scaled_dot_product_attention: within a `with` (`sdpa`), or everywhere (`enable_sdpa`).
+"""Puts ffpa in the place of PyTorch's scaled_dot_product_attention: in a `with` (`sdpa`) or everywhere (`enable_sdpa`).
 
 A call is taken where ffpa means exactly what PyTorch means. Every other call, a bad one too, reaches PyTorch as it is.
 """
@@ -16,7 +16,7 @@ from torch.backends import cuda
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ..attention import ffpa
-from ..backends.sdpa import torch_sdpa  # what torch.nn.functional holds, or held
+from ..backends.sdpa import torch_sdpa  # the function that torch.nn.functional holds, or held
 from ..checks import arguments, memory_checks
 from ..support import private_torch
 from ..support.private_torch import FakeTensor
@@ -24,8 +24,8 @@ from . import tf32
 
 
 class sdpa(TorchFunctionMode):
-    """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name; `@sdpa()` those of
-    a function.
+    """`with sdpa():` has this thread's calls of scaled_dot_product_attention done by ffpa, whatever their name;
+    `@sdpa()` has those of a function.
 
     Calls in float16 and bfloat16 (under autocast in float32, too) that mean the same to ffpa are taken, and large ones
     in float32 where torch.backends.cuda.matmul.allow_tf32 is set; PyTorch does the others. It works eagerly and under
@@ -60,13 +60,13 @@ def _decorated(context, function):
     return within
 
 
-# PyTorch's takes generators and classes as well.
+# PyTorch's decorator takes generators and classes as well.
 _context_decorator = private_torch.find("torch.utils._contextlib.context_decorator") or _decorated
 
 
 def enable_sdpa() -> None:
-    """What `sdpa` does, in all threads until `disable_sdpa`: replaces the function in every module that holds it."""
-    get_overridable_functions()  # PyTorch lists once what modes may override, the compiler too: its own, while that is in its place
+    """Does what `sdpa` does, in all threads till `disable_sdpa`: replaces the function in every module that has it."""
+    get_overridable_functions()  # PyTorch and its compiler list once what modes override: now, with its own in place
     _replace(torch_sdpa, scaled_dot_product_attention)
     if not private_torch.no_torchscript:
         torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
@@ -86,7 +86,7 @@ def _replace(old, new) -> None:
 
 
 def scaled_dot_product_attention(*args, **kwargs):
-    """PyTorch's function of this name, by ffpa where that is the same."""
+    """Does what PyTorch's function of this name does, by ffpa where that is the same."""
     out = attend(*args, **kwargs)
     return torch_sdpa(*args, **kwargs) if out is None else out
 
@@ -95,11 +95,11 @@ def attend(
     query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, *more,
     scale=None, enable_gqa=False, align="top_left", **unknown,
 ):  # fmt: skip
-    """What ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
+    """Returns what ffpa makes of the arguments of PyTorch's function, or None where it would not do what that does."""
     if more or unknown or private_torch.no_override:
         return None
     if is_causal_bias(attn_mask):
-        # Its class asks whether it was called by what torch.nn.functional holds, which may be our function.
+        # The mask's class asks whether it was called by what torch.nn.functional holds, which may be our function.
         return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if dropout_p != 0 or not all(map(_plain, given)):
@@ -128,12 +128,12 @@ def attend(
 
 
 def is_causal_bias(mask) -> bool:
-    """Whether it is one of PyTorch's masks that hold no numbers."""
+    """Says whether it is one of PyTorch's masks that hold no numbers."""
     return isinstance(mask, _loaded("torch.nn.attention.bias", "CausalBias"))
 
 
 def _transformed() -> bool:
-    """Whether vmap, torch.func.grad, torch.jit.trace or the like are at work: tensors then stand for something else."""
+    """Says whether vmap, torch.func.grad, torch.jit.trace or such are on: tensors then stand for something else."""
     if not torch.compiler.is_compiling() and _C._get_tracing_state():
         return True
     interpreter = _C._functorch.peek_interpreter_stack()
@@ -141,7 +141,7 @@ def _transformed() -> bool:
 
 
 def _only_math() -> bool:
-    """Whether torch.nn.attention.sdpa_kernel asks for that: it can be differentiated twice."""
+    """Says whether torch.nn.attention.sdpa_kernel asks for math alone, which can be differentiated twice."""
     return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
@@ -149,7 +149,7 @@ _only_math._dynamo_marked_constant = True  # compiled code keeps what was chosen
 
 
 def _plain(x) -> bool:
-    """Whether x is a dense tensor of numbers, whole or as DTensor's parts, and no other library's."""
+    """Says whether x is a dense tensor of numbers, whole or as DTensor's parts, and no other library's."""
     known = (
         type(x) in (torch.Tensor, nn.Parameter)
         or (isinstance(x, _loaded("torch.distributed.tensor", "DTensor")) and not _rows_are_apart(x))
@@ -159,17 +159,17 @@ def _plain(x) -> bool:
 
 
 def _rows_are_apart(x) -> bool:
-    """Whether ranks hold rows of a DTensor: PyTorch's context parallelism may then be at work, which has other plans for the call."""
+    """Says whether ranks hold rows of a DTensor: PyTorch's context parallelism may be at work, with other plans."""
     return any(placement.is_shard() and placement.dim >= x.dim() - 2 for placement in x.placements)
 
 
 def _loaded(module: str, name: str):
-    """A class of PyTorch's, or () where nobody has taken the half second to import it: then nothing is of it."""
+    """Returns a class of PyTorch's, or () if nobody has taken the half second to import it: then nothing is of it."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def _cast(*tensors):
-    """Under autocast PyTorch's function has all but float64 cast."""
+    """Casts as PyTorch's function does under autocast, which has all but float64 cast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -178,7 +178,7 @@ def _cast(*tensors):
 
 
 def _with_heads(q, k, v, mask):
-    """[B, N, D] becomes [B, 1, N, D]; what has other dims is left to the checks."""
+    """Turns [B, N, D] into [B, 1, N, D]; what has other dims is left to the checks."""
     if q.dim() != 3:
         return q, k, v, mask
     if mask is not None and mask.dim() > 2:
@@ -187,7 +187,7 @@ def _with_heads(q, k, v, mask):
 
 
 def _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, dtypes) -> bool:
-    """Whether ffpa takes the call, by its own checks, and nothing in it is what PyTorch's function refuses."""
+    """Says whether ffpa takes the call, by its own checks, and nothing in it is what PyTorch's function refuses."""
     try:
         arguments.flag("is_causal", is_causal)
         arguments.flag("enable_gqa", enable_gqa)

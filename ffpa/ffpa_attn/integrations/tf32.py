@@ -1,9 +1,9 @@
-"""Attention of float32 tensors where PyTorch may round products to TF32: in float16, which keeps 11 bits of a number, as TF32 does.
+"""Computes float32 attention where PyTorch may round products to TF32: in float16, which keeps 11 bits, as TF32 does.
 
-What TF32 has beyond that is range. So q and k of a head, and each column of its v and dO, are scaled into that of float16, by powers of
-two that are found on the device: no call waits for it. Numbers lose bits where the largest that they share a factor with is a
-hundred thousand times as large; and as only the balance of q and k is free, where the product of their largest ones is below 1e-8
-(gradients; scores are nothing then), or above 1e9.
+What TF32 has beyond that is range. So q and k of a head, and each column of its v and dO, are scaled into that of
+float16, by powers of two that are found on the device: no call waits for it. Numbers lose bits where the largest that
+they share a factor with is a hundred thousand times as large; and as only the balance of q and k is free, where the
+product of their largest ones is below 1e-8 (gradients; scores are nothing then), or above 1e9.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_OF_SCORES = 2.0**15  # |dO · (V - O)|: no gradient of a score overflow
 
 
 def serves(q, k, v) -> bool:
-    """Whether the user allows it for these [B, H, N, D], and it is faster."""
+    """Says whether the user allows it for these [B, H, N, D], and it is faster."""
     plain = all(type(x) in (torch.Tensor, nn.Parameter, FakeTensor) and x.dtype == torch.float32 for x in (q, k, v))
     if not plain or not all(x.dim() == 4 for x in (q, k, v)) or not _allowed(q.device):
         return False
@@ -35,13 +35,14 @@ def _allowed(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Compiled code is guarded by this setting anyway. (torch.compiler.assume_constant_result does no more, but takes seconds to import.)
+# Compiled code is guarded by this setting anyway. (torch.compiler.assume_constant_result does no more, but takes
+# seconds to import.)
 _allowed._dynamo_marked_constant = True
 
 
 def attention(q, k, v, mask, rule: dict) -> torch.Tensor:
-    """ffpa's operator on float32; `rule` are its keyword arguments. The result lies in memory as q does."""
-    # The compiler takes no tensor for two arguments; views of one it does.
+    """Runs ffpa's operator on float32; `rule` holds its keyword arguments. The result lies in memory as q does."""
+    # The compiler takes no tensor for two arguments, but it takes views of one.
     return _Attention.apply(q, k.view_as(k), v.view_as(v), mask, rule)[0]
 
 
@@ -54,7 +55,7 @@ class _Attention(torch.autograd.Function):
         of_q, of_k = (
             torch.where(of_q > 0, of_q, 1 / of_k),
             torch.where(of_k > 0, of_k, 1 / of_q),
-        )  # or nothing limits one
+        )  # one that is zero limits nothing
         balance = _power_of_two((of_q / of_k).sqrt())
         of_v = _power_of_two(_LARGEST_OF_V / _largest(v, 2))
         layout = "BNHD" if q.stride(1) < q.stride(2) else "BHND"
@@ -64,7 +65,7 @@ class _Attention(torch.autograd.Function):
         out = out.transpose(1, 2) if layout == "BNHD" else out
         ctx.save_for_backward(q, k, v, mask, out, lse, balance, of_v)
         ctx.rule = rule
-        return out * _of_queries(1 / of_v, group), lse  # that gradients come from here, autograd learns by the LSE
+        return out * _of_queries(1 / of_v, group), lse  # by the LSE autograd learns that gradients come from here
 
     @staticmethod
     @first_order_only
@@ -94,7 +95,7 @@ def _largest(x: torch.Tensor, dims) -> torch.Tensor:
 
 
 def _of_group(x: torch.Tensor, group: int) -> torch.Tensor:
-    """The largest of the query heads that share a head of k and v."""
+    """Returns the largest of the query heads that share a head of k and v."""
     return x.unflatten(1, (-1, group)).amax(2)
 
 
@@ -103,7 +104,7 @@ def _of_queries(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The next below; 1 where that says nothing, since all is zero or something is no number."""
+    """Returns the next one below; 1 where that says nothing, since all is zero or something is no number."""
     power = torch.exp2(torch.log2(x).floor().clamp(-120, 120))
     return torch.where((x > 0) & (x < inf), power, 1.0)
 

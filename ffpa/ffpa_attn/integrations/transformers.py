@@ -1,7 +1,7 @@
-"""`register()` makes `attn_implementation="ffpa"` known to transformers.
+"""Makes `attn_implementation="ffpa"` known to transformers, by `register()`.
 
-The attention function reads a layer's tensors as they are: heads of K and V are not repeated, nothing is copied. What it cannot do
-goes to transformers' own functions, with one warning; under FFPA_STRICT=1 it raises.
+The attention function reads a layer's tensors as they are: heads of K and V are not repeated, nothing is copied. What
+it cannot do goes to transformers' own functions, with one warning; under FFPA_STRICT=1 it raises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from . import attention_classes
 from .fallback import say_once
 from .masks import Seen, make_mask, seen_by
 
-OLDEST = (5, 4)  # of transformers: from there on masks are made of lengths and offsets
+OLDEST = (5, 4)  # the release of transformers from which on masks are made of lengths and offsets
 
 
 def register(name: str = "ffpa") -> None:
-    """From now on `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` runs on ffpa."""
+    """Makes `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` run on ffpa from now on."""
     if name in ("eager", "flex_attention") or any(part in name.lower() for part in ("flash", "sdpa", "|", "/")):
         raise ValueError(
             f"`name` is {name!r}: transformers takes this, and names with `flash`, `sdpa`, `|` or `/`, for its own; use 'ffpa'"
@@ -67,9 +67,9 @@ def attention(
     max_length_k=None,
     **others,
 ):
-    """transformers' attention function: query [B, Hq, N, D], key and value [B, Hkv, Nk, D]; ([B, N, Hq, Dv], None).
+    """Is transformers' attention function: query [B, Hq, N, D], key and value [B, Hkv, Nk, D]; ([B, N, Hq, Dv], None).
 
-    attention_mask is None (the layer's own rule: causal or not, and its window), a mask of tokens [B, Nk] beside that rule, or one
+    attention_mask is None (the layer's rule: causal or not, and its window), tokens [B, Nk] beside that rule, or a mask
     that says it all: [B, 1 or Hq, N, Nk], bool or additive, or a RuleMask. Packed sequences follow the layer's rule.
     """
     _check_that_all_keys_count(module, others)
@@ -111,12 +111,12 @@ def attention(
 
 
 def _window(width: int | None) -> tuple[int, int]:
-    """transformers counts the row's own key, too."""
+    """Returns ffpa's window; transformers counts the row's own key, too."""
     return (-1, -1) if width is None else (width - 1, width - 1)
 
 
 def _packed_attention(q, k, v, offsets, longest, rule):
-    """[B, N, H, D] whose rows, those of one entry after those of another, are sequences."""
+    """Attends in [B, N, H, D] whose rows, those of one entry after those of another, are sequences."""
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     offsets = [x.to(device=q.device, dtype=torch.int32) for x in offsets]
     # A length that is on the GPU is not worth waiting for: it only bounds what the offsets say.
@@ -126,7 +126,7 @@ def _packed_attention(q, k, v, offsets, longest, rule):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows could not be read as they lie."""
+    """Returns x, or a copy where its rows could not be read as they lie."""
     return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -137,7 +137,7 @@ def _one_dtype(*tensors):
 
 
 def _one_batch(*tensors):
-    """Learned queries come once for all entries of a batch."""
+    """Expands learned queries, which come once for all entries of a batch."""
     batch = max(x.shape[0] for x in tensors)
     return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors]
 
@@ -156,9 +156,9 @@ def _check_that_all_keys_count(module, others) -> None:
 
 
 def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | None, str]:
-    """Why ffpa cannot compute this, and what would change that."""
+    """Says why ffpa cannot compute this, and what would change that."""
     if dropout > 0:
-        number = "" if torch.compiler.is_compiling() else f" of {dropout}"  # which may be a symbol there
+        number = "" if torch.compiler.is_compiling() else f" of {dropout}"  # it may be a symbol there
         return f"dropout{number} in attention", _without_dropout(module)
     if sinks is not None:
         return "attention sinks (s_aux)", "choose another attn_implementation for this model"
@@ -170,7 +170,7 @@ def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | No
         return f"tensors on {query.device.type}", "move the model to a CUDA GPU"
     casts = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
     if query.dtype not in arguments.DTYPES and not casts:
-        or_cast = ", or run it under autocast" if query.dtype == torch.float32 else ""  # which casts nothing else
+        or_cast = ", or run it under autocast" if query.dtype == torch.float32 else ""  # autocast casts nothing else
         return f"tensors of {query.dtype}", f"load the model with dtype=torch.bfloat16{or_cast}"
     if query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dims {query.shape[-1]} and {value.shape[-1]}", "use head dims that are multiples of 8"
@@ -186,11 +186,11 @@ def _without_dropout(module) -> str:
 
 
 def _by_transformers(module, query, key, value, seen: Seen, rule, others):
-    """By the model's own eager function where SDPA does not mean the same, else by SDPA."""
+    """Computes by the model's own eager function where SDPA does not mean the same, else by SDPA."""
     rule = {name: what for name, what in rule.items() if what is not None}
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     n_q, n_k, is_causal = query.shape[2], key.shape[2], False
-    on_the_diagonal = not seen.is_causal or n_q in (1, n_k)  # SDPA's begins at the first key
+    on_the_diagonal = not seen.is_causal or n_q in (1, n_k)  # SDPA's diagonal begins at the first key
     mask_needed = not (seen.is_only_causality() and on_the_diagonal) or "position_bias" in rule
     if not others.get("output_attentions") and rule.keys() <= {"dropout", "scaling", "position_bias"}:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward as function

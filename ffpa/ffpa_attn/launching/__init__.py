@@ -1,1 +1,1 @@
-"""A spec's kernel, ready to launch on a GPU or in the emulator."""
+"""This package makes a spec's kernel ready to launch on a GPU or in the emulator."""

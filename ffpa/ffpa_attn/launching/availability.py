@@ -1,4 +1,4 @@
-"""Whether what a plan launches can run here, or in an installed wheel."""
+"""This module says whether what a plan launches can run here, or in an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from . import native
 
 
 def why_not(plan, p: Problem) -> str | None:
-    """Why one of the plan's kernels cannot run on the problem's GPU, or None."""
+    """Says why one of the plan's kernels cannot run on the problem's GPU, or None."""
     of_one = _why_not_in_a_wheel if p.supposed else native.why_not
     return next((reason for spec in plan.specs if (reason := of_one(spec, p.arch))), None)
 
 
 def _why_not_in_a_wheel(spec: KernelSpec, gpu: str) -> str | None:
-    """Why an installation that was built as the flags say could not run the kernel on this GPU; None where it could."""
+    """Says why an installation built as the flags say could not run the kernel on this GPU; None where it could."""
     reason = archs.why_not_on(spec.arch, gpu)
     if reason:
         return f"{spec.name} cannot run: {reason}"

@@ -1,4 +1,4 @@
-"""The shipped kernels on CPU tensors, in the emulator: what FFPA_EMULATE and `emulate()` switch on.
+"""This module runs the shipped kernels on CPU tensors, in the emulator, which FFPA_EMULATE and `emulate()` switch on.
 
 One module holds every kernel of the wheel; it is built on first use (about a minute with g++) and kept.
 """
@@ -22,9 +22,9 @@ from ..specs.spec import BackwardRows, KernelSpec, MergeSplits, ScaledCopy, aot_
 @dataclass
 class Settings:
     seed: int = 0
-    exact: bool = False  # sums as the tensor cores form them, bit for bit: two to three times slower
+    exact: bool = False  # sums are as the tensor cores form them, bit for bit: two to three times slower
     fused: bool = False  # products and sums are one instruction wherever a compiler may make them one
-    reports: list[dict] | None = None  # one for each kernel run: counts of mma and barriers, bytes, bank conflicts
+    reports: list[dict] | None = None  # a report for each kernel run: counts of mma and barriers, bytes, bank conflicts
 
 
 _settings = Settings()
@@ -42,7 +42,7 @@ def _module(specs: tuple[KernelSpec, ...], fused: bool):
 
 
 def _module_with(spec: KernelSpec):
-    """All shipped kernels are one module; another one is a module of its own."""
+    """Returns the module that holds the kernel: one for all shipped kernels, or one for this kernel alone."""
     shipped = tuple(spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy))
     return _module(shipped if spec in shipped else (spec,), _settings.fused)
 
@@ -57,7 +57,7 @@ def launch_shape(
     heads: int = 1,
     batch: int = 1,
 ) -> tuple[int, tuple[int, int, int]]:
-    """(bytes of shared memory, grid) as the kernel itself says, for one row block of each head."""
+    """Returns (bytes of shared memory, grid) as the kernel itself says, for one row block of each head."""
     smem, *grid = _module_with(spec).launch_shape(
         spec.name, d_qk, stages, value_stages, q_resident, grid_of_heads, heads, batch
     )
@@ -76,8 +76,8 @@ def _described(x: torch.Tensor) -> tuple:
     return x.data_ptr(), list(x.shape), list(x.stride())
 
 
-FP8_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # as Fp8Output counts them
-RESIDENT_BLOCKS = 2  # the GPU that the emulator is holds so many blocks of a kernel with scratch
+FP8_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # these are in the order of Fp8Output
+RESIDENT_BLOCKS = 2  # the emulated GPU holds so many blocks of a kernel with scratch
 
 
 def _described_mask(mask: torch.Tensor | None) -> tuple | None:
@@ -104,7 +104,7 @@ def attention_forward(
 ) -> None:
     module = _configured(spec)
     *options, blocks, splits = numbers
-    # What a kernel leaves unwritten, or reads before it writes, shows. Rows of no sequence are written before.
+    # NaN shows what a kernel leaves unwritten, or reads before it writes. Rows of no sequence are written before.
     written = () if offsets_q is not None else (out, lse)
     for x in (*written, *(() if isinstance(spec, MergeSplits) else (scratch, partial))):
         if x is not None:
@@ -175,7 +175,7 @@ def attention_backward(
     left, right, top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial, *chunk,
 ) -> None:  # fmt: skip
     module = _configured(spec)
-    if isinstance(spec, BackwardRows):  # the first one: what is not written before it is read shows
+    if isinstance(spec, BackwardRows):  # this kernel runs first; NaN shows what is read before it is written
         written = () if offsets_q is not None else (dq, dk, dv)
         for x in (*written, statistics, p, ds, partial):
             if x is not None:
@@ -203,7 +203,7 @@ def attention_backward(
 
 @contextlib.contextmanager
 def emulate(arch: str = "sm_80", seed: int = 0, exact: bool = False, fused: bool = False) -> Iterator[list[dict]]:
-    """CPU tensors run on the CUDA kernels of `arch` in the emulator; gives the list that the runs' reports go to.
+    """Runs CPU tensors on the CUDA kernels of `arch` in the emulator; gives the list that the runs' reports go to.
 
     seed 0 and 1 run warps in order and in reverse, others in random order with preemption. `exact` adds up as the
     tensor cores of that GPU do. `fused` compiles the kernels with fused multiply-adds, as nvcc does wherever it may: a

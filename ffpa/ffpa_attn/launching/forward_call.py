@@ -1,5 +1,5 @@
-"""Launches of the forward kernels, on a GPU (csrc/torch_ops/attention_forward.cpp) or in the emulator. What all calls of a kind
-have in common is worked out for the first and kept: PyTorch takes 5 µs to hand 14 numbers to an operator.
+"""Launches the forward kernels, on a GPU (csrc/torch_ops/attention_forward.cpp) or in the emulator. What calls of a
+kind have in common is worked out for the first and kept: PyTorch takes 5 µs to hand 14 numbers to an operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import native
 
 
 class Numbers(NamedTuple):
-    """ForwardOptions (csrc/attention/attention_params.h), and how long the longest sequences are, in the operator's order."""
+    """ForwardOptions (csrc/attention/attention_params.h) and the longest lengths, in the order of the operator."""
 
     longest_q: int
     longest_k: int
@@ -35,7 +35,7 @@ class Numbers(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Launches one after the other, of q, k, v, out, lse, mask, both offsets, scratch and partial; the floats that these two have."""
+    """Launches, in order, that take q, k, v, out, lse, mask, offsets, scratch, partial; floats of the last two."""
 
     launches: Sequence[Callable[..., None]] = ()
     scratch: int | None = None
@@ -50,7 +50,7 @@ class Call(NamedTuple):
             launch(q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), scratch, partial)
 
 
-Memo = dict[int, Call]  # by multiprocessors
+Memo = dict[int, Call]  # number of multiprocessors -> the call
 _PACKED = "2q2d10q"
 
 

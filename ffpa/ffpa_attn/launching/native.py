@@ -1,4 +1,4 @@
-"""The compiled kernels: which there are, whether one can run on a GPU, and its name in the registry once it can.
+"""Knows the compiled kernels: which there are, whether one can run on a GPU, and its name in the registry once it can.
 
 Nothing here touches a GPU before a kernel is asked for, so importing is safe before a fork.
 """
@@ -28,14 +28,14 @@ PYTHON_ONLY = (
 
 @cache
 def record() -> dict[str, Any] | None:
-    """What the build wrote down of the library in this package; None in a Python-only installation."""
+    """Returns what the build wrote down of the library in this package; None in a Python-only installation."""
     path = _PACKAGE / build.RECORD
     return json.loads(path.read_text()) if path.exists() else None
 
 
 @cache
 def library():
-    """The operators of the native library, loaded now if need be."""
+    """Returns the operators of the native library, which is loaded now if need be."""
     if record() is None:
         raise RuntimeError(f"ffpa_attn: {PYTHON_ONLY}")
     path = _PACKAGE / build.LIBRARY
@@ -58,7 +58,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def is_built(spec: KernelSpec, gpu: str) -> bool:
-    """Whether the wheel's library holds the kernel in a form that this GPU runs."""
+    """Says whether the wheel's library holds the kernel in a form that this GPU runs."""
     built = (record() or {"kernels": {}})["kernels"].get(spec.name)
     return built is not None and any(archs.runs(target, gpu) for target in built["targets"])
 
@@ -67,7 +67,7 @@ _unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that cannot be made 
 
 
 def why_not(spec: KernelSpec, gpu: str) -> str | None:
-    """Why this kernel cannot run on this GPU; None when it can, if need be after compiling it."""
+    """Says why this kernel cannot run on this GPU; None when it can, if need be after compiling it."""
     reason = archs.why_not_on(spec.arch, gpu)
     if reason:
         return f"{spec.name} cannot run: {reason}"
@@ -82,7 +82,7 @@ def why_not(spec: KernelSpec, gpu: str) -> str | None:
 
 
 def driver_problem(runtime: int, driver: int) -> str | None:
-    """Versions as CUDA counts them: 13000 is 13.0. A driver runs what its own major version built, or an older one."""
+    """Says what a driver lacks: it runs what its own major version built, or an older one (13000 is CUDA 13.0)."""
     if driver // 1000 >= runtime // 1000:
         return None
     built_with = f"these kernels were built with CUDA {shown(runtime)}"
@@ -100,7 +100,7 @@ def shown(version: int) -> str:
 
 @cache
 def kernel(spec: KernelSpec, gpu: str) -> str:
-    """The kernel's name in the registry, ready to launch on GPUs of this kind; compiled now if need be."""
+    """Returns the kernel's name in the registry, ready to launch on GPUs of this kind; compiles it now if need be."""
     reason = why_not(spec, gpu)
     if reason:
         raise NotImplementedError(f"ffpa_attn: {reason}")
@@ -122,7 +122,7 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
 
 
 def load_kernel(path: str, spec: str, name: str) -> None:
-    """Registers the kernel of a library. It is no operator: a model from elsewhere can call those, with any path."""
+    """Registers a library's kernel. This is no operator, as a model from elsewhere can call those, with any path."""
     load = ctypes.CDLL(str(_PACKAGE / build.LIBRARY)).ffpa_load_kernel
     load.restype = ctypes.c_char_p
     problem = load(path.encode(), spec.encode(), name.encode())
@@ -131,7 +131,7 @@ def load_kernel(path: str, spec: str, name: str) -> None:
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
-    """Whether the kernel can be launched, compiled now if need be. One that cannot is not tried again: `why_not` has it."""
+    """Says whether the kernel can be launched, compiled if need be; if not, `why_not` has it, and nobody retries."""
     handled = sys.exc_info()[1]
     try:
         kernel(spec, gpu)
@@ -144,7 +144,7 @@ def make_ready(spec: KernelSpec, gpu: str) -> bool:
 
 
 def scaled_copy(spec: ScaledCopy, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * x for a contiguous CUDA tensor: the smallest call that proves a kernel can be found and launched."""
+    """Returns scale * x for a contiguous CUDA tensor: the smallest call that proves a kernel is found and launched."""
     out = torch.empty_like(x)
     library().scaled_copy(kernel(spec, gpu_of(x.device)), x, out, scale)
     return out

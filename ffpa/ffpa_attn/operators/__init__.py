@@ -1,1 +1,1 @@
-"""What PyTorch sees: schemas, and what each dispatch key does with a call."""
+"""This package is what PyTorch sees: schemas, and what each dispatch key does with a call."""

@@ -1,4 +1,6 @@
-"""What the operators do above their kernels, at PyTorch's dispatch keys: autograd, autocast, torch.func; and where DTensor and the counter of operations learn of them."""
+"""This module is what the operators do above their kernels, at PyTorch's dispatch keys: autograd, autocast and
+torch.func. Here, too, DTensor and the counter of operations learn of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _ops = torch.ops.ffpa_attn
 
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
-    """`bodies` of all operators are there. (A plain Function at the Autograd key costs half of register_autograd's time a call.)"""
+    """Registers all `bodies`. (At the Autograd key a plain Function costs a call half of register_autograd's time.)"""
     for name in ("forward", "varlen_forward"):
         op = getattr(_ops, name).default
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
@@ -34,7 +36,7 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
 
 
 class _Rules:
-    """How both forms are computed and differentiated; `rest` is (), (mask,) or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """How both forms are computed and differentiated; `rest` is (), (mask,) or (both cu_seqlens, both max_seqlen)."""
 
     @staticmethod
     def forward(ctx, op, body, keyset, options, q, k, v, *rest):
@@ -72,14 +74,14 @@ class _Rules:
 
 
 class _Attention(_Rules, autograd.Function):
-    """What autograd records."""
+    """The Function that autograd records."""
 
 
 if not private_torch.no_torch_func:
 
     class _AttentionOfOneLevel(_Rules, autograd.function._SingleLevelFunction):
-        """What torch.func does to a call it does to the operator, before it comes here, level by level. A Function would have it
-        do so again, with a Function of another form; so this is what that calls at each level.
+        """What torch.func does to a call it does to the operator, level by level, before the call comes here. A
+        Function would have it do so again, with one of another form; this is what that calls at each level.
         """
 
 
@@ -93,7 +95,7 @@ def _autograd(op, body):
 
 
 def _may_be_differentiated(args) -> bool:
-    """Forward-mode AD must come to the Function too: it says there that it has no formula."""
+    """Calls under forward-mode AD must come to the Function too, which says there that it has no formula."""
     if private_torch.no_short_way:
         return True
     return (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0
@@ -126,14 +128,14 @@ def _without_torch_func(*args):
     try:
         return _Attention.apply(*args)
     except RuntimeError as error:
-        if "setup_context" in str(error):  # PyTorch asks for that in torch.func's transforms alone
+        if "setup_context" in str(error):  # PyTorch asks for setup_context in torch.func's transforms alone
             raise NotImplementedError(private_torch.no_torch_func) from None
         raise
 
 
 def _below_autograd(op, body, keyset, args, options):
     if _OUR_BODIES and keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
-        return body(*args, **options)  # what the dispatcher would call next, without its 10 µs
+        return body(*args, **options)  # this is what the dispatcher would call next, without its 10 µs
     place_dtensors(args)
     with _C._AutoDispatchBelowAutograd():
         if not _OUR_BODIES:
@@ -142,7 +144,7 @@ def _below_autograd(op, body, keyset, args, options):
 
 
 def place_dtensors(args) -> None:
-    """Sees to it that DTensor knows our operators. It takes seconds to import: where nobody has, no argument is one."""
+    """Sees to it that DTensor knows our operators. Importing it takes seconds; if nobody has, no argument is one."""
     dtensor = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None and any(isinstance(x, dtensor.DTensor) for x in args):
         try:
@@ -154,7 +156,7 @@ def place_dtensors(args) -> None:
 
 
 def have_work(q, *others) -> bool:
-    """Whether the dispatcher has more to do for a call than run an operator's body: for subclasses of tensors, for what traces,
+    """Says whether the dispatcher must do more than run an operator's body: for subclasses of tensors, for what traces,
     records, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
     """
     if (
@@ -199,7 +201,7 @@ else:
 
 
 def as_autocast_would(*tensors) -> list[torch.Tensor]:
-    """What the operators would be given in a call that is only asked about: fake tensors in the place of those that are cast."""
+    """Returns what operators would get in a call that is only asked about; fakes stand for tensors that are cast."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -215,7 +217,7 @@ def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _autocast(op, device: str):
-    """Float32 q, k and v become the autocast type; masks and LSE keep theirs."""
+    """Makes the kernel that casts float32 q, k and v to the autocast type; masks and LSE keep theirs."""
     without_autocast = _without_autocast(device)
 
     def kernel(q, k, v, *rest, **options):
@@ -228,7 +230,7 @@ def _autocast(op, device: str):
 
 
 def _without_autocast(device: str) -> Callable:
-    """A context in which autocast casts nothing, entered in a fifth of the time that `torch.autocast` takes."""
+    """Returns what makes a context where autocast casts nothing, entered in a fifth of `torch.autocast`'s time."""
     guard, key = map(
         private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
     )

@@ -1,4 +1,4 @@
-"""Gradients that say so when somebody differentiates them again."""
+"""This module makes gradients that say so when somebody differentiates them again."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _transformed = find("torch._C._are_functorch_transforms_active") or (lambda: Fal
 
 
 def first_order_only(backward):
-    """A Function's backward, whose gradients raise when they are differentiated. It is called with what the forward saved, which
-    hooks of PyTorch allow to be unpacked once, and the incoming gradients.
+    """Wraps a Function's backward so that its gradients raise when they are differentiated. It is called with what the
+    forward saved, which hooks of PyTorch allow to be unpacked once, and the incoming gradients.
 
-    The error hangs on all that the gradients depend on: autograd leaves out what no path leads from to the inputs that a
-    caller names. So a forward saves its inputs, or one of its outputs, from which autograd finds them. (PyTorch's
+    The error hangs on all that the gradients depend on: autograd leaves out what no path leads from to the inputs that
+    a caller names. So a forward saves its inputs, or one of its outputs, from which autograd finds them. (PyTorch's
     once_differentiable hangs the error on leaves of its own, or on nothing where the incoming gradients are constants.)
     """
 
@@ -47,14 +47,14 @@ def first_order_only(backward):
 
 
 def _once_at_each_level(results, sources):
-    """torch.func's levels have graphs of their own, which the error above does not reach."""
+    """Puts the error into the graphs of torch.func's levels, which the error above does not reach."""
     known = [x for x in results if x is not None]
     checked = iter(_Once.apply(len(known), *known, *(x for x in sources if x is not None)))
     return tuple(None if x is None else next(checked) for x in results)
 
 
 class _Once(torch.autograd.Function):
-    """The first `count` of its tensors, as they are."""
+    """A Function that returns the first `count` of its tensors as they are, and raises when it is differentiated."""
 
     @staticmethod
     def forward(count, *tensors):

@@ -1,7 +1,7 @@
-"""What torch.utils.flop_counter counts of a call: operations by PyTorch's own rules.
+"""This module tells torch.utils.flop_counter what to count of a call: operations by PyTorch's own rules.
 
-By these a causal call has all pairs of rows and keys, so a model counts the same as with PyTorch's attention. A window counts
-the pairs that are seen: all of them would be many times the work. A backward has the scores once more, and four products.
+By these a causal call has all pairs of rows and keys, so a model counts the same as with PyTorch's attention. A window
+counts the pairs it sees: all would be many times the work. A backward has the scores once more, and four products.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..support.private_torch import FakeTensor
 
 
 def register() -> None:
-    """Once the counter is imported: it brings Triton, which takes longer than all of this package."""
+    """Registers once the counter is imported: it brings Triton, which takes longer than all of this package."""
     when_imported(r"torch\.utils\.flop_counter", _register)
 
 
@@ -68,7 +68,7 @@ def _pairs_of_dense(q, k, layout: str, options) -> int:
 
 
 def _pairs_of_packed(q, cu_q, cu_k, max_q, max_k, options) -> int:
-    """Where offsets hold no numbers, all sequences are as long as may be, as PyTorch has it; else they are read."""
+    """Counts every sequence as long as may be where offsets hold no numbers, as PyTorch does; else reads them."""
     if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
         return q.shape[1] * (cu_q.shape[0] - 1) * _pairs(max_q, max_k, options)
     lengths = (
@@ -90,7 +90,7 @@ def _pairs(rows: int, keys: int, options) -> int:
 
 
 def _keys_up_to(shift: int, rows: int, keys: int) -> int:
-    """Pairs whose key is no later than row + shift."""
-    some = min(max(-shift, 0), rows)  # the first row that has any
-    every = min(max(keys - 1 - shift, some), rows)  # the first that has all
+    """Returns the number of pairs whose key is no later than row + shift."""
+    some = min(max(-shift, 0), rows)  # the first row that has any key
+    every = min(max(keys - 1 - shift, some), rows)  # the first row that has all keys
     return (rows - every) * keys + (every - some) * (some + every - 1) // 2 + (every - some) * (shift + 1)

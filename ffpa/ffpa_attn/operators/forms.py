@@ -1,4 +1,4 @@
-"""The two forms of a call, dense tensors and packed sequences, and the problem that a call is."""
+"""This module holds the two forms of a call, dense tensors and packed sequences, and describes a call's problem."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..specs.spec import ROW_ALIGNMENT, Problem, Visibility
 
 
 def seen(x) -> tuple | None:
-    """All that a check or a choice may depend on, in one hashable value."""
+    """Returns all that a check or a choice may depend on, in one hashable value."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT)
 
 
 class Dense:
-    """[B, H, N, D] or [B, N, H, D], with a mask or none."""
+    """Dense tensors, [B, H, N, D] or [B, N, H, D], with a mask or none."""
 
     offsets = None
 
@@ -32,7 +32,7 @@ class Dense:
         pass
 
     def sizes(self, q, k) -> tuple[int, int, int, int, int]:
-        """batch, heads_q, heads_kv, n_q, n_k"""
+        """Returns (batch, heads_q, heads_kv, n_q, n_k)."""
         n, h = (2, 1) if self.layout == "BHND" else (1, 2)
         return q.shape[0], q.shape[h], k.shape[h], q.shape[n], k.shape[n]
 
@@ -44,15 +44,15 @@ class Dense:
         return (q.shape[0], q.shape[h], q.shape[n])
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, N, D] as a view."""
+        """Returns [B, H, N, D] as a view."""
         return x if self.layout == "BHND" else x.transpose(1, 2)
 
 
 class Packed:
-    """[T, H, D] with offsets [B + 1] of the sequences."""
+    """Packed sequences, [T, H, D], with their offsets [B + 1]."""
 
     mask = None
-    layout = "BHND"  # none to choose
+    layout = "BHND"  # packed sequences have no layout to choose
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int):
         self.offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -69,7 +69,7 @@ class Packed:
         arguments.max_seqlen("max_seqlen_k", max_k)
 
     def check_values(self, q, k, flags) -> None:
-        """At every call where it costs no wait for a GPU; there only under FFPA_CHECK=1."""
+        """Checks offsets at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
         cu_q, cu_k, max_q, max_k = self.offsets
         if cu_q.device.type == "cpu" or flags["FFPA_CHECK"]:
             memory_checks.offsets_values(cu_q, "cu_seqlens_q", q.shape[0], max_q, "max_seqlen_q")
@@ -80,14 +80,14 @@ class Packed:
         return cu_q.shape[0] - 1, q.shape[1], k.shape[1], min(max_q, q.shape[0]), min(max_k, k.shape[0])
 
     def packed(self, q, k) -> tuple[int, int]:
-        """Rows and keys of all sequences."""
+        """Returns the rows and the keys of all sequences together."""
         return q.shape[0], k.shape[0]
 
     def lse_shape(self, q) -> tuple:
         return (q.shape[1], q.shape[0])
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[H, T, D] as a view."""
+        """Returns [H, T, D] as a view."""
         return x.transpose(0, 1)
 
 
@@ -100,7 +100,7 @@ _DTYPES = arguments.DTYPES | arguments.FP8
 
 
 def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
-    """The problem of a call with checked arguments; device and arch as asked for, else those of the tensors."""
+    """Returns the problem of a call with checked arguments; device and arch are those asked for, or the tensors'."""
     get = options.get
     see = Visibility.of(
         get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)

@@ -1,4 +1,4 @@
-"""What the operators do under torch.vmap: the mapped dim becomes part of the batch, so that a map is one call.
+"""This module is what the operators do under torch.vmap: the mapped dim joins the batch, so that a map is one call.
 
 Packed sequences and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
 """
@@ -34,7 +34,7 @@ def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *
     grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
     grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
     folded = mask
-    if mask is not None:  # each entry's gradient of a mask that all share is one of its own
+    if mask is not None:  # each entry has a gradient of its own, even of a mask that all share
         folded = _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
     *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
     if mask_grad:
@@ -62,7 +62,7 @@ def _mapped_first(t, dim: int | None, size: int) -> torch.Tensor:
 
 
 def _folded(t, dim: int | None, size: int) -> torch.Tensor:
-    """[B, …] of each entry becomes [size * B, …]; what all entries share is copied only where B is more than 1."""
+    """Turns [B, …] of each entry into [size * B, …]; what all entries share is copied only where B is more than 1."""
     return _mapped_first(t, dim, size).flatten(0, 1)
 
 
@@ -75,7 +75,7 @@ def _readable(t) -> torch.Tensor:
 
 
 def _folded_mask(mask, dim: int | None, size: int, batch: int, whole: bool = False) -> torch.Tensor:
-    """One that all entries and batches share stays as it is, unless each is to have its own."""
+    """Folds a mask; one that all entries and batches share stays as it is, unless each is to have its own (`whole`)."""
     shape = _shape_of_one(mask, dim)
     shared = dim is None and (len(shape) < 4 or shape[0] == 1)
     if shared and not whole:
@@ -86,7 +86,7 @@ def _folded_mask(mask, dim: int | None, size: int, batch: int, whole: bool = Fal
 
 
 def _of_one_mask(dmask, shape: list[int]) -> torch.Tensor:
-    """[size, batch, …] becomes the gradient of a mask of this shape: where it has one for the whole batch, that is the sum."""
+    """Turns [size, batch, …] into the gradient of a mask of this shape: a sum, where the batch shares the mask."""
     if len(shape) < 4 or shape[0] == 1:
         dmask = dmask.sum(1, keepdim=True, dtype=torch.float32).to(dmask.dtype)
     return dmask.reshape(dmask.shape[0], *shape)

@@ -1,4 +1,5 @@
-"""The operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend (`dispatch_keys.py`: autograd, autocast).
+"""This module has the operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend
+(`dispatch_keys.py` has autograd and autocast).
 
 The schemas are a contract (tests/test_ops.py: they only grow): ring attention and selective checkpointing use them by
 name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
@@ -63,7 +64,7 @@ class _Plan(NamedTuple):
     out_shape: tuple
     lse_shape: tuple
     workspace_cap: int
-    memo: dict  # a backend's own
+    memo: dict  # what a backend keeps for itself between calls
 
 
 _MOST_PLANS = 4096
@@ -88,7 +89,7 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
-    """The choice, its kernel ready to launch: one that cannot be compiled or loaded leaves the call to the next candidate."""
+    """Returns a choice with its kernels ready; one that cannot be compiled or loaded yields to the next candidate."""
     for _ in CANDIDATES:
         choice = choose(problem, flags)
         if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in choice.plan.specs):
@@ -103,7 +104,7 @@ def _without_triton(error: triton_launch.Unable, key: tuple, plan: _Plan) -> Non
 
 
 def _frames_to_the_caller() -> int:
-    """As warnings.warn in the function above counts them: to the first frame outside this package and PyTorch."""
+    """Counts frames, as warnings.warn in the function above does, to the first one outside this package and PyTorch."""
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ffpa_attn", "torch"):
         frame, level = frame.f_back, level + 1
@@ -130,7 +131,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
-        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # depends on addresses: no plan can know it
+        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
     try:
         out = q.new_empty(plan.out_shape) if out is None else out
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
@@ -168,7 +169,7 @@ def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
 def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
     fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
     arguments.options(options)
-    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 is 72 bytes, one of a transposed v as long as N is
+    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 has 72 bytes, one of a transposed v has N
     return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
 
 
@@ -176,8 +177,8 @@ def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
-    """Gradients from the out and LSE of whole rows, which may be merged from several calls: P is exp(score - LSE), at most 1. An
-    infinite LSE of either sign says that the row sees no key, so that no gradient comes from it; NaN stays NaN.
+    """Computes gradients from out and LSE of whole rows, maybe merged from several calls: P is exp(score - LSE), at
+    most 1. An infinite LSE of either sign says that the row sees no key, so no gradient comes from it; NaN stays NaN.
     """
     flags = env.run_flags()
     key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
@@ -300,7 +301,7 @@ for _name, _body in _BODIES.items():
 
 
 def at_once(name: str, q, *others):
-    """What runs the operator: its body, where that is all the dispatcher would do in its 10 µs, else the operator."""
+    """Returns what runs the operator: its body, if the dispatcher does no more in its 10 µs, else the operator."""
     return (_OPERATORS if dispatch_keys.have_work(q, *others) else _BODIES)[name]
 
 

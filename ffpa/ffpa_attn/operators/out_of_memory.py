@@ -1,5 +1,5 @@
-"""What a call says where there is no memory for its results or its workspace. It is not tried again with less: other sizes of
-the workspace give other bits, and these are not to depend on what is free.
+"""This module says what to do where there is no memory for a call's results or its workspace. The call is not tried
+again with less: other sizes of the workspace give other bits, and these are not to depend on what is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CAP = "FFPA_WORKSPACE_MB"
 
 
 def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
-    """The smallest FFPA_WORKSPACE_MB with which the same backend runs the problem."""
+    """Returns the smallest FFPA_WORKSPACE_MB with which the same backend runs the problem."""
 
     def runs(cap: int) -> bool:
         try:
@@ -32,7 +32,7 @@ def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
 
 
 def _workspace_bytes(choice: Choice, memo: Mapping) -> int | None:
-    """How much the call asks for, or None where only a call that runs finds out: no more than the cap."""
+    """Returns how much the call asks for, or None where only a call that runs finds out; it is no more than the cap."""
     calls = [call for call in memo.values() if isinstance(call, Call)]
     floats = sum((call.scratch or 0) + (call.partial or 0) for call in calls)
     return getattr(choice.plan, "workspace_bytes", 4 * floats if calls else None)
@@ -45,7 +45,7 @@ def _shown(count: int) -> str:
 def explained(
     error: torch.OutOfMemoryError, choice: Choice, memo: Mapping, result_bytes: int, flags: Mapping[str, Any]
 ) -> torch.OutOfMemoryError:
-    """The same error, with what can be done about it. `memo` is that of the call's plan."""
+    """Returns the same error, with what can be done about it. `memo` is that of the call's plan."""
     cap, least, workspace = flags[_CAP], least_cap(choice, flags), _workspace_bytes(choice, memo)
     asked = f"up to {cap} MiB" if workspace is None else _shown(workspace)
     beside = f"its workspace of {asked} ({_CAP}={cap})"

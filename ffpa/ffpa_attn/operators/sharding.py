@@ -1,7 +1,7 @@
-"""How the operators run on DTensors: where these are sharded by batch or heads, each rank computes its part and sends nothing.
+"""Operators run on DTensors by these rules: sharded by batch or heads, each rank computes its part and sends nothing.
 
-PyTorch's own `register_sharding` keeps what it found for calls that differ in `layout` alone, and lets heads be cut unevenly,
-which would part queries from their keys: so the rules are registered by the means that it has itself.
+PyTorch's own `register_sharding` keeps what it found for calls that differ in `layout` alone, and lets heads be cut
+unevenly, which would part queries from their keys: so the rules are registered by the means that it has itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, Ru
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
 _OPERATORS = ("forward", "forward_out", "backward", "varlen_forward", "varlen_forward_out", "varlen_backward")
-_OPTIONS = ["layout", "return_lse", "mask_grad", "fp32_grads"]  # what a result's shape, type or placement depends on
+_OPTIONS = ["layout", "return_lse", "mask_grad", "fp32_grads"]  # a result's shape, type or placement depends on these
 
 
 @cache
@@ -28,24 +28,24 @@ def register() -> None:
 
 
 class _Cut(NamedTuple):
-    """Which of their dims is cut, batch or heads."""
+    """The dim that is cut, batch or heads, in each kind of tensor."""
 
-    rows: int  # of q, and of all that is laid out as q is
+    rows: int  # a dim of q, and of all that is laid out as q is
     lse: int
-    mask: int  # counted from the end
+    mask: int  # a dim of a mask, counted from the end
 
 
 def _cuts(packed: bool, layout: str) -> list[_Cut]:
-    """By heads last."""
+    """Returns the ways to cut, the one by heads last."""
     if packed:
         return [_Cut(1, 0, 0)]
     return [_Cut(0, 0, -4), _Cut(1 if layout == "BHND" else 2, 1, -3)]
 
 
 def _strategy(call: OpSchema) -> OpStrategy:
-    """All ways to place the tensors of a call on the dims of a mesh; DTensor takes the cheapest."""
+    """Returns all ways to place the tensors of a call on the dims of a mesh; DTensor takes the cheapest."""
     schema, options = call.op._schema, call.kwargs_schema
-    given = zip(schema.arguments, call.args_schema, strict=False)  # those left out are the last
+    given = zip(schema.arguments, call.args_schema, strict=False)  # arguments that are left out are the last
     arguments = {argument.name: x for argument, x in given if isinstance(x, OpStrategy)}
     results = [result.name for result in schema.returns]
     empty = {"lse"} if not options.get("return_lse", True) else {"dmask"} if not options.get("mask_grad") else set()
@@ -81,7 +81,7 @@ def _placement(name: str, cut: _Cut, arguments: dict[str, OpStrategy]) -> Placem
 
 
 def _heads_stay_together(way: OpSpec, heads: int, arguments: dict[str, OpStrategy]) -> bool:
-    """Where each rank has as many heads as any other, it has those of K and V that its own of q attend to."""
+    """Says whether all ranks have equally many heads: then each has those of K and V that its own of q attend to."""
 
     def even(name: str) -> bool:
         x = way.input_specs[list(arguments).index(name)]
@@ -92,7 +92,7 @@ def _heads_stay_together(way: OpSpec, heads: int, arguments: dict[str, OpStrateg
 
 
 def _in_place(ways: list[OpSpec], name: str, arguments: dict[str, OpStrategy]) -> list[OpSpec]:
-    """Those that write a tensor where it is: what is written to a copy is lost."""
+    """Returns the ways that write a tensor where it is, as what is written to a copy is lost."""
     at, here = list(arguments).index(name), arguments[name].strategies[0].output_spec.placements
     ways = [way for way in ways if way.input_specs[at].placements == here]
     if not ways:

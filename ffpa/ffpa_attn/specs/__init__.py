@@ -1,1 +1,1 @@
-"""Which kernels there are, by what they compute, and what they may take of a GPU."""
+"""This package says which kernels there are, by what they compute, and what they may take of a GPU."""

@@ -1,7 +1,7 @@
-"""GPU architectures as values: what a build asks for, what a kernel is compiled to, and which GPU runs the result.
+"""This module has GPU architectures as values: what a build asks for, what a kernel is compiled to, what GPU runs it.
 
-Three ways to write one: a request as PyTorch writes it ("9.0a", "8.0+PTX"), a compiled target as nvcc writes it
-("sm_90a", machine code; "compute_80", PTX), and a GPU ("sm_90").
+There are three ways to write one: a request as PyTorch writes it ("9.0a", "8.0+PTX"), a compiled target as nvcc writes
+it ("sm_90a", machine code; "compute_80", PTX), and a GPU ("sm_90").
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _REQUEST = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
-# PyTorch's names of architectures, and the numbers they stand for.
+# These are PyTorch's names of architectures and the numbers they stand for.
 _FAMILIES = {
     "Kepler": "3.5+PTX", "Kepler+Tesla": "3.7", "Maxwell": "5.0;5.2+PTX", "Maxwell+Tegra": "5.3", "Pascal": "6.0;6.1+PTX",
     "Volta": "7.0+PTX", "Volta+Tegra": "7.2", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ampere+Tegra": "8.7",
@@ -22,12 +22,12 @@ _ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
 
 
 class Request(NamedTuple):
-    number: int  # 90 is 9.0
-    ptx: bool  # also PTX, which newer GPUs compile when they load it
+    number: int  # 90 means 9.0
+    ptx: bool  # PTX is wanted too, which newer GPUs compile when they load it
 
 
 def requested(flags: Mapping[str, Any]) -> tuple[Request, ...]:
-    """What the build flags ask for."""
+    """Returns the architectures that the build flags ask for."""
     for name in ("FFPA_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
         if flags[name]:
             words = _SEPARATORS.split(flags[name].strip("; ,"))
@@ -55,7 +55,7 @@ def _parse(arch: str) -> tuple[str, int, str]:
 
 
 def targets(kernel: str, requests: tuple[Request, ...]) -> tuple[str, ...]:
-    """What to compile a kernel of this arch to: "sm_80" to all that is requested from there up, "sm_90a" to itself."""
+    """Lists what a kernel of this arch is compiled to: "sm_80" to all requested from there up, "sm_90a" to itself."""
     _, oldest, letter = _parse(kernel)
     fit = [r for r in requests if (r.number == oldest if letter else r.number >= oldest)]
     machine_code = dict.fromkeys(f"sm_{r.number}{letter}" for r in fit)
@@ -64,7 +64,7 @@ def targets(kernel: str, requests: tuple[Request, ...]) -> tuple[str, ...]:
 
 
 def why_not_on(kernel: str, gpu: str) -> str | None:
-    """Why a GPU cannot run a kernel of this arch however it is compiled; None when it can."""
+    """Says why a GPU cannot run a kernel of this arch however it is compiled; None when it can."""
     _, oldest, letter = _parse(kernel)
     _, number, _ = _parse(gpu)
     if letter and number != oldest:
@@ -86,18 +86,18 @@ def runs(target: str, gpu: str) -> bool:
 
 
 def exact_target(kernel: str, gpu: str) -> str:
-    """What to compile a kernel to for this GPU alone."""
+    """Returns what a kernel is compiled to for this GPU alone."""
     return f"sm_{_parse(gpu)[1]}{_parse(kernel)[2]}"
 
 
 def shared_memory_bytes(gpu: str) -> int:
-    """What one block may ask for. Parts of the 8.6 kind have less than those of 8.0; newer ones than 9.0 are not known."""
+    """Returns the bytes a block may ask for. GPUs like 8.6 have less than 8.0; unknown ones after 9.0 count as 9.0."""
     _, number, _ = _parse(gpu)
     kilobytes = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(number, 227 if number >= 90 else 99)
     return kilobytes << 10
 
 
 def multiprocessors(gpu: str) -> int:
-    """Of the best-known GPU of this kind: plans, and with them bits, are the same on all of a kind."""
+    """Returns how many the best-known GPU of this kind has, so that plans, and so bits, are equal on all of a kind."""
     _, number, _ = _parse(gpu)
     return {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 120: 170}.get(number, 132)

@@ -1,4 +1,4 @@
-"""Pure values that describe a call and a kernel: no tensors, no device, no torch."""
+"""These are pure values that describe a call and a kernel: no tensors, no device, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import tiles
 
 
 class LevelType(Enum):
-    """How the split-D family keeps O on chip: L1 registers, L2 column groups with QK^T again, L3 streamed scratch."""
+    """How the split-D family keeps O on chip: L1 registers, L2 column groups (QK^T repeated), L3 streamed scratch."""
 
     L1 = 1
     L2 = 2
@@ -19,7 +19,7 @@ class LevelType(Enum):
 
 
 class MMAAccType(Enum):
-    """What the tensor cores accumulate in; MIXED is QK^T in f32 and PV in f16."""
+    """The type that tensor cores accumulate in; MIXED is f32 for QK^T and f16 for PV."""
 
     FP32 = "f32"
     FP16 = "f16"
@@ -31,14 +31,14 @@ ACCS = tuple(acc.value for acc in MMAAccType)
 ALIGNS = ("bottom_right", "top_left")
 LAYOUTS = ("BHND", "BNHD")
 STAGES = (1, 2, 3, 4)
-MOST_POSITIONS = 2**31 - 1024  # row + key, and a tile beyond both: where kernels count them in 32 bits
-HEAD_DIM_STEP = 8  # one 16-byte row access of a 16-bit type
+MOST_POSITIONS = 2**31 - 1024  # limit of row + key, with a tile beyond both, in kernels that count them in 32 bits
+HEAD_DIM_STEP = 8  # one access of 16 bytes to a row of a 16-bit type
 ROW_ALIGNMENT = 16  # bytes
 FP8_BLOCK = 128  # rows that share a scale, where scales are given by block
 
 
 class Visibility(NamedTuple):
-    """Which keys a row may see: those from `left` before to `right` after its diagonal; -1 is unbounded.
+    """The keys that a row may see: from `left` before its diagonal to `right` after it; -1 is unbounded.
 
     The diagonal of row r is key r (top_left) or key r + n_k - n_q (bottom_right). Causal is right = 0.
     """
@@ -66,15 +66,15 @@ class Problem(NamedTuple):
     direction: str  # "forward" | "backward"
     device: str  # "cpu" | "cuda"
     arch: str | None  # "sm_90"; None on the CPU
-    dtype: str  # "f16" | "bf16", or of ffpa_fp8 "e4m3" | "e5m2"
+    dtype: str  # "f16" | "bf16"; for ffpa_fp8 "e4m3" | "e5m2"
     batch: int
     heads_q: int
     heads_kv: int
-    n_q: int  # packed sequences: the longest
+    n_q: int  # rows of a sequence; of packed sequences, those of the longest
     n_k: int
     d_qk: int
     d_v: int
-    packed: tuple[int, int] | None  # varlen: rows and keys of all sequences
+    packed: tuple[int, int] | None  # packed sequences: (rows, keys) of all of them together
     visibility: Visibility
     scale: float
     softcap: float
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
     level: int | None
     acc: str
     num_stages: int | None
-    supposed: bool = False  # asked of an installed wheel, where this installation has no kernels
+    supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property
     def group(self) -> int:
@@ -107,7 +107,7 @@ class Problem(NamedTuple):
 
 
 def visible_keys(p: Problem) -> float:
-    """Of a row, on average: as nine rows from first to last say."""
+    """Returns how many keys a row sees, averaged over nine rows from first to last."""
     see, shift = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
 
     def seen_by(row: int) -> int:
@@ -128,8 +128,8 @@ class KernelSpec:
     """
 
     family: ClassVar[str]  # csrc/attention/<family>.cuh with the kernel <family> and the template <Family>Config
-    arch: ClassVar[str]  # the oldest GPU it runs on, "sm_80"; with a letter, "sm_90a", the only one
-    allowed_spill_bytes: ClassVar[int] = 0  # a build fails above it
+    arch: ClassVar[str]  # "sm_80": the oldest GPU it runs on; with a letter, as in "sm_90a", the only one
+    allowed_spill_bytes: ClassVar[int] = 0  # bytes of spills above which a build fails
 
     @property
     def name(self) -> str:
@@ -147,55 +147,55 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class ScaledCopy(KernelSpec):
-    """out = scale * in: proves the way from a spec to a launch."""
+    """The kernel of out = scale * in, which proves that the way from a spec to a launch works."""
 
     family = "scaled_copy"
     arch = "sm_80"
 
     dtype: str  # "f16" | "bf16"
-    unroll: int  # elements of one thread
+    unroll: int  # elements that one thread copies
 
 
 @dataclass(frozen=True)
 class ForwardMma(KernelSpec):
-    """Split-D forward. One spec serves every D_qk; at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
+    """Split-D forward. A spec serves every D_qk, at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
 
     family = "forward_mma"
     arch = "sm_80"
-    allowed_spill_bytes = 384  # on the path of masks: without it there are hardly any
+    allowed_spill_bytes = 384  # spills on the path of masks; there are hardly any elsewhere
 
     dtype: str
     acc_qk: str  # "f32" | "f16"
     acc_pv: str
-    columns: int  # of O in registers
-    rows: int  # of a tile
+    columns: int  # columns of O in registers
+    rows: int  # rows of one tile
     keys: int
-    key_columns: int  # of a step of Q and K
-    value_rows: int  # of a step of V
-    streamed: bool = False  # O in scratch: level 3
-    own_rings: bool = False  # of K and V, instead of one for both
-    pad_q: bool = False  # rows in shared memory padded, not swizzled
+    key_columns: int  # columns of Q and K in one step
+    value_rows: int  # rows of V in one step
+    streamed: bool = False  # O lies in scratch, as at level 3
+    own_rings: bool = False  # K and V have a ring each, instead of one for both
+    pad_q: bool = False  # rows of Q in shared memory are padded, not swizzled
     pad_k: bool = False
     pad_v: bool = False
-    serial: bool = False  # fragments loaded when they are needed, not ahead
+    serial: bool = False  # fragments are loaded when they are needed, not ahead
 
 
 @dataclass(frozen=True)
 class ForwardMmaRows(KernelSpec):
-    """Forward for small head dims, each warp on rows of its own; a spec serves every D_qk and D_v up to `head_dim`."""
+    """The forward for small head dims: each warp has rows of its own; a spec serves D_qk and D_v up to `head_dim`."""
 
     family = "forward_mma_rows"
     arch = "sm_80"
-    allowed_spill_bytes = 32  # on sm_80 at D = 128: six registers, once a tile
+    allowed_spill_bytes = 32  # six registers spill on sm_80 at D = 128, once a tile
     streamed: ClassVar[bool] = False
 
     dtype: str
     acc_qk: str
     acc_pv: str
     head_dim: int  # columns of Q, K, V and O
-    rows: int  # of a tile; those of 128 rows only know a positive scale, no other rule for scores
+    rows: int  # rows of one tile; tiles of 128 rows know a positive scale only, no other rule for scores
     keys: int
-    q_in_registers: bool = False  # or its fragments are read again for every tile
+    q_in_registers: bool = False  # if not, fragments of Q are read again for every tile
     serial: bool = False
 
     @property
@@ -205,7 +205,7 @@ class ForwardMmaRows(KernelSpec):
 
 @dataclass(frozen=True)
 class MergeSplits(KernelSpec):
-    """One result from those over parts of the keys."""
+    """The kernel that merges results over parts of the keys into one."""
 
     family = "merge_splits"
     arch = "sm_80"
@@ -215,7 +215,7 @@ class MergeSplits(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardRows(KernelSpec):
-    """Of each query row what its gradients need: LSE, dO·O, whether it counts."""
+    """The kernel that finds what the gradients of each query row need: LSE, dO·O, whether the row counts."""
 
     family = "backward_rows"
     arch = "sm_80"
@@ -225,41 +225,41 @@ class BackwardRows(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardScoresWgmma(KernelSpec):
-    """P and dS into the workspace; one spec serves every head dim."""
+    """The kernel that writes P and dS to the workspace; one spec serves every head dim."""
 
     family = "backward_scores_wgmma"
     arch = "sm_90a"
-    allowed_spill_bytes = 128  # what is live across a product of 128 accumulators beside 64 packed values
+    allowed_spill_bytes = 128  # spills of what is live across a product of 128 accumulators beside 64 packed values
 
     dtype: str
 
 
 @dataclass(frozen=True)
 class BackwardProductsWgmma(KernelSpec):
-    """dQ, or dK and dV, from P and dS; one spec serves every head dim."""
+    """The kernel that computes dQ, or dK and dV, from P and dS; one spec serves every head dim."""
 
     family = "backward_products_wgmma"
     arch = "sm_90a"
 
     dtype: str
-    columns: int  # of a tile
+    columns: int  # columns of one tile
     of_q: bool
 
 
 @dataclass(frozen=True)
 class BackwardScoresMma(KernelSpec):
-    """As BackwardScoresWgmma, on every GPU."""
+    """The counterpart of BackwardScoresWgmma for every GPU."""
 
     family = "backward_scores_mma"
     arch = "sm_80"
-    allowed_spill_bytes = 96  # none on sm_80 and sm_90, 76 on sm_86 and sm_89: between products, not among them
+    allowed_spill_bytes = 96  # between products, not among them: none on sm_80 and sm_90, 76 on sm_86 and sm_89
 
     dtype: str
 
 
 @dataclass(frozen=True)
 class BackwardProductsMma(KernelSpec):
-    """As BackwardProductsWgmma, on every GPU."""
+    """The counterpart of BackwardProductsWgmma for every GPU."""
 
     family = "backward_products_mma"
     arch = "sm_80"
@@ -271,12 +271,12 @@ class BackwardProductsMma(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardFused(KernelSpec):
-    """Forward whose O registers hold; a spec serves every D_qk up to `columns`, and every D_v up to `value_columns`."""
+    """The forward with O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
 
     family = "forward_fused"
     arch = "sm_90a"
-    blocks = 1  # that share a row tile
-    allowed_spill_bytes = 256  # mostly of the producer, and of what is needed once a tile
+    blocks = 1  # blocks that share a row tile
+    allowed_spill_bytes = 256  # spills are mostly the producer's, and of what is needed once a tile
 
     dtype: str
     columns: int
@@ -285,7 +285,7 @@ class ForwardFused(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardPair(KernelSpec):
-    """As ForwardFused, for O that the registers of two blocks hold."""
+    """The counterpart of ForwardFused for an O that takes the registers of two blocks."""
 
     family = "forward_pair"
     arch = "sm_90a"
@@ -297,11 +297,11 @@ class ForwardPair(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardTwoPhase(KernelSpec):
-    """Forward for wide head dims: P into scratch, and the product with V, `columns` of O at a time or 64 fewer."""
+    """Forward for wide head dims: P goes to scratch; its product with V makes `columns` of O at a time, or 64 less."""
 
     family = "forward_two_phase"
     arch = "sm_90a"
-    allowed_spill_bytes = 128  # between products, not among them
+    allowed_spill_bytes = 128  # spills are between products, not among them
 
     dtype: str
     columns: int
@@ -309,7 +309,7 @@ class ForwardTwoPhase(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardTwoPhaseMma(KernelSpec):
-    """As ForwardTwoPhase, on every GPU."""
+    """The counterpart of ForwardTwoPhase for every GPU."""
 
     family = "forward_two_phase_mma"
     arch = "sm_80"
@@ -320,25 +320,25 @@ class ForwardTwoPhaseMma(KernelSpec):
 
 @dataclass(frozen=True)
 class ArrangeValues(KernelSpec):
-    """V transposed, its keys in the order that ForwardFp8 wants."""
+    """The kernel that transposes V and puts its keys in the order that ForwardFp8 wants."""
 
     family = "arrange_values"
-    arch = "sm_90a"  # what needs it
+    arch = "sm_90a"  # the arch of ForwardFp8, which needs it
 
 
 @dataclass(frozen=True)
 class ForwardFp8(KernelSpec):
-    """Forward of 8-bit floats whose O two warpgroups hold; a spec serves every D_qk and D_v up to `columns`."""
+    """The forward of 8-bit floats, with O in two warpgroups; a spec serves every D_qk and D_v up to `columns`."""
 
     family = "forward_fp8"
     arch = "sm_90a"
-    allowed_spill_bytes = 96  # of what is needed once a row tile
+    allowed_spill_bytes = 96  # spills of what is needed once a row tile
 
     dtype: str  # "e4m3" | "e5m2"
     columns: int
 
 
-FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # of Q and K, of V and O
+FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
 TWO_PHASE_COLUMNS = (256, 320, 384)
@@ -346,25 +346,25 @@ TWO_PHASE_MMA_COLUMNS = 256
 
 
 class ProductTile(NamedTuple):
-    """A tile of dQ, dK or dV; its speed, that of 128 x 256 in a block by itself being 1."""
+    """A tile of dQ, dK or dV; its speed is relative to a tile of 128 x 256 in a block by itself."""
 
     columns: int
     rows: int
-    blocks: int  # of a cluster, which share it
+    blocks: int  # blocks of a cluster, which share the tile
     speed: float
 
 
 PRODUCT_TILES = tuple(
     ProductTile(*tile) for tile in ((160, 256, 1, 1.0), (192, 256, 1, 1.03), (224, 256, 2, 0.9), (256, 256, 2, 1.0))
 )
-# Here the speeds are as the bytes of shared memory that a product takes say.
+# These speeds follow from the bytes of shared memory that a product takes.
 MMA_PRODUCT_TILES = tuple(ProductTile(*tile) for tile in ((128, 128, 1, 0.75), (192, 128, 1, 0.93), (256, 128, 1, 1.0)))
 
 
 class Shape(NamedTuple):
-    """A tile, and its speed: TFLOPS at N = 8192 on an H200."""
+    """A tile and its speed: TFLOPS at N = 8192 on an H200."""
 
-    columns: int  # of O in registers
+    columns: int  # columns of O in registers
     rows: int
     keys: int
     key_columns: int
@@ -372,21 +372,21 @@ class Shape(NamedTuple):
     speed: int
 
 
-LEAST_SCALE = 2.0**-100  # that counts as positive: a float holds it
-MOST_COLUMNS = 1024  # of O in registers
+LEAST_SCALE = 2.0**-100  # the smallest scale that counts as positive: a float holds it
+MOST_COLUMNS = 1024  # columns of O in registers
 COLUMNS = range(256, MOST_COLUMNS + 1, 64)
 
-# (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
+# These are the (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
 ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
 def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
-    """Tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
+    """Returns tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
     return [Shape(*tile) for tile in tiles.REGISTERS[acc[1]][columns]]
 
 
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
-    """Tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
+    """Returns the tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
     table = tiles.STREAMED[acc[1]]
     nearest = next((d for d in table if d >= head_dim), max(table))
     return [Shape(*tile) for tile in table[nearest]]
@@ -396,7 +396,7 @@ ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def rows_shapes(head_dim: int) -> list[Shape]:
-    """Tiles of whole rows: for many of them, and for all rules (TFLOPS where an SM holds two blocks)."""
+    """Returns tiles of whole rows: for many rows, and for all rules (TFLOPS where an SM holds two blocks)."""
 
     def whole(rows: int, keys: int, speed: int) -> Shape:
         return Shape(head_dim, rows, keys, head_dim, keys, speed)
@@ -408,7 +408,7 @@ def rows_shapes(head_dim: int) -> list[Shape]:
 
 
 def rows_spec(dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bool | None = None) -> ForwardMmaRows:
-    """Of the two ways to hold Q the faster one, if nothing is asked."""
+    """Returns the spec with the faster of the two ways to hold Q, unless `q_in_registers` picks one."""
     fastest = shape.columns == 192
     return ForwardMmaRows(
         dtype, *acc, shape.columns, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
@@ -420,7 +420,7 @@ def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool 
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
-    """What a wheel holds, given the build-time flags."""
+    """Returns the kernels that a wheel holds, given the build-time flags."""
     few = flags["ENABLE_FFPA_DEBUG"]
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
     kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]

@@ -1,1 +1,1 @@
-"""What surrounds the package: PyTorch's private names, other packages, and what is said while it works."""
+"""This package is what surrounds the others: PyTorch's private names, other packages, and what is said at work."""

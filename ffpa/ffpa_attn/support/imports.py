@@ -1,4 +1,4 @@
-"""What is to be done to other packages' modules once somebody imports them: importing them here would take seconds."""
+"""This module acts on other packages' modules once somebody imports them: importing them here would take seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _acts: list[tuple[re.Pattern, Callable[[ModuleType], None]]] = []
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """`act` on each module whose full name the expression matches: on those that are there now, on others as they come."""
+    """Calls `act` on each module whose full name the expression matches: now if it is there, else once it comes."""
     for module in [module for found, module in list(sys.modules.items()) if re.fullmatch(name, found)]:
         act(module)
     _acts.append((re.compile(name), act))

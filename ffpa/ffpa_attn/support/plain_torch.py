@@ -1,4 +1,4 @@
-"""How the reference path calls PyTorch: its operators, and nothing around them."""
+"""This module says how the reference path calls PyTorch: its operators, and nothing around them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _set_grad_enabled = private_torch.find("torch._C._set_grad_enabled") or torch.se
 
 
 class PlainTorch:
-    """PyTorch's own operators as the reference path means them: no graph is recorded, nothing is cast. It takes a
-    fifth of the time of `torch.no_grad()` and `torch.autocast()`.
+    """A context in which PyTorch's own operators run as the reference path means them: no graph is recorded, nothing is
+    cast. It takes a fifth of the time of `torch.no_grad()` and `torch.autocast()`.
     """
 
     def __init__(self, device: torch.device):

@@ -1,8 +1,8 @@
-"""The private names of PyTorch that this package calls, each looked for once, as it is imported.
+"""This module looks once, as it is imported, for each private name of PyTorch that this package calls.
 
-A release of PyTorch may drop any of them. What they are for is then off, with a reason that the import warns of, the doctor
-lists and an exception tells whoever asks for it; everything else works. Names that come with slow imports (DTensor's, the
-compiler's) are looked for where they are used.
+A release of PyTorch may drop any of them. What they are for is then off, with a reason that the import warns of, the
+doctor lists and an exception tells whoever asks for it; everything else works. Names that come with slow imports
+(DTensor's, the compiler's) are looked for where they are used.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ no_torch_sdpa = needs("PyTorch's own kernels as a choice", "torch._fused_sdp_cho
 
 
 class _NoTensor:
-    """A class that no tensor is of."""
+    """A class of which no tensor is an instance."""
 
 
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor") or _NoTensor

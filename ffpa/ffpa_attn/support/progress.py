@@ -1,4 +1,4 @@
-"""What users hear: of a build while they wait for it, and of a call that is not what they may expect. No torch here."""
+"""Tells users of a build while they wait for it, and of a call that is not what they may expect. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to stderr, where there is one: a program may have closed it, and who read it may be gone."""
+    """Writes to stderr, where there is one: a program may have closed it, and whoever read it may be gone."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Errors that a retry may not meet. They reach the caller as they are, and nothing that outlasts the call remembers them."""
+"""Knows errors a retry may not meet. They reach the caller as they are; nothing that outlasts a call remembers them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OF_THE_SYSTEM = _OF_TOOLS | {
     errno.ENOENT,
     errno.EPIPE,
     errno.EBADF,
-}  # a compiler says ENOENT of what a source includes
+}  # compilers say ENOENT of what a source includes
 _OF_CUDA = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
-# What CUDA says of the kernel itself, and would say again.
+# CUDA says these of the kernel itself, and would say them again.
 _OF_A_KERNEL = (
     "device kernel image is invalid",
     "no kernel image is available",
@@ -27,7 +27,7 @@ _OF_A_KERNEL = (
     "unsupported toolchain",
     "too many resources requested for launch",
 )
-# How compilers, ninja and the shell put that, and that a signal ended one of them: a full disk may be a bus error.
+# Compilers, ninja and the shell say these of such, and of a signal that ended one: a full disk may be a bus error.
 _OF_COMPILERS = (
     *(f"signal {number}" for number in (7, 9, 15, 24, 25)),
     *(
@@ -43,8 +43,8 @@ _IN_ANY_CASE = (*(os.strerror(number).lower() for number in _OF_TOOLS), "out of 
 
 
 def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Whether memory that is free again, another state of the GPU or of the machine, may change what came of it. `handled` is what
-    somebody was handling already, perhaps by this very retry: it is no cause.
+    """Says whether another try may end otherwise, with memory that is free again or another state of the GPU or
+    machine. `handled` is what somebody was handling already, perhaps by this very retry: it is no cause.
     """
     if not isinstance(error, Exception) or isinstance(
         error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -55,7 +55,7 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     if isinstance(error, OSError):
         return error.errno in _OF_THE_SYSTEM
     if isinstance(error, subprocess.CalledProcessError):
-        return error.returncode < 0  # it was killed
+        return error.returncode < 0  # a signal killed the program
     text = str(error)
     if any(words in text for words in _OF_CUDA):
         return not any(words in text for words in _OF_A_KERNEL)
@@ -64,12 +64,12 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     cause = error.__cause__ or error.__context__
     missing = isinstance(
         cause, FileNotFoundError
-    )  # who raises another error for it has looked for a tool, and there is none
+    )  # an error raised because of it means that a tool was looked for, and there is none
     return cause is not None and cause is not handled and not missing and is_transient(cause, handled)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a handler of signals raised it, as a time limit does: it says nothing of the work that it interrupted."""
+    """Says whether a signal handler raised it, as a time limit does: that says nothing of the work it interrupted."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     place = error.__traceback__
     while place is not None:

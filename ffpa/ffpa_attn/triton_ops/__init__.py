@@ -1,1 +1,1 @@
-"""Triton's kernels, the tiles they were measured with, and how they are launched."""
+"""This package holds Triton's kernels, the tiles they were measured with, and how they are launched."""

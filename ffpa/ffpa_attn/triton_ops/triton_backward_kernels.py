@@ -1,5 +1,5 @@
-"""The gradients for small head dims in Triton: of Q by rows, of K and V by keys, what both need of each row, and what scores that
-are too large for the fast arithmetic, or for an LSE, take beyond.
+"""This module computes the gradients for small head dims in Triton: of Q by rows, of K and V by keys, what both need of
+each row, and what scores that are too large for the fast arithmetic, or for an LSE, take beyond.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .triton_kernels import (
     _unit,
 )
 
-ROUNDINGS = tl.constexpr(2.0**-21)  # of an LSE, relative to it, by whichever kernels
+ROUNDINGS = tl.constexpr(2.0**-21)  # the error of an LSE, relative to it, from whichever kernels
 LOWEST = tl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the smallest finite float32
-STATISTICS_ROWS = tl.constexpr(64)  # that a program prepares, and that have one maximum
-_LSES = tl.constexpr(1024)  # read at once
+STATISTICS_ROWS = tl.constexpr(64)  # rows that a program prepares, and that have one maximum
+_LSES = tl.constexpr(1024)  # LSEs that are read at once
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def statistics_kernel(
     out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta, out_strides, grad_strides, grad_lse_strides,
     lse_strides, strides, sizes, RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Of each row, and of those that pad them to whole tiles: the LSE in natural units (RAW: as an exponent of 2, too), INF, which
-    makes P 0, of blind rows, those that see no key; a share of 0; and delta, the sum over columns of out * grad, less the
-    gradient of the LSE: what dP is lowered by. Of each block of rows the largest LSE, whatever its sign.
+    """Prepares each row, and those that pad them to whole tiles: the LSE in natural units (RAW: as an exponent of 2,
+    too), or INF, which makes P 0, for blind rows, those that see no key; a share of 0; and delta, the sum over columns
+    of out * grad, less the gradient of the LSE: what dP is lowered by. Each block of rows gets its largest |LSE| that
+    is far.
     """
     row_blocks = strides.head // STATISTICS_ROWS
     program = tl.program_id(0)
@@ -73,8 +74,8 @@ def _p_and_ds(
     s, dp, exponent, share, row_delta, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """P, and the gradient of the products less their scale, of products and dP in either orientation. Not RAW: exponent is in the
-    units of scores, and no P is above 1, however the score or the LSE was rounded.
+    """Returns P, and the gradient of the products less their scale, from products and dP in either orientation. Not
+    RAW: exponent is in the units of scores, and no P is above 1, however the score or the LSE was rounded.
     """
     if CAPPED:
         slope = _slope_of_tanh(s * (rule.scale / rule.softcap))
@@ -83,7 +84,7 @@ def _p_and_ds(
         p = tl.exp2(s * _unit(rule, RAW) - exponent)
     else:
         below = s - exponent
-        p = tl.exp2(tl.where(below > 0, 0.0, below * LOG2E) - share)  # NaN stays
+        p = tl.exp2(tl.where(below > 0, 0.0, below * LOG2E) - share)  # a NaN stays NaN
     ds = p * (dp - row_delta)
     if CAPPED:
         ds *= slope
@@ -96,21 +97,21 @@ def _add_rows(
     D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
     MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of rows. Everything transposed, [keys, rows], so that P and dS are left operands as they come."""
+    """Adds one more tile of rows. All is transposed, [keys, rows], so that P and dS are left operands as they come."""
     q_tile = _load(q, first, ROWS, k_tile.shape[1], D_QK, TMA)
     grad_tile = _load(grad, first, ROWS, v_tile.shape[1], D_V, TMA)
     rows = first + tl.arange(0, ROWS)
-    if MASK != "none" or (BLIND and EDGE):  # their P is 0, and 0 times NaN would be NaN
+    if MASK != "none" or (BLIND and EDGE):  # the P of blind rows is 0, and 0 times NaN would be NaN
         sighted = (tl.load(exponents + rows, mask=rows < at.n_q, other=INF) != INF)[:, None]
         q_tile = tl.where(sighted, q_tile, 0.0)
         grad_tile = tl.where(sighted, grad_tile, 0.0)
     s = tl.dot(k_tile, tl.trans(q_tile))
     dp = tl.dot(v_tile, tl.trans(grad_tile))
-    if PACKED and EDGE:  # rows of the next sequence, whatever there is
+    if PACKED and EDGE:  # rows past the end are those of the next sequence, whatever they hold
         inside = rows < at.n_q
         exponent = tl.load(exponents + rows, mask=inside, other=INF)
         row_delta = tl.load(delta + rows, mask=inside, other=0.0)
-        share = row_delta if RAW else tl.load(shares + rows, mask=inside, other=0.0)  # RAW asks for none
+        share = row_delta if RAW else tl.load(shares + rows, mask=inside, other=0.0)  # RAW asks for no share
     else:
         exponent, row_delta = tl.load(exponents + rows), tl.load(delta + rows)
         share = row_delta if RAW else tl.load(shares + rows)
@@ -130,7 +131,7 @@ def _keys_gradient(
     BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr,
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys, summed over the query heads of its group in their order. BLIND: by the rule, some rows are."""
+    """Computes dK and dV of a block of keys, summed over its query heads in order. BLIND: the rule blinds some rows."""
     k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
     v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
     dk_rows = _rows(dk, dk_strides, at.batch, head_kv, at.start_k, at.n_k, False)
@@ -193,7 +194,7 @@ def _add_keys(
     D_V: tl.constexpr, TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys."""
+    """Adds one more tile of keys."""
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     v_tile = _load(v, first, KEYS, grad_tile.shape[1], D_V, TMA)
     s = tl.dot(q_tile, tl.trans(k_tile))
@@ -213,7 +214,7 @@ def _rows_gradient(
     MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows."""
+    """Computes dQ of a block of rows."""
     head_kv = head // sizes.group
     q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
     k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
@@ -241,7 +242,7 @@ def _rows_gradient(
                 dq_sum, q_tile, k_rows, v_rows, grad_tile, exponent, share, row_delta, _edge_tile(edge, all_begin, all_end), rows,
                 at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK, True, KEYS,
             )  # fmt: skip
-    dq_sum = tl.where(exponent[:, None] == INF, 0.0, dq_sum * rule.scale)  # of blind rows, whatever they hold
+    dq_sum = tl.where(exponent[:, None] == INF, 0.0, dq_sum * rule.scale)  # blind rows get 0, whatever they hold
     _store(dq_rows, first_row, dq_sum, ROWS, WIDTH_QK, D_QK)
 
 
@@ -267,7 +268,7 @@ def rows_gradient_kernel(
 
 @triton.jit
 def _has_far(naturals, largest, strides, at, first_head, heads, PACKED: tl.constexpr):
-    """Whether any row of a sequence is far, in so many heads. Packed sequences share blocks, and ask each of their rows."""
+    """Says whether any row of a sequence is far, in so many heads. Packed sequences share blocks, and ask each row."""
     BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS
     lses = (naturals if PACKED else largest) + _offset(strides, at.batch, first_head, at.start_q) // BLOCK
     count = tl.cdiv(at.n_q, BLOCK).to(tl.int64)
@@ -284,7 +285,7 @@ def _add_p(
     row_max, total, q_tile, k, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, TMA: tl.constexpr,
     CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys: (the largest score, the sum of exp(score - largest))."""
+    """Adds one more tile of keys to (the largest score, the sum of exp(score - largest))."""
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s, keys = tl.dot(q_tile, tl.trans(k_tile)), first + tl.arange(0, KEYS)
     s = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, False, CAPPED, MASK, EDGE)
@@ -299,10 +300,10 @@ def shares_kernel(
     sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr,
     TMA: tl.constexpr, D_QK: tl.constexpr, WIDTH_QK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Far rows whose keys are all here, as the LSE says that these make, get a softmax of their own: for the LSE, whose rounding
-    shows in P, their largest score, and for a share log2 of the sum that softmax divides by. Others keep the LSE and a share of
-    0: other keys of the row are elsewhere. So many programs take turns at the blocks of a head; where no row is far they end
-    before they begin.
+    """Gives far rows a softmax of their own where their keys are all here, as the LSE says that these make: in place of
+    the LSE, whose rounding shows in P, their largest score, and as a share log2 of the sum that softmax divides by.
+    Others keep the LSE and a share of 0: other keys of the row are elsewhere. So many programs take turns at the blocks
+    of a head; where no row is far they end before they begin.
     """
     program = tl.program_id(0)
     heads_kv = sizes.heads // sizes.group
@@ -333,7 +334,7 @@ def shares_kernel(
                             row_max, total, q_tile, k_rows, _edge_tile(edge, all_begin, all_end), rows, at, rule, head_mask,
                             mask_strides, D_QK, TMA, CAPPED, MASK, True, KEYS,
                         )  # fmt: skip
-                all_here = tl.abs(row_max + tl.log2(total) / LOG2E - lse) <= tl.abs(lse) * ROUNDINGS  # of NaN it is not
+                all_here = tl.abs(row_max + tl.log2(total) / LOG2E - lse) <= tl.abs(lse) * ROUNDINGS  # False for NaN
                 own = all_here & _is_far(lse) & _is_far(row_max)  # a far row stays far to those who ask later
                 tl.store(naturals + places, row_max, mask=own)
                 tl.store(shares + places, tl.log2(total), mask=own)
@@ -346,8 +347,9 @@ def far_gradients_kernel(
     TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, BLIND: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
     WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """RAW gradients once more, from scores and LSEs in natural units, of each head of K (and the heads of Q that share it) in which
-    a row is far. So many programs take turns at the blocks of a head; where no row is far they end before they begin.
+    """Computes RAW gradients once more, from scores and LSEs in natural units, for heads of K (and the heads of Q that
+    share them) where a row is far. So many programs take turns at a head's blocks; where no row is far they end before
+    they begin.
     """
     program = tl.program_id(0)
     heads_kv = sizes.heads // sizes.group

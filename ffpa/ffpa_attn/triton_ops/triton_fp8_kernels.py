@@ -1,11 +1,12 @@
-"""The forward on fp8 values: 8-bit products of Q and K, and of P, rounded to fp8 as well, and V.
+"""This module is the forward on fp8 values: 8-bit products of Q and K, and of P, rounded to fp8 as well, and V.
 
-What keeps it exact: P is scaled up to use the whole range of its type; each tile's products with V, and its sum of P, are sums
-of their own, added in float32 (Hopper adds fp8 products in 14 bits); and rows are divided by the sum of the rounded P.
+What keeps it exact: P is scaled up to the whole range of its type; each tile's products with V, and its sum of P, are
+sums of their own, added in float32 (Hopper adds fp8 products in 14 bits); rows are divided by the sum of rounded P.
 
-8-bit products want V with its keys side by side, and P of a row with four keys side by side in a thread, where the scores
-leave two: of sixteen columns of scores 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. A V that is transposed already is used as it
-is, and TMA brings the rows of K in an order that makes up for it. Otherwise V is arranged once, transposed and in that order.
+8-bit products want V with its keys side by side, and P of a row with four keys side by side in a thread, where the
+scores leave two: sixteen columns go as 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. A V that is transposed already is used
+as it is, and TMA brings rows of K in an order that makes up for it. Else V is arranged once, transposed and in that
+order.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .triton_kernels import (
 )
 
 SCALE_BLOCK = tl.constexpr(128)  # rows that share a scale
-LEAST_SCALE = tl.constexpr(2.0**-100)  # as spec.LEAST_SCALE: a float holds it
-_SUM_COLUMNS = tl.constexpr(16)  # the narrowest product there is
+LEAST_SCALE = tl.constexpr(2.0**-100)  # the same as spec.LEAST_SCALE: a float holds it
+_SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def arrange_values_kernel(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """[B, H, N, D] as [B, H, D, arranged_n], keys in the order of P; zeros past the end."""
+    """Writes [B, H, N, D] as [B, H, D, arranged_n], with keys in the order of P and zeros past the end."""
     blocks = arranged_n // KEYS
     program = tl.program_id(0)
     head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
@@ -64,7 +65,7 @@ def arrange_values_kernel(
 
 @triton.jit
 def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(where they lie, which of them there are) of the rows of the program's block, from column `first` on."""
+    """Returns (where they lie, which of them there are) of the rows of the program's block, from column `first` on."""
     blocks = tl.cdiv(n, ROWS)
     program = tl.program_id(0)
     head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
@@ -78,7 +79,7 @@ def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROW
 def block_maxima_kernel(
     x, maxima, x_strides, x_column_stride, heads, n, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """The largest |x| of each block of ROWS rows; KEYS columns at a time."""
+    """Finds the largest |x| of each block of ROWS rows; it reads KEYS columns at a time."""
     largest = tl.zeros([ROWS], tl.float32)
     for first in range(0, D, KEYS):
         pointers, there = _of_columns(x, x_strides, x_column_stride, heads, n, first, D, ROWS, KEYS)
@@ -102,7 +103,7 @@ def quantize_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """x / scale of its block, as 8-bit floats."""
+    """Divides x by the scale of its block, and stores 8-bit floats."""
     divisor = tl.load(scale + tl.program_id(0))
     for first in range(0, D, KEYS):
         pointers, there = _of_columns(x, x_strides, x_column_stride, heads, n, first, D, ROWS, KEYS)
@@ -113,7 +114,7 @@ def quantize_kernel(
 
 @triton.jit
 def _keys(first, KEYS: tl.constexpr, V_AS_IT_IS: tl.constexpr):
-    """Which keys the columns of a tile of scores are."""
+    """Returns which keys the columns of a tile of scores are."""
     columns = tl.arange(0, KEYS)
     if V_AS_IT_IS:
         columns = columns // 16 * 16 + columns % 8 // 2 * 4 + columns % 16 // 8 * 2 + columns % 2
@@ -131,12 +132,12 @@ def _attend(
     FAST: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, EDGE: tl.constexpr,
     P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in the units of scores."""
+    """Adds one more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in units of scores."""
     if V_AS_IT_IS:
         k_tile = k.source.load([k.head + first // 16, 0, 0, 0, 0]).reshape([KEYS, q_tile.shape[1]])
     else:
         k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
-    if TMA:  # right after K: both are waited for at once
+    if TMA:  # this comes right after K, so that both are waited for at once
         v_tile = v.source.load([v.batch, v.head, 0, first]).reshape([acc.shape[1], KEYS])
     else:
         v_tile = _load(Rows(v.source + first, v.batch, v.head, v.stride, v.length), 0, acc.shape[1], KEYS, KEYS, False)
@@ -151,7 +152,7 @@ def _attend(
     if EDGE:
         s = _visible(s, rows[:, None], _keys(first, KEYS, V_AS_IT_IS)[None, :], at, rule)
     if FAST:
-        unit = tl.maximum(natural, LEAST_SCALE) * LOG2E  # 0 of hidden keys' -INF would be NaN
+        unit = tl.maximum(natural, LEAST_SCALE) * LOG2E  # 0 times the -INF of hidden keys would be NaN
         new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
         p = tl.exp2(s * unit - (new_max - P_EXPONENT)[:, None])
         alpha = tl.exp2(row_max - new_max)
@@ -179,7 +180,7 @@ def _attend_all(
     V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """All keys that the rows see: (O times the sum, the maximum as _attend has it, the sum of the rounded P, that of P)."""
+    """Goes over all keys rows see: (O times the sum, the maximum of _attend, the sum of the rounded P, that of P)."""
     acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
     row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
     row_sum = tl.zeros([ROWS, _SUM_COLUMNS], tl.float32)
@@ -208,8 +209,8 @@ def fp8_forward_kernel(
     TMA: tl.constexpr, V_AS_IT_IS: tl.constexpr, Q_SCALED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, LARGEST_OUT: tl.constexpr, D_QK: tl.constexpr,
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """v: transposed. V_AS_IT_IS: k is a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in the order
-    2, 1, 3. K_SCALE, V_SCALE: none, head (or all of it), block. P_EXPONENT: P is times 2 to this.
+    """v is transposed. V_AS_IT_IS: k is a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in
+    the order 2, 1, 3. K_SCALE and V_SCALE are none, head (or all of it) or block. P_EXPONENT: P is times 2 to this.
     """
     row_blocks = tl.cdiv(sizes.longest_q, ROWS)
     program = tl.program_id(0)
@@ -243,14 +244,14 @@ def fp8_forward_kernel(
     if RAW:
         top = row_max / LOG2E
         far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
-        if tl.max(far.to(tl.int32), 0) > 0:  # or they see no key
+        if tl.max(far.to(tl.int32), 0) > 0:  # these rows are far, or see no key
             acc, row_max, row_sum, exact_sum = _attend_all(
                 q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row, v_scale_strides.row, first_row,
                 rows, at, rule, EDGES, False, CAPPED, LSE, TMA, K_SCALE, V_SCALE, P_EXPONENT, V_AS_IT_IS, D_QK, WIDTH_V, ROWS,
                 KEYS,
             )  # fmt: skip
             top = row_max
-    total = tl.max(row_sum, 1)  # of columns that are all alike
+    total = tl.max(row_sum, 1)  # the columns are all alike
     seen = total != 0
     values = acc * (1.0 / tl.where(seen, total, 1.0))[:, None]
     if V_SCALE == "head":
@@ -258,7 +259,7 @@ def fp8_forward_kernel(
     if LARGEST_OUT < INF:
         values = tl.where(
             values > LARGEST_OUT, LARGEST_OUT, tl.where(values < -LARGEST_OUT, -LARGEST_OUT, values)
-        )  # NaN stays
+        )  # a NaN stays NaN
     _store(out_rows, first_row, values, ROWS, WIDTH_V, D_V)
     if LSE:
         value = tl.where(seen, top + (tl.log(tl.where(seen, exact_sum, 1.0)) - P_EXPONENT / LOG2E), -INF)

@@ -1,7 +1,7 @@
-"""Triton's interpreter as our kernels need it: types narrower than float32 are numbers there, as they are on a GPU.
+"""This module makes Triton's interpreter treat types narrower than float32 as numbers, as a GPU does.
 
-Triton 3.6's own cuts bfloat16 off instead of rounding, carries wrongly when it rounds to fp8, and multiplies the bits of
-bfloat16 as if they were integers. Inside `exact()` PyTorch converts instead, and products are of float32.
+Triton 3.6's own interpreter cuts bfloat16 off instead of rounding, carries wrongly when it rounds to fp8, and
+multiplies the bits of bfloat16 as if they were integers. In `exact()` PyTorch converts, and products are of float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-_one_at_a_time = threading.RLock()  # what is mended is the process's
+_one_at_a_time = threading.RLock()  # what is mended belongs to the whole process
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def exact() -> Iterator[None]:
     bits = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}
 
     def converted(data, given, wanted, rounding=None):
-        there = np.ascontiguousarray(data).reshape(data.shape)  # which turns a scalar into a row
+        there = np.ascontiguousarray(data).reshape(data.shape)  # ascontiguousarray turns a scalar into a row
         x = torch.from_numpy(there.view(f"u{there.itemsize}" if there.itemsize < 4 else f"i{there.itemsize}"))
         x = x.view(types[given]).to(types[wanted])
         return x.view(bits[x.itemsize]).numpy()
@@ -64,7 +64,7 @@ def exact() -> Iterator[None]:
         (interpreter.InterpreterBuilder, "create_dot", product),
     )
     with _one_at_a_time:
-        patch = interpreter._patch_lang  # Triton's, and no waiting thread's
+        patch = interpreter._patch_lang  # Triton's own, not one that a waiting thread has patched
         found = [getattr(where, name) for where, name, _ in mended]
         try:
             for where, name, ours in mended:

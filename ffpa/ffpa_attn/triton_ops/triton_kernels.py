@@ -1,9 +1,9 @@
-"""Attention for small head dims in Triton: the forward, and what the gradients have in common with it.
+"""This module is attention for small head dims in Triton: the forward, and what the gradients have in common with it.
 
 Each program owns a block of rows (or, for the gradients of K and V, of keys) with its whole head dim and goes over the
 tiles that it meets: first those in which all pairs see each other, then those at the edges, where some are hidden.
 
-Nothing here is CUDA's alone: dots, exponentials, loops, and tiles read through pointers, or (TMA) through tensor descriptors.
+Nothing here is CUDA's alone: dots, exponentials, loops, and tiles read by pointers, or (TMA) by tensor descriptors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAR = tl.constexpr(2.0**14)  # an exponent of 2, beyond which a float leaves mor
 
 
 class Strides(NamedTuple):
-    """Of [B, H, N, D] or [B, H, N], in elements; columns lie side by side."""
+    """Strides of [B, H, N, D] or [B, H, N], in elements; columns lie side by side."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -30,7 +30,7 @@ class Strides(NamedTuple):
 
 
 class MaskStrides(NamedTuple):
-    """0 where it is broadcast."""
+    """Strides of a mask; they are 0 where it is broadcast."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -39,9 +39,9 @@ class MaskStrides(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Packed sequences: of the longest ones, and of all."""
+    """Sizes of a call; of packed sequences, those of the longest ones, and of all."""
 
-    heads: tl.tensor  # of Q
+    heads: tl.tensor  # heads of Q
     group: tl.tensor  # heads of Q to one of K
     longest_q: tl.tensor
     longest_k: tl.tensor
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """One head of one sequence: of the batch, or packed."""
+    """One head of one sequence, which is an entry of the batch, or packed."""
 
     batch: tl.tensor
     start_q: tl.tensor
@@ -71,7 +71,7 @@ class Sequence(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one head: a pointer to the first, or a descriptor of the whole tensor and where in it the head begins."""
+    """The rows of a head: a pointer to the first, or a descriptor of the whole tensor and where the head begins."""
 
     source: tl.tensor
     batch: tl.tensor
@@ -82,11 +82,11 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _span(offsets, sequence, longest, total, PACKED: tl.constexpr):
-    """(first row, rows) of a sequence. Packed: lengths count as clamped, and no row leaves the tensor.
+    """Returns (first row, rows) of a sequence. Packed: lengths count as clamped, and no row leaves the tensor.
 
-    Triton makes a constant of a 1 that it is given. Of a single key the compiler then knew the P of all others to be 0, gave
-    products the same register several times, and results on a GPU were wrong: hence a factor of 1 that it does not know,
-    and which leaves it what divides the length.
+    Triton makes a constant of a 1 that it is given. With a single key the compiler then knew the P of all others to be
+    0, gave products the same register several times, and results on a GPU were wrong: hence a factor of 1 that it does
+    not know, and which leaves it what divides the length.
     """
     first, length = tl.zeros([], tl.int32), longest * (tl.program_id(1) + 1)
     if PACKED:
@@ -107,8 +107,8 @@ def _sequence(offsets_q, offsets_k, sizes, sequence, PACKED: tl.constexpr, TOP_L
 
 @triton.jit
 def _aligned(step, source):
-    """A stride, in a form that shows what rows of 16-bit floats always have: they begin at 16 bytes. The compiler asks numbers
-    for multiples of 16 alone, and read other rows by single elements, with no copies under way.
+    """Returns a stride, in a form that shows what rows of 16-bit floats always have: they begin at 16 bytes. The
+    compiler asks numbers for multiples of 16 alone, and read other rows by single elements, with no copies under way.
     """
     if source.dtype.element_ty.primitive_bitwidth == 16:
         step = step // 8 * 8
@@ -117,7 +117,7 @@ def _aligned(step, source):
 
 @triton.jit
 def _offset(strides, batch, head, first):
-    """Of a row in its tensor: in 64 bits."""
+    """Returns the offset of a row in its tensor, in 64 bits."""
     return batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head + first.to(tl.int64) * strides.row
 
 
@@ -134,13 +134,13 @@ def _rows(source, strides, batch, head, first, length, TMA: tl.constexpr):
 
 @triton.jit
 def _real(columns, D: tl.constexpr):
-    """Which columns a head has, in a form that shows eight of them to be alike: such are read at once."""
+    """Says which columns a head has, in a form that shows eight of them to be alike, so that they are read at once."""
     return columns // 8 < D // 8
 
 
 @triton.jit
 def _load(x, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS, COLUMNS] from row `first` on; what lies outside is 0."""
+    """Loads [ROWS, COLUMNS] from row `first` on; what lies outside is 0."""
     if TMA:
         tile = x.source.load([x.batch, x.head, first, 0]).reshape([ROWS, COLUMNS])
     else:
@@ -164,8 +164,8 @@ def _store(x, first, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.co
 
 @triton.jit
 def _tiles(first, block: tl.constexpr, other_end, before, after, tile: tl.constexpr):
-    """Of the others (rows or keys): the range, in whole tiles, that all of `block` from `first` on meet, and where the range
-    that some of them meet begins and ends. One meets the others from before to after it.
+    """Returns what a block meets of the others (rows or keys): the range, in whole tiles, that all of `block` from
+    `first` on meet, and where the range that some meet begins and ends. One meets the others from before to after it.
     """
     begin = tl.maximum(first - before, 0) // tile * tile
     end = tl.maximum(tl.minimum(first + block + after, other_end), begin)
@@ -186,7 +186,7 @@ def _edge_tile(first, all_begin, all_end):
 
 @triton.jit
 def _tanh(x):
-    """Also of tiny x, where 1 - 2 / (e^2x + 1) has no digits left."""
+    """Computes tanh, also for tiny x, where 1 - 2 / (e^2x + 1) has no digits left."""
     square = x * x
     near_0 = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     return tl.where(tl.abs(x) < 0.1, near_0, 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1))
@@ -194,28 +194,28 @@ def _tanh(x):
 
 @triton.jit
 def _slope_of_tanh(x):
-    """1 - tanh^2, with all its digits where tanh is almost 1."""
+    """Computes 1 - tanh^2, with all its digits where tanh is almost 1."""
     small = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     return 4 * small / ((1 + small) * (1 + small))
 
 
 @triton.jit
 def _unit(rule, RAW: tl.constexpr):
-    """What a score from _scores times is its exponent of 2. RAW scores are products, to be scaled by the same step."""
+    """Returns the factor from a score of _scores to its exponent of 2. RAW scores are products; it scales them, too."""
     return rule.scale * LOG2E if RAW else LOG2E
 
 
 @triton.jit
 def _rounded_product(x, factor):
-    """x * factor, the same number for all who use it: a compiler joins no such sum to another, as it joins a product."""
+    """Returns x * factor, the same for all users: a compiler joins no such sum to another, as it joins a product."""
     return tl.fma(x, factor, 0.0)
 
 
 @triton.jit
 def _visible(s, rows, keys, at, rule):
-    """Scores, -INF where a row does not see a key: [rows, keys], or transposed (of rows that are there, or whose P is 0).
-
-    Bounds for what a thread has few of, compared with what it has many of: that takes the fewest registers.
+    """Returns scores, -INF where a row does not see a key: [rows, keys], or transposed (of rows that are there, or
+    whose P is 0). It compares bounds for what a thread has few of with what it has many of: that takes the fewest
+    registers.
     """
     if rows.shape[1] == 1:
         last = tl.minimum(rows + (at.shift + rule.right), at.n_k - 1)
@@ -229,7 +229,7 @@ def _visible(s, rows, keys, at, rule):
 def _scores(
     s, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr
 ):  # fmt: skip
-    """Scores of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
+    """Makes scores of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
     if CAPPED:
         s = _rounded_product(_tanh(s * (rule.scale / rule.softcap)), rule.softcap)
     elif not RAW:
@@ -241,7 +241,7 @@ def _scores(
             s = tl.where(tl.load(pointers, mask=inside, other=0) != 0, s, -INF)
         else:
             added = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-            s = tl.where(added == -INF, -INF, s + added)  # whatever the score is
+            s = tl.where(added == -INF, -INF, s + added)  # -INF hides a pair, whatever the score is
     if EDGE:
         s = _visible(s, rows, keys, at, rule)
     return s
@@ -256,7 +256,7 @@ def _attend(
     TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, EDGE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in the units of scores."""
+    """Adds one more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in units of scores."""
     unit = _unit(rule, RAW)
     k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s = tl.dot(q_tile, tl.trans(k_tile))
@@ -270,7 +270,7 @@ def _attend(
         new_max = tl.maximum(row_max, tl.max(s, 1))
         reference = new_max
         if EDGE or MASK != "none":
-            reference = tl.where(new_max == -INF, 0.0, new_max)  # of rows that have seen no key yet
+            reference = tl.where(new_max == -INF, 0.0, new_max)  # rows may have seen no key yet
         p = tl.exp2((s - reference[:, None]) * unit)
         alpha = tl.exp2((row_max - reference) * unit)
     row_sum = row_sum * alpha + tl.sum(p, 1)
@@ -285,7 +285,7 @@ def _attend_all(
     EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """All keys that the rows see: (O times the sum, the maximum as _attend has it, the sum)."""
+    """Goes over all keys that the rows see: (O times the sum, the maximum as _attend has it, the sum)."""
     acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
     row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -334,13 +334,13 @@ def forward_kernel(
         if RAW:
             top = row_max / LOG2E
             far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
-            if tl.max(far.to(tl.int32), 0) > 0:  # or they see no key
+            if tl.max(far.to(tl.int32), 0) > 0:  # these rows are far, or see no key
                 acc, row_max, row_sum = _attend_all(
                     q_tile, k_rows, v_rows, first_row, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, EDGES, RAW, CAPPED,
                     MASK, False, ROWS, KEYS, WIDTH_V,
                 )  # fmt: skip
                 top = row_max * rule.scale
-        seen = row_sum != 0  # or is NaN
+        seen = row_sum != 0  # NaN counts as seen
         _store(out_rows, first_row, acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], ROWS, WIDTH_V, D_V)
         if LSE:
             value = tl.where(seen, top + tl.log(tl.where(seen, row_sum, 1.0)), -INF)

@@ -1,7 +1,8 @@
-"""Launches of Triton kernels: with little of the host's time, by TMA descriptors where tensors allow it, or interpreted.
+"""This module launches Triton kernels: with little host time, by TMA descriptors where tensors allow it, or
+interpreted.
 
-Importing this module imports no Triton. On the CPU kernels run in Triton's interpreter (TRITON_INTERPRET=1, to be set before
-Triton is imported).
+Importing this module imports no Triton. On the CPU kernels run in Triton's interpreter (TRITON_INTERPRET=1, to be set
+before Triton is imported).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # at most so many of a thread, for more programs on a core
+    registers: int | None = None  # the most registers of a thread, to have more programs on a core
 
     @property
     def options(self) -> dict[str, int]:
-        """As Triton's compiler takes them."""
+        """Returns them as Triton's compiler takes them."""
         limit = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
@@ -40,20 +41,20 @@ def running(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def has_rows(x: torch.Tensor) -> bool:
-    """Whether kernels can read it: rows, heads and batch entries that begin at 16 bytes, their columns side by side."""
+    """Says whether kernels can read it: rows, heads and batch entries begin at 16 bytes, columns lie side by side."""
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
 
 
 def has_descriptor(x: torch.Tensor) -> bool:
-    """Whether TMA can read it: none of its rows twice."""
+    """Says whether TMA can read it: no two of its rows may be the same memory."""
     twice = any(stride <= 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
     return x.numel() > 0 and has_rows(x) and not twice
 
 
 def describer(x: torch.Tensor, *block: int) -> Callable[[torch.Tensor], Any]:
-    """What gives the TMA descriptor of such a tensor, in blocks (whose first sizes are 1 where they are not named).
-    TensorDescriptor's own checks, of 13 µs, are made here, once.
+    """Returns what gives the TMA descriptor of such a tensor, in blocks (whose first sizes are 1 where they are not
+    named). TensorDescriptor's own checks, of 13 µs, are made here, once.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -79,7 +80,7 @@ _thread = _Thread()
 
 
 def _make_context_current(device: torch.device) -> None:
-    """A thread that has made no call of CUDA's runtime yet has no context, without which the driver describes no tensor."""
+    """Gives a thread a CUDA context: before a call of CUDA's runtime it has none, and TMA descriptors need one."""
     if device.type == "cuda":
         torch.cuda.mem_get_info(device)  # a capture may be under way, which other calls would end
     _thread.has_context = True
@@ -96,7 +97,7 @@ Memo = dict[str, Any]  # what calls of one kind (shapes, strides, types, alignme
 
 @lru_cache(1024)
 def memo_of(*kind) -> Memo:
-    """Of calls that no plan keeps one for."""
+    """Returns the memo of calls that no plan keeps one for."""
     return {}
 
 
@@ -112,7 +113,7 @@ _unable: dict[tuple, str] = {}  # kinds of kernels, and why each cannot run in t
 
 
 class Launch(NamedTuple):
-    """Of a kernel: what all calls of a kind give it alike."""
+    """What all calls of a kind give a kernel alike."""
 
     programs: int
     numbers: Sequence
@@ -121,7 +122,7 @@ class Launch(NamedTuple):
 
 
 def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> None:
-    """After a kind's first call without Triton's look at every argument, which takes 0.3 ms."""
+    """Launches a kernel; after a kind's first call without Triton's look at every argument, which takes 0.3 ms."""
     ready = memo.get(kernel.__name__)
     if ready is not None:
         run, rest = ready
@@ -137,16 +138,16 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
         compiled = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
     except BaseException as error:
         getattr(kernel, "device_caches", {}).clear()  # Triton takes a kernel whose loading failed for loaded
-        interpreted = tensors[-1].device.type == "cpu"  # and failed for a reason of its own
+        interpreted = tensors[-1].device.type == "cpu"  # what fails there has a reason of its own
         if is_transient(error, handled) or interpreted:
             raise
-        _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # or LLVM, ptxas or the C compiler did
+        _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # it may be LLVM, ptxas or the C compiler
         raise Unable(_unable[kind]) from error
-    if compiled is not None:  # by the interpreter
+    if compiled is not None:  # the interpreter returns None
         memo[kernel.__name__] = compiled[programs, 1, 1], (*numbers, *constants.values())
 
 
 def _type_of(tensor) -> tuple:
-    """Of a tensor, or of what a descriptor describes."""
+    """Returns the type and device of a tensor, or of the one that a descriptor describes."""
     x = getattr(tensor, "base", tensor)
     return x.dtype, x.device

@@ -1,4 +1,4 @@
-"""Attention over several sets of keys, added to that over others: rows of all, and their LSEs, once through the chip."""
+"""Adds attention over several sets of keys to that over others: rows and LSEs of all pass once through the chip."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def merge_kernel(
     out, top, total, more_out, more_lse, out_strides, sum_strides, more_out_strides, more_lse_strides, more_out_step, more_lse_step, heads, n,
     D: tl.constexpr, MORE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out, top and total in place, of which the FIRST time nothing is read, and MORE that lie a step apart. A program has some rows of a
-    head, and passes over their D columns, KEYS at a time.
+    """Updates out, top and total in place, which it does not read the FIRST time, with MORE results that lie a step
+    apart. A program has some rows of a head, and passes over their D columns, KEYS at a time.
 
     Several warps read the same sums, and nothing makes a tile's reader its writer: barriers part reads and writes.
     """
@@ -36,7 +36,7 @@ def merge_kernel(
     for _ in tl.static_range(MORE):
         new_top = tl.maximum(new_top, tl.load(lse_at, mask=there, other=0.0))
         lse_at += more_lse_step
-    reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # of rows without keys
+    reference = tl.where(new_top == -float("inf"), 0.0, new_top)  # rows may have no keys
     own *= tl.exp(own_top - reference)
     new_total = own
     lse_at = more_lse

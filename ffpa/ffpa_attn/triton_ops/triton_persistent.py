@@ -1,8 +1,8 @@
-"""The Triton forward for machines with a fixed number of cores and little room on each, such as NPUs.
+"""This is the Triton forward for machines with a fixed number of cores and little room on each, such as NPUs.
 
-As many programs as there are cores; each goes over its share of the row blocks. K and V are loaded once for each tile of
-keys and all rows of the block, while O, in float32, lives in global memory: a slice of it at a time comes on chip, takes
-what the tile adds, and goes back.
+There are as many programs as cores; each goes over its share of the row blocks. K and V are loaded once for each tile
+of keys and all rows of the block, while O, in float32, lives in global memory: a slice of it at a time comes on chip,
+takes what the tile adds, and goes back.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _attend_slice(
     acc_gmem, max_gmem, sum_gmem, written, q, k_tile, v_tile, first_row, first, keys, at, rule, RAW: tl.constexpr,
     CAPPED: tl.constexpr, D_QK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """What one tile of keys adds to the rows [first, first + SLICE) of the block.
+    """Adds what one tile of keys gives to the rows [first, first + SLICE) of the block.
 
-    Scratch holds the maximum, the sum and O times the sum over the tiles so far: of the first `written` rows (all or none)
-    before it, and after it. Barriers part reads and writes of scratch, since the layouts of both need not give an element
-    to the same thread.
+    Scratch holds the maximum, the sum and O times the sum over the tiles so far: before the call for the first
+    `written` rows (all or none), after it for this slice as well. Barriers part reads and writes of scratch, since the
+    layouts of both need not give an element to the same thread.
     """
     slots = first + tl.arange(0, SLICE)
     rows = first_row + slots
@@ -32,7 +32,7 @@ def _attend_slice(
     acc_pointers = acc_gmem + slots[:, None] * v_tile.shape[1] + columns[None, :]
     unit = _unit(rule, RAW)
     q_tile = _load(q, first_row + first, SLICE, k_tile.shape[1], D_QK, False)
-    s = _scores(  # no mask: q and rule stand for it and its strides
+    s = _scores(  # there is no mask: q and rule stand for it and its strides
         tl.dot(q_tile, tl.trans(k_tile)), rows[:, None], keys[None, :], at, rule, q.source, rule, RAW, CAPPED, "none", True
     )  # fmt: skip
     there = slots < written
@@ -40,15 +40,15 @@ def _attend_slice(
     row_sum = tl.load(sum_gmem + slots, mask=there, other=0.0)
     acc = tl.load(acc_pointers, mask=there[:, None], other=0.0)
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    reference = tl.where(new_max == -INF, 0.0, new_max)  # of rows that have seen no key yet
+    reference = tl.where(new_max == -INF, 0.0, new_max)  # rows may have seen no key yet
     p = tl.exp2((s - reference[:, None]) * unit)
     alpha = tl.exp2((row_max - reference) * unit)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-    tl.debug_barrier()  # all have read the slice: it may be overwritten
+    tl.debug_barrier()  # all warps have read the slice: it may be overwritten
     tl.store(max_gmem + slots, new_max)
     tl.store(sum_gmem + slots, row_sum * alpha + tl.sum(p, 1))
     tl.store(acc_pointers, acc)
-    tl.debug_barrier()  # all have written it: it may be read
+    tl.debug_barrier()  # all warps have written it: it may be read
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def persistent_forward_kernel(
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """acc_gmem [cores, ROWS, WIDTH_V], max_gmem and sum_gmem [cores, ROWS]: scratch, of any contents."""
+    """Attends with scratch of any contents: acc_gmem [cores, ROWS, WIDTH_V], max_gmem and sum_gmem [cores, ROWS]."""
     core, cores = tl.program_id(0), tl.num_programs(0)
     acc_gmem += core.to(tl.int64) * (ROWS * WIDTH_V)
     max_gmem += core * ROWS
@@ -91,7 +91,7 @@ def persistent_forward_kernel(
             row_sum = tl.load(sum_gmem + slots, mask=there, other=0.0)
             acc_pointers = acc_gmem + slots[:, None] * WIDTH_V + tl.arange(0, WIDTH_V)[None, :]
             acc = tl.load(acc_pointers, mask=there[:, None], other=0.0)
-            seen = row_sum != 0  # or is NaN
+            seen = row_sum != 0  # NaN counts as seen
             safe_sum = tl.where(seen, row_sum, 1.0)
             _store(out_rows, first_row + first, acc / safe_sum[:, None], SLICE, WIDTH_V, D_V)
             if LSE:
@@ -108,7 +108,7 @@ def _scratch(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def forward(plan, kind, q, k, v, out, lse, with_lse: bool, memo: Memo) -> None:
-    """Of a TritonPlan with cores."""
+    """Runs the forward of a TritonPlan with cores."""
     tiles = plan.over_rows
     cores = min(plan.cores, -(-kind.longest_q // tiles.rows) * kind.heads * kind.sequences)
     scratch = [_scratch(cores, tiles.rows, *more, device=q.device) for more in ((plan.widths[1],), (), ())]

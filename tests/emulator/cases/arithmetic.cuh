@@ -8,7 +8,7 @@
 
 namespace ffpa::cases {
 
-inline constexpr int kValues = 64;  // per lane
+inline constexpr int kValues = 64;  // values per lane
 
 template <class Element>
 FFPA_KERNEL(32, 1)
@@ -32,7 +32,7 @@ void multiply_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
-// x · y + z with a product that is rounded for itself: no compiler may fuse the two.
+// Computes x · y + z with a product that is rounded by itself: no compiler may fuse the two.
 FFPA_KERNEL(32, 1) void mul_rn_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   for (int i = 0; i < kValues; ++i) {
@@ -42,7 +42,7 @@ FFPA_KERNEL(32, 1) void mul_rn_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
-// The conversion of every value that 16 bits can hold; NaNs aside, whose bits the manual leaves open.
+// Converts every value that 16 bits can hold. NaNs become canonical, because the manual leaves their bits open.
 template <class Element>
 FFPA_KERNEL(1024, 1)
 void unpack_kernel(const uint32_t*, uint32_t* output) {
@@ -69,7 +69,7 @@ void math_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
-// What softmax relies on: 2^-inf = 0, 2^0 = 1, 2^inf = inf, and subnormal results are zero.
+// Computes what softmax relies on: 2^-inf = 0, 2^0 = 1, 2^inf = inf, and zero for subnormal results.
 FFPA_KERNEL(32, 1) void ex2_special_kernel(const uint32_t*, uint32_t* output) {
   const uint32_t values[8] = {0xff800000, 0, 0x80000000, 0x7f800000, 0xc3160000, 0x3f800000, 0xbf800000, 0xc2fc0000};
   const int lane = ptx::lane_id();

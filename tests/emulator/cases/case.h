@@ -1,4 +1,4 @@
-// A test case: one kernel around one instruction, from an array of 32-bit words to an array of 32-bit words.
+// A test case: one kernel around one instruction, which turns an array of 32-bit words into another.
 //
 // The same cases run in the emulator, where Python compares the output with the scalar definition, and on a GPU, where
 // tests/conform compares the two outputs bit for bit. A case is called "function" or "function/variant", after the
@@ -29,7 +29,7 @@ struct Case {
   Input input;
   int input_words;
   int output_words;
-  double ulp_bound;  // how far a GPU's result may be off; 0: bit for bit
+  double ulp_bound;  // largest error of a GPU's result in ulps; 0: bit for bit
   LaunchStatus (*run)(const uint32_t* input, uint32_t* output);
 };
 
@@ -44,7 +44,7 @@ LaunchStatus run_kernel(const uint32_t* input, uint32_t* output) {
   return launch(shape, nullptr, kKernel, input, output);
 }
 
-// A kernel of one warp that reads and writes some words a lane.
+// Makes a case of a kernel of one warp that reads and writes some words per lane.
 template <CaseKernel kKernel, int kSmemBytes = 0>
 Case warp_case(const char* name, Input input, int input_words_per_lane, int output_words_per_lane, int arch = 80,
                double ulp_bound = 0) {
@@ -57,7 +57,7 @@ Case warp_case(const char* name, Input input, int input_words_per_lane, int outp
           run_kernel<kKernel, 32, kSmemBytes>};
 }
 
-// A float with 24 random significant bits, -4 … 4, from 32 random bits: the same on both sides, no rounding.
+// Makes a float with 24 random significant bits, -4 … 4, from 32 random bits: the same on both sides, without rounding.
 FFPA_HOST_DEVICE float float_from_random(uint32_t bits) {
   constexpr float kScale = 1.0f / (1 << 21);
   return float(int(bits >> 8) - (1 << 23)) * kScale;
@@ -72,7 +72,7 @@ std::vector<Case> warp_cases();
 std::vector<Case> arithmetic_cases();
 std::vector<Case> tile_cases();
 
-// Everything that runs on any supported GPU; sm_90 instructions are in sm90.cuh.
+// Returns all cases that run on any supported GPU; sm_90 instructions are in sm90.cuh.
 inline std::vector<Case> sm80_cases() {
   std::vector<Case> all;
   for (auto group : {special_register_cases, memory_cases, async_copy_cases, mbarrier_cases, matrix_cases, warp_cases,

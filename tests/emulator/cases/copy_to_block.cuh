@@ -1,4 +1,4 @@
-// A copy from the shared memory of one block to that of another: as it should be, and misused.
+// A copy from the shared memory of one block to that of another, used rightly and misused.
 #pragma once
 
 #include "cases/case.h"
@@ -11,17 +11,17 @@
 
 namespace ffpa::cases {
 
-// What a kernel does wrong, for the tests of the emulator.
+// The mistake that a kernel makes, for the tests of the emulator.
 enum class CopyBug {
   kNone,
   kNoProxyFence,
-  kReadsEarly,         // before the copy has landed
-  kOverwritesUnread,   // what the other block has not read yet
-  kWritesSourceEarly,  // before the copy has read it
-  kLeavesEarly,        // before the other block has copied
+  kReadsEarly,         // reads before the copy has landed
+  kOverwritesUnread,   // overwrites what the other block has not read yet
+  kWritesSourceEarly,  // overwrites the source before the copy has read it
+  kLeavesEarly,        // exits before the other block has copied
 };
 
-// Clusters of two blocks, which swap 512 bytes in each of two rounds.
+// In each of two rounds, the two blocks of a cluster swap 512 bytes.
 template <CopyBug kBug>
 FFPA_KERNEL(32, 1)
 void copy_to_block_kernel(const uint32_t* input, uint32_t* output) {
@@ -40,7 +40,7 @@ void copy_to_block_kernel(const uint32_t* input, uint32_t* output) {
     const uint32_t place = (round * 2 + rank) * kWords + lane * 4;
     uint32_t words[4];
     ptx::ld_global_16(words, input + place);
-    // The other block has read what came the round before, and so has the copy.
+    // The other block has read what it got the round before, and the copy has read its source, when this wait ends.
     const bool waits = round > 0 && kBug != CopyBug::kOverwritesUnread;
     if (waits && kBug != CopyBug::kWritesSourceEarly) ptx::mbarrier_wait(empty, 0);
     ptx::st_shared_16(sent + lane * 16, words);

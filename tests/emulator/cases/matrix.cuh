@@ -35,7 +35,7 @@ FFPA_DEVICE void store_tiles(uint32_t row_smem, const uint32_t (&tile)[kTiles]) 
   }
 }
 
-// Rows of 16 bytes, one a lane, to registers.
+// Loads rows of 16 bytes, one per lane, into registers.
 template <int kTiles, bool kTransposed>
 FFPA_KERNEL(32, 1)
 void ldmatrix_kernel(const uint32_t* input, uint32_t* output) {
@@ -50,7 +50,7 @@ void ldmatrix_kernel(const uint32_t* input, uint32_t* output) {
   for (int t = 0; t < kTiles; ++t) ptx::st_global_4(output + lane * kTiles + t, tile[t]);
 }
 
-// Registers to rows of 16 bytes.
+// Stores registers as rows of 16 bytes.
 template <int kTiles, bool kTransposed>
 FFPA_KERNEL(32, 1)
 void stmatrix_kernel(const uint32_t* input, uint32_t* output) {
@@ -66,9 +66,9 @@ void stmatrix_kernel(const uint32_t* input, uint32_t* output) {
   ptx::st_global_16(output + lane * 4, value);
 }
 
-inline constexpr int kProducts = 64;  // per kernel: enough to meet every rounding the models differ in
+inline constexpr int kProducts = 64;  // products per kernel: enough to meet every rounding the models differ in
 
-// input [product][lane][10]: a[4], b[2], four accumulators.
+// `input` is [product][lane][10]: a[4], b[2], four accumulators.
 template <class Element, bool kHalfAccumulators>
 FFPA_KERNEL(32, 1)
 void mma_kernel(const uint32_t* input, uint32_t* output) {

@@ -62,7 +62,7 @@ FFPA_KERNEL(64, 1) void tracked_and_awaited_kernel(const uint32_t* input, uint32
 
 inline constexpr int kRingCaseSteps = 6;
 
-// The same steps through rings of 1 to 4 slots, one output after the other.
+// Runs the same steps through rings of 1 to 4 slots, one output after the other.
 template <int kThreads>
 LaunchStatus run_copy_rings(const uint32_t* input, uint32_t* output) {
   for (int slots = 1; slots <= tile::kMaxStages; ++slots) {

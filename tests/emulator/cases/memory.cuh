@@ -60,7 +60,7 @@ void memory_16_kernel(const uint32_t* input, uint32_t* output) {
 }
 
 FFPA_KERNEL(32, 1) void atom_add_kernel(const uint32_t* input, uint32_t* output) {
-  uint32_t* counter = output + ptx::lane_id() / 2;  // two lanes share one
+  uint32_t* counter = output + ptx::lane_id() / 2;  // two lanes share one counter
   ptx::st_global_4(counter, 0);
   ptx::sync_warp();
   ptx::atom_add_global(counter, ptx::ld_global_4(input + ptx::lane_id()));
@@ -120,7 +120,7 @@ FFPA_KERNEL(32, 1) void cp_async_or_zero_kernel(const uint32_t* input, uint32_t*
   for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
 }
 
-// Four groups in flight; group g is read after a wait that leaves 3 - g pending.
+// Four groups are in flight; group g is read after a wait that leaves 3 - g pending.
 FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t mine = ptx::dynamic_smem() + lane * 16;

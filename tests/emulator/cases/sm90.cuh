@@ -62,7 +62,7 @@ FFPA_KERNEL(32, 1) void elect_one_kernel(const uint32_t*, uint32_t* output) {
   ptx::st_global_4(output + ptx::lane_id(), votes != 0 && (votes & (votes - 1)) == 0);
 }
 
-// Two warpgroups trade registers; the result is only that they go on.
+// Two warpgroups trade registers; the result shows only that they go on.
 FFPA_KERNEL(256, 1) void register_budget_kernel(const uint32_t* input, uint32_t* output) {
   const int thread = ptx::thread_x();
   uint32_t value = 0;
@@ -76,7 +76,7 @@ FFPA_KERNEL(256, 1) void register_budget_kernel(const uint32_t* input, uint32_t*
   ptx::st_global_4(output + thread, value);
 }
 
-inline constexpr int kTmaSmemBytes = 8192;  // the box at its start, the barrier in its last kilobyte
+inline constexpr int kTmaSmemBytes = 8192;  // bytes: the box at the start, the barrier in the last kilobyte
 inline constexpr int kTmaBarrierOffset = 7168;
 
 // Loads one box at `coordinates` and writes out the shared memory it fills, as it lies.
@@ -117,7 +117,7 @@ LaunchStatus run_tma(const uint32_t* input, uint32_t* output) {
   return launch(shape, nullptr, tma_kernel<kRank>, map, output, int(bytes), kC0, kC1, kC2, kC3);
 }
 
-// Clusters of two blocks. Each block loads half of a box and multicasts it to both; each tells both when it has read
+// A cluster has two blocks. Each block loads half of a box and multicasts it to both; each tells both when it has read
 // its copy, and overwrites nothing before both have.
 template <int kRank>
 FFPA_KERNEL(32, 1)

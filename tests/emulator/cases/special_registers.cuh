@@ -9,7 +9,7 @@ namespace ffpa::cases {
 
 inline constexpr int kGridThreads = 64;
 
-// 3 × 2 × 2 blocks of 64 threads; each thread writes who it thinks it is.
+// The grid has 3 × 2 × 2 blocks of 64 threads; each thread writes who it thinks it is.
 FFPA_KERNEL(kGridThreads, 1) void special_registers_kernel(const uint32_t*, uint32_t* output) {
   const int block = (ptx::block_z() * ptx::grid_y() + ptx::block_y()) * ptx::grid_x() + ptx::block_x();
   uint32_t* mine = output + (block * ptx::block_threads() + ptx::thread_x()) * 10;
@@ -19,7 +19,7 @@ FFPA_KERNEL(kGridThreads, 1) void special_registers_kernel(const uint32_t*, uint
   for (int i = 0; i < 10; ++i) ptx::st_global_4(mine + i, uint32_t(values[i]));
 }
 
-// Every thread stores a word, and after the barrier reads the one of the thread 33 further on.
+// Every thread stores a word, and after the barrier reads the word of the thread 33 further on.
 FFPA_KERNEL(128, 1) void sync_block_kernel(const uint32_t* input, uint32_t* output) {
   const int thread = ptx::thread_x_anew();
   const uint32_t smem = ptx::dynamic_smem();
@@ -28,7 +28,7 @@ FFPA_KERNEL(128, 1) void sync_block_kernel(const uint32_t* input, uint32_t* outp
   ptx::st_global_4(output + thread, ptx::ld_shared_4(smem + (thread + 33) % 128 * 4));
 }
 
-// Warp 0 hands 20 buffers to warp 1 through barriers 1 ("full") and 2 ("empty"); warp 2 has no part in it.
+// Warp 0 hands 20 buffers to warp 1 through barriers 1 ("full") and 2 ("empty"); warp 2 takes no part in it.
 FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* output) {
   constexpr int kFull = 1, kEmpty = 2, kRounds = 20, kPair = 64;
   const int warp = ptx::thread_x() / 32;

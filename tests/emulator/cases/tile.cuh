@@ -22,7 +22,7 @@ inline constexpr int kProductColumns = 16;
 inline constexpr int kProductDepth = 64;
 inline constexpr int kProductTile = 16 * 64;  // elements of an operand
 
-// C[16 × 16] = A · B of halves, with A [row][k] or [k][row] and B [column][k] or [k][column] in global memory.
+// Computes C[16 × 16] = A · B of halves, with A [row][k] or [k][row] and B [column][k] or [k][column] in global memory.
 template <bool kATransposed, bool kBTransposed, bool kPadded>
 FFPA_KERNEL(32, 1)
 void tile_product_kernel(const uint32_t* input, uint32_t* output) {
@@ -112,7 +112,7 @@ void row_layout_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
-// What Accumulator<Type> holds after set, after scale_rows, and whether its multiply_add is the instruction.
+// Writes what Accumulator<Type> holds after set and after scale_rows, and whether multiply_add equals the instruction.
 template <class Type>
 FFPA_KERNEL(32, 1)
 void accumulator_kernel(const uint32_t* input, uint32_t* output) {
@@ -149,10 +149,10 @@ void accumulator_kernel(const uint32_t* input, uint32_t* output) {
   ptx::st_global_4(mine + 8, same);
 }
 
-// As a kernel with several work items uses the ring: it goes on where the last item left it, and every item fills it
-// ahead anew. Each thread copies its 16 bytes of a step, and reads those of the opposite one.
+// Uses the ring as a kernel with several work items does: it goes on where the last item left it, and every item fills
+// it ahead anew. Each thread copies its 16 bytes of a step, and reads those of the opposite thread.
 inline constexpr int kStageRingItems = 3;
-inline constexpr int kStageRingSteps = 7;  // of an item: the ring is amid a round when it ends
+inline constexpr int kStageRingSteps = 7;  // steps per item: an item ends while the ring is amid a round
 template <int kThreads>
 FFPA_KERNEL(kThreads, 1)
 void stage_ring_kernel(const uint32_t* input, uint32_t* output, int stages) {
@@ -185,7 +185,7 @@ void stage_ring_kernel(const uint32_t* input, uint32_t* output, int stages) {
 inline constexpr int kStageRingThreads = 96;
 inline constexpr int kStageRingWords = kStageRingItems * kStageRingSteps * kStageRingThreads * 4;
 
-// The same steps through rings of 1 to 4 slots, one output after the other.
+// Runs the same steps through rings of 1 to 4 slots, one output after the other.
 inline LaunchStatus run_stage_rings(const uint32_t* input, uint32_t* output) {
   LaunchShape shape;
   shape.threads = kStageRingThreads;

@@ -10,10 +10,10 @@
 
 namespace ffpa::cases {
 
-inline constexpr int kStoreSmemBytes = 8192;  // boxes at its start, a barrier in its last kilobyte
+inline constexpr int kStoreSmemBytes = 8192;  // bytes: boxes at the start, a barrier in the last kilobyte
 inline constexpr int kStoreBarrierOffset = 7168;
 
-// Fills `words` words of shared memory by one warp, and hands them to the async proxy.
+// One warp fills `words` words of shared memory and hands them to the async proxy.
 FFPA_DEVICE void fill_source(uint32_t smem, const uint32_t* input, int words) {
   for (int word = ptx::lane_id(); word < words; word += 32) {
     ptx::st_shared_4(smem + word * 4, ptx::ld_global_4(input + word));
@@ -53,7 +53,7 @@ inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
   return spec;
 }
 
-// Stores one box of words, as they lie, at `coordinates`. The grid's end completes it.
+// Stores one box of words, as they lie, at `coordinates`. The store is complete when the grid ends.
 template <int kRank>
 FFPA_KERNEL(32, 1)
 void tma_store_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32_t* input, int box_bytes, int c0, int c1,
@@ -81,10 +81,10 @@ LaunchStatus run_tma_store(const uint32_t* input, uint32_t* output) {
   return launch(shape, nullptr, tma_store_kernel<kRank>, map, input, int(bytes), kC0, kC1, kC2, kC3);
 }
 
-inline constexpr int kStoredRows = 8;  // of 64 elements: one atom of the 128-byte swizzle
+inline constexpr int kStoredRows = 8;  // rows of 64 elements: one atom of the 128-byte swizzle
 inline constexpr int kStoredWords = kStoredRows * 32;
 
-// A map of all rows of 64 elements that start at `base`, in boxes of 8 rows.
+// Encodes a map of all rows of 64 elements that start at `base`, in boxes of 8 rows.
 inline LaunchStatus encode_row_map(ptx::TensorMap& map, const uint32_t* base, int rows) {
   TensorMapSpec spec;
   spec.base = base;
@@ -126,7 +126,7 @@ inline LaunchStatus run_store_ring(const uint32_t* input, uint32_t* output) {
 }
 
 // A block uses its tensor as a workspace. Warp 0 stores box after box; as soon as the older of two groups is complete,
-// warp 1 reads it back: by TMA in even rounds, by ordinary loads in odd ones. output: the workspace, what was read.
+// warp 1 reads it back: by TMA in even rounds, by ordinary loads in odd ones. `output` is workspace, then results.
 inline constexpr int kWorkspaceRounds = 4;
 FFPA_KERNEL(64, 1)
 void workspace_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32_t* input, uint32_t* output) {

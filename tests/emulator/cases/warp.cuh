@@ -7,7 +7,7 @@
 
 namespace ffpa::cases {
 
-// Five distances for each shuffle, and source lanes that differ from lane to lane.
+// Shuffles over five distances; shfl_idx takes source lanes that differ from lane to lane.
 template <int kKind>
 FFPA_KERNEL(32, 1)
 void shuffle_kernel(const uint32_t* input, uint32_t* output) {
@@ -33,7 +33,7 @@ FFPA_KERNEL(32, 1) void vote_kernel(const uint32_t* input, uint32_t* output) {
   ptx::st_global_4(output + lane * 4 + 3, ptx::vote_all(lane != 9) + 2 * ptx::vote_any(lane > 31));
 }
 
-// Of 32 bits, of fewer and fewer, and of none.
+// Finds the highest bit among 32 bits, among fewer and fewer of them, and among none.
 FFPA_KERNEL(32, 1) void bfind_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t bits = ptx::ld_global_4(input + lane);

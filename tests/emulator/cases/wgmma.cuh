@@ -13,7 +13,7 @@ namespace ffpa::cases {
 inline constexpr int kWgmmaRows = 64;
 inline constexpr int kWgmmaThreads = 128;
 
-// How one operand lies in shared memory, written down once more, independently of the emulator.
+// The layout of one operand in shared memory, written down once more, independently of the emulator.
 template <Swizzle kSwizzle, ptx::OperandMajor kMajor>
 struct OperandLayout {
   static constexpr bool kSwizzled = kSwizzle != Swizzle::kNone;
@@ -22,16 +22,16 @@ struct OperandLayout {
   static constexpr bool kKMajor = kMajor == ptx::OperandMajor::kK;
   static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
 
-  // Bytes of `extent` rows. MN-major atoms are whole, even where the last one is half used.
+  // Returns the bytes of `extent` rows. MN-major atoms are whole, even where the last one is half used.
   static constexpr int bytes(int extent) {
     constexpr int kMultiple = kKMajor ? 1 : kRowBytes / 2;
     return (extent + kMultiple - 1) / kMultiple * kMultiple * kDepth * 2;
   }
 
-  // K-major: atoms are stacked along M or N. MN-major: along k first, then along M or N.
+  // K-major atoms are stacked along M or N; MN-major atoms along k first, then along M or N.
   static constexpr uint32_t kStrideBytes = kSwizzled ? kAtomBytes : 2 * kAtomBytes;
   static constexpr uint32_t kLeadingBytes = kSwizzled ? kDepth / 8 * kAtomBytes : kAtomBytes;
-  // From one product of k16 to the next.
+  // Bytes from one product of k16 to the next.
   static constexpr uint32_t kStepBytes = kKMajor ? 32 : 2 * kStrideBytes;
 
   FFPA_DEVICE static uint32_t offset(int mn, int k) {
@@ -47,13 +47,13 @@ struct OperandLayout {
     } else {
       offset = mn / kRowElements * kLeadingBytes + k / 8 * kStrideBytes + k % 8 * kRowBytes + mn % kRowElements * 2;
     }
-    // 16-byte chunk c of row r of an atom lies at c ^ (r mod the number of chunks …), rows counted in 128-byte units.
+    // 16-byte chunk c of row r in an atom lies at c ^ (r mod the number of chunks …), rows counted in 128-byte units.
     const uint32_t chunk_mask = kRowBytes / 16 - 1;
     return offset ^ ((offset / 128 & chunk_mask) * 16);
   }
 };
 
-// input: A [64][depth], then B [N][depth], in pairs. output: [thread][N / 2]. Two 8-bit elements go as one of 16 bits.
+// `input`: A [64][depth], then B [N][depth], in pairs; `output`: [thread][N / 2]. Two 8-bit elements go as one of 16.
 template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA, ptx::OperandMajor kB>
 FFPA_KERNEL(kWgmmaThreads, 1)
 void wgmma_ss_kernel(const uint32_t* input, uint32_t* output) {
@@ -90,7 +90,7 @@ void wgmma_ss_kernel(const uint32_t* input, uint32_t* output) {
   for (int i = 0; i < kN / 2; ++i) ptx::st_global_4(output + thread * (kN / 2) + i, float_bits(d[i]));
 }
 
-// The same with A from registers, in two groups.
+// Computes the same with A from registers, in two groups.
 template <class Element, int kN, ptx::OperandMajor kB>
 FFPA_KERNEL(kWgmmaThreads, 1)
 void wgmma_rs_kernel(const uint32_t* input, uint32_t* output) {

@@ -10,7 +10,7 @@
 namespace ffpa::emu {
 namespace {
 
-// value = significand · 2^(exponent - fraction bits), |significand| in [2^fraction, 2^(fraction + 1)), or all zero.
+// A float: value = significand · 2^(exponent - fraction bits), |significand| in [2^fraction, 2^(fraction + 1)), or 0.
 struct Unpacked {
   int64_t significand = 0;
   int exponent = kZeroExponent;
@@ -36,7 +36,7 @@ Unpacked unpack(float value) {
   return result;
 }
 
-// 2^exponent for the exponents that a product of two 16-bit numbers or a float can have.
+// Returns 2^exponent for the exponents that a product of two 16-bit numbers or a float can have.
 double power_of_two(int exponent) {
   const uint64_t bits = uint64_t(exponent + 1023) << 52;
   double value;
@@ -44,7 +44,7 @@ double power_of_two(int exponent) {
   return value;
 }
 
-// significand · 2^shift, truncated toward zero.
+// Returns significand · 2^shift, truncated toward zero.
 int64_t shift_toward_zero(int64_t significand, int shift) {
   if (shift >= 0) return significand * (int64_t(1) << shift);
   if (shift < -62) return 0;
@@ -58,13 +58,13 @@ float round_toward_zero(double value) {
   return float_from_bits(float_bits(rounded) - 1);
 }
 
-// Bits of a float behind the point that Hopper's sums of products of 8-bit elements keep.
+// Hopper's sums of products of 8-bit elements keep this many bits of a float's fraction.
 constexpr int k8BitFraction = 13;
 
-// One step of a tensor core: all products and c are aligned to the largest exponent among them, cut off `bits` bits
-// below it, added exactly, and the sum is rounded toward zero to float, or to nearest even to half; with fewer bits
-// than a float has, toward zero to those. (After the models of arXiv 2511.10909 and 2512.07004. Confirmed on hardware
-// for 16-bit elements.)
+// Takes one step of a tensor core: aligns all products and c to the largest exponent among them, cuts them off `bits`
+// bits below it, adds them exactly, and rounds the sum toward zero to float, or to nearest even to half. Where `bits`
+// is below a float's precision, it rounds toward zero to that many bits. (This follows the models of arXiv 2511.10909
+// and 2512.07004; hardware confirms it for 16-bit elements.)
 float fused_dot_add(const Unpacked* a, const Unpacked* b, int count, float c_value, int bits,
                     AccumulatorType accumulator) {
   constexpr int kProductFraction = 2 * Unpacked::kFraction;
@@ -124,7 +124,7 @@ void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumula
   }
 }
 
-// One row of c at a time in vector registers: this loop is most of the emulator's arithmetic.
+// Adds one row of c at a time in vector registers: this loop is most of the emulator's arithmetic.
 void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
   typedef float Row __attribute__((vector_size(8 * sizeof(float))));
   Row b[kMostDepth];

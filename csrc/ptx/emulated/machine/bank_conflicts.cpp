@@ -12,9 +12,9 @@ struct Wavefronts {
   int worst_way = 0;
 };
 
-// Shared memory has 32 banks of 4 bytes. A request of up to 4 bytes a lane is served for all 32 lanes together, one of
-// 8 bytes in two halves of the warp, one of 16 bytes in four quarters. Each group takes as many wavefronts as the
-// busiest bank has distinct words; lanes that name the same word share it.
+// Counts wavefronts. Shared memory has 32 banks of 4 bytes. A request of up to 4 bytes per lane is served for all 32
+// lanes together, one of 8 bytes in two halves of the warp, one of 16 bytes in four quarters. Each group takes as many
+// wavefronts as the busiest bank has distinct words; lanes that name the same word share it.
 Wavefronts wavefronts_of(const SharedInstruction& access) {
   constexpr int kBanks = 32;
   const int lanes_per_group = access.bytes_per_lane == 16 ? 8 : access.bytes_per_lane == 8 ? 16 : 32;

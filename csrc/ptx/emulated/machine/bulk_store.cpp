@@ -32,13 +32,13 @@ void write_destination(BulkStore& store) {
   store.bytes = {};
 }
 
-// Whether the warp has learned of the completion.
+// Tells whether the warp has learned of the store's completion.
 bool is_known(const BulkStore& store, const Warp& warp) {
   const Warp& owner = *store.lane->warp;
   return &owner == &warp || store.complete_at <= warp.clock.at[owner.cluster_id];
 }
 
-// Why the lane may not touch what the store wrote, or nullptr.
+// Says why the lane may not touch what the store wrote, or returns nullptr where it may.
 const char* what_is_missing(const BulkStore& store, const Lane& lane, GlobalProxy proxy) {
   const Warp& warp = *lane.warp;
   if (store.step != BulkStep::kComplete) return "it is not complete: bulk_wait_group by that thread missing";
@@ -102,7 +102,7 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
     fail("tma", site, format("%d coordinates for a tensor map of rank %d", coordinate_count, spec.rank));
   }
   if (const char* problem = problem_with_tensor_map(spec)) fail("tma", site, problem);
-  // Both are illegal instructions, as seen on an H200; loads may.
+  // Both of these are illegal instructions for stores, as seen on an H200; loads may do both.
   if (std::any_of(coordinates, coordinates + coordinate_count, [](int c) { return c < 0; })) {
     fail("tma", site, "a store to a negative coordinate");
   }
@@ -155,7 +155,7 @@ void bulk_wait_group(int pending_groups, BulkStep step, CallSite site) {
                             lane.pending_stores.end());
 }
 
-// One lane's fence counts for its warp, as that for shared memory does.
+// One lane's fence counts for its whole warp, as the fence for shared memory does.
 void fence_proxy_async_global(CallSite site) {
   require_arch(kSm90, "fence.proxy.async", site);
   const Warp& warp = *current->warp;
@@ -179,7 +179,7 @@ void check_bulk_stores_at_exit(const Lane& lane) {
   }
 }
 
-// The end of the grid completes what was read.
+// Writes the stores that have read their source: the end of the grid completes them.
 void finish_bulk_stores() {
   for (BulkStore& store : machine->bulk_stores) {
     if (store.step == BulkStep::kRead) write_destination(store);

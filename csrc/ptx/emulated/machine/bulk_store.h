@@ -1,4 +1,4 @@
-// TMA stores: what is pending of them in shared memory and, by bytes, in global memory.
+// TMA stores: the shared memory that pending ones may still read and, by bytes, the global memory that they write.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace ffpa::emu {
 struct Block;
 struct Lane;
 
-// How far a store has come, as far as its thread's waits guarantee.
+// The step that a store has reached, as far as its thread's waits guarantee.
 enum class BulkStep { kIssued, kRead, kComplete };
 
 // One TMA store of the cluster that runs.
@@ -30,11 +30,12 @@ struct BulkStore {
   uint32_t group;
   CallSite site;
   BulkStep step = BulkStep::kIssued;
-  std::vector<uint8_t> bytes;  // of the box, from the moment that they were read to the one they were written
+  std::vector<uint8_t> bytes;  // bytes of the box, from when they are read until they are written
   uint32_t complete_at = 0;    // time of the lane's warp
   uint32_t complete_in_sync_epoch = 0;
 
-  // fence.proxy.async.global by a warp that knew of the completion: who knows of one may load through the async proxy.
+  // A fence.proxy.async.global by a warp that knew of the completion. A warp that knows of such a fence may load the
+  // bytes through the async proxy.
   struct Fence {
     int warp;
     uint32_t time;
@@ -42,19 +43,19 @@ struct BulkStore {
   std::vector<Fence> fences;
 };
 
-// Which bulk store wrote where last.
+// The bulk store that last wrote each place in global memory.
 class BulkFootprint {
  public:
   void clear() { pages_.clear(); }
   void write(uintptr_t address, size_t bytes, uint32_t store);
 
-  // Calls visit(store) for those that wrote some of these bytes, each once in a row of bytes.
+  // Calls visit(store) for the stores that wrote some of these bytes, once for each run of bytes of one store.
   template <class Visit>
   void for_each_store(uintptr_t address, size_t bytes, Visit visit) const;
 
  private:
   static constexpr uintptr_t kPageBytes = 4096, kUnitBytes = 2;
-  using Page = std::array<uint32_t, kPageBytes / kUnitBytes>;  // 1 + store, 0: none
+  using Page = std::array<uint32_t, kPageBytes / kUnitBytes>;  // 1 + store, or 0 for none
   std::unordered_map<uintptr_t, Page> pages_;
 };
 
@@ -63,16 +64,16 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const int* coordinate
 
 void bulk_commit_group(CallSite site);
 
-// All but `pending_groups` of the lane's groups have come to this step.
+// Brings all but `pending_groups` of the lane's groups to this step.
 void bulk_wait_group(int pending_groups, BulkStep step, CallSite site);
 
 void fence_proxy_async_global(CallSite site);
 
-// A lane exits, the cluster has ended.
+// The first is called when a lane exits, the second when the cluster has ended.
 void check_bulk_stores_at_exit(const Lane& lane);
 void finish_bulk_stores();
 
-// Race check of an access to global memory that may meet the bytes of a bulk store.
+// Checks an access to global memory for races with the bytes of a bulk store.
 enum class GlobalProxy { kGeneric, kAsync };
 void check_against_bulk_stores(uintptr_t address, uint32_t bytes, GlobalProxy proxy, const char* what, CallSite site);
 

@@ -1,4 +1,4 @@
-// The source line of a kernel that called an emulated instruction: every report names it.
+// The source line of a kernel that called an emulated instruction; every report names it.
 #pragma once
 
 #include <string>
@@ -9,18 +9,18 @@ struct CallSite {
   const char* file;
   int line;
 
-  // Used as the default argument `CallSite site = CallSite()` of every emulated instruction: the builtins then name the
-  // place of the call. It has to be a constructor: inside an aggregate initialiser g++ 12 names the callee instead.
+  // The default argument `CallSite site = CallSite()` of every emulated instruction calls this: the builtins then name
+  // the place of the call. It has to be a constructor: inside an aggregate initialiser g++ 12 names the callee instead.
   constexpr CallSite(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
 
   bool operator==(const CallSite& other) const { return line == other.line && file == other.file; }
   bool operator!=(const CallSite& other) const { return !(*this == other); }
 };
 
-// "file.cuh:123", without directories.
+// Returns "file.cuh:123", without directories.
 std::string to_string(CallSite site);
 
-// printf into a string.
+// Works as printf does, into a string.
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace ffpa::emu

@@ -1,4 +1,4 @@
-// Warp collectives: all 32 lanes come to the same instruction of the same source line, the last one executes it.
+// Warp collectives: all 32 lanes come to the same instruction of the same source line, and the last one executes it.
 #pragma once
 
 #include "ptx/emulated/machine/bank_conflicts.h"
@@ -28,7 +28,7 @@ enum class WarpOp : int {
 
 const char* name_of(WarpOp op);
 
-// Whether the lanes of the warp go on at once, or sleep until somebody wakes the warp.
+// Says whether the lanes of the warp go on at once, or sleep until somebody wakes the warp.
 enum class After { kContinue, kSleep };
 
 // Registers the current lane's arrival; fails with "divergence" when other lanes wait in another collective. Returns

@@ -1,7 +1,7 @@
-// The only inline assembly outside csrc/ptx/native: POSIX has no context switch without a system call. swapcontext
-// saves the signal mask, two system calls of ~300 ns, and an emulated tile takes tens of thousands of switches; this
-// one saves the six registers that the System V ABI asks a callee to preserve and takes ~5 ns. Other machines (or
-// -DFFPA_EMU_UCONTEXT) use swapcontext.
+// This is the only inline assembly outside csrc/ptx/native: POSIX has no context switch without a system call.
+// swapcontext saves the signal mask, which takes two system calls of ~300 ns, and an emulated tile takes tens of
+// thousands of switches; this switch saves the six registers that the System V ABI asks a callee to preserve and takes
+// ~5 ns. Other machines (or -DFFPA_EMU_UCONTEXT) use swapcontext.
 #include "ptx/emulated/machine/context_switch.h"
 
 #include <cstdint>
@@ -52,13 +52,13 @@ void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poiso
   context.stack_bytes = stack_bytes;
   context.sanitizer_state = nullptr;
 #if FFPA_EMU_ASAN
-  __asan_unpoison_memory_region(stack_low, stack_bytes);  // a launch that was given up leaves its frames poisoned
+  __asan_unpoison_memory_region(stack_low, stack_bytes);  // an abandoned launch leaves its frames poisoned
 #endif
   std::memset(stack_low + stack_bytes - poisoned_bytes, 0xff, poisoned_bytes);
 #if FFPA_EMU_FAST_SWITCH
   constexpr int kSavedRegisters = 6;
   void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_low + stack_bytes) & ~uintptr_t(15));
-  *--top = nullptr;  // where the entry's return address would be; also aligns the stack as after a call
+  *--top = nullptr;  // fills the place of the entry's return address; also aligns the stack as after a call
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
   context.stack_pointer = top;

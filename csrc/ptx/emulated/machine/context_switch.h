@@ -1,4 +1,4 @@
-// Switching between the stacks of CUDA threads.
+// Switches between the stacks of CUDA threads.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace ffpa::emu {
 
-// A suspended flow of control. A default-constructed one is the place to save the caller of switch_to in.
+// A suspended flow of control. A default-constructed one receives the caller's flow in switch_to.
 struct Context {
 #if FFPA_EMU_FAST_SWITCH
   void* stack_pointer = nullptr;
@@ -25,13 +25,13 @@ struct Context {
 };
 
 // Makes `context` start in `entry` on the given stack when it is first switched to. `entry` must never return. The
-// first `poisoned_bytes` it will use are NaN, so that variables nobody has set show.
+// first `poisoned_bytes` of stack that it will use are NaN, so that variables nobody has set show.
 void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poisoned_bytes, void (*entry)());
 
-// Saves the running flow in `from` and resumes `to`. `from_is_finished`: nobody will resume `from` again.
+// Saves the running flow in `from` and resumes `to`. `from_is_finished` says that nobody will resume `from` again.
 void switch_to(Context& from, Context& to, bool from_is_finished = false);
 
-// First statement of every `entry`.
+// This must be the first statement of every `entry`.
 void finish_first_switch(Context& launcher);
 
 }  // namespace ffpa::emu

@@ -16,11 +16,11 @@ struct sigaction previous_action;
 
 void on_fault(int signal, siginfo_t* info, void*) {
   if (!current || !current->warp) {
-    // Not ours. With the previous action in place the instruction faults again and reaches it.
+    // The fault is not the emulator's. The instruction faults again and reaches the previous action, now back in place.
     sigaction(signal, &previous_action, nullptr);
     return;
   }
-  // fail leaves this handler for good, so the signal has to be unblocked by hand.
+  // `fail` leaves this handler for good, so the signal has to be unblocked by hand.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, signal);

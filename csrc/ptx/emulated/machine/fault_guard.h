@@ -3,8 +3,8 @@
 
 namespace ffpa::emu {
 
-// Installed while the object lives; several may live at once, on any thread. Faults outside emulated lanes go to
-// whoever handled them before.
+// The handler is installed while the object lives; several objects may live at once, on any thread. Faults outside
+// emulated lanes go to whoever handled them before.
 class FaultGuard {
  public:
   FaultGuard();
@@ -13,7 +13,7 @@ class FaultGuard {
   FaultGuard& operator=(const FaultGuard&) = delete;
 };
 
-// Gives the calling OS thread a stack to handle faults on: the faulting one may be the problem.
+// Gives the calling OS thread a separate stack to handle faults on: the stack that faults may be the problem.
 class FaultStack {
  public:
   FaultStack();

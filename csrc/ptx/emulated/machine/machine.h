@@ -1,4 +1,4 @@
-// The state of one emulated cluster of blocks, which one OS thread runs: lanes, warps, blocks, and their scheduler.
+// The state of one emulated cluster of blocks, run by one OS thread: lanes, warps, blocks, and their scheduler.
 //
 // Every CUDA thread ("lane") is a flow of control with its own stack. It runs until it blocks: in a collective of its
 // warp, at a barrier, on an mbarrier. The last lane to reach a collective executes it for all 32. What the asynchronous
@@ -27,8 +27,8 @@ namespace ffpa::emu {
 struct Block;
 struct Lane;
 struct Warp;
-struct WgmmaQueue;   // wgmma.cpp
-struct WgmmaRecord;  // wgmma.cpp
+struct WgmmaQueue;   // defined in wgmma.cpp
+struct WgmmaRecord;  // defined in wgmma.cpp
 
 inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
@@ -45,13 +45,13 @@ struct PendingCopy {
   int bytes;
   int source_bytes;
   uint32_t group;
-  uint32_t time;  // copies_of the warp
+  uint32_t time;  // time as copies_of(warp) counts it
   CallSite site;
-  bool landed = false;    // the bytes are there
-  bool complete = false;  // and a wait or an mbarrier may rely on it
+  bool landed = false;    // true when the bytes are there
+  bool complete = false;  // true when, besides, a wait or an mbarrier may rely on them
 };
 
-// cp.async.mbarrier.arrive: counts once the copies that the lane has issued up to `time` have landed.
+// A cp.async.mbarrier.arrive: it counts once the copies that the lane has issued up to `time` have landed.
 struct CopyArrival {
   Lane* lane;
   uint32_t time;
@@ -61,27 +61,27 @@ struct Lane {
   Context context;
   Block* block = nullptr;
   Warp* warp = nullptr;
-  int index = 0;   // in the warp
-  int thread = 0;  // in the block
+  int index = 0;   // number within the warp
+  int thread = 0;  // number within the block
 
   std::vector<PendingCopy> copies;
   uint32_t open_copy_group = 0;
-  uint32_t copy_time = 1;  // of the next copy
+  uint32_t copy_time = 1;  // time of the next copy
 
-  std::vector<uint32_t> pending_stores;  // not complete: positions in Machine::bulk_stores
+  std::vector<uint32_t> pending_stores;  // stores that are not complete: positions in Machine::bulk_stores
   uint32_t open_store_group = 0;
 
-  // What the lane waits for, for the deadlock report and for wake-ups by mbarriers.
+  // These say what the lane waits for, for the deadlock report and for wake-ups by mbarriers.
   const char* waiting_in = nullptr;
   CallSite waiting_at{"", 0};
   uint32_t waiting_mbarrier = 0;  // shared address with block rank, 0 = none
   uint32_t waiting_parity = 0;
 };
 
-enum class WarpOp : int;  // collective.h
+enum class WarpOp : int;  // defined in collective.h
 
-// A warp's accesses to shared memory that one source line made, until the warp's next collective: the k-th execution by
-// every lane together is one instruction.
+// The accesses to shared memory that one source line of a warp made, until the warp's next collective: the k-th
+// executions by all lanes together are one instruction.
 struct SharedInstruction {
   const char* instruction;
   CallSite site;
@@ -96,8 +96,8 @@ struct SharedAccessLog {
 };
 
 struct Warp {
-  int index = 0;       // in the block
-  int cluster_id = 0;  // in the cluster: index of the vector clock
+  int index = 0;       // number within the block
+  int cluster_id = 0;  // number within the cluster: index of the vector clock
   Block* block = nullptr;
   Lane* lanes[kWarpSize] = {};
   uint32_t ready = 0;  // lanes that can run
@@ -116,7 +116,7 @@ struct Warp {
   std::vector<SharedAccessLog> access_logs;
   std::shared_ptr<WgmmaQueue> wgmma;
 
-  // Cluster barrier: rounds this warp has arrived for, and has waited for.
+  // Rounds of the cluster barrier that this warp has arrived for, and those that it has waited for.
   int64_t cluster_arrivals = 0;
   int64_t cluster_waits = 0;
 };
@@ -131,31 +131,31 @@ struct NamedBarrier {
 struct Mbarrier {
   uint32_t expected_arrivals = 0;
   uint32_t pending_arrivals = 0;
-  std::vector<CopyArrival> copy_arrivals;  // of the phase in progress, part of pending_arrivals
+  std::vector<CopyArrival> copy_arrivals;  // arrivals in the phase in progress, part of pending_arrivals
   int64_t pending_bytes = 0;
   uint32_t phase = 0;  // parity of the phase in progress
   int64_t completed_phases = 0;
-  VectorClock arriving;   // what the arrivals of the phase in progress know
-  VectorClock completed;  // what a waiter learns
+  VectorClock arriving;   // knowledge that the arrivals of the phase in progress bring
+  VectorClock completed;  // knowledge that a waiter gains
   int initialising_warp = 0;
   uint32_t initialised_at = 0;
 };
 
-// Shadow of 4 bytes of shared memory: who wrote and read them last.
+// The shadow of 4 bytes of shared memory: who wrote and read them last.
 struct ShadowWord {
   uint32_t write_time = 0;
   uint32_t write_sync_epoch = 0;
   uint32_t write_proxy_epoch = 0;
   uint32_t read_sync_epoch = 0;
-  uint32_t copy_time = 0;    // of the last write, if it was a cp.async and is complete: copies_of the writer
-  uint32_t copied_time = 0;  // when the last copy of it to another block landed: kAsyncAgent's
+  uint32_t copy_time = 0;    // time of the last write if it was a completed cp.async: copies_of the writer
+  uint32_t copied_time = 0;  // kAsyncAgent's time when the last copy of the word to another block landed
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
-  uint8_t written_bytes = 0;  // bit b: byte b was part of the last write
-  uint8_t reader = kNobody;   // last one; the times of all are in Block::read_times
+  uint8_t written_bytes = 0;  // bit b is set if byte b was part of the last write
+  uint8_t reader = kNobody;   // last reader; Block::read_times has the times of all readers
   uint8_t reader_lane = 0;
-  uint16_t bulk_reads = 0;     // TMA stores and copies to another block that may still read it
-  bool in_flight = false;      // destination of an asynchronous copy that has not been waited for
+  uint16_t bulk_reads = 0;     // number of TMA stores and copies to another block that may still read it
+  bool in_flight = false;      // true in the destination of an asynchronous copy that has not been waited for
   bool generic_write = false;  // written by st.shared or stmatrix: invisible to wgmma and TMA without a proxy fence
   CallSite write_site{"", 0};
   CallSite read_site{"", 0};
@@ -163,7 +163,7 @@ struct ShadowWord {
 
 struct Block {
   Dim3 index;
-  int rank = 0;  // in the cluster
+  int rank = 0;  // number within the cluster
   int threads = 0;
   uint32_t smem_bytes = 0;
   std::vector<uint8_t> smem;
@@ -171,14 +171,14 @@ struct Block {
   std::vector<uint32_t> read_times;  // [word][warp of the cluster]
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
-  std::map<uint32_t, Mbarrier> mbarriers;                                // by shared address
-  std::vector<std::shared_ptr<std::vector<WgmmaRecord>>> wgmma_history;  // by warpgroup
+  std::map<uint32_t, Mbarrier> mbarriers;                                // keyed by shared address
+  std::vector<std::shared_ptr<std::vector<WgmmaRecord>>> wgmma_history;  // indexed by warpgroup
 };
 
 struct GridShape {
   Dim3 grid;
   Dim3 cluster;
-  int threads = 32;  // per block
+  int threads = 32;  // threads per block
   uint32_t smem_bytes = 0;
 };
 
@@ -188,9 +188,9 @@ struct Machine {
   GridShape shape;
   std::function<void()> kernel;
 
-  uint32_t cluster = 0;                        // that runs now
-  std::vector<std::unique_ptr<Block>> blocks;  // of it
-  std::vector<Warp*> warps;                    // by cluster id
+  uint32_t cluster = 0;                        // number of the cluster that runs now
+  std::vector<std::unique_ptr<Block>> blocks;  // blocks of that cluster
+  std::vector<Warp*> warps;                    // indexed by cluster id
   std::vector<Lane> lanes;
   std::vector<char*> stacks;
   Lane launcher;  // stands for the code that started the run
@@ -205,10 +205,10 @@ struct Machine {
   std::vector<std::function<void()>>
       async_work;  // TMA loads and copies to another block in flight, mbarrier phases that wait for cp.async alone
   VectorClock async_clock;
-  std::vector<BulkStore> bulk_stores;  // all of the cluster, in the order of issue
+  std::vector<BulkStore> bulk_stores;  // all stores of the cluster, in the order of issue
   BulkFootprint bulk_footprint;
-  int cluster_arrived_warps = 0;  // in the round in progress
-  int64_t cluster_rounds = 0;     // completed
+  int cluster_arrived_warps = 0;  // arrivals in the round in progress
+  int64_t cluster_rounds = 0;     // completed rounds
   VectorClock cluster_arriving, cluster_completed;
 
   Report report;
@@ -219,15 +219,15 @@ struct Machine {
   bool random_schedule() const { return options.seed >= 2; }
 };
 
-// The machine and lane that run on this OS thread. Lanes never move between OS threads. The initial-exec model keeps a
-// read as cheap as a global's; the two pointers fit in the space that the loader reserves for it.
+// The machine and lane that run on this OS thread. Lanes never move between OS threads. The initial-exec model makes a
+// read as cheap as that of a global; the two pointers fit in the space that the loader reserves for it.
 inline thread_local Machine* machine __attribute__((tls_model("initial-exec"))) = nullptr;
 inline thread_local Lane* current __attribute__((tls_model("initial-exec"))) = nullptr;
 
-// Notes an error and goes on. Errors of the same kind and key are counted, not repeated.
+// Records an error and goes on. Errors of the same kind and key are counted, not repeated.
 void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message);
 
-// Notes an error of the current lane and gives up the run: the error leaves no sensible way to go on.
+// Records an error of the current lane and gives up the run: the error leaves no sensible way to go on.
 [[noreturn]] void fail(const char* kind, CallSite site, const std::string& message);
 
 // Fails with "unsupported" unless the emulated GPU is at least this architecture.

@@ -19,7 +19,7 @@ struct MatrixArguments {
 
 using Tile = uint16_t[kTileRows][kTileRows];
 
-// Where register value `half` of `lane` lies in an 8×8 tile.
+// Returns the place in an 8×8 tile of register value `half` of `lane`.
 uint16_t& element(Tile& tile, int lane, int half, bool transposed) {
   const int major = lane / 4;
   const int minor = 2 * (lane % 4) + half;
@@ -82,7 +82,7 @@ void stmatrix(uint32_t row_address, const uint32_t* tile_registers, int tiles, b
   });
 }
 
-// a[r]: rows g + 8·(r % 2), k = 2t + 8·(r / 2) and the next.
+// Register a[r] holds row g + 8·(r % 2), k = 2t + 8·(r / 2) and the next k.
 void scatter_a_fragment(MmaTile& tile, int lane, const uint32_t* a, InputType type) {
   const int g = lane / 4, t = lane % 4;
   for (int r = 0; r < 4; ++r) {
@@ -92,7 +92,7 @@ void scatter_a_fragment(MmaTile& tile, int lane, const uint32_t* a, InputType ty
   }
 }
 
-// d[2·h + e]: row g + 8·h, column 2t + e.
+// Value d[2·h + e] belongs to row g + 8·h, column 2t + e.
 void scatter_c_fragment(MmaTile& tile, int lane, const float* d) {
   const int g = lane / 4, t = lane % 4;
   for (int value = 0; value < 4; ++value) tile.c[g + 8 * (value / 2)][2 * t + value % 2] = d[value];
@@ -105,7 +105,7 @@ void gather_c_fragment(const MmaTile& tile, int lane, float* d) {
 
 namespace {
 
-// b[r]: k = 2t + 8·r and the next, column g.
+// Register b[r] holds k = 2t + 8·r and the next k, column g.
 void scatter_b_fragment(MmaTile& tile, int lane, const uint32_t* b, InputType type) {
   const int g = lane / 4, t = lane % 4;
   for (int r = 0; r < 2; ++r) {
@@ -114,7 +114,7 @@ void scatter_b_fragment(MmaTile& tile, int lane, const uint32_t* b, InputType ty
   }
 }
 
-// Half accumulators come as two registers: rows g and g + 8.
+// Half accumulators come as two registers, for rows g and g + 8.
 void unpack_halves(const uint32_t* packed, float* d) {
   for (int h = 0; h < 2; ++h) {
     d[2 * h] = to_float(InputType::kHalf, low_bits(packed[h]));

@@ -45,7 +45,7 @@ void complete_phase_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
   }
 }
 
-// The barrier at this address, which must expect one more arrival.
+// Returns the barrier at this address, which must expect one more arrival.
 Mbarrier& find_open_mbarrier(uint32_t address, const char* instruction, CallSite site) {
   Mbarrier& barrier = find_mbarrier(address, instruction, site);
   if (barrier.pending_arrivals == barrier.copy_arrivals.size()) {
@@ -54,7 +54,7 @@ Mbarrier& find_open_mbarrier(uint32_t address, const char* instruction, CallSite
   return barrier;
 }
 
-// When the phase waits for nobody but copies, they land: as late as can be, as TMA loads do.
+// Lands the copies when the phase waits for nothing else: as late as can be, as TMA loads do.
 void land_copies_if_due(Mbarrier& barrier, Block& block, uint32_t address) {
   if (barrier.copy_arrivals.empty() || barrier.pending_arrivals != barrier.copy_arrivals.size()) return;
   machine->async_work.push_back([&block, address] {
@@ -112,7 +112,7 @@ void mbarrier_arrive_expect_bytes(uint32_t address, uint32_t bytes, CallSite sit
   arrive(address, bytes, site);
 }
 
-// The arrival makes nothing known but the copies: the manual does not order the thread's other accesses before it.
+// The arrival makes only the copies known: the manual does not order the thread's other accesses before it.
 void mbarrier_arrive_after_copies(uint32_t address, CallSite site) {
   Mbarrier& barrier = find_open_mbarrier(address, "cp.async.mbarrier.arrive", site);
   barrier.copy_arrivals.push_back({current, current->copy_time++});
@@ -182,7 +182,7 @@ void cluster_wait(CallSite site) {
     if (warp.cluster_arrivals == warp.cluster_waits) fail("cluster", site, "barrier.cluster.wait without an arrive");
     return machine->cluster_rounds >= warp.cluster_arrivals ? After::kContinue : After::kSleep;
   });
-  // Every lane comes by here; the first one books the wait for its warp.
+  // Every lane comes through here; the first one records the wait for its warp.
   Warp& warp = *current->warp;
   if (warp.cluster_waits == warp.cluster_arrivals) return;
   warp.cluster_waits = warp.cluster_arrivals;

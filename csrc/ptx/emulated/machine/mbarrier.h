@@ -1,4 +1,4 @@
-// mbarriers and the cluster barrier.
+// Functions of mbarriers and of the cluster barrier.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ struct Block;
 void mbarrier_init(uint32_t address, uint32_t arrivals, CallSite site);
 void mbarrier_arrive(uint32_t address, CallSite site);
 void mbarrier_arrive_expect_bytes(uint32_t address, uint32_t bytes, CallSite site);
-void mbarrier_arrive_after_copies(uint32_t address, CallSite site);  // cp.async.mbarrier.arrive.noinc
+void mbarrier_arrive_after_copies(uint32_t address, CallSite site);  // stands for cp.async.mbarrier.arrive.noinc
 void mbarrier_wait(uint32_t address, uint32_t parity, CallSite site);
 
-// For the TMA unit: checks that the barrier exists when a copy is issued, and completes bytes when it has landed.
+// The TMA unit checks that the barrier exists when it issues a copy, and completes bytes when the copy has landed.
 void require_mbarrier(uint32_t address, const char* instruction, CallSite site);
 void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes, const VectorClock& issuer,
                              uint32_t landed_at);
@@ -24,7 +24,7 @@ void mbarrier_complete_bytes(Block& block, uint32_t address, uint32_t bytes, con
 void cluster_arrive(CallSite site);
 void cluster_wait(CallSite site);
 bool elect_one(CallSite site);
-uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // mapa
+uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // stands for mapa
 bool has_exited(const Block& block);
 
 }  // namespace ffpa::emu

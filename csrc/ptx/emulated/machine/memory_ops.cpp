@@ -118,7 +118,7 @@ void copy_async(uint32_t destination, const void* source, int bytes, int source_
       destination, static_cast<const uint8_t*>(source), bytes, source_bytes, lane.open_copy_group, lane.copy_time,
       site};
   if (lands_now) write_bytes(*lane.block, copy);
-  // A ring without cp.async.wait_group would collect copies for ever: complete ones end when they are overwritten.
+  // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
   const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination; };
   lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
   lane.copies.push_back(copy);

@@ -22,13 +22,13 @@ void load_global(void* value, const void* address, uint32_t bytes, CallSite site
 void store_global(void* address, const void* value, uint32_t bytes, CallSite site);
 uint32_t add_global(void* address, uint32_t value, CallSite site);
 
-// Writes `bytes` bytes, of which those from `source_bytes` on are zero.
+// Writes `bytes` bytes, of which the bytes from `source_bytes` on are zero.
 void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site);
 void commit_copies();
 void wait_for_copies(int pending_groups);
 void wait_for_all_copies();
 
-// For mbarriers: the lane's copies up to this time (PendingCopy::time) are complete. Its own waits may still come.
+// mbarriers call this to complete the lane's copies up to this time (PendingCopy::time). Its own waits may still come.
 void land_tracked_copies(Lane& lane, uint32_t time);
 
 }  // namespace ffpa::emu

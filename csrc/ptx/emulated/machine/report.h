@@ -1,4 +1,4 @@
-// What a run found: errors, bank conflicts by source line, and counters.
+// The findings of a run: errors, bank conflicts by source line, and counters.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct Error {
   int64_t count = 1;  // how often it occurred; the message describes the first time
 };
 
-// Shared-memory wavefronts of one instruction of the source. Ideal is what the same bytes need without conflicts.
+// Wavefronts of one source instruction in shared memory; the ideal is what the same bytes need without conflicts.
 struct BankConflicts {
   const char* instruction;
   CallSite site;
@@ -43,17 +43,17 @@ struct BankConflicts {
 struct Counters {
   int64_t blocks = 0;
   int64_t mma = 0;    // mma.sync; a wgmma counts one per 16×8×16 product
-  int64_t wgmma = 0;  // per warp
+  int64_t wgmma = 0;  // wgmma instructions, counted per warp
   int64_t ldmatrix = 0;
   int64_t stmatrix = 0;
   int64_t shuffles = 0;
   int64_t barriers = 0;      // completed rounds of bar.sync / sync_block
-  int64_t async_copies = 0;  // cp.async of one lane
+  int64_t async_copies = 0;  // cp.async instructions, counted per lane
   int64_t tma_loads = 0;
   int64_t tma_stores = 0;
-  int64_t bytes_global_to_shared = 0;  // by cp.async and TMA, without filled zeros
-  int64_t bytes_global_loaded = 0;     // by ld.global
-  int64_t bytes_global_stored = 0;     // by st.global and TMA
+  int64_t bytes_global_to_shared = 0;  // read by cp.async and TMA, without filled zeros
+  int64_t bytes_global_loaded = 0;     // read by ld.global
+  int64_t bytes_global_stored = 0;     // written by st.global and TMA
   int64_t collectives = 0;
   int64_t context_switches = 0;
 
@@ -68,7 +68,7 @@ struct Report {
   bool ok() const { return errors.empty(); }
   bool has(const std::string& kind) const;
   void merge(const Report& other);
-  std::string summary() const;  // one line an error
+  std::string summary() const;  // one line per error
 };
 
 }  // namespace ffpa::emu

@@ -16,9 +16,9 @@ namespace ffpa::emu {
 namespace {
 
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kPoisonedStackBytes = 16 << 10;  // frames of kernels are smaller than that
+constexpr size_t kPoisonedStackBytes = 16 << 10;  // more than any kernel's frames take
 
-// A stack with an unreadable page below it.
+// Allocates a stack with an unreadable page below it.
 char* new_stack(size_t bytes) {
   void* memory =
       mmap(nullptr, bytes + kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -135,7 +135,7 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 
-// One OS thread: takes clusters until there are none left or somebody gives up.
+// Runs on one OS thread: takes clusters until there are none left or somebody gives up.
 Report run_clusters(const GridShape& shape, const std::function<void()>& kernel, const Options& options,
                     const GlobalRanges& global, std::atomic<int64_t>& next_cluster) {
   const Dim3 clusters{shape.grid.x / shape.cluster.x, shape.grid.y / shape.cluster.y, shape.grid.z / shape.cluster.z};

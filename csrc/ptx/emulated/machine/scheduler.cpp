@@ -82,9 +82,9 @@ Lane* pick_lane(Warp& warp) {
   return warp.lanes[(__builtin_ctz(rotated) + first) % kWarpSize];
 }
 
-// nullptr when nobody can run, now or ever.
+// Picks the next lane to run; nullptr when nobody can run, now or ever.
 Lane* pick() {
-  constexpr uint32_t kEarlyAsyncOdds = 16;  // with random seeds TMA loads land at any time, otherwise as late as can be
+  constexpr uint32_t kEarlyAsyncOdds = 16;  // random seeds land TMA loads at any time, others as late as can be
   if (machine->random_schedule() && machine->random() % kEarlyAsyncOdds == 0) run_async_work();
   for (;;) {
     Warp* warp = machine->running_warp;
@@ -112,7 +112,7 @@ Lane* pick() {
         place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier & 0xffffff, lane->waiting_parity);
       }
       lanes_by_place[place] |= 1u << lane->index;
-      if (first_place.line == 0) first_place = lane->waiting_at;  // the current lane has just exited
+      if (first_place.line == 0) first_place = lane->waiting_at;  // happens when the current lane has just exited
     }
     for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
   }

@@ -1,4 +1,4 @@
-// Which lane runs next.
+// The scheduler decides which lane runs next.
 #pragma once
 
 #include "ptx/emulated/machine/machine.h"
@@ -11,10 +11,10 @@ void block_lane(const char* why, CallSite site);
 // Makes lanes of a warp runnable again.
 void wake(Warp& warp, uint32_t lanes);
 
-// A point where, with random seeds, another warp may overtake.
+// Marks a point where, with random seeds, another warp may overtake.
 void maybe_preempt();
 
-// Ends the current lane. Never returns.
+// Ends the current lane and never returns.
 [[noreturn]] void exit_lane();
 
 // Runs all lanes of machine->blocks to their end, or until a failure.

@@ -16,7 +16,7 @@ WordRange words_of(uint32_t address, uint32_t bytes) {
   return {offset / kWordBytes, (offset + bytes + kWordBytes - 1) / kWordBytes};
 }
 
-// Which bytes of word i an access touches. Neighbouring halves of a word may belong to different threads.
+// Returns which bytes of word i an access touches. Neighbouring halves of a word may belong to different threads.
 uint8_t bytes_in_word(uint32_t address, uint32_t bytes, uint32_t i) {
   if (bytes >= kWordBytes) return 0xf;  // accesses of that size are aligned
   const uint32_t first = (address & kOffsetMask) - kSmemBase - i * kWordBytes;
@@ -28,7 +28,7 @@ std::string name_of(int warp) {
   return format("warp %d of block rank %d", machine->warps[warp]->index, machine->warps[warp]->block->rank);
 }
 
-// Whether the warp has waited for a phase of an mbarrier that tracked the cp.async which wrote the word.
+// Tells whether the warp has waited for a phase of an mbarrier that tracked the cp.async which wrote the word.
 bool knows_copy(const ShadowWord& word, const Warp& warp) {
   return word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)];
 }
@@ -39,7 +39,7 @@ void remember_read(Block& block, uint32_t i, const Warp& warp, int lane, CallSit
   block.read_times[i * machine->warps.size() + self] = warp.clock.at[self];
   word.read_site = site;
   // Lanes of one warp have no clocks of their own: the last reading lane is compared with a later writer of the same
-  // warp instead. Collectives need no such care, all lanes have come to them.
+  // warp instead. Collectives need no such care, because all lanes have come to them.
   if (lane == kWholeWarp) return;
   const bool second_lane = word.reader == self && word.read_sync_epoch == warp.sync_epoch && word.reader_lane != lane;
   word.reader = uint8_t(self);
@@ -178,7 +178,7 @@ void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& 
   for (uint32_t i = words.first; i < words.end; ++i) ++block.shadow[i].bulk_reads;
 }
 
-// Whoever writes must have learned of this moment.
+// Ends the read of a TMA store: a later writer must have learned of this moment.
 void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
   if (!machine->options.check_races) return;
   const WordRange words = words_of(address, bytes);
@@ -203,7 +203,7 @@ void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& wa
   const WordRange words = words_of(address, bytes);
   for (uint32_t i = words.first; i < words.end; ++i) {
     ShadowWord& word = block.shadow[i];
-    // Whoever knew from an mbarrier may have overwritten it before the lane's own wait.
+    // A warp that knew of the copy from an mbarrier may have overwritten the word before the lane's own wait.
     if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;
     word.copy_time = copy_time;
     if (completion == Completion::kTracked) continue;

@@ -8,40 +8,40 @@
 
 namespace ffpa::emu {
 
-// Where dynamic shared memory starts: sm_90 reserves the first kilobyte. Never 0, so that a forgotten base is caught.
+// The start of dynamic shared memory: sm_90 reserves the first kilobyte. Not 0, so that a forgotten base is caught.
 inline constexpr uint32_t kSmemBase = 1024;
 inline constexpr uint32_t kOffsetMask = 0xffffff;
-inline constexpr int kWholeWarp = 255;  // as a lane: an access that a collective made for all lanes
+inline constexpr int kWholeWarp = 255;  // lane of an access that a collective made for all lanes
 
 Block& block_of(uint32_t address);
 
-// Host pointer to `bytes` bytes of a block's shared memory; fails if they are misaligned or out of bounds.
+// Returns a host pointer to `bytes` bytes of a block's shared memory; fails if they are misaligned or out of bounds.
 uint8_t* shared_pointer(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
                         CallSite site);
 
 enum class Proxy { kGeneric, kAsync };
 enum class WriteKind { kGeneric, kAsyncIssue };
 
-// Race check: an access at this moment by `lane` (or kWholeWarp) of `warp`.
+// The race check records an access at this moment by `lane` (or kWholeWarp) of `warp`.
 void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
                Proxy proxy = Proxy::kGeneric);
 void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site,
                 WriteKind kind = WriteKind::kGeneric);
 
-// A TMA store issued by the lane now may read these bytes from now on, and no more.
+// From the first call on, a TMA store issued by the lane may read these bytes; from the second on, it no longer does.
 void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
 void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site);
 
-// The end of a copy to another block: whoever writes must have learned of this moment of the TMA unit.
+// Records the end of a copy to another block: whoever writes must have learned of this moment of the TMA unit.
 void note_bulk_read_landed(Block& block, uint32_t address, uint32_t bytes, uint32_t landed_at);
 
-// The lane's cp.async of these bytes is complete, for those who know copies_of its warp at this time. After a wait of
-// the lane itself it is, besides, like an ordinary store made now.
+// Records that the lane's cp.async of these bytes is complete, for those who know copies_of its warp at this time.
+// After a wait of the lane itself, it also counts as an ordinary store made now.
 enum class Completion { kTracked, kAwaited };
 void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
                         Completion completion);
 
-// The asynchronous write of these bytes is complete and visible to `writer` as of `time`.
+// Records that the asynchronous write of these bytes is complete and visible to `writer` as of `time`.
 void note_landed(Block& block, uint32_t address, uint32_t bytes, int writer, int lane, uint32_t time,
                  uint32_t sync_epoch);
 

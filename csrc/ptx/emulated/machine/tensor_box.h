@@ -16,9 +16,9 @@ inline uint32_t box_bytes(const TensorMapSpec& spec) {
   return bytes;
 }
 
-// A row of a box: elements first … end - 1 of it lie inside the tensor, `inside` is the address of the first of them.
+// A row of a box: its elements first … end - 1 lie inside the tensor, `inside` is the address of the first of them.
 struct BoxRow {
-  uint32_t offset;  // in the box, in bytes
+  uint32_t offset;  // bytes from the start of the box
   uint32_t first, end;
   uintptr_t inside;
   uint32_t inside_bytes() const { return (end - first) * kBoxElementBytes; }

@@ -101,7 +101,7 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   });
 }
 
-// The source is read when the copy lands, as late as can be.
+// The source is read when the copy lands, which is as late as can be.
 void copy_to_block(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier, uint32_t rank,
                    CallSite site) {
   constexpr const char* kWhat = "copy to another block";

@@ -1,4 +1,4 @@
-// TMA loads.
+// TMA loads, and copies to another block.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +8,20 @@
 
 namespace ffpa::emu {
 
-inline constexpr uint16_t kOwnBlock = 0;  // as a block mask
+inline constexpr uint16_t kOwnBlock = 0;  // block mask that means the own block only
 
 // `coordinates` has spec.rank entries, innermost first.
 void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier, const int* coordinates,
               int coordinate_count, uint16_t block_mask, CallSite site);
 
-// A bulk copy from the own block's shared memory to that of block `rank`.
+// Copies from the own block's shared memory to that of block `rank`, in bulk.
 void copy_to_block(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier, uint32_t rank,
                    CallSite site);
 
-// Where the swizzle puts the byte that would lie at `address`.
+// Returns where the swizzle puts the byte that would lie at `address`.
 uint32_t swizzled_address(uint32_t address, Swizzle swizzle);
 
-// nullptr, or why cuTensorMapEncodeTiled would refuse the description.
+// Returns nullptr, or why cuTensorMapEncodeTiled would refuse the description.
 const char* problem_with_tensor_map(const TensorMapSpec& spec);
 
 void fence_proxy_async();

@@ -13,7 +13,7 @@ uint32_t shuffle(Shuffle kind, uint32_t value, int argument, CallSite site);
 uint32_t ballot(bool predicate, CallSite site);
 void sync_warp(CallSite site);
 
-inline constexpr int kWholeBlock = -1;  // as a thread count
+inline constexpr int kWholeBlock = -1;  // thread count that stands for the whole block
 void barrier_sync(int barrier, int threads, CallSite site);
 void barrier_arrive(int barrier, int threads, CallSite site);
 

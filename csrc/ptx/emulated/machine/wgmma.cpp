@@ -11,7 +11,7 @@
 
 namespace ffpa::emu {
 
-// What one warp of a warpgroup issued: the others must issue the same.
+// A product that one warp of a warpgroup issued: the others must issue the same.
 struct WgmmaRecord {
   CallSite site;
   int n;
@@ -25,10 +25,10 @@ struct AccumulatorsInFlight {
 };
 
 struct QueuedProduct {
-  WgmmaOperands operands;  // of lane 0
+  WgmmaOperands operands;  // operands of lane 0
   uint32_t a[kWarpSize][4];
   const uint32_t* a_registers[kWarpSize];
-  float* accumulators;  // lane 0's: names the AccumulatorsInFlight
+  float* accumulators;  // lane 0's pointer: names the AccumulatorsInFlight
   int group;
   CallSite site;
 };
@@ -61,7 +61,7 @@ Descriptor decode(uint64_t bits) {
           Swizzle(bits >> 62)};
 }
 
-// Address of element (mn, k) of an operand ("Canonical Layouts" in the PTX manual); 8-bit elements are K-major.
+// Returns element (mn, k)'s address in an operand (PTX manual: "Canonical Layouts"); 8-bit elements are K-major.
 uint32_t element_address(const Descriptor& descriptor, bool mn_major, int element_bytes, int mn, int k) {
   const int chunks = descriptor.swizzle == Swizzle::kNone ? 1 : swizzle_bytes(descriptor.swizzle) / 16;
   const uint32_t row_bytes = chunks * 16;
@@ -93,12 +93,12 @@ void check_descriptor(uint64_t bits, const char* operand, CallSite site) {
   }
 }
 
-// Reads elements (mn0 … mn0 + count - 1) × (all k of a product) through the async proxy; store(mn, k, value).
+// Reads elements (mn0 … mn0 + count - 1) × (all k of a product) through the async proxy and calls store(mn, k, value).
 template <class Store>
 void read_operand(Warp& warp, uint64_t bits, bool mn_major, InputType input, int mn0, int count, const char* what,
                   CallSite site, Store store) {
   constexpr uint32_t kChunkBytes = 16;
-  const int bytes = element_bytes(input), chunk_elements = int(kChunkBytes) / bytes;  // that are always adjacent
+  const int bytes = element_bytes(input), chunk_elements = int(kChunkBytes) / bytes;  // adjacent in every layout
   const Descriptor descriptor = decode(bits);
   const int outer_count = mn_major ? depth_of(input) : count;
   const int inner_count = mn_major ? count : depth_of(input);

@@ -15,7 +15,7 @@ struct WgmmaOperands {
   bool b_is_mn_major;
   bool accumulate;
   float* d;           // n / 2 accumulators of the current lane
-  const uint32_t* a;  // 4 registers of the current lane, or nullptr: A is in shared memory
+  const uint32_t* a;  // 4 registers of the current lane, or nullptr if A is in shared memory
   uint64_t a_descriptor;
   uint64_t b_descriptor;
 };
@@ -26,7 +26,7 @@ void wgmma_commit_group(CallSite site);
 void wgmma_wait_group(int pending_groups, CallSite site);
 void set_max_registers(int registers, CallSite site);
 
-// Reports warps that executed fewer products than their warpgroup's others.
+// Reports warps that executed fewer products than the others of their warpgroup.
 void check_wgmma_at_exit(const Block& block);
 
 }  // namespace ffpa::emu

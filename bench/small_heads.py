@@ -1,7 +1,8 @@
-"""Head dims up to 256 on a GPU: forward, backward and 8-bit floats, beside PyTorch's own attention.
+"""Measures head dims up to 256 on a GPU: forward, backward and 8-bit floats, beside PyTorch's own attention.
 
-`FFPA_BACKEND=triton python bench/small.py` prints a table of the Triton kernels, TFLOPS of the visible pairs: the rows of Triton's fused-attention tutorial (batch 4, 48
-heads, D = 64, scale 1.3), longer heads, and what quantisation costs and loses.
+`FFPA_BACKEND=triton python bench/small_heads.py` prints a table of the Triton kernels, TFLOPS of the visible pairs: the rows
+of Triton's fused-attention tutorial (batch 4, 48 heads, D = 64, scale 1.3), longer heads, and what quantisation costs
+and loses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def forward_calls(w: Workload, scale: float | None) -> dict[str, Callable]:
 
 
 def backward_calls(w: Workload, scale: float | None) -> dict[str, Callable]:
-    """As a training step has them: gradients are added to what is there."""
+    """Makes calls as a training step has them: gradients are added to what is there."""
     q, k, v, *_ = (x.requires_grad_() for x in make_inputs(w, "cuda", seed=0)[:3])
     calls = {}
     for name, forward in (("ffpa", ffpa), ("SDPA", F.scaled_dot_product_attention)):
@@ -59,7 +60,7 @@ def line(title: str, w: Workload, calls: dict[str, Callable], timer: Timer, iter
     times: dict[str, list[float]] = {}
     subjects = {name: lambda call=call: timer.milliseconds(call) for name, call in calls.items()}
     for subject in subjects.values():
-        subject()  # compiles
+        subject()  # the first call compiles
     measure_in_turn(subjects, iters, times, lambda name: None, settle=True)
     cells = [f"{name} {nominal_flops(w) / median(found) * 1e-9:.0f} T" for name, found in times.items()]
     return f"| {title} | {w} | {' | '.join(cells)} |"
@@ -70,7 +71,7 @@ def quantised(tensors, dtype: torch.dtype, per: str) -> list[tuple[torch.Tensor,
 
 
 def quantisation(n: int, d: int, timer: Timer) -> list[str]:
-    """What 8 bits cost, and how far off a few rows are, as a part of their root mean square."""
+    """Returns what 8 bits cost, and how far off a few rows are, as a part of their root mean square."""
     q, k, v, *_ = make_inputs(Workload(1, 32, 32, n, n, d, d, "bf16"), "cuda", seed=0)
     rows = slice(0, 256)
 

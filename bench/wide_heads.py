@@ -1,9 +1,10 @@
-"""The Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
+"""Measures the Hopper kernels on a GPU: forward, backward, the workspace; beside a matrix product in the same rounds.
 
-`python bench/wide.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible pairs; `fp8`, the
-forward of 8-bit floats, and what it takes to make them; `grouped` heads; `long` sequences; `caps`, speed against the workspace's cap;
-`memory`, the peak against length. Numbers among the names are the head dims of the first three. Speeds are those of a burst, and those of a chip that has settled at its power limit. FFPA_BACKEND=hopper measures head dims of 128, too, where rows see all keys;
-FFPA_BACKEND=mma the kernels that every GPU runs.
+`python bench/wide_heads.py` prints these tables, or those that are named: `backward` and `forward`, TFLOPS of the visible
+pairs; `fp8`, the forward of 8-bit floats, and what it takes to make them; `grouped` heads; `long` sequences; `caps`,
+speed against the workspace's cap; `memory`, the peak against length. Numbers among the names are the head dims of the
+first three. Speeds are those of a burst, and those of a chip that has settled at its power limit. FFPA_BACKEND=hopper
+measures head dims of 128, too, where rows see all keys; FFPA_BACKEND=mma the kernels that every GPU runs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _RAMP = 10.0  # ms until clocks are up
 
 
 def burst(subject: Callable[[], float], warm_up: Callable[[], float]) -> float:
-    """One call after a rest and a few others, the median of three: what the chip does, before its power limit lowers the clocks."""
+    """Returns the median of three calls, each after a rest and a few others, before the power limit lowers clocks."""
     times = []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -69,7 +70,7 @@ def burst(subject: Callable[[], float], warm_up: Callable[[], float]) -> float:
 
 
 def in_8_bits(w: Workload) -> tuple[Callable[[], object], Callable[[], object]]:
-    """(the forward, what makes its inputs)"""
+    """Returns the forward, and the function that makes its inputs."""
     tensors = make_inputs(w, "cuda", seed=0)[:3]
 
     def quantise():
@@ -81,12 +82,12 @@ def in_8_bits(w: Workload) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def cell(w: Workload, timer: Timer, iters: int = 6, call: Callable[[], object] | None = None) -> str:
-    """In a burst, and settled; in parentheses what a matrix product has in the same rounds."""
+    """Returns speeds in a burst and settled, with those of a matrix product in the same rounds in parentheses."""
     calls = {"ffpa": call or call_of(w), "GEMM": gemm()}
     subjects = {name: lambda call=call: timer.milliseconds(call) for name, call in calls.items()}
     flops = {"ffpa": nominal_flops(w), "GEMM": 2 * GEMM**3}
     for subject in subjects.values():
-        subject()  # compiles
+        subject()  # the first call compiles
     bursts = {name: burst(subject, subjects["GEMM"]) for name, subject in subjects.items()}
     times: dict[str, list[float]] = {}
     measure_in_turn(subjects, iters, times, lambda name: None, settle=True)

@@ -1,8 +1,9 @@
-"""The core of the Hopper kernels beside cuBLAS: the backward's launches, and matrix products of the same shapes.
+"""Compares the core of the Hopper kernels with cuBLAS: the backward's launches, and matrix products of the same shapes.
 
-`python bench/core.py` prints TFLOPS of each, in bursts and settled at the power limit, all in turn in the same rounds. cuBLAS
-multiplies what the backward does: as many heads at a time, with P and dS of the same inputs. (The launch that has S and dP is
-more than two products: it also makes P and dS of them.) `python bench/core.py 512 1024` measures some head dims alone.
+`python bench/backward_products.py` prints TFLOPS of each, in bursts and settled at the power limit, all in turn in the same rounds.
+cuBLAS multiplies what the backward does: as many heads at a time, with P and dS of the same inputs. (The launch that
+has S and dP is more than two products: it also makes P and dS of them.) `python bench/backward_products.py 512 1024` measures only
+these head dims.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from workload import Workload, make_inputs
 
 N = 8192
-HEADS = 4  # a chunk of the backward
+HEADS = 4  # heads in one chunk of the backward
 DIMS = (256, 384, 512, 768, 1024)
 
 _REST = 0.5  # seconds
-_RAMP = 0.02  # until clocks are up, well before the power limit lowers them
+_RAMP = 0.02  # seconds until clocks are up, well before the power limit lowers them
 _SETTLED_AFTER = 2.0
 _ROUNDS = 7
 
-# Our launches by a part of their kernels' names, with the products that each is.
+# Our launches: a part of their kernels' names, and the number of products that each computes.
 LAUNCHES = {"dQ": ("products.*of_q", 1), "dK, dV": ("products(?!.*of_q)", 2), "S, dP": ("scores", 2)}
 
 
 def subjects(d: int) -> dict[str, Callable[[], object]]:
-    """The backward, and what cuBLAS has instead of its launches."""
+    """Returns the backward, and what cuBLAS has instead of its launches."""
     w = Workload(1, HEADS, HEADS, N, N, d, d, "bf16", False, backward=True)
     inputs = make_inputs(w, "cuda", seed=0)[:3]
     out, lse = ffpa(*inputs, return_lse=True)
@@ -62,7 +63,7 @@ def subjects(d: int) -> dict[str, Callable[[], object]]:
 
 
 def run_for(seconds: float, call: Callable[[], object]) -> int:
-    """How many calls that were."""
+    """Calls for at least so long, and returns the number of calls."""
     calls, end = 0, time.monotonic() + seconds
     while calls == 0 or time.monotonic() < end:
         call()
@@ -72,7 +73,7 @@ def run_for(seconds: float, call: Callable[[], object]) -> int:
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, float]:
-    """Microseconds of a call once clocks are up, by kernel."""
+    """Returns the microseconds of a call once clocks are up, by kernel."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         calls = run_for(_RAMP, call)
     times = defaultdict(list)
@@ -87,7 +88,7 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
 
 def cell(d: int) -> str:
     calls = subjects(d)
-    flops = 2 * HEADS * N * N * d  # of a product
+    flops = 2 * HEADS * N * N * d  # FLOPs of one product
 
     def speeds(before: Callable[[Callable[[], object]], object]) -> list[str]:
         rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in LAUNCHES}
@@ -105,7 +106,7 @@ def cell(d: int) -> str:
         return [f"{ours:.0f} / {cublas:.0f} = {ours / cublas:.2f}" for ours, cublas in pairs.values()]
 
     for call in calls.values():
-        call()  # compiles
+        call()  # the first call compiles
     torch.cuda.synchronize()
     bursts = speeds(lambda call: time.sleep(_REST))
     for call in calls.values():

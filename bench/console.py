@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one line a row, a progress bar on a terminal."""
+"""The lines that a run shows while it goes: one per row, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def headline(text: str) -> str:
 
 
 def ends(out: torch.Tensor) -> torch.Tensor:
-    """The first two values and the last one."""
+    """Returns the first two values and the last one."""
     flat = out.detach().flatten()
     return torch.cat([flat[:2], flat[-1:]])
 
@@ -44,7 +44,7 @@ def chip_line(use: ChipUse) -> str:
 
 
 def row_line(row: Row, result: Result, values: list[str], best_ms: float | None, show_error: bool) -> str:
-    """best_ms: of the rows before; the gain is what this one adds to that."""
+    """Makes a row's line. `best_ms` is the best of the rows before; the gain is what this row adds to that."""
     gain = max(best_ms / row.median_ms - 1, 0) * 100 if best_ms else 0.0
     speedup = result.speedup(row)
     parts = [

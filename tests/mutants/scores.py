@@ -1,0 +1,91 @@
+"""These mutants change how scores of any size are treated, forward and backward."""
+
+from .kinds import any_rounding, edits_in, gradients, large_scores
+
+MUTANTS = [
+    *edits_in(
+        "backends/reference.py",
+        "tests/test_large_scores.py -k 'reference and gradients'",
+        ("keys that share a score have a P of 1 each", ".sub_(share).exp_()", ".exp_()"),
+    ),
+    *edits_in(
+        "triton_ops/triton_kernels.py",
+        "tests/test_triton_scores.py -k contracted",
+        ("triton: scores that are products still", "return tl.fma(x, factor, 0.0)", "return x * factor"),
+        ("triton: far rows gone over once", "tl.max(far.to(tl.int32), 0) > 0", "tl.max(far.to(tl.int32), 0) > 1"),
+        ("triton: a first tile far below", "-FAR if FAST else -INF", "-INF"),
+        ("triton: the base changed before the difference", "p = tl.exp2((s - reference[:, None]) * unit)", "p = tl.exp2(s * unit - (reference * unit)[:, None])"),
+    ),
+    *edits_in(
+        "triton_ops/triton_backward_kernels.py",
+        "tests/test_triton_scores.py -k 'gradients and contracted'",
+        ("triton: keys that share a score have a P of 1 each", "below * LOG2E) - share)", "below * LOG2E))"),
+        ("triton: far rows of rounded LSEs", "own = all_here & ", "own = (total < 0) & "),
+        ("triton: a sum that a larger score does not lower", "total * tl.exp2((row_max - new_max) * LOG2E)", "total"),
+        ("triton: far rows where a float says nothing", "tl.abs(lse) > FAR / LOG2E", "tl.abs(lse) > 2048 * FAR / LOG2E"),
+        ("triton: far rows of the first head alone", "range(0, heads * count, _LSES)", "range(0, count, _LSES)"),
+        ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
+        ("triton: dQ of far rows of the first head alone", "range(part, sizes.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
+        ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, KEYS), parts)", "for block in range(part, part + 1, parts)"),
+    ),
+    *large_scores(
+        "csrc/attention/logits.cuh",
+        ("large scores: the largest overflow in base 2", "half - kFlatOffset", "-kInfinity"),
+        ("slopes: no row is large", "0x1p27f", "0x1p120f"),
+        ("slopes: those of large rows are rounded products", ": coarse;", ": factor;"),
+        ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
+        ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+    ),
+    *edits_in(
+        "triton_ops/triton_backward_kernels.py",
+        "tests/test_large_scores.py -k 'infinite_lse and triton'",
+        ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
+    ),
+    *gradients(
+        "csrc/attention/backward_pairs.cuh",
+        ("backward pairs: scores that are the largest, but for rounding, are not", "x > least_own ? 0.0f : x - reference", "x - reference"),
+        ("backward pairs: slopes of halves lose digits", "0x1p15f", "1"),
+        ("backward pairs: far rows by their LSE", "far ? shares[h].share : lse2[h]", "far ? 0.0f : lse2[h]"),
+    ),
+    *gradients(
+        "csrc/attention/row_shares.cuh",
+        ("shares: keys share nothing", "RowShare{largest, share}", "RowShare{largest, 0}"),
+        ("shares: rows keep their LSE", "RowShare{largest, share}", "RowShare{lse, 0}"),
+        ("shares: rows 8 further have those of the first", "if (lane / 8 != h) continue;", "if (h != 0) continue;"),
+    ),
+    *gradients(
+        "csrc/attention/score_rules.cuh",
+        ("rules: a slope is what tanh leaves", "return 4 * small * (inverse * inverse);", "const float t = tanh_of(x);\n  return 1 - t * t;"),
+    ),
+    *gradients(
+        "csrc/attention/backward_params.h",
+        ("backward: P of halves loses digits", "Half> ? 12 : 0", "Half> ? 0 : 0"),
+    ),
+    *any_rounding(
+        "csrc/attention/logits.cuh",
+        ("large scores: no score is the largest but for rounding", "0x1p-22f", "0x1p-60f"),
+    ),
+    *large_scores(
+        "csrc/attention/score_rules.cuh",
+        ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
+        ("rules: rows without keys have large scores", " && maximum > -kInfinity", ""),
+        ("rules: logits keep the factor of scores", "  factor = 1;\n", ""),
+    ),
+    *large_scores(
+        "csrc/attention/fused_steps.cuh",
+        ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
+    ),
+    *large_scores(
+        "csrc/attention/forward_mma_rows.cuh",
+        ("rows: large scores that do not grow are left as they are", "mends || large", "mends"),
+    ),
+    *large_scores(
+        "csrc/attention/merge_splits.cuh",
+        ("merge: NaN becomes 0", "return x.sum * growth(", "return (x.sum > 0 ? x.sum : 0.0f) * growth("),
+        ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
+    ),
+    *large_scores(
+        "csrc/attention/backward_rows.cuh",
+        ("backward rows: the LSE overflows", "in_base_2(own_lse)", "own_lse * kLog2e"),
+    ),
+]  # fmt: skip
