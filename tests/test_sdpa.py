@@ -439,7 +439,7 @@ def test_as_a_decorator(taken):
 
     q = torch.randn(1, 2, 5, 64, dtype=BF16)
     want = F.scaled_dot_product_attention(q, q, q)
-    assert not taken and attend.__doc__ == "Its own words."
+    assert not taken and attend.__doc__ == "This function's arguments have names of its own."
     torch.testing.assert_close(attend(q, k=q, v=q), want, atol=2e-2, rtol=2e-2)
     assert len(taken) == 1
     Layer()(q)
