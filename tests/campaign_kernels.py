@@ -54,8 +54,12 @@ def compiled(p: Problem) -> set[tuple]:
         stack.enter_context(mock.patch.object(native, "make_ready", lambda *_: True))
         stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))
         run = ops._run
-        of_triton = lambda plan, *args: run(plan, *args) if plan.choice.backend == "triton" else None  # noqa: E731
-        stack.enter_context(mock.patch.object(ops, "_run", of_triton))
+
+        def run_triton_alone(plan, *args) -> None:
+            if plan.choice.backend == "triton":
+                run(plan, *args)
+
+        stack.enter_context(mock.patch.object(ops, "_run", run_triton_alone))
         stack.enter_context(campaign_check.running(p))
         _call(p)
     return found

@@ -40,8 +40,10 @@ def pytest_runtestloop(session):
     while item is not None:
         following = next(mine, None)
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if session.shouldfail or session.shouldstop:
-            raise session.Interrupted(session.shouldfail or session.shouldstop)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
         item = following
     return True
 

@@ -454,6 +454,28 @@ def run_campaign(*args: str) -> tuple[int, dict, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_recorded_calls_show_what_differs(tmp_path):
+    """The same calls give the same record; a record with other bits is told from it."""
+    kept = tmp_path / "calls.json"
+    command = [
+        sys.executable,
+        campaign.__file__.replace("campaign.py", "recorded_calls.py"),
+        "--device",
+        "cpu",
+        "--calls",
+        "6",
+    ]
+    assert subprocess.run([*command, "--out", kept], capture_output=True).returncode == 0
+    calls = json.loads(kept.read_text())
+    assert len(calls) == 6 and all(call["bits"].get("out") for call in calls.values())
+    same = subprocess.run([*command, "--against", kept], capture_output=True, text=True)
+    assert same.returncode == 0 and "0 differ" in same.stdout
+    calls["3"]["bits"]["out"] = "0" * 16
+    kept.write_text(json.dumps(calls))
+    other = subprocess.run([*command, "--against", kept], capture_output=True, text=True)
+    assert other.returncode == 1 and "seed 3: " in other.stdout and "1 differ" in other.stdout
+
+
 def test_the_program(tmp_path):
     summary = tmp_path / "summary.json"
     code, said = run_campaign(

@@ -56,8 +56,18 @@ def test_what_takes_long_begins_first_and_large_tests_are_one_process(tmp_path):
 def test_runs_that_share_a_queue_are_the_suite(tmp_path):
     """Each test runs in one of them; one that finds all taken runs nothing, which is right."""
     (tmp_path / "queue").mkdir()
-    body = "import pytest, time\n@pytest.mark.parametrize('i', range(40))\ndef test_it(i):\n"
-    body += "    time.sleep(0.2)\n    print(end=f'<{i}>')\n    assert i != 7\n"
+    body = """import os, pathlib, pytest, time
+started = pathlib.Path(__file__).parent / "started"
+started.mkdir(exist_ok=True)
+(started / str(os.getpid())).touch()
+while len(list(started.iterdir())) < 2:  # neither takes all before the other has begun
+    time.sleep(0.05)
+@pytest.mark.parametrize("i", range(40))
+def test_it(i):
+    time.sleep(0.1)
+    print(end=f"<{i}>")
+    assert i != 7
+"""
     with ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda _: suite_of(tmp_path, body, "-s", "--queue", tmp_path / "queue"), range(2)))
     ran = [sorted(map(int, re.findall(r"<(\d+)>", run.stdout))) for run in runs]

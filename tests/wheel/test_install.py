@@ -121,7 +121,14 @@ def test_pip_wheel_and_pip_install(source, tmp_path):
     assert wheel.stat().st_size <= _MOST_BYTES
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
-        *("_native.abi3.so", "_native.json", "env.py", "csrc/launch/launcher.cuh", "csrc/torch_ops/launch.cpp"),
+        *(
+            "_native.abi3.so",
+            "_native.json",
+            "env.py",
+            "py.typed",
+            "csrc/launch/launcher.cuh",
+            "csrc/torch_ops/launch.cpp",
+        ),
         *(
             "testing/__init__.py",
             "csrc/launch/emulated/module.cpp",
