@@ -1,6 +1,7 @@
 """Checks that includes and imports go one way, and that a few things have one place."""
 
 import ast
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -145,6 +146,16 @@ def test_one_reader_of_the_environment():
     reads = re.compile(r"\bos\s*\.\s*(environ|getenv|putenv)|from os import[^\n]*\b(environ|getenv)")
     found = {path.resolve() for path in files if reads.search(path.read_text())}
     assert found == {PACKAGE / "env.py"}
+
+
+def test_programs_in_texts_import_what_there_is():
+    """A program that a test hands to another process is a text, and some run on GPUs alone: imports in it are looked up."""
+    found = re.compile(r"^\s*from (ffpa_attn[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+    written = {match for path in sorted((ROOT / "tests").rglob("*.py")) for match in found.findall(path.read_text())}
+    for module, names in sorted(written):
+        for name in re.findall(r"(\w+)(?: as \w+)?", names):
+            there = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+            assert there, f"from {module} import {name}"
 
 
 def test_numpy_is_not_needed():

@@ -138,7 +138,7 @@ for call in calls:
         raise SystemExit("silently wrong")
     except Exception as error:
         assert "gradients, torch.func and torch.compile: off" in str(error), error
-torch.testing.assert_close(torch.ops.ffpa_attn.forward(x, x, x)[0], ffpa_attn.ffpa(x, x, x))
+assert torch.equal(torch.ops.ffpa_attn.forward(x, x, x, return_lse=False)[0], ffpa_attn.ffpa(x, x, x))
 """
 
 

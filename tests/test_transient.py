@@ -330,7 +330,12 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_later(monkeypatch):
 
 IN_A_FRESH_PROCESS = """
 import torch
-from ffpa_attn import ffpa, native, ops, triton_attention, triton_launch
+from ffpa_attn import ffpa
+from ffpa_attn.backends import triton_attention
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.triton_ops import triton_launch
+torch.manual_seed(0)
 q, k, v = (torch.randn(1, 8, 300, {d}, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 graph, error = torch.cuda.CUDAGraph(), None
 torch.cuda.synchronize()
