@@ -1,15 +1,14 @@
 """Tests which instance and settings of the mma family a problem gets: pure, but for what the kernel says of itself."""
 
-from types import SimpleNamespace
-
 import oracle
 import pytest
 import torch
 from ffpa_attn import env, ffpa
 from ffpa_attn.backends import levels
 from ffpa_attn.backends.choice import choose
+from ffpa_attn.backends.reference import Rule
 from ffpa_attn.backends.two_phase import TwoPhasePlan
-from ffpa_attn.launching import emulated, native
+from ffpa_attn.launching import emulated, native, structs
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility, aot_specs, visible_keys
 from ffpa_attn.testing import emulate
@@ -208,16 +207,20 @@ def test_prefetch_and_stages_may_clash(prefetch, num_stages, monkeypatch):
 def workspace_of(chosen, n_q, n_k, d, d_v, cap, monkeypatch):
     """Returns (bytes of scratch, its blocks, bytes of partial results) that a call takes."""
     calls = []
-    monkeypatch.setattr(emulated, "attention_forward", lambda spec, *args: calls.append(args))
+    monkeypatch.setattr(emulated, "launch", lambda spec, params, memory: calls.append((params, memory)))
     monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", 132)
     q, k, v, out = (
         torch.empty(1, 1, n, width, device="meta", dtype=torch.float16)
         for n, width in ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
     )
-    rule = SimpleNamespace(visibility=Visibility(-1, -1, False), scale=1.0, softcap=0.0)
-    chosen.forward(q, k, v, out, torch.empty(0), None, None, rule, cap, {})
-    numbers, *_, scratch, partial = calls[0]
-    return *(0 if x is None else x.nbytes for x in (scratch,)), numbers.blocks, 0 if partial is None else partial.nbytes
+    rule = Rule(1.0, 0.0, Visibility(-1, -1, False))
+    memo = {}
+    chosen.forward(q, k, v, out, torch.empty(0), None, None, rule, cap, memo)
+    params = structs.struct("AttentionParams").from_buffer_copy(calls[0][0])
+    (call,) = memo.values()
+    taken = sum(x.nbytes for x, use in calls[0][1][4:] if use == "write")
+    assert taken == 4 * ((call.scratch or 0) + (call.partial or 0))
+    return 4 * (call.scratch or 0), params.resident_blocks, 4 * (call.partial or 0)
 
 
 @pytest.mark.parametrize("d_v", [512, 520, 1152, 2048])

@@ -80,14 +80,15 @@ def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor,
     """Returns (out, lse, what the emulator says of it)."""
     if inputs[0].is_cuda:
         return *ffpa_varlen(*inputs, return_lse=True, **rule), None
-    launch, taken = emulated.attention_forward, []
+    launch, taken = emulated.launch, []
 
-    def run(spec, *args):
-        launch(spec, *args)
-        taken.append(int(args[-2].view(torch.int32)[0]))  # the counter at the head of the scratch
+    def run(spec, params, memory):
+        launch(spec, params, memory)
+        scratch, _ = memory[-1]
+        taken.append(int(scratch.view(torch.int32)[0]))  # the counter at the head of the scratch
 
     with monkeypatch.context() as patch, emulate(forward.arch, seed=3) as reports:
-        patch.setattr(emulated, "attention_forward", run)
+        patch.setattr(emulated, "launch", run)
         out, lse = ffpa_varlen(*inputs, return_lse=True, **rule)
     (report,) = reports
     assert report["kernel"].startswith(f"{forward.family}_bf16")

@@ -13,7 +13,7 @@ from ffpa_attn.backends import triton_attention
 from ffpa_attn.building import toolchain
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.specs.spec import MergeSplits
 from ffpa_attn.triton_ops import triton_launch
 from ffpa_attn.triton_ops.triton_launch import Launch, Tiles, Unable, launch
 
@@ -143,7 +143,7 @@ def test_a_time_limit_of_the_program(error, monkeypatch):
             with pytest.raises(error):
                 kernel.launched()
             with pytest.raises(error):
-                native.make_ready(ScaledCopy("f16", 8), "sm_90")
+                native.make_ready(MergeSplits("f16"), "sm_90")
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not native._unready and not triton_launch._unable
@@ -181,12 +181,12 @@ def test_what_a_caller_is_handling_is_no_cause(monkeypatch):
             raise RuntimeError("ffpa_attn: ptxas does not like it")
 
         monkeypatch.setattr(native, "kernel", failing)
-        assert not native.make_ready(ScaledCopy("f16", 8), "sm_90")
+        assert not native.make_ready(MergeSplits("f16"), "sm_90")
 
 
 @transient
 def test_a_kernel_that_may_get_ready(error, monkeypatch):
-    error, spec = error(), ScaledCopy("f16", 8)
+    error, spec = error(), MergeSplits("f16")
 
     def kernel(spec, gpu):
         raise error
@@ -199,7 +199,7 @@ def test_a_kernel_that_may_get_ready(error, monkeypatch):
 
 @lasting
 def test_a_kernel_that_does_not_get_ready(error, monkeypatch):
-    error, spec = error(), ScaledCopy("f16", 8)
+    error, spec = error(), MergeSplits("f16")
 
     def kernel(spec, gpu):
         raise error

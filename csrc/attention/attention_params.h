@@ -1,4 +1,7 @@
-// The parameters of an attention call, the same for every kernel and every compiler.
+// The numbers of a forward call, the same bytes for every kernel, for a GPU and for the emulator. They are declared
+// here alone: Python reads this header (ffpa_attn/launching/structs.py) and fills them in (attention_call.py).
+//
+// Addresses are the only numbers that differ between the calls of a kind.
 #pragma once
 
 #include <cstdint>
@@ -95,99 +98,5 @@ struct AttentionParams {
     return partial + (splits * int64_t(d_v) + 2 * split) * all_rows();
   }
 };
-
-// A tensor as a caller knows it, with up to four dims [batch, heads, rows, columns]; the first ones may be missing.
-struct HostTensor {
-  void* data;
-  int64_t sizes[4] = {1, 1, 1, 1};
-  int64_t strides[4] = {0, 0, 0, 0};
-
-  HostTensor(void* data, int dims, const int64_t* given_sizes, const int64_t* given_strides) : data(data) {
-    for (int dim = 0; dim < dims; ++dim) {
-      sizes[4 - dims + dim] = given_sizes[dim];
-      strides[4 - dims + dim] = given_strides[dim];
-    }
-  }
-
-  TensorView view() const { return {static_cast<uint16_t*>(data), strides[0], strides[1], strides[2]}; }
-
-  // Returns the tensor as a mask. In a dim of size one all share its element, whatever the stride is.
-  MaskView mask(MaskKind kind) const {
-    const int bytes = kind == MaskKind::kBool ? 1 : kind == MaskKind::kFloat ? 4 : 2;
-    const auto stride = [&](int dim) { return sizes[dim] == 1 ? 0 : strides[dim] * bytes; };
-    return {static_cast<const uint8_t*>(data), stride(0), stride(1), stride(2), stride(3), kind};
-  }
-};
-
-// The packed sequences of a call, as a caller knows them.
-struct HostSequences {
-  const int32_t* offsets_q = nullptr;  // on the device, [count + 1]
-  const int32_t* offsets_k = nullptr;
-  int64_t count = 0;
-  int64_t longest_q = 0;
-  int64_t longest_k = 0;
-};
-
-struct ForwardOptions {
-  double scale;
-  double softcap;       // 0 means no softcap
-  int64_t left, right;  // -1 is unbounded
-  bool top_left;
-  int64_t stages;
-  int64_t value_stages;
-  bool q_resident;
-  bool grid_of_heads;
-  int chunk_keys;
-  float* scratch;
-  int resident_blocks;
-  int splits;
-  float* partial;
-};
-
-inline float finite_float(double value) { return float(clamp(value, -double(kLargestFloat), double(kLargestFloat))); }
-
-// Makes the parameters of a forward call from checked sizes and strides, for GPU launches and the emulator alike.
-inline AttentionParams forward_params(const HostTensor& q, const HostTensor& k, const HostTensor& v,
-                                      const HostTensor& out, float* lse, const MaskView& mask,
-                                      const HostSequences& sequences, const ForwardOptions& options) {
-  AttentionParams params{};
-  params.q = q.view();
-  params.k = k.view();
-  params.v = v.view();
-  params.out = out.view();
-  params.lse = lse;
-  params.mask = mask;
-  const bool packed = sequences.offsets_q != nullptr;
-  const auto to_int = [](int64_t value) { return int(min_of(value, int64_t{kLargestInt})); };
-  params.batch = int(packed ? sequences.count : q.sizes[0]);
-  params.heads_q = int(q.sizes[1]);
-  params.group = int(q.sizes[1] / k.sizes[1]);
-  params.n_q = to_int(packed ? min_of(sequences.longest_q, q.sizes[2]) : q.sizes[2]);
-  params.n_k = to_int(packed ? min_of(sequences.longest_k, k.sizes[2]) : k.sizes[2]);
-  params.packed_q = {sequences.offsets_q, to_int(q.sizes[2])};
-  params.packed_k = {sequences.offsets_k, to_int(k.sizes[2])};
-  params.lse_head_stride = q.sizes[2];
-  params.lse_batch_stride = packed ? 0 : q.sizes[1] * q.sizes[2];
-  params.d_qk = int(q.sizes[3]);
-  params.d_v = int(v.sizes[3]);
-  params.left = to_int(options.left);
-  params.right = to_int(options.right);
-  params.top_left = options.top_left;
-  params.score_factor =
-      finite_float(options.softcap > 0 ? options.scale / options.softcap : options.scale * 1.4426950408889634);
-  params.scale = finite_float(options.scale);
-  // A softcap too small for a float is still a cap.
-  params.softcap = options.softcap > 0 ? max_of(finite_float(options.softcap), kSmallestFloat) : 0.0f;
-  params.stages = int(options.stages);
-  params.value_stages = int(options.value_stages);
-  params.q_resident = options.q_resident;
-  params.grid_of_heads = options.grid_of_heads;
-  params.chunk_keys = options.chunk_keys;
-  params.scratch = options.scratch;
-  params.resident_blocks = options.resident_blocks;
-  params.splits = options.splits;
-  params.partial = options.partial;
-  return params;
-}
 
 }  // namespace ffpa

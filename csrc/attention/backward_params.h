@@ -53,7 +53,6 @@ struct BackwardParams {
   const float* grad_lse;      // shape of lse, or null
   GradientView dq, dk, dv;    // shapes of q, k, v
   bool float_gradients;
-  float scale;  // dQ = scale · dS K
 
   float* statistics;    // [shape of lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; RowShare
   uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
@@ -61,12 +60,12 @@ struct BackwardParams {
   int first_entry, entries;  // entries of the chunk
   int first_tile, end_tile;  // row tiles of each entry
   int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
+  int turn;                  // half of `partial` that the chunk goes on from, where its sums take turns
   uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
   float* partial;  // sums, in the order of fragments: of dQ of the chunk's rows; or of dK and dV of its keys; or, for
                    // packed sequences, of the longest one's keys twice: the first sequence in a chunk may go on from an
                    // earlier chunk, the last in a later one
-  int turn;        // half of these that the chunk goes on from
 
   FFPA_HOST_DEVICE int heads_kv() const { return attention.heads_q / attention.group; }
   FFPA_HOST_DEVICE int all_heads() const { return attention.heads_q * (attention.is_packed() ? 1 : attention.batch); }
@@ -92,60 +91,5 @@ struct BackwardParams {
     return attention.is_packed() ? packed_tiles(packed, attention.batch, rows) : ceil_div(n, rows);
   }
 };
-
-struct BackwardChunk {
-  int64_t first_entry, entries, first_tile, end_tile, first_key, end_key, turn;
-  uint16_t* p;
-  uint16_t* ds;
-  float* partial;
-};
-
-// Makes the forward options that a backward needs.
-inline ForwardOptions backward_options(double scale, double softcap, int64_t left, int64_t right, bool top_left,
-                                       int64_t resident_blocks) {
-  ForwardOptions options{};
-  options.scale = scale;
-  options.softcap = softcap;
-  options.left = left;
-  options.right = right;
-  options.top_left = top_left;
-  options.resident_blocks = int(resident_blocks);
-  return options;
-}
-
-struct BackwardTensors {
-  HostTensor q, k, v, out, grad_out, dq, dk, dv;
-};
-
-inline BackwardParams backward_params(const BackwardTensors& x, float* lse, const float* grad_lse, const MaskView& mask,
-                                      const HostSequences& sequences, const ForwardOptions& options,
-                                      bool float_gradients, float* statistics, uint64_t* live_rows,
-                                      const BackwardChunk& chunk) {
-  const auto gradient = [](const HostTensor& t) {
-    return GradientView{t.data, t.strides[0], t.strides[1], t.strides[2]};
-  };
-  BackwardParams params{};
-  params.attention = forward_params(x.q, x.k, x.v, x.out, lse, mask, sequences, options);
-  params.grad_out = x.grad_out.view();
-  params.grad_lse = grad_lse;
-  params.dq = gradient(x.dq);
-  params.dk = gradient(x.dk);
-  params.dv = gradient(x.dv);
-  params.float_gradients = float_gradients;
-  params.scale = finite_float(options.scale);
-  params.statistics = statistics;
-  params.live_rows = live_rows;
-  params.first_entry = int(chunk.first_entry);
-  params.entries = int(chunk.entries);
-  params.first_tile = int(chunk.first_tile);
-  params.end_tile = int(chunk.end_tile);
-  params.first_key = int(chunk.first_key);
-  params.end_key = int(chunk.end_key);
-  params.p = chunk.p;
-  params.ds = chunk.ds;
-  params.partial = chunk.partial;
-  params.turn = int(chunk.turn);
-  return params;
-}
 
 }  // namespace ffpa

@@ -21,7 +21,7 @@ class GradientWriter {
       : params_(params),
         continues_(tile.in_chunk(params).first > summed<Tiles>(params, tile).first),
         is_last_(tile.in_chunk(params).end >= summed<Tiles>(params, tile).end),
-        scale_(tile.product == Product::kDv ? kUnitOfP<Element> : params.scale),
+        scale_(tile.product == Product::kDv ? kUnitOfP<Element> : params.attention.scale),
         columns_(tile.columns_of_all - tile.column),
         lane_(lane) {
     set_partial(tile);

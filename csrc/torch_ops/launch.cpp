@@ -1,11 +1,13 @@
-#include "torch_ops/launch.h"
-
+// Launches kernels for Python, with PyTorch's device guard and current stream, and errors that say what was launched.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <cstddef>
+#include <exception>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "launch/registry.h"
 
@@ -44,20 +46,46 @@ std::string describe_failure(const Instance& instance, const LaunchShape& shape,
   return text.str();
 }
 
-}  // namespace
-
-void launch_on(const torch::stable::Tensor& on, const std::string& name, const void* params, std::size_t params_bytes) {
-  const Instance& instance = find_instance(name);
+void launch(const Instance& instance, const void* params, std::size_t params_bytes, int device) {
   if (params_bytes != instance.params_bytes) {
-    throw std::runtime_error("ffpa_attn: " + name + " takes " + std::to_string(instance.params_bytes) +
-                             " bytes of parameters, and got " + std::to_string(params_bytes) +
+    throw std::runtime_error(std::string("ffpa_attn: ") + instance.name + " takes " +
+                             std::to_string(instance.params_bytes) + " bytes of parameters, and got " +
+                             std::to_string(params_bytes) +
                              ": its library was built from other sources; install ffpa-cuda again");
   }
-  const int device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   LaunchShape shape;
   const LaunchStatus status = instance.launch(params, device, current_stream(device), &shape);
   if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
 }
 
+}  // namespace
 }  // namespace ffpa
+
+// These functions are no operators: programs that come with a model can call every operator there is, and here they
+// would write wherever they like. Each returns null, or a message that its thread must read before its next call.
+
+// Finds the kernel of this name, loaded with this library or since.
+extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(const char* name, const void** kernel) {
+  static thread_local std::string problem;
+  try {
+    *kernel = &ffpa::find_instance(name);
+  } catch (const std::exception& error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+  return nullptr;
+}
+
+// Enqueues a kernel with its Config's Params on PyTorch's current stream of `device`.
+extern "C" __attribute__((visibility("default"))) const char* ffpa_launch(const void* kernel, const void* params,
+                                                                          std::size_t params_bytes, int device) {
+  static thread_local std::string problem;
+  try {
+    ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device);
+  } catch (const std::exception& error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+  return nullptr;
+}

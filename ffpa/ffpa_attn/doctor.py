@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 
 from . import env
+from .backends.reference import Rule
 from .building import build, cache, toolchain
 from .launching import native
+from .launching.attention_call import forward_launch
 from .specs import archs
-from .specs.spec import ScaledCopy, aot_specs
+from .specs.spec import MergeSplits, Visibility, aot_specs
 from .support import private_torch
 from .support.version import __version__
 
@@ -72,6 +74,18 @@ def _kernels() -> Iterator[Finding]:
     )
 
 
+def merged_alone(spec: MergeSplits, x: torch.Tensor) -> torch.Tensor:
+    """Merges x [rows, columns] with no other part, which gives x: the smallest launch that proves the way to a kernel."""
+    rows = len(x)
+    sums = torch.tensor([0.0, 1.0], device=x.device).expand(rows, 2)  # each row's reference, and its sum of P
+    partial = torch.cat((x.float().flatten(), sums.flatten()))
+    out = torch.empty_like(x)
+    call = x[None, None], x[None, None], x[None, None], out[None, None]
+    launch = forward_launch(spec, *call, None, None, Rule(1.0, 0.0, Visibility(-1, -1, False)))
+    launch(*call, None, None, None, None, None, partial)
+    return out
+
+
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         why = "" if torch.version.cuda else ", and this PyTorch would not use one"
@@ -100,11 +114,11 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(
             subject, f"{len(later)} more {f'are missing: {why_not}' if why_not else 'are compiled at first use'}"
         )
-    spec = ScaledCopy("f16", 4)
+    spec = MergeSplits("f16")
     if native.why_not(spec, gpu):
         return
-    x = torch.arange(1000, dtype=torch.float16, device=device)
-    right = torch.equal(native.scaled_copy(spec, x, 2.0), 2 * x)
+    x = torch.arange(4096, dtype=torch.float16, device=device).view(16, 256)
+    right = torch.equal(merged_alone(spec, x), x)
     yield Finding(subject, f"a test launch gives the {'right' if right else 'WRONG'} result", broken=not right)
 
 

@@ -61,7 +61,7 @@ def wheel_library(nvcc) -> Path:
 @pytest.fixture
 def native(wheel_library, monkeypatch):
     """Gives ffpa_attn.launching.native, which then uses `wheel_library` whatever is installed."""
-    remembered = (native_module.record, native_module.library, native_module.kernel)
+    remembered = (native_module.record, native_module.library, native_module.kernel, native_module._function)
     monkeypatch.setattr(native_module, "_PACKAGE", wheel_library)
     for function in remembered:
         function.cache_clear()

@@ -56,10 +56,10 @@ package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
 from ffpa_attn.building import jit
 from ffpa_attn.building.emulator_build import build_emulated_module
-from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.specs.spec import MergeSplits
 """
 BUILDS = {
-    "on demand": 'print(jit.library(ScaledCopy("f16", 4), "sm_90"))',
+    "on demand": 'print(jit.library(MergeSplits("f16"), "sm_90"))',
     "emulator": 'print(build_emulated_module("module", [], generated={"one.cpp": "one\\n" * 3000}))',
 }
 _NO_LOCKS = "import fcntl; fcntl.flock = lambda *how: None\n"

@@ -14,8 +14,8 @@ from ffpa_attn import env
 from ffpa_attn.building import build, cache, generation, toolchain
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import KernelSpec, ScaledCopy, aot_specs
-from wheel_support import ROOT, needs_nvcc
+from ffpa_attn.specs.spec import KernelSpec, MergeSplits, aot_specs
+from wheel_support import ROOT, Variant, needs_nvcc
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_the_whole_set_compiles_and_is_recorded(native):
 
 @needs_nvcc
 def test_a_library_of_one_kernel_needs_no_torch(tmp_path):
-    spec = ScaledCopy("f16", 2)
+    spec = Variant("f16", 2)
     library, resources = build.compile_library({spec: ("sm_90",)}, tmp_path)
     assert ctypes.CDLL(str(library))[generation.instance_symbol(spec)]
     assert resources[spec.name]["sm_90"].registers > 0
@@ -143,17 +143,17 @@ def test_the_gate_names_the_spec():
 def test_spills_are_an_error_of_the_measured_compiler_alone(release, fake_nvcc, tmp_path, capfd):
     """With another compiler the build says one sentence about them, and the library is there."""
     fake_nvcc.set(release=release, version="37", spills="8")
-    kernels = {spec: ("sm_90",) for spec in (ScaledCopy("f16", 4), ScaledCopy("bf16", 4))}
+    kernels = {spec: ("sm_90",) for spec in (MergeSplits("f16"), MergeSplits("bf16"))}
     if release == toolchain.MEASURED_NVCC:
         with pytest.raises(
-            BuildError, match=r"scaled_copy_f16\S* spills 8 bytes.*\n.*scaled_copy_bf16\S* spills 8 bytes"
+            BuildError, match=r"merge_splits_f16\S* spills 8 bytes.*\n.*merge_splits_bf16\S* spills 8 bytes"
         ):
             build.compile_library(kernels, tmp_path / "build")
     else:
         library, used = build.compile_library(kernels, tmp_path / "build")
         assert library.exists() and len(used) == 2
         (said,) = [line for line in capfd.readouterr().err.splitlines() if "spills" in line]
-        assert f"nvcc {release}.37 scaled_copy_f16" in said and "(and 1 more)" in said
+        assert f"nvcc {release}.37 merge_splits_f16" in said and "(and 1 more)" in said
 
 
 MUST_SPILL = """
@@ -325,7 +325,7 @@ def test_max_jobs_and_flags_reach_the_tools(fake_nvcc, tmp_path, monkeypatch):
         build.sessions, "run", lambda command, *how, **more: seen.append(command) or real(command, *how, **more)
     )
     directory = tmp_path / "with space and $"
-    build.compile_library({ScaledCopy("f16", 4): ("sm_90", "compute_90")}, directory)
+    build.compile_library({MergeSplits("f16"): ("sm_90", "compute_90")}, directory)
     assert ["-j", "3"] in [command[-2:] for command in seen]
     assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90" in fake_nvcc.calls[0]
 
@@ -349,13 +349,13 @@ def test_a_build_flag_that_is_not_allowed_is_a_reason(fake_nvcc, monkeypatch):
 
 def test_a_compiler_that_fails_is_quoted(fake_nvcc, tmp_path):
     fake_nvcc.set(broken="")
-    with pytest.raises(BuildError, match=r"ninja .*failed[\s\S]*scaled_copy_f16_unroll4\.o[\s\S]*out of luck"):
-        build.compile_library({ScaledCopy("f16", 4): ("sm_90",)}, tmp_path / "build")
+    with pytest.raises(BuildError, match=r"ninja .*failed[\s\S]*merge_splits_f16\.o[\s\S]*out of luck"):
+        build.compile_library({MergeSplits("f16"): ("sm_90",)}, tmp_path / "build")
     assert not (tmp_path / "build" / "library.so").exists()
 
 
 def test_only_what_changed_is_compiled_again(fake_nvcc, tmp_path):
-    kernels = {ScaledCopy("f16", 4): ("sm_90",), ScaledCopy("f16", 8): ("sm_90",)}
+    kernels = {MergeSplits("f16"): ("sm_90",), Variant("f16", 8): ("sm_90",)}
     build.compile_library(kernels, tmp_path / "build")
     assert len(fake_nvcc.calls) == 3  # two kernels and the link
     build.compile_library(kernels, tmp_path / "build")

@@ -17,11 +17,11 @@ from ffpa_attn.building import build, jit, toolchain
 from ffpa_attn.building import cache as cache_module
 from ffpa_attn.building.cache import cache_directory
 from ffpa_attn.building.toolchain import BuildError
-from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.specs.spec import MergeSplits
 from ffpa_attn.support.transient import is_transient
-from wheel_support import needs_nvcc
+from wheel_support import Variant, needs_nvcc
 
-SPEC = ScaledCopy("f16", 4)
+SPEC = MergeSplits("f16")
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -56,7 +56,7 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
-    paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(ScaledCopy("f16", 8), "sm_90")]
+    paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(Variant("f16", 8), "sm_90")]
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
     paths.append(jit.library(SPEC, "sm_90"))
     fake_nvcc.set(version="2")
@@ -167,7 +167,7 @@ def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
     monkeypatch.setattr(os, "open", read_only)
     assert jit.library(SPEC, "sm_90") == path
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*make it writable.*FFPA_CACHE_DIR"):
-        jit.library(ScaledCopy("f16", 8), "sm_90")
+        jit.library(Variant("f16", 8), "sm_90")
 
 
 def test_a_cache_that_is_a_file(fake_nvcc, cache):
@@ -424,6 +424,6 @@ def test_a_relative_place(fake_nvcc, cache, monkeypatch, how):
 @needs_nvcc
 def test_the_real_compiler(cache, native):
     start = time.monotonic()
-    with jit.opened(ScaledCopy("f16", 1), "sm_90") as (_, compiled):
+    with jit.opened(Variant("f16", 1), "sm_90") as (_, compiled):
         assert time.monotonic() - start < 30  # 2 to 5 s on an idle machine
-        native.load_kernel(compiled.name, "scaled_copy_f16_unroll1", "scaled_copy_f16_unroll1@sm_90")
+        native.load_kernel(compiled.name, "merge_splits_f16_variant1", "merge_splits_f16_variant1@sm_90")

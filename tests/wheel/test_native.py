@@ -8,13 +8,15 @@ import pytest
 import torch
 from ffpa_attn import doctor, explain, ffpa
 from ffpa_attn.building import build, toolchain
+from ffpa_attn.doctor import merged_alone
 from ffpa_attn.launching import native as native_module
+from ffpa_attn.launching import structs
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import KernelSpec, ScaledCopy
-from wheel_support import ROOT
+from ffpa_attn.specs.spec import KernelSpec, MergeSplits
+from wheel_support import ROOT, Variant
 
-BUILT, NOT_BUILT = ScaledCopy("f16", 4), ScaledCopy("f16", 2)
+BUILT, NOT_BUILT = MergeSplits("f16"), Variant("f16", 2)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -88,6 +90,13 @@ def test_a_library_that_does_not_load(native, monkeypatch, tmp_path, capsys):
         native.library()
     assert doctor.main() == 1
     assert "BROKEN: RuntimeError" in capsys.readouterr().out
+
+
+def test_a_library_of_other_structs(native, monkeypatch):
+    monkeypatch.setattr(build, "params_hash", lambda: "changed")
+    native.library.cache_clear()
+    with pytest.raises(RuntimeError, match=r"_params\.h changed since .* was built; install ffpa-cuda again"):
+        native.library()
 
 
 def test_drivers(native):
@@ -166,6 +175,14 @@ def test_library_reports_versions_and_wrong_files(native, tmp_path):
         native.load_kernel(str(tmp_path / "none.so"), "a", "a")
     with pytest.raises(RuntimeError, match="holds no kernel named another"):
         native.load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
+    with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
+        native.address("nobody")
+
+
+def test_parameters_of_another_version_are_refused(native):
+    kernel = native.address(BUILT.name)
+    with pytest.raises(RuntimeError, match=f"{BUILT.name} takes .* bytes of parameters, and got 8: .*other sources"):
+        native.launch(kernel, 0, bytes(8))
 
 
 def test_a_model_cannot_load_a_file(native):
@@ -209,8 +226,8 @@ def test_doctor_says_a_wrong_flag_once(native, monkeypatch, capsys, flag, value,
 # ---- with a GPU ----
 
 
-def numbers(device="cuda", size=100_003):
-    return torch.randn(size, device=device, dtype=torch.float16)
+def numbers(device="cuda", rows=1001):
+    return torch.randn(rows, 64, device=device, dtype=torch.float16)
 
 
 @needs_gpu
@@ -218,46 +235,47 @@ def numbers(device="cuda", size=100_003):
 def test_a_kernel_runs(native, cache, spec):
     if reason := toolchain.why_no_build() if spec is NOT_BUILT else None:
         pytest.skip(reason)
-    for size in (0, 1, 1023, 100_003):
-        x = numbers(size=size)
-        assert torch.equal(native.scaled_copy(spec, x, -2.0), x * -2.0)
+    for rows in (1, 127, 1001):
+        x = numbers(rows=rows)
+        assert torch.equal(merged_alone(spec, x), x)
 
 
 @needs_gpu
 def test_it_runs_on_the_current_stream(native):
-    x = numbers(size=1 << 24)
-    native.scaled_copy(BUILT, x, 1.0)
+    x = numbers(rows=1 << 14)
+    merged_alone(BUILT, x)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(100_000_000)
         x.fill_(3.0)
-        y = native.scaled_copy(BUILT, x, 2.0)  # on another stream it would read what was there before
+        y = merged_alone(BUILT, x)  # on another stream it would read what was there before
     side.synchronize()
-    assert (y == 6.0).all()
+    assert (y == 3.0).all()
 
 
 @needs_gpu
 def test_it_runs_in_a_graph(native):
     x = numbers()
-    native.scaled_copy(BUILT, x, 1.0)
+    merged_alone(BUILT, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = native.scaled_copy(BUILT, x, 0.5)
+        y = merged_alone(BUILT, x)
     x.fill_(4.0)
     graph.replay()
-    assert (y == 2.0).all()
+    assert (y == 4.0).all()
 
 
 @needs_gpu
 def test_many_threads(native):
-    x, wrong = numbers(), []
+    wrong = []
 
-    def work():
-        for scale in range(50):
-            if not torch.equal(native.scaled_copy(BUILT, x, scale), x * scale):
-                wrong.append(scale)
+    def work(thread):
+        for i in range(50):
+            x = torch.full((100, 64), float(8 * i + thread), device="cuda", dtype=torch.float16)
+            if not torch.equal(merged_alone(BUILT, x), x):
+                wrong.append((thread, i))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -269,20 +287,19 @@ def test_many_threads(native):
 def test_it_runs_on_the_tensors_gpu(native):
     for index in range(torch.cuda.device_count()):
         x = numbers(f"cuda:{index}")
-        assert torch.equal(native.scaled_copy(BUILT, x, 3.0), x * 3.0)
+        assert torch.equal(merged_alone(BUILT, x), x)
     assert torch.cuda.current_device() == 0
 
 
 @needs_gpu
 def test_a_failed_launch_says_what_was_launched(native):
-    x = numbers(size=1).expand(1 << 41)  # more blocks than a grid holds, and no memory
-    name = native.kernel(BUILT, native.gpu_of(x.device))
-    with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*256 threads"):
-        native.library().scaled_copy(name, x, x, 1.0)
+    device = torch.device("cuda", 0)
+    kernel = native.address(name := native.kernel(BUILT, native.gpu_of(device)))
+    params = structs.struct("AttentionParams")(batch=1 << 10, heads_q=1 << 10, n_q=1 << 11)  # a grid holds one less
+    with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*128 threads"):
+        native.launch(kernel, 0, bytes(params))
     x = numbers()  # the error does not stick: the next launch works
-    assert torch.equal(native.scaled_copy(BUILT, x, 2.0), x * 2.0)
-    with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
-        native.library().scaled_copy("nobody", x, x, 1.0)
+    assert torch.equal(merged_alone(BUILT, x), x)
 
 
 @needs_gpu
@@ -292,14 +309,15 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "ffpa")!r})
 import torch
+from ffpa_attn.doctor import merged_alone
 from ffpa_attn.launching import native
-from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.specs.spec import MergeSplits
 native._PACKAGE = Path({str(native._PACKAGE)!r})
 native.library().cuda_versions()
 child = os.fork()
 if child == 0:
-    x = torch.ones(1000, device="cuda")
-    os._exit(0 if (native.scaled_copy(ScaledCopy("f16", 4), x, 2.0) == 2.0).all() else 1)
+    x = torch.ones(1000, 64, device="cuda", dtype=torch.float16)
+    os._exit(0 if torch.equal(merged_alone(MergeSplits("f16"), x), x) else 1)
 sys.exit(os.waitpid(child, 0)[1])
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,11 +13,11 @@ import pytest
 from ffpa_attn import env
 from ffpa_attn.building import build, sessions, toolchain
 from ffpa_attn.building.toolchain import BuildError
-from ffpa_attn.specs.spec import ScaledCopy
+from ffpa_attn.specs.spec import MergeSplits
 from ffpa_attn.support.transient import is_transient
 from wheel_support import CHILD
 
-KERNELS = {ScaledCopy("f16", 4): ("sm_90",)}
+KERNELS = {MergeSplits("f16"): ("sm_90",)}
 
 
 def alive(process: int) -> bool:
@@ -87,8 +87,8 @@ def test_a_signal_that_the_program_handles_leaves_the_build_alone(fake_nvcc, cac
 def test_a_directory_stays_locked_while_anything_of_a_killed_build_runs(fake_nvcc, tmp_path):
     """Two builds at once would write the same files."""
     code = CHILD.split("from ffpa_attn.building import jit")[0] + (
-        "from pathlib import Path\nfrom ffpa_attn.building import build\nfrom ffpa_attn.specs.spec import ScaledCopy\n"
-        f"build.compile_library({{ScaledCopy('f16', 4): ('sm_90',)}}, Path({str(tmp_path / 'build')!r}))"
+        "from pathlib import Path\nfrom ffpa_attn.building import build\nfrom ffpa_attn.specs.spec import MergeSplits\n"
+        f"build.compile_library({{MergeSplits('f16'): ('sm_90',)}}, Path({str(tmp_path / 'build')!r}))"
     )
     fake_nvcc.set(seconds="3")
     victim = subprocess.Popen([sys.executable, "-c", code], env=env.child_environment())

@@ -1,8 +1,10 @@
 """Holds what the build's tests share: a compiler that is a shell script, and children without torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ffpa_attn.specs.spec import MergeSplits
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
@@ -32,8 +34,8 @@ package = types.ModuleType("ffpa_attn")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
 from ffpa_attn.building import jit
-from ffpa_attn.specs.spec import ScaledCopy
-print(jit.library(ScaledCopy("f16", 4), "sm_90"))
+from ffpa_attn.specs.spec import MergeSplits
+print(jit.library(MergeSplits("f16"), "sm_90"))
 """
 
 
@@ -55,6 +57,13 @@ class FakeNvcc:
     def calls(self) -> list[str]:
         path = self.bin / "calls"
         return path.read_text().splitlines() if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Variant(MergeSplits):
+    """The smallest kernel under other names, which no wheel holds."""
+
+    variant: int
 
 
 needs_nvcc = pytest.mark.usefixtures("nvcc")

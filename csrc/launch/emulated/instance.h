@@ -11,6 +11,7 @@
 namespace ffpa {
 
 struct EmulatedInstance {
+  std::size_t params_bytes;
   LaunchStatus (*launch)(const void* params);
   LaunchShape (*shape)(const void* params);
 };
@@ -33,7 +34,7 @@ struct Emulated {
     return status.ok() ? ffpa::launch(shape(params), nullptr, kKernel, arguments) : status;
   }
 
-  static constexpr EmulatedInstance instance() { return {&launch, &shape}; }
+  static constexpr EmulatedInstance instance() { return {sizeof(typename Config::Params), &launch, &shape}; }
 };
 
 }  // namespace ffpa

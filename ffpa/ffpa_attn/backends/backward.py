@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..checks import memory_checks
+from ..launching import attention_call, structs
+from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
 from ..specs import archs
 from ..specs.spec import (
     MMA_PRODUCT_TILES,
@@ -72,7 +74,7 @@ class BackwardPlan(NamedTuple):
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         """Does what triton_attention.TritonPlan.backward does, on these kernels."""
         of_scores = None if rule.softcap else d_mask  # what is kept is the gradient of a score before its softcap
-        _gradients(self, *saved, *grads, of_scores, mask, offsets, rule)
+        _gradients(self, *saved, *grads, of_scores, mask, offsets, rule, memo)
         if of_scores is None:
             mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
@@ -164,8 +166,33 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
                 x[..., end:, :].zero_()
 
 
+Memo = dict[int, list[Launch]]  # number of multiprocessors -> launches of `specs`
+_OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
+_INPUTS = (*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse")
+_GRADIENTS = "dq.data", "dk.data", "dv.data"
+_WORKSPACE = "statistics", "p", "ds", "partial"
+
+
+def _launches(plan: BackwardPlan, q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, blocks: int) -> list[Launch]:
+    """Returns the launches of a plan's kernels, which take inputs, live rows, gradients and workspace, in the order in
+    which these are named here, and the place of a chunk.
+    """
+    params = structs.struct("BackwardParams")()
+    attention_call.describe(params.attention, q, k, v, out, mask, offsets, rule, resident_blocks=blocks)
+    for name, x in (("grad_out", grad_out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        attention_call.strides(getattr(params, name), x)
+    params.float_gradients = dq.dtype == torch.float32
+
+    inputs = dict.fromkeys(_INPUTS, READ) | {"live_rows": CHANGE}
+    gradients = CHANGE if offsets else WRITE  # rows of no sequence are written before
+    first = inputs | dict.fromkeys(_GRADIENTS, gradients) | dict.fromkeys(_WORKSPACE, WRITE)
+    later = inputs | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
+    uses = (first, later, later, later)
+    return [Launch(*of, q.device, "first_entry") for of in zip(plan.specs, (params,) * 4, uses, strict=True)]
+
+
 def _gradients(
-    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule
+    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule, memo: Memo
 ) -> None:
     """Computes gradients. All but lse are [B, H, N, D] views, or packed [H, T, D] with offsets and longest lengths.
 
@@ -176,24 +203,6 @@ def _gradients(
             grad.zero_()
     if not plan.chunks:
         return
-    if q.is_cuda:
-        from ..launching import native
-
-        gpu, run, blocks = (
-            native.gpu_of(q.device),
-            native.library().attention_backward,
-            native.multiprocessors(q.device),
-        )
-
-        def kernel(spec):
-            return native.kernel(spec, gpu)
-    else:
-        from ..launching import emulated
-
-        run, blocks = emulated.attention_backward, emulated.RESIDENT_BLOCKS
-
-        def kernel(spec):
-            return spec
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -205,15 +214,18 @@ def _gradients(
     live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # see packed_tiles.cuh
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
+    grad_out, lse, grad_lse = _as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    blocks = multiprocessors(q.device)
+    launches = memo.get(blocks)
+    if launches is None:
+        launches = memo[blocks] = _launches(plan, q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, blocks)
+    rows, scores, of_q, of_k = launches
+    call = q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), grad_out, grad_lse
+    call = *call, live_rows, dq, dk, dv, statistics, p, ds
+
     see = rule.visibility
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    call = (
-        q, k, v, out, _as_read(grad_out), lse.contiguous(), grad_lse, mask, *(offsets or (None, None, 0, 0)), rule.scale, rule.softcap, see.left, see.right,
-        see.top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds,
-    )  # fmt: skip
-    rows, scores, of_q, of_k = map(kernel, plan.specs)
     of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
-    run(rows, *call, partial, *plan.chunks[0].place)
+    rows(*call, partial, ints=plan.chunks[0].place)
     if see.bounded and not offsets:
         _clear_what_is_not_seen(see, dq, dk, dv)
 
@@ -225,11 +237,11 @@ def _gradients(
         gives_mask = of_mask is not None and chunk.of_q  # every visible pair is in one such chunk
         if gives_mask and see.bounded:
             ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
-        run(scores, *call, None, *chunk.place)
+        scores(*call, None, ints=chunk.place)
         if chunk.of_q:
-            run(of_q, *call, sums(chunk, True), *chunk.place)
+            of_q(*call, sums(chunk, True), ints=chunk.place)
         if chunk.of_k:
-            run(of_k, *call, sums(chunk, False), *chunk.place)
+            of_k(*call, sums(chunk, False), ints=chunk.place)
         if gives_mask:
             of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
     if of_mask is not None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..launching import attention_call, structs
+from ..launching.launch import READ, WRITE, Launch, multiprocessors
 from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ArrangeValues, ForwardFp8, Problem
 from . import row_tiles
 
@@ -15,7 +17,11 @@ ROWS = 64  # rows of a tile
 MOST_COLUMNS = FP8_COLUMNS[-1]
 _MOST_BLOCKS = 2**31 - 1  # blocks of a grid
 _PAIR = torch.int16  # two 8-bit floats, as TMA sees them
-_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # types that the kernel writes
+_OUTPUTS = {
+    torch.float16: "kHalf",
+    torch.bfloat16: "kBFloat16",
+    torch.float32: "kFloat",
+}  # types that the kernel writes
 
 
 class Fp8Plan(NamedTuple):
@@ -40,33 +46,42 @@ class Fp8Plan(NamedTuple):
         if not n_k:
             out.zero_()
             return None if lse is None else lse.fill_(-float("inf"))
-        arranging, kernel = self.specs
-        if q.is_cuda:
-            from ..launching import native
-
-            gpu, multiprocessors = native.gpu_of(q.device), native.multiprocessors(q.device)
-            arranging, kernel = (native.kernel(spec, gpu) for spec in self.specs)
-            ops = native.library()
-        else:
-            from ..launching import emulated as ops
-
-            multiprocessors = ops.RESIDENT_BLOCKS
-        arranged = torch.empty(
-            batch, heads_kv, d_v, -(-n_k // FP8_BLOCK) * FP8_BLOCK, dtype=torch.uint8, device=v.device
-        )
-        ops.arrange_values(arranging, v.view(torch.uint8), arranged)
+        keys = -(-n_k // FP8_BLOCK) * FP8_BLOCK
+        arranged = torch.empty(batch, heads_kv, d_v, keys, dtype=torch.uint8, device=v.device)
         written = out if out.dtype in _OUTPUTS else torch.empty_like(out, dtype=torch.float32)
-        lse = lse if lse is not None else out.new_empty(0, dtype=torch.float32)
-        see = rule.visibility
         scratch = torch.empty(row_tiles.HEAD_BYTES // 4, dtype=torch.float32, device=q.device)
-        blocks = min(-(-n_q // ROWS) * batch * heads, multiprocessors)
-        ops.fp8_forward(
-            kernel, _pairs(q), _pairs(k), arranged.view(_PAIR), *scales, written, lse, rule.scale, rule.softcap,
-            see.left, see.right, see.top_left, scratch, blocks,
-        )  # fmt: skip
+        v, pairs = v.view(torch.uint8), (_pairs(q), _pairs(k), arranged.view(_PAIR))
+        blocks = min(-(-n_q // ROWS) * batch * heads, multiprocessors(q.device))
+        if blocks not in memo:
+            memo[blocks] = self._arranging(v, arranged), self._attending(*pairs, scales, written, rule, blocks)
+        arrange, attend = memo[blocks]
+        arrange(v, arranged)
+        attend(*pairs, *scales, written, lse, scratch)
         if written is not out:
             largest = torch.finfo(out.dtype).max
             out.copy_(written.clamp_(-largest, largest))
+
+    def _arranging(self, v, arranged) -> Launch:
+        batch, heads, keys, columns = v.shape
+        of_batch, of_head, of_key, of_column = v.stride()
+        params = structs.struct("ArrangeParams")(batch=batch, heads=heads, keys=keys, columns=columns)
+        params.arranged_keys = arranged.shape[3]
+        params.batch_stride, params.head_stride, params.key_stride, params.column_stride = v.stride()
+        params.words = of_column == 1 and not any(x % 4 for x in (of_batch, of_head, of_key, v.data_ptr()))
+        return Launch(ArrangeValues(), params, {"v": READ, "arranged": WRITE}, v.device)
+
+    def _attending(self, q, k, v, scales, out, rule, blocks: int) -> Launch:
+        params = structs.struct("Fp8Params")()
+        attention_call.describe(params.attention, q, k, v, out, None, None, rule, resident_blocks=blocks)
+        params.arranged_keys, params.output = v.shape[3], structs.enumerator("Fp8Output", _OUTPUTS[out.dtype])
+        for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
+            if scale is not None:
+                view = getattr(params, name)
+                view.batch_stride, view.head_stride, view.block_stride = scale.stride()
+        memory = {f"attention.{name}.data": READ for name in "qkv"}
+        memory |= dict.fromkeys(("q_scale.data", "k_scale.data", "v_scale.data"), READ)
+        memory |= dict.fromkeys(("attention.out.data", "attention.lse", "attention.scratch"), WRITE)
+        return Launch(self.spec, params, memory, q.device)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:

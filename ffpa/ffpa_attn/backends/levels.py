@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessors
+from ..launching.attention_call import Call, Memo, forward_launch
+from ..launching.launch import multiprocessors
 from ..specs import archs
 from ..specs.spec import (
     COLUMNS,
@@ -90,14 +91,13 @@ class LevelPlan(NamedTuple):
             lse.fill_(-float("inf"))
             if len(offsets[0]) < 2 or not offsets[2]:
                 return
-        see = rule.visibility
         if self.packs_heads:
-            q, k, v, out, mask = _pack_heads(q, k, v, out, mask, see)
-            see = Visibility(-1, -1, False)
+            q, k, v, out, mask = _pack_heads(q, k, v, out, mask, rule.visibility)
+            rule = rule._replace(visibility=Visibility(-1, -1, False))
         blocks = multiprocessors(q.device)
         call = memo.get(blocks)
         if call is None:
-            call = memo[blocks] = _call(self, q, v, offsets, rule, see, workspace_cap, blocks)
+            call = memo[blocks] = _call(self, q, k, v, out, mask, offsets, rule, workspace_cap, blocks)
         call(q, k, v, out, lse, mask, offsets)
 
 
@@ -344,7 +344,7 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
     return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
 
 
-def _call(plan: LevelPlan, q, v, offsets, rule, see: Visibility, workspace_cap: int, blocks: int) -> Call:
+def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
     if plan.splits > 1:
         rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
@@ -354,9 +354,13 @@ def _call(plan: LevelPlan, q, v, offsets, rule, see: Visibility, workspace_cap: 
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
         scratch = blocks * of_a_block // 4
-    numbers = Numbers(
-        *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, plan.stages, plan.value_stages,
-        plan.q_resident, plan.grid_of_heads, 0, blocks, plan.splits,
-    )  # fmt: skip
+    settings = {
+        "resident_blocks": blocks,
+        "splits": plan.splits,
+        "stages": plan.stages,
+        "value_stages": plan.value_stages,
+    }
+    settings |= {"q_resident": plan.q_resident, "grid_of_heads": plan.grid_of_heads}
     specs = (plan.spec, *((MergeSplits(plan.spec.dtype),) if plan.splits > 1 else ()))
-    return Call([launch(spec, numbers, q.device) for spec in specs], scratch, partial)
+    launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
+    return Call(launches, scratch, partial)

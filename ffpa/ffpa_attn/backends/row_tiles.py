@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import env
-from ..launching.forward_call import Call, Memo, Numbers, launch, multiprocessors
+from ..launching.attention_call import Call, Memo, forward_launch
+from ..launching.launch import multiprocessors
 from ..specs import archs
 from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem, Visibility
 
@@ -46,22 +47,19 @@ class RowTilePlan(NamedTuple):
         blocks = multiprocessors(q.device)
         call = memo.get(blocks)
         if call is None:
-            call = memo[blocks] = self._call(q, k, v, offsets, rule, blocks, workspace_cap)
+            call = memo[blocks] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap)
         call(q, k, v, out, lse, mask, offsets)
 
-    def _call(self, q, k, v, offsets, rule, blocks: int, workspace_cap: int) -> Call:
+    def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int) -> Call:
         longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
         n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
         batch = len(offsets[0]) - 1 if offsets else len(q)
         if not (batch and n_q and n_k):
             return Call()
         tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
-        see = rule.visibility
-        blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], see, blocks, workspace_cap)
-        numbers = Numbers(
-            *(offsets[2:] if offsets else (0, 0)), rule.scale, rule.softcap, see.left, see.right, see.top_left, chunk_keys=chunk_keys, blocks=blocks,
-        )  # fmt: skip
-        return Call([launch(self.spec, numbers, q.device)], nbytes // 4)
+        blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
+        settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks}
+        return Call([forward_launch(self.spec, q, k, v, out, mask, offsets, rule, **settings)], nbytes // 4)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:

@@ -60,6 +60,13 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+@cache
+def params_hash() -> str:
+    """Returns a hash of the structs that Python fills in for kernels."""
+    headers = sorted((csrc() / "attention").glob("*_params.h"))
+    return hashlib.sha256(b"\0".join(header.read_bytes() for header in headers)).hexdigest()[:16]
+
+
 # ---- the gate ----
 
 
@@ -310,6 +317,7 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "sources": sources_hash(),
+        "params": params_hash(),
         "nvcc": toolchain.find_nvcc().version,
         "torch": torch.version,
         "kernels": {

@@ -16,7 +16,8 @@ import torch
 from .. import env
 from ..building import build, generation
 from ..building.emulator_build import load_emulated_module
-from ..specs.spec import BackwardRows, KernelSpec, MergeSplits, ScaledCopy, aot_specs
+from ..specs.spec import KernelSpec, aot_specs
+from . import structs
 
 
 @dataclass
@@ -43,8 +44,11 @@ def _module(specs: tuple[KernelSpec, ...], fused: bool):
 
 def _module_with(spec: KernelSpec):
     """Returns the module that holds the kernel: one for all shipped kernels, or one for this kernel alone."""
-    shipped = tuple(spec for spec in aot_specs(env.all_flags()) if not isinstance(spec, ScaledCopy))
+    shipped = tuple(aot_specs(env.all_flags()))
     return _module(shipped if spec in shipped else (spec,), _settings.fused)
+
+
+RESIDENT_BLOCKS = 2  # the emulated GPU holds so many blocks of a kernel with scratch
 
 
 def launch_shape(
@@ -58,30 +62,12 @@ def launch_shape(
     batch: int = 1,
 ) -> tuple[int, tuple[int, int, int]]:
     """Returns (bytes of shared memory, grid) as the kernel itself says, for one row block of each head."""
-    smem, *grid = _module_with(spec).launch_shape(
-        spec.name, d_qk, stages, value_stages, q_resident, grid_of_heads, heads, batch
-    )
+    kind = structs.struct("AttentionParams")
+    params = kind(d_qk=d_qk, d_v=1, n_q=1, heads_q=heads, batch=batch, splits=1, resident_blocks=2**31 - 1)
+    params.stages, params.value_stages, params.q_resident = stages, value_stages, q_resident
+    params.grid_of_heads = grid_of_heads
+    smem, *grid = _module_with(spec).launch_shape(spec.name, bytes(params))
     return smem, tuple(grid)
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None or not x.numel() else x.data_ptr()
-
-
-def _floats(x: torch.Tensor | None) -> tuple[int, int]:
-    return _address(x), 0 if x is None else x.numel()
-
-
-def _described(x: torch.Tensor) -> tuple:
-    return x.data_ptr(), list(x.shape), list(x.stride())
-
-
-FP8_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)  # these are in the order of Fp8Output
-RESIDENT_BLOCKS = 2  # the emulated GPU holds so many blocks of a kernel with scratch
-
-
-def _described_mask(mask: torch.Tensor | None) -> tuple | None:
-    return None if mask is None else (str(mask.dtype), *_described(mask))
 
 
 def _configured(spec: KernelSpec):
@@ -91,114 +77,26 @@ def _configured(spec: KernelSpec):
     return module
 
 
-def _finish(spec: KernelSpec, module, message: str) -> None:
+def _extent(x: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last."""
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize
+
+
+def launch(spec: KernelSpec, params: bytes, memory: list[tuple[torch.Tensor, str]]) -> None:
+    """Runs a kernel, which may touch no other memory than this. Where it is to write all, NaN shows what it leaves
+    unwritten, or reads before it writes.
+    """
+    module = _configured(spec)
+    for x, use in memory:
+        if use == "write":
+            x.fill_(torch.nan if x.is_floating_point() else 0x7F)  # this is NaN in 8-bit floats
+    ranges = [(x.data_ptr(), _extent(x), use != "read") for x, use in memory]
+    message = module.launch(spec.name, params, ranges)
     report = module.take_report()
     if _settings.reports is not None:
         _settings.reports.append({"kernel": spec.name, **report})
     if message:
         raise RuntimeError(f"ffpa_attn: {spec.name}: {message}")
-
-
-def attention_forward(
-    spec: KernelSpec, numbers, q, k, v, out, lse, mask, offsets_q, offsets_k, scratch, partial
-) -> None:
-    module = _configured(spec)
-    *options, blocks, splits = numbers
-    # NaN shows what a kernel leaves unwritten, or reads before it writes. Rows of no sequence are written before.
-    written = () if offsets_q is not None else (out, lse)
-    for x in (*written, *(() if isinstance(spec, MergeSplits) else (scratch, partial))):
-        if x is not None:
-            x.fill_(torch.nan)
-    message = module.attention_forward(
-        spec.name,
-        *map(_described, (q, k, v, out)),
-        _address(lse),
-        _described_mask(mask),
-        _address(offsets_q),
-        _address(offsets_k),
-        0 if offsets_q is None else len(offsets_q) - 1,
-        *options,
-        *_floats(scratch),
-        blocks,
-        splits,
-        *_floats(partial),
-    )
-    _finish(spec, module, message)
-
-
-def arrange_values(spec: KernelSpec, v, arranged) -> None:
-    module = _configured(spec)
-    arranged.fill_(0x7F)  # NaN
-    _finish(spec, module, module.arrange_values(spec.name, _described(v), _described(arranged)))
-
-
-def fp8_forward(
-    spec: KernelSpec,
-    q,
-    k,
-    v,
-    q_scale,
-    k_scale,
-    v_scale,
-    out,
-    lse,
-    scale,
-    softcap,
-    left,
-    right,
-    top_left,
-    scratch,
-    blocks,
-) -> None:
-    module = _configured(spec)
-    for x in (out, lse, scratch):
-        x.fill_(torch.nan)
-    message = module.fp8_forward(
-        spec.name,
-        [_described(x) for x in (q, k, v, out)],
-        [None if x is None else _described(x) for x in (q_scale, k_scale, v_scale)],
-        _address(lse),
-        scale,
-        softcap,
-        left,
-        right,
-        top_left,
-        *_floats(scratch),
-        blocks,
-        FP8_OUTPUTS.index(out.dtype),
-    )
-    _finish(spec, module, message)
-
-
-def attention_backward(
-    spec: KernelSpec, q, k, v, out, grad_out, lse, grad_lse, mask, offsets_q, offsets_k, longest_q, longest_k, scale, softcap,
-    left, right, top_left, blocks, dq, dk, dv, statistics, live_rows, p, ds, partial, *chunk,
-) -> None:  # fmt: skip
-    module = _configured(spec)
-    if isinstance(spec, BackwardRows):  # this kernel runs first; NaN shows what is read before it is written
-        written = () if offsets_q is not None else (dq, dk, dv)
-        for x in (*written, statistics, p, ds, partial):
-            if x is not None:
-                x.fill_(torch.nan)
-    memory = (lse, grad_lse, offsets_q, offsets_k, statistics, live_rows, p, ds, partial)
-    message = module.attention_backward(
-        spec.name,
-        [_described(x) for x in (q, k, v, out, grad_out, dq, dk, dv)],
-        [(_address(x), 0 if x is None else x.nbytes) for x in memory],
-        _described_mask(mask),
-        0 if offsets_q is None else len(offsets_q) - 1,
-        longest_q,
-        longest_k,
-        scale,
-        softcap,
-        left,
-        right,
-        top_left,
-        blocks,
-        dq.dtype == torch.float32,
-        *chunk,
-    )
-    _finish(spec, module, message)
 
 
 @contextlib.contextmanager

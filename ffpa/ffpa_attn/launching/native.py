@@ -16,7 +16,7 @@ import torch
 
 from ..building import build, jit, toolchain
 from ..specs import archs
-from ..specs.spec import KernelSpec, ScaledCopy
+from ..specs.spec import KernelSpec
 from ..support.transient import is_transient
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,6 +39,10 @@ def library():
     if record() is None:
         raise RuntimeError(f"ffpa_attn: {PYTHON_ONLY}")
     path = _PACKAGE / build.LIBRARY
+    if record().get("params") != build.params_hash():
+        raise RuntimeError(
+            f"ffpa_attn: {build.csrc()}/attention/*_params.h changed since {path} was built; install ffpa-cuda again"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -121,13 +125,41 @@ def kernel(spec: KernelSpec, gpu: str) -> str:
     return name
 
 
-def load_kernel(path: str, spec: str, name: str) -> None:
-    """Registers a library's kernel. This is no operator, as a model from elsewhere can call those, with any path."""
-    load = ctypes.CDLL(str(_PACKAGE / build.LIBRARY)).ffpa_load_kernel
-    load.restype = ctypes.c_char_p
-    problem = load(path.encode(), spec.encode(), name.encode())
+# These are no operators: a model from elsewhere can call those, with any path and any address.
+
+
+@cache
+def _function(name: str, *types):
+    """Returns a C function of the library, which answers null, or what is wrong."""
+    library()
+    function = getattr(ctypes.CDLL(str(_PACKAGE / build.LIBRARY)), name)
+    function.restype, function.argtypes = ctypes.c_char_p, types
+    return function
+
+
+def _raise(problem: bytes | None) -> None:
     if problem:
         raise RuntimeError(problem.decode(errors="replace"))
+
+
+def load_kernel(path: str, spec: str, name: str) -> None:
+    """Registers a library's kernel."""
+    load = _function("ffpa_load_kernel", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+    _raise(load(path.encode(), spec.encode(), name.encode()))
+
+
+def address(name: str) -> int:
+    """Returns where a registered kernel lies in memory, for `launch`."""
+    found = ctypes.c_void_p()
+    find = _function("ffpa_find_kernel", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+    _raise(find(name.encode(), ctypes.byref(found)))
+    return found.value
+
+
+def launch(kernel: int, device: int, params: bytes, _=None) -> None:
+    """Enqueues a kernel on PyTorch's current stream. What `params` point to must live until then, as tensors do."""
+    run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+    _raise(run(kernel, params, len(params), device))
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
@@ -141,10 +173,3 @@ def make_ready(spec: KernelSpec, gpu: str) -> bool:
         _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
         return False
     return True
-
-
-def scaled_copy(spec: ScaledCopy, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns scale * x for a contiguous CUDA tensor: the smallest call that proves a kernel is found and launched."""
-    out = torch.empty_like(x)
-    library().scaled_copy(kernel(spec, gpu_of(x.device)), x, out, scale)
-    return out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..backends.choice import Choice, choose
-from ..launching.forward_call import Call
+from ..launching.attention_call import Call
 
 _CAP = "FFPA_WORKSPACE_MB"
 

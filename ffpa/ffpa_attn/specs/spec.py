@@ -146,17 +146,6 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
-class ScaledCopy(KernelSpec):
-    """The kernel of out = scale * in, which proves that the way from a spec to a launch works."""
-
-    family = "scaled_copy"
-    arch = "sm_80"
-
-    dtype: str  # "f16" | "bf16"
-    unroll: int  # elements that one thread copies
-
-
-@dataclass(frozen=True)
 class ForwardMma(KernelSpec):
     """Split-D forward. A spec serves every D_qk, at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
 
@@ -423,7 +412,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """Returns the kernels that a wheel holds, given the build-time flags."""
     few = flags["ENABLE_FFPA_DEBUG"]
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
-    kernels: list[KernelSpec] = [ScaledCopy("f16", 4)]
+    kernels: list[KernelSpec] = []
     for dtype, accumulators in ACCUMULATORS.items():
         kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype), BackwardScoresMma(dtype)]
         for family, shapes in (BackwardProductsWgmma, PRODUCT_TILES), (BackwardProductsMma, MMA_PRODUCT_TILES):

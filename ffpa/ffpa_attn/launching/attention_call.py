@@ -1,0 +1,104 @@
+"""Fills in the numbers of a call (csrc/attention/attention_params.h) from checked tensors, and launches forward kernels.
+
+What calls of a kind have in common is worked out for the first and kept: the others bring addresses alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..specs.spec import KernelSpec, MergeSplits
+from . import structs
+from .launch import CHANGE, READ, WRITE, Launch
+
+_LARGEST_INT = 2**31 - 1
+_LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_MASK_KINDS = {torch.bool: "kBool", torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
+
+
+def _float(x: float) -> float:
+    return ctypes.c_float(min(max(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)).value
+
+
+def _four(dims: Sequence[int], missing: int) -> list[int]:
+    """Returns what belongs to [batch, heads, rows, columns], where the first ones may be missing."""
+    return [missing] * (4 - len(dims)) + list(dims)
+
+
+def strides(view: ctypes.Structure, x: torch.Tensor) -> None:
+    """Sets the strides of a TensorView or a GradientView."""
+    view.batch_stride, view.head_stride, view.row_stride, _ = _four(x.stride(), 0)
+
+
+def _mask(view: ctypes.Structure, mask: torch.Tensor) -> None:
+    """Describes a mask. In a dim of size one all share its element, whatever the stride is."""
+    sizes, steps = _four(mask.shape, 1), _four(mask.stride(), 0)
+    steps = [0 if size == 1 else step * mask.itemsize for size, step in zip(sizes, steps, strict=True)]
+    view.batch_stride, view.head_stride, view.row_stride, view.key_stride = steps
+    view.kind = structs.enumerator("MaskKind", _MASK_KINDS[mask.dtype])
+
+
+def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **settings) -> None:
+    """Fills in AttentionParams: all but addresses. Tensors are [B, H, N, D] views, or packed [H, T, D] with the offsets
+    of q and k and the longest lengths. `settings` are fields that a plan decides.
+    """
+    heads, rows, d_qk = q.shape[-3:]
+    heads_kv, keys = k.shape[-3:-1]
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        strides(getattr(params, name), x)
+    if mask is not None:
+        _mask(params.mask, mask)
+    params.batch = len(offsets[0]) - 1 if offsets else len(q)
+    params.heads_q, params.group = heads, heads // heads_kv
+    params.n_q, params.n_k = (min(n, _LARGEST_INT) for n in (rows, keys))
+    params.packed_q.total, params.packed_k.total = params.n_q, params.n_k
+    if offsets:
+        params.n_q, params.n_k = min(params.n_q, offsets[2]), min(params.n_k, offsets[3])
+    params.lse_head_stride, params.lse_batch_stride = rows, 0 if offsets else heads * rows
+    params.d_qk, params.d_v = d_qk, out.shape[-1]
+    see, scale, softcap = rule.visibility, rule.scale, rule.softcap
+    params.left, params.right, params.top_left = min(see.left, _LARGEST_INT), min(see.right, _LARGEST_INT), see.top_left
+    params.scale, params.score_factor = (
+        _float(scale),
+        _float(scale / softcap if softcap > 0 else scale * math.log2(math.e)),
+    )
+    params.softcap = max(_float(softcap), _SMALLEST_FLOAT) if softcap > 0 else 0.0  # a tiny one is still a cap
+    params.splits = 1
+    for name, value in settings.items():
+        setattr(params, name, value)
+
+
+def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settings) -> Launch:
+    """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial."""
+    params = structs.struct("AttentionParams")()
+    describe(params, q, k, v, out, mask, offsets, rule, **settings)
+    result = CHANGE if offsets else WRITE  # rows of no sequence are written before
+    memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
+    memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
+    memory |= {"partial": READ if isinstance(spec, MergeSplits) else WRITE}
+    return Launch(spec, params, memory, q.device)
+
+
+class Call(NamedTuple):
+    """Launches of a forward, in order, and the floats of their scratch and of their partial results."""
+
+    launches: Sequence[Launch] = ()
+    scratch: int | None = None
+    partial: int | None = None
+
+    def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
+        scratch, partial = (
+            None if count is None else torch.empty(count, dtype=torch.float32, device=q.device)
+            for count in (self.scratch, self.partial)
+        )
+        lse = lse if lse.numel() else None
+        for launch in self.launches:
+            launch(q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), scratch, partial)
+
+
+Memo = dict[int, Call]  # number of multiprocessors -> the call
