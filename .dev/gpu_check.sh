@@ -24,7 +24,7 @@ step() { # step NAME COMMAND…: runs it into $out/NAME.log and notes time and o
 step build "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 step doctor "$PY" -m ffpa_attn.doctor
 step conform env PYTHON="$PY" bash .dev/conform.sh "$out/conform"
-step tests env PYTEST_ADDOPTS="-q -p no:cacheprovider --deselect tests/wheel/test_install.py" bash .dev/test.sh
+step tests env PYTEST_ADDOPTS="-q -p no:cacheprovider --deselect tests/building/test_install.py" bash .dev/test.sh
 processes=$(nproc)
 [ "$processes" -le 16 ] || processes=16
 step campaign "$PY" tests/campaign.py --seconds "${SECONDS_OF_PROBLEMS:-300}" --processes "$processes" --seed "${SEED:-0}" --json "$out/campaign.json"
@@ -33,7 +33,7 @@ step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16
 step small env FFPA_BACKEND=triton "$PY" bench/small_heads.py
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$PY" -m pytest -q -p no:cacheprovider tests/test_mma.py tests/test_mma_{splits,rows,packed}.py tests/test_toggles.py tests/test_{fused,two_phase,backward}.py \
+    "$PY" -m pytest -q -p no:cacheprovider tests/backends/test_mma.py tests/backends/test_mma_{splits,rows,packed}.py tests/backends/test_toggles.py tests/backends/test_{fused,two_phase,backward}.py \
     -k "(on_a_gpu or test_backward and cuda) and not bits_repeat and not long_sequences and not more_than_31"
 done
 echo

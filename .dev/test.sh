@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then runs the whole test suite on all cores; arguments go to one pytest instead:
-# `bash .dev/test.sh tests/test_ops.py -k compile`. Without network and nvcc the tests that compile fail, and the others run.
+# `bash .dev/test.sh tests/operators/test_ops.py -k compile`. Without network and nvcc the tests that compile fail, and the others run.
 set -eu -o pipefail
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || true

@@ -13,7 +13,7 @@ from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import build, jit
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMma, ForwardMmaRows
+from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMmaRows, ForwardMmaSplit
 from forced import problem_of
 from workload import Workload
 
@@ -48,7 +48,7 @@ class ChipUse:
         return f"L{self.level}{MARKS[self.acc]}"
 
 
-def accumulators(spec: ForwardMma | ForwardMmaRows) -> int:
+def accumulators(spec: ForwardMmaSplit | ForwardMmaRows) -> int:
     """Returns how many registers of one thread hold O and S."""
     if isinstance(spec, ForwardMmaRows):
         out, scores = spec.rows * spec.head_dim // 128, spec.rows * spec.keys // 128
@@ -68,7 +68,7 @@ def flash_attention_2(d: int) -> tuple[int, int]:
     return levels.smem_bytes(spec, d, 1, True), accumulators(spec)
 
 
-def _compiled(spec: ForwardMma | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
+def _compiled(spec: ForwardMmaSplit | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
     """Returns what ptxas says of the kernel: as the build wrote it down, or in a compilation now."""
     target = archs.exact_target(spec.arch, arch)
     if afresh:

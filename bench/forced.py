@@ -17,7 +17,7 @@ import torch
 from ffpa_attn.backends import levels
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.launching import native
-from ffpa_attn.specs.spec import ForwardMma, Problem, Visibility
+from ffpa_attn.specs.spec import ForwardMmaSplit, Problem, Visibility
 from flops import nominal_flops
 from timing import Timer, measure_in_turn
 from workload import Inputs, Workload, make_inputs
@@ -80,10 +80,10 @@ class ForcedCalls:
         return {name: nominal_flops(self.w) / median(times.get(name, [first[name]])) * 1e-9 for name in plans}
 
 
-def compiled(specs: list[ForwardMma]) -> set[ForwardMma]:
+def compiled(specs: list[ForwardMmaSplit]) -> set[ForwardMmaSplit]:
     """Returns the specs that compile without more spills than are allowed; many compile at a time."""
 
-    def is_ready(spec: ForwardMma) -> bool:
+    def is_ready(spec: ForwardMmaSplit) -> bool:
         try:
             native.kernel(spec, native.gpu_of(torch.device("cuda")))
         except (BuildError, RuntimeError) as error:

@@ -23,7 +23,7 @@ from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import jit
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs import archs, tiles
-from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMma, Problem, Shape, forward_spec
+from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMmaSplit, Problem, Shape, forward_spec
 from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # keyed by what PV accumulates in, as the tables are
@@ -64,7 +64,7 @@ def legal_shapes(columns: tuple[int, ...], acc: tuple[str, str], d_qk: int, leas
     return found
 
 
-def plan_of(spec: ForwardMma, problem: Problem, limit: int) -> LevelPlan | None:
+def plan_of(spec: ForwardMmaSplit, problem: Problem, limit: int) -> LevelPlan | None:
     """Returns the plan that the choice would make with so much shared memory, or None if two stages do not fit."""
     fitting = levels.settings(spec, problem, env.run_flags(), limit)
     if fitting is None or fitting[0] == 1:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-for _place in (_HERE.parent / "ffpa", _HERE):
+for _place in (_HERE.parent / "ffpa", _HERE / "backends", _HERE):
     if str(_place) not in sys.path:
         sys.path.insert(0, str(_place))
 

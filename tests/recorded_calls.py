@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-for _place in (_HERE.parent / "ffpa", _HERE):
+for _place in (_HERE.parent / "ffpa", _HERE / "backends", _HERE):
     sys.path.insert(0, str(_place))
 
 from campaign import _set_up  # noqa: E402

@@ -311,11 +311,11 @@ def test_f16_sums_are_judged_as_such(monkeypatch):
 @pytest.mark.parametrize(
     "arch, d, changes, family",
     [
-        ("sm_90", 512, {}, "forward_pair"),
-        ("sm_90", 640, {}, "forward_two_phase"),
-        ("sm_80", 1024, {}, "forward_two_phase_mma"),
-        ("sm_80", 512, {}, "forward_mma"),
-        ("sm_90", 512, {"backward": True}, "backward_scores_wgmma"),
+        ("sm_90", 512, {}, "forward_wgmma_pair"),
+        ("sm_90", 640, {}, "forward_wgmma_two_phase"),
+        ("sm_80", 1024, {}, "forward_mma_two_phase"),
+        ("sm_80", 512, {}, "forward_mma_split"),
+        ("sm_90", 512, {"backward": True}, "backward_wgmma_scores"),
     ],
 )
 def test_a_row_of_every_family(arch, d, changes, family, monkeypatch):

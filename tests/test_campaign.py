@@ -29,7 +29,7 @@ from ffpa_attn import env
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import emulated
 from ffpa_attn.operators import ops, out_of_memory
-from ffpa_attn.specs.spec import BackwardProductsMma, BackwardProductsWgmma, aot_specs
+from ffpa_attn.specs.spec import BackwardMmaProducts, BackwardWgmmaProducts, aot_specs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with contextlib.suppress(
@@ -623,7 +623,7 @@ def shipped_kernels_alone(monkeypatch):
     module = emulated._module_with
 
     def of_shipped(spec):
-        few = isinstance(spec, (BackwardProductsMma, BackwardProductsWgmma))
+        few = isinstance(spec, (BackwardMmaProducts, BackwardWgmmaProducts))
         if not few and spec not in aot_specs(env.all_flags()):
             raise NotImplementedError(f"{spec.name} is not shipped")
         return module(spec)

@@ -132,7 +132,7 @@ def test_without_a_gpu_the_kernels_run_in_the_emulator(tmp_path, capsys):
     shown = capsys.readouterr().out
     found = re.findall(
         r"\(ffpa\+acc\+(\w+)\+L(\d)\): \d+ of 227 KB shared memory, \d+ registers for O and S(?:, \d+ in all, \d+ B spilled)?, bank conflicts 1\.00, "
-        r"0\.0\d+ B/FLOP, max error \S+, forward_mma_f16_\w+",
+        r"0\.0\d+ B/FLOP, max error \S+, forward_mma_split_f16_\w+",
         shown,
     )
     assert found == 2 * [(acc, level) for acc in ("f32", "f16", "mixed") for level in "123"]

@@ -17,6 +17,8 @@ PACKAGE = ROOT / "ffpa" / "ffpa_attn"
 
 # Layers are listed lowest first: a layer reads what is below it, and itself.
 CXX_LAYERS = ("base", "ptx", "tile", "attention", "launch", "torch_ops")
+# Rooms of csrc/attention likewise; "" is its own files, and the two directions know nothing of each other.
+ATTENTION_ROOMS = {"params": 0, "rows": 1, "": 2, "forward": 3, "backward": 3}
 # Floors are listed lowest first: a room, which is a file or a folder of the package, imports only from floors below.
 FLOORS = (
     ("env", "specs", "support"),
@@ -60,6 +62,18 @@ def test_includes_go_down(path):
     for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
         assert (CSRC / included).is_file(), f"{included}: includes are written from csrc/"
         assert CXX_LAYERS.index(included.split("/")[0]) <= CXX_LAYERS.index(layer(path)), included
+
+
+ATTENTION = CSRC / "attention"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ATTENTION.rglob("*.*h")), ids=lambda path: path.relative_to(ATTENTION).as_posix()
+)
+def test_includes_within_attention_go_down(path):
+    own = path.relative_to(ATTENTION).parent.as_posix().strip(".")
+    for room in re.findall(r'^#include "attention/(?:(\w+)/)?\w+\.c?u?h"', path.read_text(), re.MULTILINE):
+        assert room == own or ATTENTION_ROOMS[room] < ATTENTION_ROOMS[own], room
 
 
 def test_torch_headers_only_in_torch_ops():

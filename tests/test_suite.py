@@ -116,7 +116,7 @@ def test_a_large_test_is_skipped_where_the_card_is_too_small_for_it_alone(monkey
 
 def test_parts_leave_room_for_the_largest():
     """Each large test says how much it takes: more than what a part may take beside others."""
-    tests = "".join(file.read_text() for file in CONFTEST.parent.glob("test_*.py") if file != Path(__file__))
+    tests = "".join(file.read_text() for file in CONFTEST.parent.rglob("test_*.py") if file != Path(__file__))
     needs = [int(n) for n in re.findall(r"mark\.large\(gigabytes=(\d+)\)", tests)]
     script = (CONFTEST.parent.parent / ".dev/test.sh").read_text()
     assert len(needs) == tests.count("mark.large") and min(needs) > 8

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention/attention_params.h"
-#include "attention/head_rows.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/row_tile.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -45,7 +45,7 @@ struct RowState {
 // Returns what O of row `r` of the head is to be multiplied with; `sum` is the whole sum of the row. The thread with
 // `writes` set writes the row's LSE; score(logit) turns the logit into natural units.
 template <class Score>
-FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows, int r, float reference, float sum,
+FFPA_DEVICE float finish_row(const AttentionParams& params, const RowTile& rows, int r, float reference, float sum,
                              bool writes, const Score& score) {
   if (params.lse != nullptr && writes && r <= rows.last) {
     float* lse =
@@ -58,7 +58,7 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const HeadRows& rows
 
 // Writes the LSE of a warp's 16 rows, from row `row` of the tile on, and replaces their sums by the factors that O is
 // to be multiplied with.
-FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows, int row, RowState& state, int lane) {
+FFPA_DEVICE void finish_rows(const AttentionParams& params, const RowTile& rows, int row, RowState& state, int lane) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     float sum = state.sum[h];
@@ -72,8 +72,8 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const HeadRows& rows
 
 // Returns the writer of 16 rows of O, from row `row` of the tile and column `column` on.
 template <class Element, int kFragments>
-FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const HeadRows& rows,
-                                                            int row, int column, int lane) {
+FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const RowTile& rows, int row,
+                                                            int column, int lane) {
   const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
   uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
                          (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "attention/attention_params.h"
-#include "attention/head_rows.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "ptx/convert.cuh"
 #include "ptx/launch_types.h"

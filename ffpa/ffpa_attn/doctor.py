@@ -20,7 +20,7 @@ from .building import build, cache, toolchain
 from .launching import native
 from .launching.attention_call import forward_launch
 from .specs import archs
-from .specs.spec import MergeSplits, Visibility, aot_specs
+from .specs.spec import ForwardMerge, Visibility, aot_specs
 from .support import private_torch
 from .support.version import __version__
 
@@ -74,7 +74,7 @@ def _kernels() -> Iterator[Finding]:
     )
 
 
-def merged_alone(spec: MergeSplits, x: torch.Tensor) -> torch.Tensor:
+def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     """Merges x [rows, columns] with no other part, which gives x: the smallest launch that proves the way to a kernel."""
     rows = len(x)
     sums = torch.tensor([0.0, 1.0], device=x.device).expand(rows, 2)  # each row's reference, and its sum of P
@@ -114,7 +114,7 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         yield Finding(
             subject, f"{len(later)} more {f'are missing: {why_not}' if why_not else 'are compiled at first use'}"
         )
-    spec = MergeSplits("f16")
+    spec = ForwardMerge("f16")
     if native.why_not(spec, gpu):
         return
     x = torch.arange(4096, dtype=torch.float16, device=device).view(16, 256)

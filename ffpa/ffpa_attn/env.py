@@ -203,7 +203,7 @@ FLAGS: tuple[Flag, ...] = (
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_Q", "Swizzle Q in shared memory; 0 pads rows by 8 elements instead."),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_K", "Swizzle K in shared memory; 0 pads rows by 8 elements instead."),
     _tri("ENABLE_FFPA_SMEM_SWIZZLE_V", "Swizzle V in shared memory; 0 pads rows by 8 elements instead."),
-    _tri("ENABLE_FFPA_PERSIST_Q_G2S", "Keep Q in shared memory for the whole row block."),
+    _tri("ENABLE_FFPA_PERSIST_Q_G2S", "Keep Q in shared memory for the whole row tile."),
     _tri("ENABLE_FFPA_PERSIST_KV_G2S", "Keep whole K and V tiles in shared memory (FlashAttention-2 tiling, small D)."),
     _tri("ENABLE_FFPA_PERSIST_Q_S2R", "Keep the fragments of Q in registers."),
     _tri("ENABLE_FFPA_PERSIST_V_S2R", "Read each fragment of V once for all rows of a warp (small D)."),

@@ -40,12 +40,12 @@ MUTANTS = [
     ),
     *edits_in(
         "building/cache.py",
-        "tests/wheel/test_jit.py -k home",
+        "tests/building/test_jit.py -k home",
         ("cache: no home is Python's error", "except RuntimeError as error:  # neither", "except TypeError as error:  # neither"),
     ),
     *edits_in(
         "building/sessions.py",
-        "tests/wheel/test_sessions.py",
+        "tests/building/test_sessions.py",
         ("sessions: the program's own", "start_new_session=True", "start_new_session=False"),
         ("sessions: what a killed program started runs on", "        if status:", "        if False:"),
         ("sessions: errors alone end it", "        except BaseException:", "        except Exception:"),
@@ -53,14 +53,14 @@ MUTANTS = [
     ),
     *edits_in(
         "building/build.py",
-        "tests/wheel/test_sessions.py",
+        "tests/building/test_sessions.py",
         ("ninja: the lock is its parent's alone", "pass_fds=(lock,)", "pass_fds=()"),
         ("ninja: nobody says that it was killed", "if status < 0 else None", "if False else None"),
         ("ninja: the end of its output is lost", ', *lines[-_LAST_LINES:]]', "]"),
     ),
     *edits_in(
         "building/toolchain.py",
-        "tests/wheel/test_sessions.py tests/wheel/test_jit.py tests/wheel/test_build.py -k 'english or asked_again or relative or reason or architecture'",
+        "tests/building/test_sessions.py tests/building/test_jit.py tests/building/test_build.py -k 'english or asked_again or relative or reason or architecture'",
         ("toolchain: tools speak the user's language", ', "LC_ALL": "C"}', "}"),
         ("toolchain: a compiler that cannot be asked now is none", "        if not lasting:\n            raise\n", ""),
         ("toolchain: CUDA_HOME may be relative", "Path(home).absolute()", "Path(home)"),
@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     *edits_in(
         "building/cache.py",
-        "tests/wheel/test_jit.py -k 'not real'",
+        "tests/building/test_jit.py -k 'not real'",
         ("cache: a fork keeps the lock", "        fcntl.flock(file, fcntl.LOCK_UN)", "        pass"),
         ("cache: anybody can hold a lock", "os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600", "os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666"),
         ("cache: half a file is whole", "if seal != hashlib.sha256(sealed).hexdigest().encode():", "if not content:"),
@@ -88,14 +88,14 @@ MUTANTS = [
     ),
     *edits_in(
         "building/jit.py",
-        "tests/wheel/test_jit.py -k 'not real'",
+        "tests/building/test_jit.py -k 'not real'",
         ("jit: builds of the living are removed", "            if old or _is_of_a_dead_process", "            if True or _is_of_a_dead_process"),
         ("jit: another machine's processes are ours", "return machine == _machine() and not", "return not"),
         ("jit: what was left stays for good", "if old or _is_of", "if _is_of"),
     ),
     *edits_in(
         "support/progress.py",
-        "tests/wheel/test_jit.py -k stderr",
+        "tests/building/test_jit.py -k stderr",
         ("progress: a broken stderr ends a build", "contextlib.suppress(OSError, ValueError)", "contextlib.suppress(ValueError)"),
         ("progress: a closed stderr ends a build", "contextlib.suppress(OSError, ValueError)", "contextlib.suppress(OSError)"),
     ),

@@ -5,7 +5,7 @@ from .kinds import edits_in
 MUTANTS = [
     *edits_in(
         "distributed/ring.py",
-        "tests/test_distributed.py -k 'sequences or copies'",
+        "tests/distributed/test_distributed.py -k 'sequences or copies'",
         ("ring: a rank's own keys not causal", "return _Part(0, rows, self.causal)", "return _Part(0, rows, False)"),
         ("ring: later chunks seen", "return _Part(0, rows, False) if earlier else None", "return _Part(0, rows, False)"),
         ("ring: the halves of zigzag changed", "_Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)", "_Part(rows // 2, rows, False) if earlier else _Part(0, rows // 2, False)"),
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/exchange.py",
-        "tests/test_distributed.py -k 'sequences or copies'",
+        "tests/distributed/test_distributed.py -k 'sequences or copies'",
         ("exchange: all into one place", "self.posted % len(self.places)", "0"),
         ("exchange: messages not awaited", "[work.wait() for work in works]", "None"),
         ("exchange: copied before the place is free", "            memory.wait(to, number)\n", ""),
@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/peer_memory.py",
-        "tests/test_distributed.py -k copies",
+        "tests/distributed/test_distributed.py -k copies",
         ("peers: one that has no memory is not asked", "    if not any(errors):\n", "    if True:\n"),
         ("peers: one that cannot map keeps it to itself", "        errors = gathered(group, error)", "        errors = (error,)"),
         ("peers: ranks of other sizes", "if len(set(sizes)) > 1:", "if False:"),
@@ -52,7 +52,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/agreement.py",
-        "tests/test_agreement.py",
+        "tests/distributed/test_agreement.py",
         ("agreement: ranks that disagree", "if any(of_rank != calls[0] for of_rank in calls):", "if False:"),
         ("agreement: what a rank tells is not the others'", "pickle.loads(self.store.get(key)) for key in keys", "(self.calls, kind) for key in keys"),
         ("agreement: every call is compared", "number is None or at_every_call", "True or at_every_call"),
@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/ulysses.py",
-        "tests/test_distributed.py -k sequences",
+        "tests/distributed/test_distributed.py -k sequences",
         ("Ulysses: a default of its own", 'layout: str = "zigzag",\n    *,\n    scale', 'layout: str = "contiguous",\n    *,\n    scale'),
         ("Ulysses: heads of the ranks changed", "x.unflatten(1, (self.world, x.shape[1] // self.world)).movedim(1, 0)", "x.unflatten(1, (x.shape[1] // self.world, self.world)).movedim(2, 0)"),
         ("Ulysses: chunks as they come", "sequence_shards.together(x, 2, self.layout)", 'sequence_shards.together(x, 2, "contiguous")'),
@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/sequence_shards.py",
-        "tests/test_distributed.py -k sequences",
+        "tests/distributed/test_distributed.py -k sequences",
         ("shards: pairs of neighbours", "[[rank, 2 * world - 1 - rank] for rank in range(world)]", "[[2 * rank, 2 * rank + 1] for rank in range(world)]"),
         ("shards: gradients cut off silently", "if x.requires_grad and torch.is_grad_enabled():", "if False:"),
         ("shards: traced by the compiler", "(dynamo.disable(function) if dynamo else function)", "function"),
@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     *edits_in(
         "distributed/sequence_shards.py",
-        "tests/test_agreement.py",
+        "tests/distributed/test_agreement.py",
         ("shards: whether gradients are wanted is not compared", "v.dtype, wants_grad,", "v.dtype, False,"),
         ("shards: what one rank refuses the others await", "    _layout(layout)\n    wants_grad", "    check_parts(q, k, v, layout)\n    wants_grad"),
         ("shards: parts are gathered without a comparison", '    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)\n', ""),
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     *edits_in(
         "operators/sharding.py",
-        "tests/test_dtensors.py",
+        "tests/operators/test_dtensors.py",
         ("DTensor: heads cut apart from their keys", 'return even("q") and even("k")', "return True"),
         ("DTensor: one head of keys gathered", 'if arguments["k"].shape[cuts[-1].rows] == 1:', "if False:"),
         ("DTensor: one head's gradient is each rank's", 'Partial() for name in ("dk", "dv")', 'Replicate() for name in ("dk", "dv")'),

@@ -5,7 +5,7 @@ from .kinds import edits_in, fp8, fused, pair, row_tiles, two_phase
 MUTANTS = [
     *edits_in(
         "triton_ops/triton_fp8_kernels.py",
-        "tests/test_fp8.py -k 'rules or scales or outputs or as_it_is or without_lse or nan or long_rows'",
+        "tests/backends/test_fp8.py -k 'rules or scales or outputs or as_it_is or without_lse or nan or long_rows'",
         ("fp8: another order of V", ".permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])", ".permute([0, 1, 2, 3, 4]).reshape([KEYS, WIDTH])"),
         ("fp8: another order of a transposed V's keys", "columns % 8 // 2 * 4 + columns % 16 // 8 * 2", "columns % 8 // 2 * 2 + columns % 16 // 8 * 8"),
         ("fp8: K's order and not the masks'", "    if V_AS_IT_IS:\n        columns =", "    if False:\n        columns ="),
@@ -23,13 +23,13 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/triton_fp8.py",
-        "tests/test_fp8.py -k 'rules or scales or strided or as_it_is'",
+        "tests/backends/test_fp8.py -k 'rules or scales or strided or as_it_is'",
         ("fp8: K of strided heads in one piece", "if n % 16 or not in_one_piece or not has_descriptor(k):", "if n % 16 or not has_descriptor(k):"),
         ("fp8: keys past the last sixteen", "if n % 16 or not in_one_piece", "if not in_one_piece"),
         ("fp8: blocks scaled alike", '"block" if scale.shape[2] > 1 and scale.stride(2) else', '"block" if False else'),
     ),
     *two_phase(
-        "csrc/attention/forward_two_phase.cuh",
+        "csrc/attention/forward/wgmma_two_phase.cuh",
         ("two-phase: upper rows of O stay as they were", "          out[0][4 * n + 2 * h] *= factor;\n", ""),
         ("two-phase: O does not follow its references", "growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)))", "growth(float_from_bits(ptx::ld_global_4(now)), float_from_bits(ptx::ld_global_4(now)))"),
         ("two-phase: moves of one warp alone", "MovedTiles::next<tile::kGroupWarps>", "MovedTiles::next<1>"),
@@ -53,7 +53,7 @@ MUTANTS = [
         ("two-phase: the tensor's batch entry for packed sequences", "return params_.is_packed() ? 0 : rows.batch();", "return rows.batch();"),
     ),
     *fused(
-        "csrc/attention/forward_fused.cuh",
+        "csrc/attention/forward/wgmma_fused.cuh",
         ("fused: the block ends before its copies", "    stores.wait();\n", ""),
         ("fused: Q before it is there", "          ptx::mbarrier_wait(queries().full(), parity);\n", ""),
         ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores(scores, group);\n"),
@@ -66,14 +66,14 @@ MUTANTS = [
         ("fused: a row tile without keys keeps what registers held", "for (float& sum : out) sum = 0;", "for (float& sum : out) sum = sum;"),
     ),
     *edits_in(
-        "csrc/attention/forward_fused.cuh",
-        "tests/test_fused.py -k 'value_columns128 and columns192 and bf16'",
+        "csrc/attention/forward/wgmma_fused.cuh",
+        "tests/backends/test_fused.py -k 'value_columns128 and columns192 and bf16'",
         ("fused: a product with V as wide as Q", "kPartColumns = Config::kValuePartBoxes * tile::kBox", "kPartColumns = Config::kPartBoxes * tile::kBox"),
     ),
     *edits_in(
         "backends/fused.py",
-        "tests/test_fused.py -k what_runs",
-        ("fused: O that is wider than the kernel's", "and p.d_v <= widths[1])", ")"),
+        "tests/backends/test_fused.py -k what_runs",
+        ("fused: O that is wider than the kernel's", "and p.d_v <= widths[1]", ""),
     ),
     *fused(
         "csrc/tile/box_ring.cuh",
@@ -81,7 +81,7 @@ MUTANTS = [
         ("fused: a slot given back twice", "      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));\n      released_.advance();\n", "      if (lane_ == 0) ptx::mbarrier_arrive(ring_.empty(released_.slot));\n"),
     ),
     *fused(
-        "csrc/attention/fused_steps.cuh",
+        "csrc/attention/forward/wgmma_steps.cuh",
         ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
@@ -89,7 +89,7 @@ MUTANTS = [
         ("fused: maxima of a thread's keys", 'return larger_of(largest, ptx::shfl_xor(largest, 2));', 'return largest;'),
     ),
     *pair(
-        "csrc/attention/forward_pair.cuh",
+        "csrc/attention/forward/wgmma_pair.cuh",
         ("pair: a block ends before the other", "    meet();  // no block ends while the other still copies or arrives there\n", ""),
         ("pair: the block ends before its copies", "    stores.wait();\n", ""),
         ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),
@@ -118,17 +118,17 @@ MUTANTS = [
         ("pair: sums of one block's keys", "state.sum[h] + note(at, r)", "state.sum[h]"),
     ),
     *pair(
-        "csrc/attention/item_queue.cuh",
+        "csrc/attention/rows/item_queue.cuh",
         ("item queue: a copy of what is not fenced", "        ptx::fence_proxy_async();\n", ""),
         ("item queue: said in the own block", "ptx::mbarrier_arrive_remote(empty(place()), 0)", "ptx::mbarrier_arrive(empty(place()))"),
     ),
     *two_phase(
-        "csrc/attention/two_phase_tiles.cuh",
+        "csrc/attention/forward/two_phase_tiles.cuh",
         ("two-phase: moves of the first 32 tiles alone", "warp * kBytes + tile / 32 * 4);", "warp * kBytes);"),
         ("two-phase: the first chunk adds scratch", "if (!chunk.is_first) tile::add_fragment", "tile::add_fragment"),
     ),
     *two_phase(
-        "csrc/attention/row_tiles.cuh",
+        "csrc/attention/rows/row_tiles.cuh",
         ("two-phase: the last heads taken for as many as the others", "min_of(together_, entries_ - section * together_)", "together_"),
     ),
     *fused(
@@ -140,7 +140,7 @@ MUTANTS = [
         ("row state: references never move", "if (maximum - before > lazy_growth)", "if (before == -kInfinity && maximum > before)"),
     ),
     *two_phase(
-        "csrc/attention/head_rows.cuh",
+        "csrc/attention/rows/row_tile.cuh",
         ("two-phase: rows behind the keys", "begin < end ? Run{begin / step * step, end} : Run{0, 0}", "Run{begin / step * step, max_of(end, begin / step * step)}"),
     ),
     *two_phase(
@@ -149,19 +149,19 @@ MUTANTS = [
         ("two-phase: a slot given back while products read it", "        ptx::wgmma_wait_group<0>();\n        release(slot_before(1));\n      } else {", "        release(slot_before(1));\n      } else {"),
     ),
     *two_phase(
-        "csrc/attention/item_queue.cuh",
+        "csrc/attention/rows/item_queue.cuh",
         ("item queue: every block takes all", "item = ptx::atom_add_global(counter_gmem, 1);", "item = items_;"),
         ("item queue: overwritten before all have read", "      ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
         ("item queue: read before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
         ("item queue: the other parity", "return items_ / kPlaces % 2;", "return items_ % 2;"),
     ),
     *two_phase(
-        "csrc/attention/forward_two_phase_mma.cuh",
+        "csrc/attention/forward/mma_two_phase.cuh",
         ("two-phase mma: logits keep the factor of scores", "      factor = 1;\n", ""),
         only="mma and not cuda and (large or any_size)",
     ),
     *two_phase(
-        "csrc/attention/forward_two_phase_mma.cuh",
+        "csrc/attention/forward/mma_two_phase.cuh",
         ("two-phase mma: O does not follow its references", "      follow_references(out, tile);\n", ""),
         ("two-phase mma: O follows the references of other rows", "references + m * 16 + h * 8;", "references + m * 16;"),
         ("two-phase mma: a row tile read before it is there", "    ptx::sync_block();\n    return int(", "    return int("),
@@ -189,8 +189,11 @@ MUTANTS = [
         ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
     ),
     *row_tiles(
-        "csrc/attention/packed_tiles.cuh",
+        "csrc/attention/params/attention_params.h",
         ("packed tiles: as many as rows need", "return packed.total / rows + sequences;", "return packed.total / rows;"),
+    ),
+    *row_tiles(
+        "csrc/attention/rows/packed_tiles.cuh",
         ("packed tiles: offsets as they are", "clamp(int(ptx::ld_global_4(packed.offsets + sequence)), 0, packed.total)", "int(ptx::ld_global_4(packed.offsets + sequence))"),
         ("packed tiles: rows before the first sequence have no tiles", "return sequence == 0 ? 0 : row", "return row"),
         ("search: one round too few", "while (left > 1) {", "if (left > 1) {"),
@@ -202,7 +205,7 @@ MUTANTS = [
         ("search: the first tile of another lane's sequence", "ptx::shfl_idx(first_of_mine, last_begun)", "ptx::shfl_idx(first_of_mine, 0)"),
     ),
     *row_tiles(
-        "csrc/attention/row_tiles.cuh",
+        "csrc/attention/rows/row_tiles.cuh",
         ("row tiles: of packed sequences as of the longest", "params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div", "ceil_div"),
         ("row tiles: of all packed sequences for each", "(params.is_packed() ? 1 : params.batch) * heads_kv_", "params.batch * heads_kv_"),
         ("row tiles: counted through all sequences", "      tile = of_sequence.tile;\n", ""),
@@ -215,7 +218,7 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/row_tiles.py",
-        "tests/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
+        "tests/backends/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
         ("row tiles: more positions of all sequences than 32 bits count", "if p.packed and max(p.packed) > MOST_POSITIONS:", "if False:"),
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
         ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > _MOST_TILES:", "if tiles := 0:"),
@@ -224,7 +227,7 @@ MUTANTS = [
         ENABLE_FFPA_DEBUG="1",
     ),
     *fp8(
-        "csrc/attention/forward_fp8.cuh",
+        "csrc/attention/forward/wgmma_fp8.cuh",
         ("fp8: nobody waits for P", "    ptx::mbarrier_wait(p_full(maker), parity_of(counted));\n", ""),
         ("fp8: P overwritten", "    ptx::mbarrier_wait(p_empty(at.group), parity ^ 1);\n", ""),
         ("fp8: P not fenced", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n", "    ptx::sync_warp();\n"),
@@ -252,13 +255,13 @@ MUTANTS = [
         ("fp8: columns of the other warpgroup", "column = group * Config::kOwnColumns;", "column = (1 - group) * Config::kOwnColumns;"),
     ),
     *fp8(
-        "csrc/attention/fused_steps.cuh",
+        "csrc/attention/forward/wgmma_steps.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
         ('fp8: references wait to grow', 'largest_of_row<kSteps>(scores, h), kLazyGrowth)', 'largest_of_row<kSteps>(scores, h))'),
     ),
     *fp8(
-        "csrc/attention/arrange_values.cuh",
+        "csrc/attention/forward/arrange_values.cuh",
         ("fp8: pairs of V side by side", "first_key + i % 2 + i / 2 * 8", "first_key + i % 2 + i / 2 * 2"),
         ("fp8: V read past its end", "if (key >= params.keys) return 0;", "if (key > params.keys) return 0;"),
         ("fp8: columns past V's", "if (column >= params.columns) return;", ""),

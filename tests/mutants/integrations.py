@@ -5,7 +5,7 @@ from .kinds import edits_in
 MUTANTS = [
     *edits_in(
         "integrations/tf32.py",
-        "tests/test_tf32.py",
+        "tests/integrations/test_tf32.py",
         ("tf32: without leave", 'torch.backends.cuda.matmul.fp32_precision != "tf32"', "False"),
         ("tf32: on the CPU", 'device.type != "cuda" or', "False or"),
         ("tf32: on GPUs that have none", "get_device_capability(device) >= (8, 0)", "get_device_capability(device) >= (7, 0)"),
@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/sdpa_override.py",
-        "tests/test_sdpa.py -k 'not large'",
+        "tests/integrations/test_sdpa.py -k 'not large'",
         ("SDPA: what modes may override is asked too late", "    get_overridable_functions()  #", "    #"),
         ("SDPA: dropout ignored", "dropout_p != 0 or ", ""),
         ("SDPA: mask and causal at once", "if attn_mask is not None and align == \"top_left\" and is_causal:", "if False:"),
@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/flash_api.py",
-        "tests/test_flash_api.py",
+        "tests/integrations/test_flash_api.py",
         ("flash: dropout ignored", "    if dropout_p:\n", "    if False:\n"),
         ("flash: alibi from the first key", "torch.arange(n_k - n_q, n_k,", "torch.arange(0, n_q,"),
         ("flash: alibi with its sign turned", "-slopes.detach()", "slopes.detach()"),
@@ -88,49 +88,49 @@ MUTANTS = [
     ),
     *edits_in(
         "checks/memory_checks.py",
-        "tests/test_sdpa.py tests/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
+        "tests/integrations/test_sdpa.py tests/integrations/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
         ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
     ),
     *edits_in(
         "integrations/attention_classes.py",
-        "tests/test_transformers.py -k 'sam or table or calls_nothing'",
+        "tests/integrations/test_transformers.py -k 'sam or table or calls_nothing'",
         ("tables: PyTorch's function stays", '"forward": sdpa()(calls_sdpa.forward)', '"forward": calls_sdpa.forward'),
         ("tables: nothing is said", "        say_once(", "        (lambda *_: None)("),
         ("tables: classes that no pickle finds", 'return vars(module).setdefault(new.__name__, new)', "return new"),
     ),
     *edits_in(
         "integrations/sdpa_override.py",
-        "tests/test_sdpa.py -k decorator",
+        "tests/integrations/test_sdpa.py -k decorator",
         ("SDPA: a decorator that is none", "return _context_decorator(lambda: sdpa(), function)", "return function"),
     ),
     *edits_in(
         "integrations/masks.py",
-        "tests/test_transformers.py -k count_on_numbers",
+        "tests/integrations/test_transformers.py -k count_on_numbers",
         ("masks: a rule for layers that count on numbers", "if own or not _takes_rules(type(config)):", "if own:"),
         ("masks: no numbers where all is seen", '"allow_is_bidirectional_skip": False}', '"allow_is_bidirectional_skip": True}'),
     ),
     *edits_in(
         "integrations/transformers.py",
-        "tests/test_transformers.py -k 'another_name or chosen'",
+        "tests/integrations/test_transformers.py -k 'another_name or chosen'",
         ("transformers: sinks of another name ignored", "s_aux if sinks is None else sinks", "s_aux"),
         ("transformers: sinks of another name not handed on", '"sinks": sinks,', ""),
         ("transformers: chosen keys ignored", "if others.get(name) is not None:", "if False:"),
     ),
     *edits_in(
         "integrations/tf32.py",
-        "tests/test_tf32.py -k range",
+        "tests/integrations/test_tf32.py -k range",
         ("tf32: keys beside queries of zero", "torch.where(of_q > 0, of_q, 1 / of_k)", "of_q"),
         ("tf32: queries beside keys of zero", "torch.where(of_k > 0, of_k, 1 / of_q)", "of_k"),
     ),
     *edits_in(
         "integrations/flash_api.py",
-        "tests/test_flash_api.py -k pypi_masks",
+        "tests/integrations/test_flash_api.py -k pypi_masks",
         ("pypi: causality beside a bool mask", "return mask & visible if", "return mask if"),
         ("pypi: causality beside an additive mask", "else mask.masked_fill(~visible, -torch.inf)", "else mask"),
     ),
     *edits_in(
         "integrations/fallback.py",
-        "tests/test_transformers.py -k 'missing or their_own or compiles'",
+        "tests/integrations/test_transformers.py -k 'missing or their_own or compiles'",
         ('fallback: strict ignored', 'return env.run_flags()["FFPA_STRICT"]', 'return False'),
         ("fallback: said at every layer", "if said is None or said() is not model:", "if True:"),
         ("fallback: said by compiled code", "if torch.compiler.is_compiling():", "if False:"),
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/transformers.py",
-        "tests/test_transformers.py",
+        "tests/integrations/test_transformers.py",
         ("transformers: SDPA's diagonal for the last rows", "n_q in (1, n_k)  # SDPA's", "True  # SDPA's"),
         ("transformers: a mask that SDPA does not need", "not (seen.is_only_causality() and on_the_diagonal)", "True"),
         ("transformers: queries that a batch shares", "else x.expand(batch, -1, -1, -1)", "else x"),
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/masks.py",
-        "tests/test_transformers.py",
+        "tests/integrations/test_transformers.py",
         ("masks: packed by any condition", "if part is not causal_mask_function and not made:", "if False:"),
         ("masks: packed without causality", '{"causal", "packed_sequence_mask"}', '{"packed_sequence_mask"}'),
         ("masks: the last token left out", "value=sequence.numel())", "value=sequence.numel() - 1)"),

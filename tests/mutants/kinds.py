@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PACKAGE = "ffpa/ffpa_attn/"
+KERNEL_TESTS = "tests/backends/test_mma.py -k 'emulated and not padded'"
 
 
 class Mutant(NamedTuple):
@@ -23,38 +24,44 @@ def edits_in(file: str, tests: str, *edits: tuple[str, str, str], **flags: str) 
 
 def kernel(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     """Returns mutants of a file in csrc/, for the emulated tests that need no kernel but those of a debug build."""
-    return edits_in("csrc/" + file, "tests/test_mma.py -k 'emulated and not padded'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in("csrc/" + file, KERNEL_TESTS, *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def fused(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     """Returns mutants for the tests of a fused kernel's narrowest instance, which is what most of its tests run."""
-    return edits_in(file, "tests/test_fused.py -k 'd64 and not cuda and not large'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(
+        file, "tests/backends/test_fused.py -k 'd64 and not cuda and not large'", *edits, ENABLE_FFPA_DEBUG="1"
+    )
 
 
 def large_scores(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/test_large_scores.py -k '(fused or parts or bits) and not triton and not reference'"
+    tests = "tests/backends/test_large_scores.py -k '(fused or parts or bits) and not triton and not reference'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def any_rounding(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    return edits_in(file, "tests/test_large_scores.py -k 'at_any_rounding and not triton and not reference'", *edits)
+    return edits_in(
+        file, "tests/backends/test_large_scores.py -k 'at_any_rounding and not triton and not reference'", *edits
+    )
 
 
 def gradients(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    return edits_in(file, "tests/test_large_scores.py -k 'gradients and (mma or hopper) and not fused'", *edits)
+    return edits_in(
+        file, "tests/backends/test_large_scores.py -k 'gradients and (mma or hopper) and not fused'", *edits
+    )
 
 
 def pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
+    tests = "tests/backends/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") -> list[Mutant]:
-    return edits_in(file, f"tests/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(file, f"tests/backends/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def fp8(file: str, *edits: tuple[str, str, str], only: str = "wide and (d512 or d264) and not cuda") -> list[Mutant]:
-    return edits_in(file, f"tests/test_fp8.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(file, f"tests/backends/test_fp8.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 SOME_BACKWARDS = "hopper and not cuda and (d320 or n130x50 or caps or schedules or sequences or pass_on or fp32 or repeat or last_row)"
@@ -70,15 +77,15 @@ RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 o
 
 
 def row_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    return edits_in(file, "tests/test_row_tiles.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(file, "tests/backends/test_row_tiles.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def backward(file: str, *edits: tuple[str, str, str], only: str = SOME_BACKWARDS) -> list[Mutant]:
-    return edits_in(file, f"tests/test_backward.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(file, f"tests/backends/test_backward.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/test_backward.py -k 'not cuda and not hopper and (mask_gradients or masks_shared or mask_of or pairs_of or additive)'"
+    tests = "tests/backends/test_backward.py -k 'not cuda and not hopper and (mask_gradients or masks_shared or mask_of or pairs_of or additive)'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 

@@ -1,10 +1,10 @@
 """These mutants change the levels and the whole-row tiles on mma.sync, their plans and their toggles."""
 
-from .kinds import edits_in, kernel
+from .kinds import KERNEL_TESTS, edits_in, kernel
 
 MUTANTS = [
     *kernel(
-        "attention/forward_mma.cuh",
+        "attention/forward/mma_split.cuh",
         ("ring: one step too many ahead", "step < key_feed_.ring.ahead(); ++step", "step < params_.stages; ++step"),
         ("ring: one step more in a tile", "if (++next.step < key_steps_ +", "if (++next.step <= key_steps_ +"),
         ("ring: V of the first column group for all", "group * kColumns : first_column_", "0 : first_column_"),
@@ -16,7 +16,7 @@ MUTANTS = [
         ("maxima read before they are there", "sync_team();  // the maxima", "//"),
         ("P and factors read before they are there", "sync_team();  // P and", "//"),
         ("both teams at one barrier", "ptx::bar_sync(1 + team_, kTeamWarps * 32)", "ptx::bar_sync(1, kTeamWarps * 32)"),
-        ("row block read before it is there", "    ptx::sync_block();  // the row block is there, and the barriers of the ring are\n", ""),
+        ("row tile read before it is there", "    ptx::sync_block();  // the row tile is there, and the barriers of the ring are\n", ""),
         ("next item begun while the last is in use", "ptx::sync_block();  // nobody reads Q", "//"),
         ("K read without the swizzle", "Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column)", "((score_key() + at.row) * kKeyColumns * 2 + (depth * 2 + at.column) * 16)"),
         ("Q read without the swizzle", "Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column)", "((score_row() + at.row) * kKeyColumns * 2 + (depth * 2 + at.column) * 16)"),
@@ -28,7 +28,7 @@ MUTANTS = [
         ("P of the other team's rows", "offset(out_row_begin() + at.row, chunk + at.column)", "offset(at.row, chunk + at.column)"),
         ("V step starts at the wrong key", "tile * kKeys + step * kValueRows", "tile * kKeys"),
         ("Q's first columns in every step", "tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns)", "tile::window_at(q_gmem, block_.first_row(), 0)"),
-        ("Q of the first row block", "tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns)", "tile::window_at(q_gmem, 0, step * kKeyColumns)"),
+        ("Q of the first row tile", "tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns)", "tile::window_at(q_gmem, 0, step * kKeyColumns)"),
         ("resident Q: first step always used", "params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes", "params_.q_resident ? q_smem_"),
         ("Q copied over K in the slot", "copy_queries(slot + Config::kKeyStepBytes, step)", "copy_queries(slot, step)"),
         ("columns of the first group in every item", "first_column_ = item % groups * kColumns;", "first_column_ = 0;"),
@@ -53,7 +53,7 @@ MUTANTS = [
         ("items of a block: only the first", "item += blocks_of_grid()) {", "item += items) {"),
     ),
     *kernel(
-        "attention/forward_mma_out.cuh",
+        "attention/forward/mma_split_out.cuh",
         ("sums read before they are there", "  sync_team();\n  const bool is_part", "  const bool is_part"),
         ("sums of half of the lanes ignored", "sum += ptx::shfl_xor(sum, 2);", ""),
         ("scratch of another block", "(int64_t(block_number()) * Config::column_groups(params_) + group)", "int64_t(group)"),
@@ -72,14 +72,14 @@ MUTANTS = [
         ("output's pair swapped", "ptx::pack<Element>(values[2 * h] * inverse, values[2 * h + 1] * inverse)", "ptx::pack<Element>(values[2 * h + 1] * inverse, values[2 * h] * inverse)"),
     ),
     *kernel(
-        "attention/forward_mma_config.cuh",
+        "attention/forward/mma_split_config.cuh",
         ("row statistics not part of shared memory", "(kScoreWarpsByKeys + 1) * kStatisticBytes", "0"),
         ("barriers not part of shared memory", "kStatisticBytes + kBarrierBytes +", "kStatisticBytes +"),
         ("slot too small for a Q that is not resident", "kKeyStepBytes + (params.q_resident ? 0 : kQueryStepBytes)", "kKeyStepBytes"),
         ("slot too small for V", "key_bytes : max_of(key_bytes, kValueStepBytes)", "key_bytes : key_bytes"),
         ("last columns of Q and K ignored", "ceil_div(params.d_qk, kKeyColumns)", "params.d_qk / kKeyColumns"),
         ("last column group ignored", "return ceil_div(params.d_v, kColumns);", "return max_of(params.d_v / kColumns, 1);"),
-        ("last row block ignored", "ceil_div(params.n_q, kRows) * params.splits", "max_of(params.n_q / kRows, 1) * params.splits"),
+        ("last row tile ignored", "ceil_div(params.n_q, kRows) * params.splits", "max_of(params.n_q / kRows, 1) * params.splits"),
     ),
     *kernel(
         "tile/accumulator.cuh",
@@ -95,7 +95,7 @@ MUTANTS = [
         ("second half of a pair from the first", "now[2], now[3]", "now[0], now[1]"),
     ),
     *kernel(
-        "attention/visible_keys.cuh",
+        "attention/rows/visible_keys.cuh",
         ("begin one key late", "max_of(block.first_row() + block.nearest(), 0)", "max_of(block.first_row() + block.nearest() + 1, 0)"),
         ("begin from the last row", "max_of(block.first_row() + block.nearest(), 0)", "max_of(block.last_row() + block.nearest(), 0)"),
         ("end one key early", "min_of(block.last_row() + block.farthest() + 1, block.n_k())", "min_of(block.last_row() + block.farthest(), block.n_k())"),
@@ -108,14 +108,17 @@ MUTANTS = [
         ("no mask one key past the end", "return min_of(block.first_row() + block.farthest() + 1, block.n_k());", "return min_of(block.first_row() + block.farthest() + 1, block.n_k() + 1);"),
     ),
     *kernel(
-        "attention/row_block.cuh",
+        "attention/rows/placed_row_tile.cuh",
         ("wrong K head of a group", "row_of(params.k, block.head / params.group", "row_of(params.k, block.head % (params.heads_q / params.group)"),
         ("wrong V head of a group", "row_of(params.v, block.head / params.group", "row_of(params.v, block.head % (params.heads_q / params.group)"),
         ("batch of the tensors ignored", "block.batch * x.batch_stride + head", "head"),
         ("batch of the LSE ignored", "block.batch * params.lse_batch_stride +", "0 +"),
         ("last row of a block missed", "min_of(block.first_row + rows, block.n_q) - 1", "min_of(block.first_row + rows, block.n_q) - 2"),
-        ("row blocks: the last one missed", "(row_blocks - 1 - row_block % row_blocks) * rows", "(row_blocks - 2 - row_block % row_blocks) * rows"),
-        ("row blocks: one too far", "(row_blocks - 1 - row_block % row_blocks) * rows", "(row_blocks - row_block % row_blocks) * rows"),
+        ("row tiles: the last one missed", "(row_tiles - 1 - row_tile % row_tiles) * rows", "(row_tiles - 2 - row_tile % row_tiles) * rows"),
+        ("row tiles: one too far", "(row_tiles - 1 - row_tile % row_tiles) * rows", "(row_tiles - row_tile % row_tiles) * rows"),
+    ),
+    *kernel(
+        "attention/rows/batch_entry.cuh",
         ("alignment's diagonal with the wrong sign", "entry.n_k() - entry.n_q();", "entry.n_q() - entry.n_k();"),
         ("top_left ignored", "params.top_left ? 0 : ", ""),
         ("window without a left end taken literally", "params.left < 0 ? all_before : ", ""),
@@ -138,12 +141,15 @@ MUTANTS = [
         ("tanh's exponential too far in", "< 0.6f ?", "< 0.0f ?"),
         ("tanh without its sign", "std::copysign(large, x)", "large"),
     ),
-    *kernel(
-        "attention/attention_params.h",
-        ("cap ignored in the factor", "options.softcap > 0 ? options.scale / options.softcap : options.scale", "options.scale"),
-        ("softcap that a float cannot hold", "max_of(finite_float(options.softcap), kSmallestFloat)", "finite_float(options.softcap)"),
-        ("scale without log2(e)", "options.scale * 1.4426950408889634", "options.scale"),
-        ("strides of a batch taken for those of a head", "strides[0], strides[1]", "strides[0], strides[0]"),
+    *edits_in(
+        "launching/attention_call.py",
+        KERNEL_TESTS,
+        ("cap ignored in the factor", "scale / softcap if softcap > 0 else scale * ", "scale * "),
+        ("softcap that a float cannot hold", "max(_float(softcap), _SMALLEST_FLOAT)", "_float(softcap)"),
+        ("scale without log2(e)", "scale * math.log2(math.e)", "scale"),
+        ("strides of a batch taken for those of a head", "view.batch_stride, view.head_stride, view.row_stride, _ = ", "view.head_stride, view.batch_stride, view.row_stride, _ = "),
+        ("a mask's row steps along a dim of one", "0 if size == 1 else step * mask.itemsize", "step * mask.itemsize"),
+        ENABLE_FFPA_DEBUG="1",
     ),
     *kernel(
         "tile/tile_copy.cuh",
@@ -187,7 +193,7 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/levels.py",
-        "tests/test_plan.py -k shared_memory",
+        "tests/backends/test_plan.py -k shared_memory",
         ("shared memory: Q's part of a slot forgotten", "(0 if q_resident else query)", "0"),
         ("shared memory: one row statistic forgotten", "(score_warps_by_keys + 1) * spec.rows", "score_warps_by_keys * spec.rows"),
         ("shared memory: P forgotten", "slots + spec.rows * spec.keys * 2", "slots"),
@@ -196,7 +202,7 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/levels.py",
-        "tests/test_plan.py -k 'not shared_memory'",
+        "tests/backends/test_plan.py -k 'not shared_memory'",
         ("limit of shared memory ignored", "q_resident, of_values) <= limit", "q_resident, of_values) <= 2 * limit"),
         ("shortest ring first", "_stages(p, flags, [4, 3, 2, 1])", "_stages(p, flags, [1, 2, 3, 4])"),
         ("resident Q never preferred", "(True, False) if resident is None", "(False, True) if resident is None"),
@@ -214,7 +220,7 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/levels.py",
-        "tests/test_toggles.py -k 'plan or stages_of or prefetch or grid_of'",
+        "tests/backends/test_toggles.py -k 'plan or stages_of or prefetch or grid_of'",
         ("toggle of the rings ignored", 'flags["ENABLE_FFPA_QKV_SMEM_SHARE"] is False or ', ""),
         ("stages of V ask for no ring", ' or flags["FFPA_PV_STAGES"] is not None', ""),
         ("stages of V ignored", '(flags["FFPA_PV_STAGES"] or n)', "n"),
@@ -225,20 +231,20 @@ MUTANTS = [
     ),
     *edits_in(
         "specs/spec.py",
-        "tests/test_plan.py",
+        "tests/backends/test_plan.py",
         ("causal rows see all keys", "if see.bounded else p.n_k", "if False else p.n_k"),
         ("a window's left end ignored", "first = 0 if see.left < 0 else", "first = 0 if True else"),
     ),
     *edits_in(
         "backends/levels.py",
-        "tests/test_plan.py tests/test_mma_splits.py tests/test_mma_rows.py -k 'not emulated and not shared_memory'",
+        "tests/backends/test_plan.py tests/backends/test_mma_splits.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
         ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
         ("few keys split", "p.n_k // (2 * shape.keys)", "p.n_k // 8"),
         ("no masks for kernels that know none", "if spec.plain and (p.mask or", "if spec.plain and (False or"),
     ),
     *edits_in(
-        "csrc/attention/work_items.cuh",
-        "tests/test_toggles.py -k 'emulated and groups or emulated and streamed'",
+        "csrc/attention/rows/work_items.cuh",
+        "tests/backends/test_toggles.py -k 'emulated and groups or emulated and streamed'",
         ("batch entries of a grid of heads mixed up", "ptx::grid_x() * (ptx::block_y()", "ptx::grid_x() * (ptx::block_x()"),
         ("heads of a grid of heads mixed up", "ptx::grid_y() * ptx::block_z()", "ptx::block_z()"),
         ("grid of heads: blocks of one head only", "return ptx::grid_x() * ptx::grid_y() * ptx::grid_z();", "return ptx::grid_x();"),
@@ -246,8 +252,8 @@ MUTANTS = [
         ENABLE_FFPA_DEBUG="1",
     ),
     *edits_in(
-        "csrc/attention/forward_mma.cuh",
-        "tests/test_toggles.py -k 'emulated and (rings or streamed)'",
+        "csrc/attention/forward/mma_split.cuh",
+        "tests/backends/test_toggles.py -k 'emulated and (rings or streamed)'",
         ("rings: V's ring begins in K's", "ptx::dynamic_smem() + params.stages * Config::slot_bytes(params)", "ptx::dynamic_smem() + Config::slot_bytes(params)"),
         ("rings: barriers shared", "+ Config::Ring::kBarrierBytes,\n", ",\n"),
         ("rings: V's steps counted on from K's", "next.step = kOnlyValues ? key_steps_ : 0;", "next.step = 0;"),
@@ -255,8 +261,8 @@ MUTANTS = [
         ENABLE_FFPA_DEBUG="1",
     ),
     *edits_in(
-        "csrc/attention/merge_splits.cuh",
-        "tests/test_mma_splits.py tests/test_mma_packed.py -k 'emulated and d512 and not level2 and not 1536'",
+        "csrc/attention/forward/merge.cuh",
+        "tests/backends/test_mma_splits.py tests/backends/test_mma_packed.py -k 'emulated and d512 and not level2 and not 1536'",
         ("merge: last part ignored", "split < params.splits; ++split) {\n      const float share", "split < params.splits - 1; ++split) {\n      const float share"),
         ("merge: all parts weigh the same", "x.sum * growth(x.reference, reference)", "1.0f"),
         ("merge: LSE in base 2", "in_natural_units(reference + ptx::lg2(sum))", "(reference + ptx::lg2(sum))"),
@@ -266,8 +272,8 @@ MUTANTS = [
         ENABLE_FFPA_DEBUG="1",
     ),
     *edits_in(
-        "csrc/attention/forward_mma_rows.cuh",
-        "tests/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
+        "csrc/attention/forward/mma_rows.cuh",
+        "tests/backends/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
         ("rows: scores of hidden keys kept", "hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);", ""),
         ("rows: the last key of a tile hidden", "first_key + kKeys <= common_end", "first_key + kKeys < common_end + kKeys"),
         ("rows: maximum of half of the lanes", "tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));", "tile_max[m][h] = most;"),

@@ -5,18 +5,18 @@ from .kinds import edits_in
 MUTANTS = [
     *edits_in(
         "operators/out_of_memory.py",
-        "tests/test_out_of_memory.py",
+        "tests/operators/test_out_of_memory.py",
         ("a workspace of 0 can be less", "if workspace == 0:", "if False:"),
         ("a workspace nobody knows yet is 0", "4 * floats if calls else None", "4 * floats"),
     ),
     *edits_in(
         "backends/triton_attention.py",
-        "tests/test_out_of_memory.py",
+        "tests/operators/test_out_of_memory.py",
         ("triton: accumulators are no workspace", "return (self.cores or 0) * ", "return 0 * "),
     ),
     *edits_in(
         "operators/dispatch_keys.py",
-        "tests/test_ops.py",
+        "tests/operators/test_ops.py",
         ("autocast type of the wrong device", "dtype = torch.get_autocast_dtype(device)", "dtype = torch.float16"),
         ("LSE not computed for a gradient", '{**options, "return_lse": True}', "{**options}"),
         ("past autocast", '        or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")\n', ""),
@@ -33,25 +33,25 @@ MUTANTS = [
     ),
     *edits_in(
         "operators/ops.py",
-        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        "tests/operators/test_ops.py tests/checks/test_bad_input.py tests/backends/test_choice.py",
         ("flags not part of a plan", "form.key(), flags, *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan", "form.key(), *options.items())\n    plan = _plans.get(key) or _remember(key, _forward_plan"),
         ("strict ignored", 'if choice.fallback and flags["FFPA_STRICT"]:', "if False:"),
     ),
     *edits_in(
         "operators/forms.py",
-        "tests/test_ops.py tests/test_bad_input.py tests/test_choice.py",
+        "tests/operators/test_ops.py tests/checks/test_bad_input.py tests/backends/test_choice.py",
         ("values of offsets not checked", 'if cu_q.device.type == "cpu" or', "if"),
         ("alignment not part of a plan", "x.data_ptr() % ROW_ALIGNMENT)", "0)"),
     ),
     *edits_in(
         "attention.py",
-        "tests/test_ops.py -k TestAtOnce",
+        "tests/operators/test_ops.py -k TestAtOnce",
         ("options of a call are changed", "        options = {**options, \"layout\": layout}\n", "        options[\"layout\"] = layout\n"),
         ("options of equal arguments of other types", "options = _known_options.get((types, args))", "types = ()\n        options = _known_options.get((types, args))"),
     ),
     *edits_in(
         "support/private_torch.py",
-        "tests/test_private_torch.py",
+        "tests/support/test_private_torch.py",
         ("private names: none is missed", "if find(path) is None]", "if False]"),
         ("private names: nothing is said", "    OFF.append(\n", "    (OFF * 0).append(\n"),
         ("private names: the last release is too new", "release.groups())) <= tuple(", "release.groups())) < tuple("),
@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     *edits_in(
         "operators/dispatch_keys.py",
-        "tests/test_private_torch.py",
+        "tests/support/test_private_torch.py",
         ("private names: the short way is taken", "if private_torch.no_short_way:\n    have_work", "if False:\n    have_work"),
         ("private names: gradients are not refused", "if wanted or not plain or any(", "if not plain or any("),
         ("private names: tensors that are not plain are computed on", "if wanted or not plain or any(", "if wanted or any("),
@@ -69,24 +69,24 @@ MUTANTS = [
     ),
     *edits_in(
         "operators/first_order.py",
-        "tests/test_private_torch.py",
+        "tests/support/test_private_torch.py",
         ("private names: PyTorch's error is needed", "if _error_of_pytorch is None or _transformed():", "if _transformed():"),
     ),
     *edits_in(
         "integrations/sdpa_override.py",
-        "tests/test_private_torch.py",
+        "tests/support/test_private_torch.py",
         ("private names: an override that cannot tell", "if private_torch.no_override:", "if False:"),
     ),
     *edits_in(
         "integrations/sdpa_override.py",
-        "tests/test_private_torch.py tests/test_sdpa.py -k 'wrong_elsewhere or decorator'",
+        "tests/support/test_private_torch.py tests/integrations/test_sdpa.py -k 'wrong_elsewhere or decorator'",
         ("private names: an override that is off is asked", "if more or unknown or private_torch.no_override:", "if more or unknown:"),
         ("SDPA: a coroutine as if it were decorated", "if inspect.iscoroutinefunction(function):", "if False:"),
         ("SDPA: a function as an argument", "        if functions:\n", "        if False:\n"),
     ),
     *edits_in(
         "operators/first_order.py",
-        "tests/test_transforms.py -k hessian",
+        "tests/operators/test_transforms.py -k hessian",
         ("func: a mapped tangent is an error of vmap's", "except RuntimeError:  # vmap", "except TypeError:  # vmap"),
     ),
     *edits_in(
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     *edits_in(
         "checks/arguments.py",
-        "tests/test_symbols.py",
+        "tests/operators/test_symbols.py",
         ("symbols: asked whether they are true", "(True if causal else False) if known(causal) else causal", "True if causal else False"),
         ("symbols: one that is known stays one", "(True if causal else False) if known(causal) else causal", "causal"),
         ("symbols: a window's right side beside causal", "right * torch.sym_ite(causal, 0, 1)", "right"),
@@ -114,19 +114,19 @@ MUTANTS = [
     ),
     *edits_in(
         "attention.py",
-        "tests/test_symbols.py",
+        "tests/operators/test_symbols.py",
         ("symbols: compared with defaults", "if not arguments.known(value) or value != _DEFAULTS[name]", "if value != _DEFAULTS[name]"),
     ),
     *edits_in(
         "operators/ops.py",
-        "tests/test_symbols.py tests/test_ops.py -k 'symbols or schema'",
+        "tests/operators/test_symbols.py tests/operators/test_ops.py -k 'symbols or schema'",
         ("symbols: schemas of ints", "SymInt window_left=-1", "int window_left=-1"),
         ("symbols: schemas of floats", "*, Scalar? scale=None", "*, float? scale=None"),
         ("schemas: another order", "str acc='f32', int? num_stages=None", "int? num_stages=None, str acc='f32'"),
     ),
     *edits_in(
         "operators/mapped.py",
-        "tests/test_transforms.py",
+        "tests/operators/test_transforms.py",
         ("func: the mapped dim is taken for the first", "t.movedim(dim, 0)", "t"),
         ("func: columns apart are left so", "return t if memory_checks.readable(t) else t.clone(memory_format=torch.contiguous_format)", "return t"),
         ("func: one gradient for a mask that all share", "if shared and not whole:", "if shared:"),
@@ -136,19 +136,19 @@ MUTANTS = [
     ),
     *edits_in(
         "operators/first_order.py",
-        "tests/test_transforms.py",
+        "tests/operators/test_transforms.py",
         ("func: second derivatives of levels are zeros", "if _error_of_pytorch is None or _transformed():", "if _error_of_pytorch is None:"),
         ("func: what the gradients depend on is left out", "*(x for x in sources if x is not None)", "*()"),
     ),
     *edits_in(
         "operators/dispatch_keys.py",
-        "tests/test_transforms.py",
+        "tests/operators/test_transforms.py",
         ("func: levels applied twice", "if not _C._are_functorch_transforms_active():", "if True:"),
         ("func: no word of forward mode", "    def jvp(ctx, *_):", "    def jvp_(ctx, *_):"),
     ),
     *edits_in(
         "operators/flops.py",
-        "tests/test_flops.py",
+        "tests/operators/test_flops.py",
         ("flops: a backward as a forward", "2 * (3 * q.shape[-1] + 2 * v.shape[-1])", "2 * (q.shape[-1] + v.shape[-1])"),
         ("flops: windows ignored", "    if left < 0 and right < 0:\n", "    if True:\n"),
         ("flops: one key too many", "_keys_up_to(shift - see.left - 1, rows, keys)", "_keys_up_to(shift - see.left, rows, keys)"),
@@ -157,14 +157,14 @@ MUTANTS = [
     ),
     *edits_in(
         "support/imports.py",
-        "tests/test_flops.py tests/test_transformers.py -k 'imported or table'",
+        "tests/operators/test_flops.py tests/integrations/test_transformers.py -k 'imported or table'",
         ("imports: modules that are there", "        act(module)\n    _acts", "        pass\n    _acts"),
         ("imports: modules to come", "sys.meta_path.insert(0, _Finder)", "pass"),
         ("imports: the last act alone", "            for act in acts:\n", "            for act in acts[-1:]:\n"),
     ),
     *edits_in(
         "operators/first_order.py",
-        "tests/test_first_order.py",
+        "tests/operators/test_first_order.py",
         ("first order: constants instead of an error", "if not torch.is_grad_enabled():", "if not any(x is not None and x.requires_grad for x in grads):"),
         ("first order: an error at once", "return error(*results", "raise RuntimeError(*results"),
         ("first order: the error hangs on leaves of its own", "for x in (*saved, *grads) if", "for x in [torch.ones(1, requires_grad=True)] if"),
@@ -173,7 +173,7 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/tf32.py",
-        "tests/test_first_order.py -k TF32",
+        "tests/operators/test_first_order.py -k TF32",
         ("first order: nothing that leads to TF32's inputs", "out, lse, balance, of_v)", "out, lse.clone(), balance, of_v)"),
     ),
 ]  # fmt: skip

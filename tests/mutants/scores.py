@@ -5,12 +5,12 @@ from .kinds import any_rounding, edits_in, gradients, large_scores
 MUTANTS = [
     *edits_in(
         "backends/reference.py",
-        "tests/test_large_scores.py -k 'reference and gradients'",
+        "tests/backends/test_large_scores.py -k 'reference and gradients'",
         ("keys that share a score have a P of 1 each", ".sub_(share).exp_()", ".exp_()"),
     ),
     *edits_in(
         "triton_ops/triton_kernels.py",
-        "tests/test_triton_scores.py -k contracted",
+        "tests/triton_ops/test_triton_scores.py -k contracted",
         ("triton: scores that are products still", "return tl.fma(x, factor, 0.0)", "return x * factor"),
         ("triton: far rows gone over once", "tl.max(far.to(tl.int32), 0) > 0", "tl.max(far.to(tl.int32), 0) > 1"),
         ("triton: a first tile far below", "-FAR if FAST else -INF", "-INF"),
@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     *edits_in(
         "triton_ops/triton_backward_kernels.py",
-        "tests/test_triton_scores.py -k 'gradients and contracted'",
+        "tests/triton_ops/test_triton_scores.py -k 'gradients and contracted'",
         ("triton: keys that share a score have a P of 1 each", "below * LOG2E) - share)", "below * LOG2E))"),
         ("triton: far rows of rounded LSEs", "own = all_here & ", "own = (total < 0) & "),
         ("triton: a sum that a larger score does not lower", "total * tl.exp2((row_max - new_max) * LOG2E)", "total"),
@@ -38,17 +38,17 @@ MUTANTS = [
     ),
     *edits_in(
         "triton_ops/triton_backward_kernels.py",
-        "tests/test_large_scores.py -k 'infinite_lse and triton'",
+        "tests/backends/test_large_scores.py -k 'infinite_lse and triton'",
         ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
     ),
     *gradients(
-        "csrc/attention/backward_pairs.cuh",
+        "csrc/attention/backward/pairs.cuh",
         ("backward pairs: scores that are the largest, but for rounding, are not", "x > least_own ? 0.0f : x - reference", "x - reference"),
         ("backward pairs: slopes of halves lose digits", "0x1p15f", "1"),
         ("backward pairs: far rows by their LSE", "far ? shares[h].share : lse2[h]", "far ? 0.0f : lse2[h]"),
     ),
     *gradients(
-        "csrc/attention/row_shares.cuh",
+        "csrc/attention/backward/row_shares.cuh",
         ("shares: keys share nothing", "RowShare{largest, share}", "RowShare{largest, 0}"),
         ("shares: rows keep their LSE", "RowShare{largest, share}", "RowShare{lse, 0}"),
         ("shares: rows 8 further have those of the first", "if (lane / 8 != h) continue;", "if (h != 0) continue;"),
@@ -58,7 +58,7 @@ MUTANTS = [
         ("rules: a slope is what tanh leaves", "return 4 * small * (inverse * inverse);", "const float t = tanh_of(x);\n  return 1 - t * t;"),
     ),
     *gradients(
-        "csrc/attention/backward_params.h",
+        "csrc/attention/params/backward_params.h",
         ("backward: P of halves loses digits", "Half> ? 12 : 0", "Half> ? 0 : 0"),
     ),
     *any_rounding(
@@ -72,20 +72,20 @@ MUTANTS = [
         ("rules: logits keep the factor of scores", "  factor = 1;\n", ""),
     ),
     *large_scores(
-        "csrc/attention/fused_steps.cuh",
+        "csrc/attention/forward/wgmma_steps.cuh",
         ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
     ),
     *large_scores(
-        "csrc/attention/forward_mma_rows.cuh",
+        "csrc/attention/forward/mma_rows.cuh",
         ("rows: large scores that do not grow are left as they are", "mends || large", "mends"),
     ),
     *large_scores(
-        "csrc/attention/merge_splits.cuh",
+        "csrc/attention/forward/merge.cuh",
         ("merge: NaN becomes 0", "return x.sum * growth(", "return (x.sum > 0 ? x.sum : 0.0f) * growth("),
         ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
     ),
     *large_scores(
-        "csrc/attention/backward_rows.cuh",
+        "csrc/attention/backward/rows.cuh",
         ("backward rows: the LSE overflows", "in_base_2(own_lse)", "own_lse * kLog2e"),
     ),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from .kinds import edits_in
 MUTANTS = [
     *edits_in(
         "triton_ops/triton_kernels.py",
-        "tests/test_triton.py -k 'forward or gradients or packed or softcaps or theirs or without_keys or nan'",
+        "tests/triton_ops/test_triton.py -k 'forward or gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: the last key of a window hidden", "(keys <= last)", "(keys < last)"),
         ("triton: a window one too wide", "(keys >= rows + (at.shift - rule.left))", "(keys >= rows + (at.shift - rule.left - 1))"),
         ("triton: dK of a row too many", "(rows >= keys - (at.shift + rule.right))", "(rows >= keys - (at.shift + rule.right) - 1)"),
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     *edits_in(
         "triton_ops/triton_backward_kernels.py",
-        "tests/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
+        "tests/triton_ops/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: dK of the next sequence's rows", "if PACKED and EDGE:", "if False:"),
         ("triton: gradient of the LSE forgotten", "total -= tl.load(lse_grads", "total -= 0 * tl.load(lse_grads"),
         ('triton: gradients of rows without keys', 'natural = tl.where(blind, INF, row_lse)', 'natural = row_lse'),
@@ -40,12 +40,12 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/triton_attention.py",
-        "tests/test_triton.py -k compile_for",
+        "tests/triton_ops/test_triton.py -k compile_for",
         ("triton: float32 masks take no shared memory", '"additive": 4,', '"additive": 0,'),
     ),
     *edits_in(
         "backends/triton_attention.py",
-        "tests/test_triton.py -k 'forward or gradients or packed or in_turn or without_keys'",
+        "tests/triton_ops/test_triton.py -k 'forward or gradients or packed or in_turn or without_keys'",
         ("triton: rows of no sequence keep what was there", "    if packed or nothing:  # rows of no sequence", "    if nothing:  # rows of no sequence"),
         ("triton: a first row without keys overlooked", "shift + right < 0", "shift + right < -1"),
         ("triton: a last row without keys overlooked", "total_q - 1 + shift - left >= total_k", "total_q - 1 + shift - left > total_k"),
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     *edits_in(
         "triton_ops/triton_persistent.py",
-        "tests/test_triton_persistent.py",
+        "tests/triton_ops/test_triton_persistent.py",
         ("persistent: scratch read before it is written", "tl.where(first_key > begin, ROWS, 0)", "tl.where(first_key >= begin, ROWS, 0)"),
         ("persistent: scratch read that no tile wrote", "tl.where(begin < end, ROWS, 0)", "tl.where(begin <= end, ROWS, 0)"),
         ("persistent: scratch shared by all cores", "core.to(tl.int64) * (ROWS * WIDTH_V)", "core.to(tl.int64) * 0"),
@@ -66,10 +66,10 @@ MUTANTS = [
         ("persistent: only the first task of a core", "row_blocks * sizes.heads * batches, cores", "tl.minimum(cores, row_blocks * sizes.heads * batches), cores"),
         ("persistent: the last slice forgotten", "rows_end = tl.minimum(ROWS, at.n_q - first_row)", "rows_end = tl.minimum(ROWS, at.n_q - first_row) // SLICE * SLICE"),
     ),
-    *edits_in("backends/triton_attention.py", "tests/test_triton_persistent.py", ("persistent: cap ignored", "min(flags[\"FFPA_TRITON_CORES\"], most_cores)", "flags[\"FFPA_TRITON_CORES\"]")),
+    *edits_in("backends/triton_attention.py", "tests/triton_ops/test_triton_persistent.py", ("persistent: cap ignored", "min(flags[\"FFPA_TRITON_CORES\"], most_cores)", "flags[\"FFPA_TRITON_CORES\"]")),
     *edits_in(
         "triton_ops/triton_merge_kernels.py",
-        "tests/test_triton.py -k 'compile and sm_90'",
+        "tests/triton_ops/test_triton.py -k 'compile and sm_90'",
         ("merge in place: an LSE overwritten while warps read it", "    tl.debug_barrier()  # all have read the sums: they may be overwritten\n", ""),
         ("merge in place: a tile overwritten while warps read it", "        tl.debug_barrier()\n        tl.store(at, value", "        tl.store(at, value"),
     ),

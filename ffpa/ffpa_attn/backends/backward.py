@@ -19,11 +19,11 @@ from ..specs.spec import (
     MMA_PRODUCT_TILES,
     MOST_POSITIONS,
     PRODUCT_TILES,
-    BackwardProductsMma,
-    BackwardProductsWgmma,
+    BackwardMmaProducts,
+    BackwardMmaScores,
     BackwardRows,
-    BackwardScoresMma,
-    BackwardScoresWgmma,
+    BackwardWgmmaProducts,
+    BackwardWgmmaScores,
     Problem,
     Visibility,
     visible_keys,
@@ -36,9 +36,9 @@ from .reference_plan import mask_gradient
 
 class BackwardPlan(NamedTuple):
     rows: BackwardRows
-    scores: BackwardScoresWgmma | BackwardScoresMma
-    of_q: BackwardProductsWgmma | BackwardProductsMma
-    of_k: BackwardProductsWgmma | BackwardProductsMma
+    scores: BackwardWgmmaScores | BackwardMmaScores
+    of_q: BackwardWgmmaProducts | BackwardMmaProducts
+    of_k: BackwardWgmmaProducts | BackwardMmaProducts
     chunks: tuple[Chunk, ...]
     entries: int  # entries that have these chunks one after the other; 1 where they hold all entries
     pairs: int  # elements of P, and of dS, in the largest chunk
@@ -81,8 +81,8 @@ class BackwardPlan(NamedTuple):
 
 # These are the kernels of a backend, and the tiles of its products.
 _FAMILIES = {
-    "hopper": (BackwardScoresWgmma, BackwardProductsWgmma, PRODUCT_TILES),
-    "mma": (BackwardScoresMma, BackwardProductsMma, MMA_PRODUCT_TILES),
+    "hopper": (BackwardWgmmaScores, BackwardWgmmaProducts, PRODUCT_TILES),
+    "mma": (BackwardMmaScores, BackwardMmaProducts, MMA_PRODUCT_TILES),
 }
 
 
@@ -209,9 +209,11 @@ def _gradients(
 
     p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
     partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
-    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # laid out as in backward_params.h
+    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # laid out as in params/backward_params.h
     heads, n_q = q.shape[:-2].numel(), q.shape[-2]
-    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)  # see packed_tiles.cuh
+    live_words = (
+        n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
+    )  # see rows/packed_tiles.cuh
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
     grad_out, lse, grad_lse = _as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..specs.spec import ProductTile
 
-ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/backward_params.h
+ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/params/backward_params.h
 _BYTES_OF_PAIR = 4  # bytes of a pair in P and dS
 _ENOUGH_BYTES = 1 << 30  # bytes of several heads beyond which more gain nothing
 
@@ -70,7 +70,7 @@ class Packed(NamedTuple):
     keys: int
 
     def tiles(self, count: int, size: int) -> int:
-        return count // size + self.sequences  # the number in csrc/attention/packed_tiles.cuh
+        return count // size + self.sequences  # the number in csrc/attention/rows/packed_tiles.cuh
 
 
 class Work(NamedTuple):

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardFused, ForwardPair, Problem, Visibility
+from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardWgmmaFused, ForwardWgmmaPair, Problem, Visibility
 from . import row_tiles
 from .row_tiles import Scratch
 
@@ -29,8 +29,10 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
     widest = max(p.d_qk, p.d_v)
     if widest > MOST_COLUMNS:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
-    fused = (ForwardFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1])
-    pairs = (ForwardPair(p.dtype, columns) for columns in PAIR_COLUMNS if widest <= columns)
+    fused = (
+        ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
+    )
+    pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if widest <= columns)
     return row_tiles.why_not(p, "fused", flags) or FusedPlan(next(itertools.chain(fused, pairs)))
 
 

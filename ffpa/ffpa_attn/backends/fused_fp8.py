@@ -1,4 +1,4 @@
-"""This is the forward of 8-bit floats on wgmma (csrc/attention/forward_fp8.cuh). `plan` is pure."""
+"""This is the forward of 8-bit floats on wgmma (csrc/attention/forward/wgmma_fp8.cuh). `plan` is pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..launching import attention_call, structs
 from ..launching.launch import READ, WRITE, Launch, multiprocessors
-from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ArrangeValues, ForwardFp8, Problem
+from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ForwardArrangeValues, ForwardWgmmaFp8, Problem
 from . import row_tiles
 
 ROWS = 64  # rows of a tile
@@ -25,7 +25,7 @@ _OUTPUTS = {
 
 
 class Fp8Plan(NamedTuple):
-    spec: ForwardFp8
+    spec: ForwardWgmmaFp8
 
     @property
     def workspace_bytes(self) -> int:
@@ -37,7 +37,7 @@ class Fp8Plan(NamedTuple):
 
     @property
     def specs(self) -> tuple:
-        return (ArrangeValues(), self.spec)
+        return (ForwardArrangeValues(), self.spec)
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
         """Does what triton_fp8.TritonFp8Plan.forward_fp8 does, on wgmma."""
@@ -68,7 +68,7 @@ class Fp8Plan(NamedTuple):
         params.arranged_keys = arranged.shape[3]
         params.batch_stride, params.head_stride, params.key_stride, params.column_stride = v.stride()
         params.words = of_column == 1 and not any(x % 4 for x in (of_batch, of_head, of_key, v.data_ptr()))
-        return Launch(ArrangeValues(), params, {"v": READ, "arranged": WRITE}, v.device)
+        return Launch(ForwardArrangeValues(), params, {"v": READ, "arranged": WRITE}, v.device)
 
     def _attending(self, q, k, v, scales, out, rule, blocks: int) -> Launch:
         params = structs.struct("Fp8Params")()
@@ -93,7 +93,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:
     if blocks_of_v > _MOST_BLOCKS:
         return f"one launch arranges {_MOST_BLOCKS} blocks of V, and {blocks_of_v} are too many"
     columns = next(columns for columns in FP8_COLUMNS if columns >= widest)
-    return row_tiles.why_not(p, "fp8", flags, ROWS) or Fp8Plan(ForwardFp8(p.dtype, columns))
+    return row_tiles.why_not(p, "fp8", flags, ROWS) or Fp8Plan(ForwardWgmmaFp8(p.dtype, columns))
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:

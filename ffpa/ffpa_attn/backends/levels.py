@@ -20,9 +20,9 @@ from ..specs.spec import (
     MOST_COLUMNS,
     MOST_POSITIONS,
     ROWS_HEAD_DIMS,
-    ForwardMma,
+    ForwardMerge,
     ForwardMmaRows,
-    MergeSplits,
+    ForwardMmaSplit,
     Problem,
     Shape,
     Visibility,
@@ -54,7 +54,7 @@ _ROWS_FIXED = {
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
 _MOST_SPLITS = 64
-_ROW_BLOCK_BYTES = 128  # bytes of shared memory, as KeptRowBlock::kBytes says
+_ROW_BLOCK_BYTES = 128  # bytes of shared memory, as KeptPlacedRowTile::kBytes says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
@@ -63,7 +63,7 @@ _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest 
 
 
 class LevelPlan(NamedTuple):
-    spec: ForwardMma | ForwardMmaRows
+    spec: ForwardMmaSplit | ForwardMmaRows
     level: int
     stages: int
     q_resident: bool
@@ -102,7 +102,7 @@ class LevelPlan(NamedTuple):
 
 
 def smem_bytes(
-    spec: ForwardMma | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
+    spec: ForwardMmaSplit | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
 ) -> int:
     """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
@@ -178,13 +178,13 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
 
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
-    """Returns into how many parts the keys go: more than one if the row blocks alone would leave the GPU idle."""
+    """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 2) * 4
     most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
 
-def _as_toggled(spec: ForwardMma, flags: Mapping[str, Any]) -> ForwardMma:
+def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
     pads = {f"pad_{x}": flags[f"ENABLE_FFPA_SMEM_SWIZZLE_{x.upper()}"] is False for x in "qkv"}
     own_rings = flags["ENABLE_FFPA_QKV_SMEM_SHARE"] is False or flags["FFPA_PV_STAGES"] is not None
     return replace(spec, own_rings=own_rings, serial=_is_serial(flags), **pads)
@@ -201,7 +201,7 @@ def _stages(p: Problem, flags: Mapping[str, Any], all_stages: list[int]) -> list
     return stages if prefetch is None else [n for n in stages if (n > 1) == prefetch]  # one stage prefetches nothing
 
 
-def settings(spec: ForwardMma, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
+def settings(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
     """Returns (stages, value_stages, q_resident) that fit: if nothing is forced, a resident Q before a longer ring, and
     a ring as long as fits.
     """
@@ -254,7 +254,9 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     return _cheapest(plans, spec, p)
 
 
-def _cheapest(plans: list[tuple[float, LevelPlan]], last: ForwardMma | ForwardMmaRows, p: Problem) -> LevelPlan | str:
+def _cheapest(
+    plans: list[tuple[float, LevelPlan]], last: ForwardMmaSplit | ForwardMmaRows, p: Problem
+) -> LevelPlan | str:
     if not plans:
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
     _, best = min(plans, key=lambda plan: plan[0])
@@ -320,7 +322,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
     return "; ".join(reasons)
 
 
-def _scratch_bytes(spec: ForwardMma, d_v: int) -> int:
+def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:
     """Returns the bytes of O in fp32, of one resident block of level 3."""
     return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
 
@@ -361,6 +363,6 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int
         "value_stages": plan.value_stages,
     }
     settings |= {"q_resident": plan.q_resident, "grid_of_heads": plan.grid_of_heads}
-    specs = (plan.spec, *((MergeSplits(plan.spec.dtype),) if plan.splits > 1 else ()))
+    specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if plan.splits > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
     return Call(launches, scratch, partial)

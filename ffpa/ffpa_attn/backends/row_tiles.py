@@ -11,7 +11,7 @@ from ..launching.launch import multiprocessors
 from ..specs import archs
 from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem, Visibility
 
-ROWS = 128  # rows of a tile in csrc/attention/forward_fused.cuh, forward_pair.cuh and forward_two_phase*.cuh
+ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
 _MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
 
@@ -63,7 +63,7 @@ class RowTilePlan(NamedTuple):
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
-    """Counts row tiles, of packed sequences as in csrc/attention/packed_tiles.cuh: nobody here knows their lengths."""
+    """Counts row tiles, of packed sequences as in csrc/attention/rows/packed_tiles.cuh: nobody here knows their lengths."""
     return heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
 
 

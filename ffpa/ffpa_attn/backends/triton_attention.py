@@ -319,7 +319,7 @@ class TritonPlan(NamedTuple):
     over_keys: Tiles | None  # tiles of dK and dV: programs own keys
     descriptors: bool  # tensors are read by TMA where they allow it
     cores: int | None = None  # at most so many programs, which stay: the persistent forward
-    slice_rows: int | None = None  # rows of its row block that are on chip at once
+    slice_rows: int | None = None  # rows of its row tile that are on chip at once
     far: Tiles | None = None  # tiles of dQ, dK and dV where scores are too large for the others
 
     specs = ()  # nvcc compiles nothing for it

@@ -14,15 +14,15 @@ from ..specs import archs
 from ..specs.spec import (
     TWO_PHASE_COLUMNS,
     TWO_PHASE_MMA_COLUMNS,
-    ForwardTwoPhase,
-    ForwardTwoPhaseMma,
+    ForwardMmaTwoPhase,
+    ForwardWgmmaTwoPhase,
     Problem,
     Visibility,
 )
 from . import row_tiles
 from .row_tiles import HEAD_BYTES, ROWS, Scratch
 
-KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward_two_phase*.cuh
+KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward_wgmma_two_phase*.cuh
 MOST_KEYS = 1 << 19  # keys of a chunk, a multiple of KEYS: kernels have bits for so many tiles
 # These are measured on an H200: below, what registers hold is faster; at 576 levels are as fast as two phases on mma.
 LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
@@ -80,10 +80,10 @@ def _columns(d_v: int) -> int:
     return max(-(-boxes // times) * BOX, TWO_PHASE_COLUMNS[0])
 
 
-def _spec(p: Problem, backend: str) -> ForwardTwoPhase | ForwardTwoPhaseMma:
+def _spec(p: Problem, backend: str) -> ForwardWgmmaTwoPhase | ForwardMmaTwoPhase:
     if backend == "mma":
-        return ForwardTwoPhaseMma(p.dtype, TWO_PHASE_MMA_COLUMNS)
-    return ForwardTwoPhase(p.dtype, _columns(p.d_v))
+        return ForwardMmaTwoPhase(p.dtype, TWO_PHASE_MMA_COLUMNS)
+    return ForwardWgmmaTwoPhase(p.dtype, _columns(p.d_v))
 
 
 def _cut(p: Problem, backend: str, row_tiles_in_all: int, multiprocessors: int, flags: Mapping[str, Any]) -> Scratch:

@@ -63,7 +63,7 @@ def sources_hash() -> str:
 @cache
 def params_hash() -> str:
     """Returns a hash of the structs that Python fills in for kernels."""
-    headers = sorted((csrc() / "attention").glob("*_params.h"))
+    headers = sorted((csrc() / "attention" / "params").glob("*.h"))
     return hashlib.sha256(b"\0".join(header.read_bytes() for header in headers)).hexdigest()[:16]
 
 

@@ -30,7 +30,7 @@ def instance_symbol(spec: KernelSpec) -> str:
 def config_source(spec: KernelSpec) -> str:
     """Returns the include of the kernel and the Config type; the emulator compiles the same text."""
     members = "\n".join(f"  {_member(field.name, getattr(spec, field.name))}" for field in fields(spec))
-    return f"""#include "attention/{spec.family}.cuh"
+    return f"""#include "{spec.header}"
 
 struct {spec.name}_fields {{
 {members}

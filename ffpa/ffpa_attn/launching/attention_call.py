@@ -1,4 +1,4 @@
-"""Fills in the numbers of a call (csrc/attention/attention_params.h) from checked tensors, and launches forward kernels.
+"""Fills in the numbers of a call (csrc/attention/params/attention_params.h) from checked tensors, and launches forward kernels.
 
 What calls of a kind have in common is worked out for the first and kept: the others bring addresses alone.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..specs.spec import KernelSpec, MergeSplits
+from ..specs.spec import ForwardMerge, KernelSpec
 from . import structs
 from .launch import CHANGE, READ, WRITE, Launch
 
@@ -63,10 +63,8 @@ def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **sett
     params.d_qk, params.d_v = d_qk, out.shape[-1]
     see, scale, softcap = rule.visibility, rule.scale, rule.softcap
     params.left, params.right, params.top_left = min(see.left, _LARGEST_INT), min(see.right, _LARGEST_INT), see.top_left
-    params.scale, params.score_factor = (
-        _float(scale),
-        _float(scale / softcap if softcap > 0 else scale * math.log2(math.e)),
-    )
+    params.scale = _float(scale)
+    params.score_factor = _float(scale / softcap if softcap > 0 else scale * math.log2(math.e))
     params.softcap = max(_float(softcap), _SMALLEST_FLOAT) if softcap > 0 else 0.0  # a tiny one is still a cap
     params.splits = 1
     for name, value in settings.items():
@@ -80,7 +78,7 @@ def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settin
     result = CHANGE if offsets else WRITE  # rows of no sequence are written before
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
-    memory |= {"partial": READ if isinstance(spec, MergeSplits) else WRITE}
+    memory |= {"partial": READ if isinstance(spec, ForwardMerge) else WRITE}
     return Launch(spec, params, memory, q.device)
 
 

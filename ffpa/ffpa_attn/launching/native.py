@@ -41,7 +41,7 @@ def library():
     path = _PACKAGE / build.LIBRARY
     if record().get("params") != build.params_hash():
         raise RuntimeError(
-            f"ffpa_attn: {build.csrc()}/attention/*_params.h changed since {path} was built; install ffpa-cuda again"
+            f"ffpa_attn: {build.csrc()}/attention/params changed since {path} was built; install ffpa-cuda again"
         )
     try:
         torch.ops.load_library(path)

@@ -1,7 +1,7 @@
 """This module has the operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend
 (`dispatch_keys.py` has autograd and autocast).
 
-The schemas are a contract (tests/test_ops.py: they only grow): ring attention and selective checkpointing use them by
+The schemas are a contract (tests/operators/test_ops.py: they only grow): ring attention and selective checkpointing use them by
 name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
 code holds nothing but the operator.
 """

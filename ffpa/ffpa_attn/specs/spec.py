@@ -127,9 +127,14 @@ class KernelSpec:
     reach C++ as the members of the Config: `tile_q: int` is kTileQ, `dtype: str` is the type Dtype.
     """
 
-    family: ClassVar[str]  # csrc/attention/<family>.cuh with the kernel <family> and the template <Family>Config
+    family: ClassVar[str]  # <direction>_<name>: the kernel; <Direction><Name>Config is its template, `header` has both
     arch: ClassVar[str]  # "sm_80": the oldest GPU it runs on; with a letter, as in "sm_90a", the only one
     allowed_spill_bytes: ClassVar[int] = 0  # bytes of spills above which a build fails
+
+    @property
+    def header(self) -> str:
+        direction, _, name = self.family.partition("_")
+        return f"attention/{direction}/{name}.cuh"
 
     @property
     def name(self) -> str:
@@ -146,10 +151,10 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
-class ForwardMma(KernelSpec):
+class ForwardMmaSplit(KernelSpec):
     """Split-D forward. A spec serves every D_qk, at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
 
-    family = "forward_mma"
+    family = "forward_mma_split"
     arch = "sm_80"
     allowed_spill_bytes = 384  # spills on the path of masks; there are hardly any elsewhere
 
@@ -193,10 +198,10 @@ class ForwardMmaRows(KernelSpec):
 
 
 @dataclass(frozen=True)
-class MergeSplits(KernelSpec):
+class ForwardMerge(KernelSpec):
     """The kernel that merges results over parts of the keys into one."""
 
-    family = "merge_splits"
+    family = "forward_merge"
     arch = "sm_80"
 
     dtype: str
@@ -213,10 +218,10 @@ class BackwardRows(KernelSpec):
 
 
 @dataclass(frozen=True)
-class BackwardScoresWgmma(KernelSpec):
+class BackwardWgmmaScores(KernelSpec):
     """The kernel that writes P and dS to the workspace; one spec serves every head dim."""
 
-    family = "backward_scores_wgmma"
+    family = "backward_wgmma_scores"
     arch = "sm_90a"
     allowed_spill_bytes = 128  # spills of what is live across a product of 128 accumulators beside 64 packed values
 
@@ -224,10 +229,10 @@ class BackwardScoresWgmma(KernelSpec):
 
 
 @dataclass(frozen=True)
-class BackwardProductsWgmma(KernelSpec):
+class BackwardWgmmaProducts(KernelSpec):
     """The kernel that computes dQ, or dK and dV, from P and dS; one spec serves every head dim."""
 
-    family = "backward_products_wgmma"
+    family = "backward_wgmma_products"
     arch = "sm_90a"
 
     dtype: str
@@ -236,10 +241,10 @@ class BackwardProductsWgmma(KernelSpec):
 
 
 @dataclass(frozen=True)
-class BackwardScoresMma(KernelSpec):
-    """The counterpart of BackwardScoresWgmma for every GPU."""
+class BackwardMmaScores(KernelSpec):
+    """The counterpart of BackwardWgmmaScores for every GPU."""
 
-    family = "backward_scores_mma"
+    family = "backward_mma_scores"
     arch = "sm_80"
     allowed_spill_bytes = 96  # between products, not among them: none on sm_80 and sm_90, 76 on sm_86 and sm_89
 
@@ -247,10 +252,10 @@ class BackwardScoresMma(KernelSpec):
 
 
 @dataclass(frozen=True)
-class BackwardProductsMma(KernelSpec):
-    """The counterpart of BackwardProductsWgmma for every GPU."""
+class BackwardMmaProducts(KernelSpec):
+    """The counterpart of BackwardWgmmaProducts for every GPU."""
 
-    family = "backward_products_mma"
+    family = "backward_mma_products"
     arch = "sm_80"
 
     dtype: str
@@ -259,10 +264,10 @@ class BackwardProductsMma(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ForwardFused(KernelSpec):
+class ForwardWgmmaFused(KernelSpec):
     """The forward with O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
 
-    family = "forward_fused"
+    family = "forward_wgmma_fused"
     arch = "sm_90a"
     blocks = 1  # blocks that share a row tile
     allowed_spill_bytes = 256  # spills are mostly the producer's, and of what is needed once a tile
@@ -273,10 +278,10 @@ class ForwardFused(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ForwardPair(KernelSpec):
-    """The counterpart of ForwardFused for an O that takes the registers of two blocks."""
+class ForwardWgmmaPair(KernelSpec):
+    """The counterpart of ForwardWgmmaFused for an O that takes the registers of two blocks."""
 
-    family = "forward_pair"
+    family = "forward_wgmma_pair"
     arch = "sm_90a"
     blocks = 2
 
@@ -285,10 +290,10 @@ class ForwardPair(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ForwardTwoPhase(KernelSpec):
+class ForwardWgmmaTwoPhase(KernelSpec):
     """Forward for wide head dims: P goes to scratch; its product with V makes `columns` of O at a time, or 64 less."""
 
-    family = "forward_two_phase"
+    family = "forward_wgmma_two_phase"
     arch = "sm_90a"
     allowed_spill_bytes = 128  # spills are between products, not among them
 
@@ -297,10 +302,10 @@ class ForwardTwoPhase(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ForwardTwoPhaseMma(KernelSpec):
-    """The counterpart of ForwardTwoPhase for every GPU."""
+class ForwardMmaTwoPhase(KernelSpec):
+    """The counterpart of ForwardWgmmaTwoPhase for every GPU."""
 
-    family = "forward_two_phase_mma"
+    family = "forward_mma_two_phase"
     arch = "sm_80"
 
     dtype: str
@@ -308,18 +313,18 @@ class ForwardTwoPhaseMma(KernelSpec):
 
 
 @dataclass(frozen=True)
-class ArrangeValues(KernelSpec):
-    """The kernel that transposes V and puts its keys in the order that ForwardFp8 wants."""
+class ForwardArrangeValues(KernelSpec):
+    """The kernel that transposes V and puts its keys in the order that ForwardWgmmaFp8 wants."""
 
-    family = "arrange_values"
-    arch = "sm_90a"  # the arch of ForwardFp8, which needs it
+    family = "forward_arrange_values"
+    arch = "sm_90a"  # the arch of ForwardWgmmaFp8, which needs it
 
 
 @dataclass(frozen=True)
-class ForwardFp8(KernelSpec):
+class ForwardWgmmaFp8(KernelSpec):
     """The forward of 8-bit floats, with O in two warpgroups; a spec serves every D_qk and D_v up to `columns`."""
 
-    family = "forward_fp8"
+    family = "forward_wgmma_fp8"
     arch = "sm_90a"
     allowed_spill_bytes = 96  # spills of what is needed once a row tile
 
@@ -404,8 +409,8 @@ def rows_spec(dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bo
     )
 
 
-def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False) -> ForwardMma:
-    return ForwardMma(dtype, *acc, *shape[:5], streamed=streamed)
+def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False) -> ForwardMmaSplit:
+    return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed)
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
@@ -414,15 +419,15 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
     kernels: list[KernelSpec] = []
     for dtype, accumulators in ACCUMULATORS.items():
-        kernels += [MergeSplits(dtype), BackwardRows(dtype), BackwardScoresWgmma(dtype), BackwardScoresMma(dtype)]
-        for family, shapes in (BackwardProductsWgmma, PRODUCT_TILES), (BackwardProductsMma, MMA_PRODUCT_TILES):
+        kernels += [ForwardMerge(dtype), BackwardRows(dtype), BackwardWgmmaScores(dtype), BackwardMmaScores(dtype)]
+        for family, shapes in (BackwardWgmmaProducts, PRODUCT_TILES), (BackwardMmaProducts, MMA_PRODUCT_TILES):
             kernels += [
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
-        kernels += [ForwardFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
-        kernels += [ForwardPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
-        kernels += [ForwardTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
-        kernels += [ForwardTwoPhaseMma(dtype, TWO_PHASE_MMA_COLUMNS)]
+        kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
+        kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
+        kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
+        kernels += [ForwardMmaTwoPhase(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[:1] if few else accumulators:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
@@ -431,6 +436,8 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 for d in tiles.STREAMED[acc[1]]
                 for shape in streamed_shapes(d, acc)
             ]
-    kernels += [ArrangeValues()]
-    kernels += [ForwardFp8(dtype, width) for dtype in ("e4m3", "e5m2") for width in FP8_COLUMNS[-1 if few else 0 :]]
+    kernels += [ForwardArrangeValues()]
+    kernels += [
+        ForwardWgmmaFp8(dtype, width) for dtype in ("e4m3", "e5m2") for width in FP8_COLUMNS[-1 if few else 0 :]
+    ]
     return tuple(dict.fromkeys(kernels))

@@ -1,6 +1,6 @@
 """This is the Triton forward for machines with a fixed number of cores and little room on each, such as NPUs.
 
-There are as many programs as cores; each goes over its share of the row blocks. K and V are loaded once for each tile
+There are as many programs as cores; each goes over its share of the row tiles. K and V are loaded once for each tile
 of keys and all rows of the block, while O, in float32, lives in global memory: a slice of it at a time comes on chip,
 takes what the tile adds, and goes back.
 """

@@ -1,0 +1,179 @@
+// Computes P and dS once the tensor cores have given scores and dP of some (row, key) pairs, whatever kind of
+// instruction they ran.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/backward/row_shares.cuh"
+#include "attention/backward/tiles.cuh"
+#include "attention/logits.cuh"
+#include "attention/params/backward_params.h"
+#include "attention/score_rules.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/warp.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa {
+
+// Calls function(half of rows, statistics) for row row + lane / 4 of the head and the one 8 further, where they exist.
+template <class Block, class Function>
+FFPA_DEVICE void for_statistics(const BackwardParams& params, const Block& rows, int row, int lane,
+                                const Function& function) {
+  const AttentionParams& attention = params.attention;
+  const int64_t first =
+      rows.batch() * attention.lse_batch_stride + rows.head() * attention.lse_head_stride + rows.q_begin();
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const int r = row + tile::c_coordinate(lane, 2 * h).row;
+    if (r <= rows.last_row()) function(h, params.statistics + kRowStatistics * (first + r));
+  }
+}
+
+template <class Block>
+FFPA_DEVICE void load_statistics(const BackwardParams& params, const Block& rows, int row, int lane, float (&lse2)[2],
+                                 float (&delta)[2]) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    lse2[h] = kInfinity;  // makes P = 0 where the row does not exist
+    delta[h] = 0;
+  }
+  for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
+    uint32_t bits[2];
+    ptx::ld_global_8(bits, statistics);
+    lse2[h] = float_from_bits(bits[0]);
+    delta[h] = float_from_bits(bits[1]);
+  });
+}
+
+template <class Block>
+FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, int row, int lane,
+                             RowShare (&shares)[2]) {
+  for_statistics(params, rows, row, lane, [&](int h, const float* statistics) {
+    uint32_t bits[2];
+    ptx::ld_global_8(bits, statistics + 2);
+    shares[h] = {float_from_bits(bits[1]), float_from_bits(bits[0])};
+  });
+}
+
+// Says whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may
+// say of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. All lanes
+// get the same answer.
+FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
+  const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
+  return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
+}
+
+// The slopes of a softcap are kept times this factor: halves below 2^-14 have fewer digits.
+template <class Element>
+inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
+
+// Turns raw products that are plain into exponents of P, in place.
+template <class Element, int kN>
+FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
+  FFPA_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    FFPA_UNROLL
+    for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
+  }
+}
+
+// Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
+// The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
+// values are [fragment][half of rows], a pair of keys each.
+template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
+FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardParams& params, const Block& rows,
+                                    bool all_seen, int row, int key, const float (&lse2)[2], int lane,
+                                    uint32_t* slopes) {
+  const AttentionParams& attention = params.attention;
+  if (attention.softcap > 0) {
+    FFPA_UNROLL
+    for (int i = 0; i < kN * 2; ++i) {
+      float slope[2];
+      FFPA_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const float x = ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor);
+        slope[e] = slope_of_tanh(x) * kSlopes<Element>;
+      }
+      slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
+    }
+  }
+  products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
+  RowShare shares[2];
+  if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) load_shares(params, rows, row, lane, shares);
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const bool far = is_far(lse2[h]), blind = lse2[h] == kInfinity;
+    const float reference = far ? shares[h].reference : 0.0f,
+                least_own = far ? shares[h].least_of_reference() : kInfinity;
+    const float rest = (far ? shares[h].share : lse2[h]) - kExponentOfP<Element>;
+    FFPA_UNROLL
+    for (int i = 0; i < kN * 2; ++i) {
+      float& x = scores[0][i / 2][2 * h + i % 2];
+      x = (x > least_own ? 0.0f : x - reference) * kLog2e - rest;  // RowShare::exponent for far rows
+      if (blind) x = -kInfinity;                                   // x may be NaN
+    }
+  }
+}
+
+// Computes P of pairs, packed, from its exponents.
+template <class Element, int kN>
+FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    const float (&of_pair)[2] = reinterpret_cast<const float (&)[2]>(exponents[0][i / 2][i % 2 * 2]);
+    p[i] = ptx::pack<Element>(ptx::ex2(of_pair[0]), ptx::ex2(of_pair[1]));
+  }
+}
+
+// Keeps those packed numbers where P is not 0 and clears the others, which may be NaN.
+FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
+  return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));
+}
+
+template <class Element, int kCount>
+FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
+  FFPA_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t of_pair = where_not_0(p[i], slopes[i]);
+    if constexpr (kSlopes<Element> == 1) {
+      p[i] = ptx::multiply<Element>(p[i], of_pair);
+    } else {
+      float p_low, p_high, low, high;
+      ptx::unpack<Element>(p[i], p_low, p_high);
+      ptx::unpack<Element>(of_pair, low, high);
+      p[i] = ptx::pack<Element>(p_low * (low / kSlopes<Element>), p_high * (high / kSlopes<Element>));
+    }
+  }
+}
+
+// Computes dS = P ∘ (dP - δ), packed, from P as it is stored. Where not all pairs count, dP may be NaN where P is 0.
+template <class Element, int kN>
+FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool all_count, const float (&delta)[2],
+                           uint32_t* ds) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    const float (&of_pair)[4] = dp[0][i / 2];
+    constexpr float kUnit = kUnitOfP<Element>;
+    const float low = of_pair[i % 2 * 2] * kUnit - delta[i % 2] * kUnit;
+    const float high = of_pair[i % 2 * 2 + 1] * kUnit - delta[i % 2] * kUnit;
+    if constexpr (std::is_same_v<Element, Half>) {  // dP - δ may exceed Half where P is small
+      float p_low, p_high;
+      ptx::unpack<Half>(p[i], p_low, p_high);
+      ds[i] = ptx::pack<Half>(p_low * low, p_high * high);
+    } else {
+      ds[i] = ptx::multiply<Element>(p[i], ptx::pack<Element>(low, high));
+    }
+  }
+  if (all_count) return;
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) ds[i] = where_not_0(p[i], ds[i]);
+}
+
+}  // namespace ffpa

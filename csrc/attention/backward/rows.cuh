@@ -1,0 +1,108 @@
+// Computes what the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
+// row comes from (backward/row_shares.cuh), and whether it counts at all.
+//
+// dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
+// LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
+#pragma once
+
+#include "attention/backward/row_shares.cuh"
+#include "attention/logits.cuh"
+#include "attention/params/backward_params.h"
+#include "attention/rows/batch_entry.cuh"
+#include "attention/rows/packed_tiles.cuh"
+#include "attention/rows/row_tile.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype.
+template <class Fields>
+struct BackwardRowsConfig : Fields {
+  using Params = BackwardParams;
+  static constexpr int kThreads = 128;
+  static constexpr int kWarpRows = kLiveRows / (kThreads / 32);
+  static_assert(kWarpRows == 16, "a warp writes two bytes of a word of live rows");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(int64_t(params.all_heads()) * params.live_words());
+    shape.threads = kThreads;
+    return shape;
+  }
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
+  using Element = typename Config::Dtype;
+  const AttentionParams& attention = params.attention;
+  const int word_of_head = ptx::block_x() % params.live_words(), head_of_all = ptx::block_x() / params.live_words();
+  const int head = head_of_all % attention.heads_q;
+  int batch = head_of_all / attention.heads_q, word = word_of_head;  // word of the batch entry
+  if (attention.is_packed()) {
+    const PackedTile of_sequence = packed_tile(attention.packed_q, attention.batch, word_of_head, kLiveRows);
+    batch = of_sequence.sequence;
+    word = of_sequence.tile;
+  }
+  const BatchEntry entry = batch_entry(attention, batch);
+  const int warp = ptx::thread_x() / 32, lane = ptx::lane_id();
+  const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
+
+  const int first_row = word * kLiveRows + warp * Config::kWarpRows;
+  float own_lse = kInfinity, own_delta = 0;  // LSE and δ of the row that the lane writes
+  uint32_t live = 0;
+  for (int i = 0; i < Config::kWarpRows; ++i) {
+    const int row = first_row + i;
+    // Rows behind a packed sequence belong to another one; behind the last row of a tensor copies find zeros.
+    if (row >= entry.n_q()) {
+      live |= uint32_t(!attention.is_packed()) << i;
+      continue;
+    }
+    const auto row_of = [&](const TensorView& x) {
+      return x.data + batch * x.batch_stride + head * x.head_stride + (entry.q.begin + row) * x.row_stride;
+    };
+    const uint16_t *out = row_of(attention.out), *grad_out = row_of(params.grad_out);
+    float delta = 0;
+    for (int column = lane * 8; column < attention.d_v; column += 32 * 8) {
+      uint32_t a[4], b[4];
+      ptx::ld_global_16(a, out + column);
+      ptx::ld_global_16(b, grad_out + column);
+      FFPA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        float a0, a1, b0, b1;
+        ptx::unpack<Element>(a[j], a0, a1);
+        ptx::unpack<Element>(b[j], b0, b1);
+        delta += a0 * b0 + a1 * b1;
+      }
+    }
+    FFPA_UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) delta += ptx::shfl_xor(delta, distance);
+    const float lse = float_from_bits(ptx::ld_global_4(attention.lse + lse_row + row));
+    if (params.grad_lse != nullptr) delta -= float_from_bits(ptx::ld_global_4(params.grad_lse + lse_row + row));
+    const bool sees_keys = lse != -kInfinity;
+    live |= uint32_t(sees_keys) << i;
+    if (lane == i && sees_keys) {
+      own_lse = lse;
+      own_delta = delta;
+    }
+  }
+  const RowTile rows = {entry, batch, head, first_row, min_of(first_row + Config::kWarpRows, entry.n_q()) - 1};
+  const float lse2 = own_lse == kInfinity ? kInfinity : in_base_2(own_lse);
+  RowShare own;
+  if (ptx::vote_any(is_far(lse2))) own = share_of_rows<Element>(attention, rows, own_lse, lane);
+  if (first_row + lane <= rows.last) {
+    ptx::st_global_16(params.statistics + kRowStatistics * (lse_row + first_row + lane),
+                      {float_bits(lse2), float_bits(own_delta), float_bits(own.share), float_bits(own.reference)});
+  }
+  uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();
+  if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word_of_head) + warp, uint16_t(live));
+}
+
+}  // namespace ffpa

@@ -1,0 +1,289 @@
+// Computes dQ = scale · dS K, dK = scale · dSᵀ Q and dV = Pᵀ dO of a chunk on wgmma, in tiles of 256 rows × kColumns
+// columns. A tile of up to 192 columns belongs to one block; a wider one to two blocks of a cluster, with half of the
+// rows each, which share the boxes of K, Q or dO. Each warpgroup has half of its block's rows. P and dS come from the
+// workspace as they were written: dQ reads boxes of dS by rows, dK and dV read boxes of dS and P as transposes. Sums of
+// dK and dV run over all rows of all query heads that share a key/value head, in a fixed order; nobody else adds to a
+// result, so bits do not change from run to run.
+//
+// Rows that must not count (those behind the end of a packed sequence, and those that see no key) have zeros in P and
+// dS, and become zeros in shared memory where they are the other operand: 0 · NaN would be NaN.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/backward/gradient_writer.cuh"
+#include "attention/backward/tiles.cuh"
+#include "attention/params/backward_params.h"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/cluster.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype; kColumns of a tile; kOfQ, true for dQ and false for dK and dV. (Both in one kernel are two
+// pipelines of products, which ptxas then serialises.)
+template <class Fields>
+struct BackwardWgmmaProductsConfig : Fields {
+  using Params = BackwardParams;
+  static constexpr int kClusterBlocks = Fields::kColumns > 192 ? 2 : 1;
+  static constexpr int kBlockRows = kRowTile / kClusterBlocks;
+  using Tiles = ProductTiles<Fields::kOfQ, kRowTile, Fields::kColumns>;
+  using Ring = tile::BoxRing<kBlockRows / tile::kBox, ceil_div(Fields::kColumns, tile::kBox), 4, kClusterBlocks>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
+
+  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers.
+  static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  using Stores = tile::RowStores<2>;
+  static constexpr bool kStoresBoxes = Fields::kColumns > 192;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? kWarps * Stores::kBytes : 0);
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.cluster.x = kClusterBlocks;
+    shape.grid.x = kClusterBlocks * min_of(Tiles(params).count(), params.attention.resident_blocks / kClusterBlocks);
+    shape.threads = kThreads;
+    shape.smem_bytes = kBarriersAt + Ring::kBarrierBytes;
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, grad_out, p, ds;
+    ptx::TensorMap dq, dk, dv;  // maps of 16-bit gradients
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const AttentionParams& a = params.attention;
+    arguments.params = params;
+    const LaunchStatus statuses[] = {
+        map_queries(arguments.q, a, a.q, a.d_qk), map_keys(arguments.k, a, a.k, a.d_qk),
+        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
+        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows()),
+        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows())};
+    if (const LaunchStatus status = first_failure(statuses); !status.ok() || params.float_gradients) return status;
+    const auto view = [](const GradientView& x) {
+      return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
+    };
+    const LaunchStatus of_gradients[] = {map_queries(arguments.dq, a, view(params.dq), a.d_qk, Stores::kRows),
+                                         map_keys(arguments.dk, a, view(params.dk), a.d_qk, Stores::kRows),
+                                         map_keys(arguments.dv, a, view(params.dv), a.d_v, Stores::kRows)};
+    return first_failure(of_gradients);
+  }
+};
+
+template <class Config>
+class BackwardWgmmaProducts {
+  using Element = typename Config::Dtype;
+  using Tiles = typename Config::Tiles;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kBlockRows;
+  static constexpr int kColumns = Config::kColumns;
+  static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // blocks of 64 rows in a warpgroup
+  using Sums = float[kBlocks][kColumns / 2];
+
+ public:
+  FFPA_DEVICE explicit BackwardWgmmaProducts(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        attention_(arguments.params.attention),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // the shuffle tells the compiler: one value for the warp
+        rank_(Ring::kClusterBlocks == 1 ? 0 : ptx::cluster_rank()),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) ring_.init();
+    ring_.meet();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int group_warp) { consume(group, group_warp); });
+    if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
+  }
+
+ private:
+  template <class Function>
+  FFPA_DEVICE void for_each_tile(const Function& function) const {
+    ProductTileSequence<Tiles, Ring::kClusterBlocks> tiles(params_);
+    ProductTile tile;
+    FFPA_NO_UNROLL
+    while (tiles.next(tile)) function(tile);
+  }
+
+  // Calls function(head of the group, run over its rows) for all heads that dK or dV is summed over.
+  template <class Function>
+  FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
+    const HeadRange heads = heads_of_chunk(params_, tile.batch);
+    FFPA_NO_UNROLL
+    for (int head = heads.first; head < heads.end; ++head) {
+      function(head, run_over_head<Tiles>(params_, tile, entry, head, tile::kBox));
+    }
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    for_each_tile([&](const ProductTile& tile) {
+      if (Config::kOfQ) {
+        bring_keys(producer, tile);
+        return;
+      }
+      const BatchEntry entry = batch_entry(attention_, tile.batch);
+      bool any = false;
+      for_each_run(tile, entry, [&](int head_of_group, const Run& run) {
+        any |= run.begin < run.end;
+        bring_rows(producer, tile, entry, head_of_group, run);
+      });
+      if (!any) producer.bring_zeros();
+    });
+  }
+
+  // Brings the chunk's keys that the rows of a tile of dQ see.
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
+    const RowTile rows = rows_of_product<Tiles>(params_, tile);
+    const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
+    const Run run = run_over_chunk(params_, rows, tile::kBox);
+    const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
+    const int before = keys_in_chunk(params_, rows.batch()).begin;
+    FFPA_NO_UNROLL
+    for (int key = run.begin; key < run.end; key += tile::kBox) {
+      producer.bring_live_rows(
+          live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
+            for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+              ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - before, row + box * tile::kBox);
+            }
+            load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
+          });
+    }
+  }
+
+  // Brings the rows of one query head, for dK or dV.
+  FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const ProductTile& tile, const BatchEntry& entry,
+                              int head_of_group, const Run& run) const {
+    const bool of_v = tile.product == Product::kDv;
+    const ptx::TensorMap &a = of_v ? arguments_.p : arguments_.ds, &b = of_v ? arguments_.grad_out : arguments_.q;
+    const int head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
+    const MapPlace q = {entry.q.begin, head, map_batch(tile.batch)};
+    const int row_0 = int(workspace_row_of_head(params_, tile, head_of_group));
+    const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin +
+                       rank_ * kRows;  // column of P or dS
+    const auto load = [&](int row) {
+      return [&, row](uint32_t boxes_smem, uint32_t barrier) {
+        for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+          ptx::tma_load_2d(boxes_smem, &a, barrier, column + box * tile::kBox, row_0 + row);
+        }
+        load_columns(boxes_smem, b, barrier, q, tile.column, row);
+      };
+    };
+    const uint64_t* live = live_rows_of_head(params_, tile.batch, head) + run.begin / kLiveRows;
+    const int steps = run.steps(tile::kBox);
+    if (all_live(live, steps)) {
+      FFPA_NO_UNROLL
+      for (int step = 0; step < steps; ++step) producer.bring(load(run.begin + step * tile::kBox));
+      return;
+    }
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      uint32_t word[2];
+      ptx::ld_global_8(word, live + step);
+      producer.bring_live_rows(word[0] | uint64_t(word[1]) << 32, load(run.begin + step * tile::kBox));
+    }
+  }
+
+  // Says whether all rows count, which is almost always so; asking at every step would leave the ring empty.
+  FFPA_DEVICE bool all_live(const uint64_t* live, int words) const {
+    uint32_t all = ~0u;
+    FFPA_NO_UNROLL
+    for (int i = lane_; i < words; i += 32) {
+      uint32_t word[2];
+      ptx::ld_global_8(word, live + i);
+      all &= word[0] & word[1];
+    }
+    return ptx::vote_all(all == ~0u);
+  }
+
+  // Loads the boxes of B that this block brings for its cluster.
+  FFPA_DEVICE void load_columns(uint32_t boxes_smem, const ptx::TensorMap& map, uint32_t barrier, const MapPlace& place,
+                                int column, int row) const {
+    for (int i = 0; i < Ring::kOwnBoxesB; ++i) {
+      const int box = rank_ * Ring::kOwnBoxesB + i;
+      load_box<Ring::kClusterBlocks>(boxes_smem + box * tile::kBoxBytes, map, barrier, place, column + box * tile::kBox,
+                                     row);
+    }
+  }
+
+  FFPA_DEVICE int map_batch(int batch) const { return attention_.is_packed() ? 0 : batch; }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group, int group_warp) const {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const int warp = group * tile::kGroupWarps + group_warp;
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
+    for_each_tile([&](const ProductTile& tile) {
+      Sums sums;
+      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, max_of(steps_of(tile), 1));
+      finish(tile, group, sums, stores);
+    });
+    stores.wait();
+  }
+
+  FFPA_DEVICE int steps_of(const ProductTile& tile) const {
+    if (Config::kOfQ)
+      return run_over_chunk(params_, rows_of_product<Tiles>(params_, tile), tile::kBox).steps(tile::kBox);
+    int steps = 0;
+    const BatchEntry entry = batch_entry(attention_, tile.batch);
+    for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
+    return steps;
+  }
+
+  FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums, typename Config::Stores& stores) const {
+    const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
+    FFPA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // first row of the warp
+      // Writes the fragments from `first` on.
+      const auto write = [&](auto first) {
+        constexpr int kFirst = decltype(first)::value;
+        writer.template write<kColumns / 8 - kFirst>(row, kFirst, [&](int n, float (&values)[4]) {
+          FFPA_UNROLL
+          for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * (kFirst + n) + e];
+        });
+      };
+      constexpr int kWhole = Config::kStoresBoxes ? kColumns / tile::kBox * (tile::kBox / 8) : 0;  // whole boxes
+      if (kWhole > 0 && writer.are_results(row)) {
+        const ptx::TensorMap& map = Config::kOfQ                   ? arguments_.dq
+                                    : tile.product == Product::kDv ? arguments_.dv
+                                                                   : arguments_.dk;
+        const float scale[2] = {writer.scale(), writer.scale()};
+        store_rows<Element>(stores, sums[block], scale, map, writer.place(), tile.column, row);
+        if constexpr (kWhole < kColumns / 8) write(std::integral_constant<int, kWhole>());
+      } else {
+        write(std::integral_constant<int, 0>());
+      }
+    }
+  }
+
+  const Arguments& arguments_;
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int lane_, warp_;
+  int rank_;  // rank of the block in its cluster
+  Ring ring_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_wgmma_products(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  BackwardWgmmaProducts<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,221 @@
+// Computes P and dS of the backward on wgmma, in tiles of kScoreRows rows × kKeyTile keys, into the workspace. For each
+// tile, of which a warpgroup has 64 rows:
+//
+//   1. S = Q Kᵀ            over d_qk, in steps of 64
+//   2. P = exp2(S - LSE)   packed to 16 bits: to the workspace, and beside the accumulators
+//   3. dP = dO Vᵀ          over d_v, in the same accumulators
+//   4. dS = P ∘ (dP - δ)   to the workspace; with a softcap a multiple of P times its slopes
+//
+// What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and where
+// all SMs write, each gets not much more than half of that. The producer is a tile ahead as far as the ring reaches.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward/pairs.cuh"
+#include "attention/backward/score_tile_queue.cuh"
+#include "attention/backward/tiles.cuh"
+#include "attention/params/backward_params.h"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/barrier.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype.
+template <class Fields>
+struct BackwardWgmmaScoresConfig : Fields {
+  using Params = BackwardParams;
+  using Ring = tile::BoxRing<kScoreRows / tile::kBox, kKeyTile / tile::kBox, 4>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
+
+  // Shared memory holds slots of the ring; for each warp, rows of P or dS on their way; barriers; tiles.
+  static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  using Stores = tile::RowStores<2>;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + kWarps * Stores::kBytes;
+  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    ptx::TensorMap q, k, v, grad_out, p, ds;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const AttentionParams& a = params.attention;
+    arguments.params = params;
+    const LaunchStatus statuses[] = {
+        map_queries(arguments.q, a, a.q, a.d_qk),
+        map_keys(arguments.k, a, a.k, a.d_qk),
+        map_keys(arguments.v, a, a.v, a.d_v),
+        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
+        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows(), Stores::kRows),
+        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows(), Stores::kRows)};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class BackwardWgmmaScores {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+
+  static constexpr int kBoxFragments = tile::kBox / 8;  // fragments of a row in one box
+  static constexpr int kPartFragments = 4;              // fragments at a time, as registers are scarce
+  static constexpr int kBoxes = kKeyTile / tile::kBox;
+  using Sums = float[1][kKeyTile / 2];
+  using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
+
+ public:
+  FFPA_DEVICE explicit BackwardWgmmaScores(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        attention_(arguments.params.attention),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // the shuffle tells the compiler: one value for the warp
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) {
+      queue_.init(Config::kWarps);
+      ring_.init();
+    }
+    ptx::sync_block();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+  }
+
+ private:
+  FFPA_DEVICE int qk_steps() const { return ceil_div(attention_.d_qk, tile::kBox); }
+  FFPA_DEVICE int v_steps() const { return ceil_div(attention_.d_v, tile::kBox); }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    ScoreTileSequence tiles(params_);
+    ScoreTile tile;
+    FFPA_NO_UNROLL
+    while (tiles.next(tile)) {
+      if (lane_ == 0) queue_.put(&tile);
+      if (!tile.is_computed) continue;
+      const RowTile& rows = tile.rows;
+      const int batch = attention_.is_packed() ? 0 : rows.batch();
+      const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
+      const MapPlace k = {rows.entry.k.begin + tile.first_key, tile.head_kv, batch};
+      const auto bring = [&](const ptx::TensorMap& a, const ptx::TensorMap& b, int steps) {
+        FFPA_NO_UNROLL
+        for (int step = 0; step < steps; ++step) {
+          producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
+            const int column = step * tile::kBox;
+            for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, a, barrier, q, column, box * tile::kBox);
+            }
+            for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, b, barrier, k, column, box * tile::kBox);
+            }
+          });
+        }
+      };
+      bring(arguments_.q, arguments_.k, qk_steps());
+      bring(arguments_.grad_out, arguments_.v, v_steps());
+    }
+    if (lane_ == 0) queue_.put(nullptr);
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group, int group_warp) {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in a tile
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    FFPA_NO_UNROLL
+    for (;; queue_.release(lane_)) {
+      const KeptScoreTile tile = queue_.get();
+      if (!tile.exists()) break;
+      const auto store = [&](const ptx::TensorMap& map, int box, const tile::PackedRows& packed) {
+        const int column = tile.workspace_column() + box * tile::kBox;
+        const int row_of_all = tile.workspace_row() + row;
+        stores.store(packed, [&](uint32_t smem) { ptx::tma_store_2d(&map, smem, column, row_of_all); });
+      };
+      if (!tile.is_computed()) {
+        const tile::PackedRows zeros = {};
+        FFPA_NO_UNROLL
+        for (int box = 0; box < kBoxes; ++box) store(arguments_.p, box, zeros);
+        FFPA_NO_UNROLL
+        for (int box = 0; box < kBoxes; ++box) store(arguments_.ds, box, zeros);
+        continue;
+      }
+      float lse2[2], delta[2];
+      load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
+      const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen, lse2);
+
+      Sums sums;
+      Packed p;
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
+      FFPA_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        const int fragment = box * kBoxFragments;
+        tile::PackedRows slopes;
+        if (plain) {
+          exponents_of_plain<Element>(pairs_of<kBoxFragments>(sums, fragment), attention_.score_factor, lse2);
+        } else {
+          FFPA_UNROLL
+          for (int part = 0; part < kBoxFragments; part += kPartFragments) {
+            exponents_by_rules<Element>(pairs_of<kPartFragments>(sums, fragment + part), params_, tile, all_seen,
+                                        tile.first_row() + row, tile.first_key() + (fragment + part) * 8, lse2, lane_,
+                                        slopes + part * 2);
+          }
+        }
+        tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
+        finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), p_of_box);
+        store(arguments_.p, box, p_of_box);
+        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);
+      }
+      consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
+      FFPA_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        const int fragment = box * kBoxFragments;
+        tile::PackedRows ds;
+        finish_ds<Element>(pairs_of<kBoxFragments>(sums, fragment), p + fragment * 2, plain, delta, ds);
+        store(arguments_.ds, box, ds);
+      }
+    }
+    stores.wait();
+  }
+
+  // Returns kCount fragments of the sums, from `fragment` on.
+  template <int kCount>
+  static FFPA_DEVICE float (&pairs_of(Sums& sums, int fragment))[1][kCount][4] {
+    return reinterpret_cast<float (&)[1][kCount][4]>(sums[0][fragment * 4]);
+  }
+
+  const Arguments& arguments_;
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int lane_, warp_;
+  Ring ring_;
+  ScoreTileQueue queue_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void backward_wgmma_scores(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  BackwardWgmmaScores<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,332 @@
+// Attention forward for small head dims: each warp owns whole rows, so that S, P and O never leave its registers.
+//
+// One block of threads computes kRows rows of one query head, each warp kRows / kWarps of them. For each tile of kKeys
+// keys:
+//
+//   1. S = Q Kᵀ      over the whole head dim, unrolled;
+//   2. softmax       row maxima by shuffles among the four lanes of a row; O follows only a maximum that grew a lot;
+//   3. O += P V      P = exp2(S - maximum) is computed 16 keys at a time, under the products of the 16 keys before.
+//
+// K and V tiles come whole through rings of 1 … 4 slots each. Each tile has two barriers: one before K is used, one
+// before V; each also says that the other operand's last tile has been used, and the copy of its next one starts then.
+#pragma once
+
+#include "attention/logits.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/placed_row_tile.cuh"
+#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/work_items.cuh"
+#include "attention/score_rules.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/async_copy.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/copy_groups.cuh"
+#include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
+#include "tile/smem_layout.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
+// and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile;
+// kSerial, whether fragments are loaded when they are needed and not ahead.
+template <class Fields>
+struct ForwardMmaRowsConfig : Fields {
+  using Params = AttentionParams;
+  using Fields::kHeadDim;
+  using Fields::kKeys;
+  using Fields::kRows;
+
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kMinBlocksPerSm = 2;
+  static constexpr int kWarpRows = kRows / kWarps;
+  static_assert(kWarpRows % 16 == 0 && kWarpRows * kWarps == kRows, "warps own whole fragments of rows");
+  static_assert(kKeys % 16 == 0 && kHeadDim % 32 == 0, "K and V are read in fragments of 16 × 16");
+
+  // Products that need more than a positive factor become scores first, which takes registers that two fragments of
+  // rows do not leave.
+  static constexpr bool kLogits = kWarpRows == 16;
+
+  // B fragments are loaded kAhead pairs before their products: about one latency of ldmatrix.
+  static constexpr int kAhead = Fields::kSerial ? 0 : kWarpRows == 16 ? 2 : 1;
+
+  // Shared memory holds Q (at the end O), then K of each stage, then V of each stage, then the row tile.
+  static constexpr uint32_t kQueryBytes = kRows * kHeadDim * 2;
+  static constexpr uint32_t kTileBytes = kKeys * kHeadDim * 2;
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid = grid_of(params, ceil_div(params.n_q, kRows) * params.splits);
+    shape.threads = kThreads;
+    shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes + KeptPlacedRowTile::kBytes;
+    return shape;
+  }
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
+void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
+  using Element = typename Config::Dtype;
+  constexpr int kHeadDim = Config::kHeadDim;
+  constexpr int kRows = Config::kRows;
+  constexpr int kKeys = Config::kKeys;
+  constexpr int kWarpRows = Config::kWarpRows;
+  constexpr tile::RowLayout kLayout(kHeadDim * 2);  // Q, K, V and O: [rows or keys][kHeadDim]
+
+  const int thread = ptx::thread_x();
+  const int warp = thread / 32;
+  const int lane = ptx::lane_id();
+
+  const int stages = params.stages;
+  const uint32_t q_smem = ptx::dynamic_smem();
+  const uint32_t k_slots_smem = q_smem + Config::kQueryBytes;
+  const uint32_t v_slots_smem = k_slots_smem + stages * Config::kTileBytes;
+  const KeptPlacedRowTile block(v_slots_smem + stages * Config::kTileBytes);
+
+  // ---- what this block of threads computes ----
+
+  if (thread == 0) block.keep(placed_row_tile(params, block_number(), kRows));
+  ptx::sync_block();  // the row tile is there
+  const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};
+  const tile::GmemWindow v_gmem = {block.v(), params.v.row_stride, block.n_k(), params.d_v};
+  const TileRange tiles = visible_tiles(block, kKeys, params.splits);
+  const int first_tile = tiles.first, end_tile = tiles.end;
+  const int common_begin = common_keys_begin(block), common_end = common_keys_end(block);
+
+  // ---- the copies into shared memory ----
+
+  // Starts the copy of a tile of K or V, if there is one, and closes the group: one group for each tile of either.
+  const auto load_tile = [&](const tile::GmemWindow& matrix_gmem, uint32_t slot, int index) {
+    if (index < end_tile) {
+      tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
+          slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);
+    }
+    ptx::cp_async_commit_group();
+  };
+  // Waits for the next tile: the oldest of the 2 · stages - 1 tiles whose copies run, in the order of use, K V K V ….
+  const auto wait_for_next_tile = [&] {
+    tile::wait_for_copy_groups(2 * stages - 2);
+    ptx::sync_block();
+  };
+
+  if (first_tile < end_tile) {
+    const tile::GmemWindow q_gmem =
+        tile::window_at({block.q(), params.q.row_stride, block.n_q(), params.d_qk}, block.first_row(), 0);
+    tile::copy_mostly_whole_tile_async<kRows, kHeadDim, Config::kThreads>(q_smem, kLayout, q_gmem, thread);
+  }
+  load_tile(k_gmem, k_slots_smem, first_tile);  // Q belongs to its group
+  for (int ahead = 1; ahead < stages; ++ahead) {
+    load_tile(v_gmem, v_slots_smem + (ahead - 1) * Config::kTileBytes, first_tile + ahead - 1);
+    load_tile(k_gmem, k_slots_smem + ahead * Config::kTileBytes, first_tile + ahead);
+  }
+
+  // ---- this warp's rows ----
+
+  const int warp_row = warp * kWarpRows;
+  constexpr int kM = kWarpRows / 16, kScoreN = kKeys / 8, kOutN = kHeadDim / 8;
+  constexpr int kScoreDepths = kHeadDim / 16, kOutDepths = kKeys / 16;
+
+  // Rows 16m + 8h + lane / 4 of the warp have statistics [m][h]. The reference is what the exponents of P, the sum and
+  // O refer to: the largest score so far, or one that the largest exceeds by no more than kMostGrowth. Before any key
+  // is seen it is finite all the same, so that hidden scores give P = 0 without a special case.
+  tile::Accumulator<typename Config::AccPv> o[kM][kOutN];
+  float reference[kM][2];
+  float row_sum[kM][2];  // sum over this thread's keys alone
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      reference[m][h] = -kLargestFloat;
+      row_sum[m][h] = 0;
+    }
+  }
+  // This growth is in base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room for it.
+  constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
+
+  // Plain scores only need a positive factor. They are left as they are: the exponent's multiply-add applies it at no
+  // cost.
+  const bool plain = !Config::kLogits || are_plain(params, true);
+  const LogitScale to_logits = plain ? scale_of_products(params) : scale_of_scores();
+
+  // The addresses of a lane, from which every fragment lies at a constant distance.
+  const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
+  const uint32_t q_lane_smem = q_smem + lane_address(tile::ldmatrix_a(lane), warp_row);
+  const uint32_t k_lane_smem = k_slots_smem + lane_address(tile::ldmatrix_b_pair(lane), 0);
+  const uint32_t v_lane_smem = v_slots_smem + lane_address(tile::ldmatrix_b_pair_trans(lane), 0);
+
+  const auto load_q = [&](uint32_t (&fragment)[4], int m, int depth) {
+    ptx::ldmatrix_x4(fragment, kLayout.moved(q_lane_smem, m * 16, depth * 2));
+  };
+  uint32_t q[Config::kQInRegisters ? kScoreDepths : 1][kM][4];
+  if (Config::kQInRegisters && first_tile < end_tile) {
+    wait_for_next_tile();
+    FFPA_UNROLL
+    for (int depth = 0; depth < kScoreDepths; ++depth) {
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) load_q(q[Config::kQInRegisters ? depth : 0][m], m, depth);
+    }
+  }
+
+  uint32_t slot = 0, slot_before = (stages - 1) * Config::kTileBytes;  // offsets of this tile and the one before
+  for (int tile_index = first_tile; tile_index < end_tile; ++tile_index) {
+    // ---- 1. S = Q Kᵀ ----
+
+    wait_for_next_tile();  // K of this tile is there; everybody has used V of the tile before
+    load_tile(v_gmem, v_slots_smem + slot_before, tile_index + stages - 1);
+
+    tile::Accumulator<typename Config::AccQk> products[kM][kScoreN];
+    tile::add_product<Element, Config::kAhead, kScoreDepths>(
+        products,
+        [&](uint32_t (&fragment)[4], int m, int depth) {
+          if (Config::kQInRegisters) {
+            FFPA_UNROLL
+            for (int r = 0; r < 4; ++r) fragment[r] = q[depth][m][r];
+          } else {
+            load_q(fragment, m, depth);
+          }
+        },
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
+          ptx::ldmatrix_x4(fragments, kLayout.moved(k_lane_smem + slot, pair * 16, depth * 2));
+        });
+
+    // ---- 2. softmax ----
+
+    float s[kM][kScoreN][4];
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kScoreN; ++n) products[m][n].get(s[m][n]);
+    }
+    const int first_key = tile_index * kKeys;
+    const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
+    if (Config::kLogits && !plain) {
+      products_to_scores(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
+    } else if (!all_seen) {
+      hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
+    }
+
+    float factor = to_logits.factor, tile_max[kM][2];
+    bool mends = false, large = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float most = larger_of(s[m][0][2 * h], s[m][0][2 * h + 1]);
+        FFPA_UNROLL
+        for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
+        most = larger_of(most, ptx::shfl_xor(most, 1));
+        tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
+        mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
+        large |= is_large(tile_max[m][h], factor);
+      }
+    }
+    if (ptx::vote_any(mends || large)) {
+      if (ptx::vote_any(large)) make_logits(s, tile_max, to_logits, factor);
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        float alpha[2];
+        FFPA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          const float most = larger_of(reference[m][h], tile_max[m][h] * factor);
+          alpha[h] = ptx::ex2(reference[m][h] - most);
+          reference[m][h] = most;
+          row_sum[m][h] *= alpha[h];
+        }
+        FFPA_UNROLL
+        for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], alpha);
+      }
+    }
+
+    // ---- 3. O += P V ----
+
+    wait_for_next_tile();  // V of this tile is there; everybody has used K of this tile
+    load_tile(k_gmem, k_slots_smem + slot, tile_index + stages);
+
+    tile::add_product<Element, Config::kAhead, kOutDepths>(
+        o,
+        [&](uint32_t (&fragment)[4], int m, int depth) {
+          float p[2][4];
+          FFPA_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            FFPA_UNROLL
+            for (int e = 0; e < 4; ++e) {
+              p[half][e] = ptx::ex2(s[m][2 * depth + half][e] * factor - reference[m][e / 2]);
+              row_sum[m][e / 2] += p[half][e];
+            }
+          }
+          tile::pack_c_pair_as_a<Element>(fragment, p[0], p[1]);
+        },
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
+          ptx::ldmatrix_x4_trans(fragments, kLayout.moved(v_lane_smem + slot, depth * 16, pair * 2));
+        });
+
+    slot_before = slot;
+    slot = slot == (stages - 1) * Config::kTileBytes ? 0 : slot + Config::kTileBytes;
+  }
+
+  // ---- out = O / row sum, LSE ----
+
+  // A part of the keys is written in fp32, for forward_merge; its rows of this head begin at partial_row.
+  const bool is_part = params.splits > 1;
+  const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;
+  float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
+  float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
+  float* lse_gmem = is_part ? nullptr : block.lse();
+  const int last_row = block.last_row();
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      float sum = row_sum[m][h];
+      sum += ptx::shfl_xor(sum, 1);
+      sum += ptx::shfl_xor(sum, 2);
+      const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
+      const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
+      const int row = block.first_row() + row_of_block;
+      if (sums_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
+        ptx::st_global_8(sums_gmem + 2 * row, {float_bits(reference[m][h]), float_bits(sum)});
+      }
+      if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
+        const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // lg2(0) = -inf without keys
+        ptx::st_global_4(lse_gmem + row, float_bits(lse));
+      }
+      FFPA_UNROLL
+      for (int n = 0; n < kOutN; ++n) {
+        float values[4];
+        o[m][n].get(values);
+        const float pair[2] = {values[2 * h] * inverse, values[2 * h + 1] * inverse};
+        const int within_chunk = tile::c_coordinate(lane, 0).column;
+        if (!is_part) {
+          ptx::st_shared_4(q_smem + kLayout.offset(row_of_block, n) + within_chunk * sizeof(Element),
+                           ptx::pack<Element>(pair[0], pair[1]));
+        } else if (row <= last_row && n * tile::kChunkElements < params.d_v) {
+          ptx::st_global_8(partial_gmem + int64_t(row) * params.d_v + n * tile::kChunkElements + within_chunk,
+                           {float_bits(pair[0]), float_bits(pair[1])});
+        }
+      }
+    }
+  }
+  if (is_part) return;
+
+  // O goes through shared memory, where the warp's own rows of Q were: no other warp reads or writes them.
+  ptx::sync_warp();
+  const int first_row_of_warp = block.first_row() + warp_row;
+  uint16_t* out_gmem = block.out() + int64_t(first_row_of_warp) * params.out.row_stride;
+  tile::store_tile<kWarpRows, kHeadDim, 32>(
+      {out_gmem, params.out.row_stride, last_row + 1 - first_row_of_warp, params.d_v}, q_smem + kLayout.bytes(warp_row),
+      kLayout, lane);
+}
+
+}  // namespace ffpa

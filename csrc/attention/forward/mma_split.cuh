@@ -1,0 +1,473 @@
+// Split-D attention forward on mma.sync. One block of threads computes kRows rows of one query head; for each tile of
+// kKeys keys:
+//
+//   1. S = Q Kᵀ      in steps of kKeyColumns columns of the head dim, accumulated in registers;
+//   2. softmax       row maxima of the warps meet in shared memory; P goes to shared memory as 16-bit numbers;
+//   3. O = αO + P V  in steps of kValueRows keys, for kColumns columns of O at a time.
+//
+// Three levels differ in where O is meanwhile:
+//
+//   L1   in registers, all of it (d_v ≤ kColumns);
+//   L2   in registers, one group of kColumns columns; each group is a work item of its own, with S computed again;
+//   L3   kStreamed: in global scratch, in fp32; step 3 brings in one group of columns after the other.
+//
+// The head dim of Q and K is a loop count, and so is the number of column groups. The warps split S by rows and keys
+// and O by columns: two different grids, which is why P crosses shared memory. K and V steps come through one ring (or
+// one each). The two teams of warps share nothing else, so that one computes products while the other is in its
+// softmax.
+#pragma once
+
+#include "attention/forward/mma_split_config.cuh"
+#include "attention/logits.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/placed_row_tile.cuh"
+#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/work_items.cuh"
+#include "attention/score_rules.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/warp.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
+#include "tile/stage_ring.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+template <class Config>
+class ForwardMmaSplit {
+  using Element = typename Config::Dtype;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kColumns = Config::kColumns;
+  static constexpr int kKeyColumns = Config::kKeyColumns;
+  static constexpr int kValueRows = Config::kValueRows;
+  static constexpr int kValueSteps = kKeys / kValueRows;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kTeamWarps = Config::kTeamWarps;
+  static constexpr bool kOwnRings = Config::kOwnRings;
+
+  // One warp has, in fragments, S [kScoreM × kScoreN] and O [kOutM × kOutN].
+  static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
+  static constexpr int kOutM = Config::kTeamRows / 16, kOutN = Config::kOutWarpPairs * 2;
+  using Scores = float[kScoreM][kScoreN][4];
+  using Out = tile::Accumulator<typename Config::AccPv>[kOutM][kOutN];
+
+ public:
+  FFPA_DEVICE explicit ForwardMmaSplit(const AttentionParams& params)
+      : params_(params),
+        thread_(ptx::thread_x()),
+        lane_(ptx::lane_id()),
+        team_(thread_ / 32 / kTeamWarps),
+        team_warp_(thread_ / 32 % kTeamWarps),
+        p_smem_(ptx::dynamic_smem() + Config::all_slots_bytes(params)),
+        partial_smem_(p_smem_ + Config::kProbabilityBytes),
+        factor_smem_(partial_smem_ + Config::kScoreWarpsByKeys * Config::kStatisticBytes),
+        block_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes),
+        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes + KeptPlacedRowTile::kBytes),
+        key_steps_(Config::key_steps(params)),
+        key_feed_{
+            {factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, Config::slot_bytes(params)}},
+        value_feed_{{factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes,
+                     ptx::dynamic_smem() + params.stages * Config::slot_bytes(params), params.value_stages,
+                     Config::kValueStepBytes}} {
+    key_feed_.ring.init(thread_);
+    if (kOwnRings) value_feed_.ring.init(thread_);
+  }
+
+  FFPA_DEVICE void run(int item) {
+    begin(item);
+    if constexpr (Config::kStreamed) {
+      const int groups = Config::column_groups(params_);
+      for (int tile = first_tile_; tile < end_tile_; ++tile) {
+        attend_to(tile);
+        if (tile == end_tile_ - 1) publish_row_sums();
+        for (int group = 0; group < groups; ++group) {
+          Out out;
+          if (tile > first_tile_) load(out, group);
+          rescale(out);
+          add_values(out);
+          if (tile < end_tile_ - 1) {
+            save(out, group);
+          } else {
+            write(out, group * kColumns);
+          }
+        }
+      }
+      if (first_tile_ == end_tile_) {
+        publish_row_sums();
+        for (int group = 0; group < groups; ++group) write(Out{}, group * kColumns);
+      }
+    } else {
+      Out out;
+      for (int tile = first_tile_; tile < end_tile_; ++tile) {
+        attend_to(tile);
+        rescale(out);
+        add_values(out);
+      }
+      publish_row_sums();
+      write(out, first_column_);
+    }
+  }
+
+ private:
+  // ---- the work item ----
+
+  FFPA_DEVICE void begin(int item) {
+    const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
+    first_column_ = item % groups * kColumns;
+    if (thread_ == 0) block_.keep(placed_row_tile(params_, item / groups, kRows));
+    ptx::sync_block();  // the row tile is there, and the barriers of the ring are
+
+    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits);
+    first_tile_ = tiles.first;
+    end_tile_ = tiles.end;
+    key_feed_.tile = value_feed_.tile = first_tile_;
+    key_feed_.step = key_feed_.group = value_feed_.group = 0;
+    value_feed_.step = key_steps_;
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        row_max_[m][h] = -kInfinity;
+        row_sum_[m][h] = 0;
+      }
+    }
+
+    if (first_tile_ == end_tile_) return;
+    if (params_.q_resident) {  // Q belongs to the first step's copies
+      for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, step);
+    }
+    for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
+    for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
+  }
+
+  // ---- the steps of K and V on their way into shared memory ----
+
+  // The step that a ring brings next: steps 0 … are those of K; those of V follow, counted on, for each column group.
+  struct Feed {
+    typename Config::Ring ring;
+    int tile = 0, step = 0, group = 0;
+  };
+  enum Operand { kOfKeys, kOfValues };
+
+  template <Operand kOperand>
+  FFPA_DEVICE Feed& feed() {
+    return kOwnRings && kOperand == kOfValues ? value_feed_ : key_feed_;
+  }
+
+  // Starts the copies of the next step in the ring of the operand, if there is one.
+  template <Operand kOperand>
+  FFPA_DEVICE void load_next_step() {
+    constexpr bool kOnlyKeys = kOwnRings && kOperand == kOfKeys, kOnlyValues = kOwnRings && kOperand == kOfValues;
+    Feed& next = feed<kOperand>();
+    if (next.tile == end_tile_) return;
+    const uint32_t slot = next.ring.begin_fill();
+    if (kOnlyKeys || (!kOnlyValues && next.step < key_steps_)) {
+      copy_keys(slot, next.tile, next.step);
+    } else {
+      copy_values(slot, next.tile, next.step - key_steps_, next.group);
+    }
+    next.ring.end_fill();
+
+    if (++next.step < key_steps_ + (kOnlyKeys ? 0 : kValueSteps)) return;
+    next.step = kOnlyValues ? key_steps_ : 0;
+    if (Config::kStreamed && !kOnlyKeys && ++next.group < Config::column_groups(params_)) {
+      next.step = key_steps_;
+      return;
+    }
+    next.group = 0;
+    ++next.tile;
+  }
+
+  FFPA_DEVICE void copy_queries(uint32_t target_smem, int step) const {
+    const tile::GmemWindow q_gmem = {block_.q(), params_.q.row_stride, block_.n_q(), params_.d_qk};
+    tile::copy_tile_async<kRows, kKeyColumns, kThreads>(
+        target_smem, Config::query_layout(), tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns), thread_);
+  }
+
+  FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const {
+    const tile::GmemWindow k_gmem = {block_.k(), params_.k.row_stride, block_.n_k(), params_.d_qk};
+    tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
+        slot, Config::key_layout(), tile::window_at(k_gmem, tile * kKeys, step * kKeyColumns), thread_);
+    if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, step);
+  }
+
+  FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const {
+    const tile::GmemWindow v_gmem = {block_.v(), params_.v.row_stride, block_.n_k(), params_.d_v};
+    const int column = Config::kStreamed ? group * kColumns : first_column_;
+    tile::copy_tile_async<kValueRows, kColumns, kThreads>(
+        slot, Config::value_layout(), tile::window_at(v_gmem, tile * kKeys + step * kValueRows, column), thread_);
+  }
+
+  template <Operand kOperand>
+  FFPA_DEVICE uint32_t next_step() {
+    load_next_step<kOperand>();
+    return feed<kOperand>().ring.begin_use();
+  }
+
+  // Meets the warps of the team alone: P, maxima and factors of its rows are its own.
+  FFPA_DEVICE void sync_team() const { ptx::bar_sync(1 + team_, kTeamWarps * 32); }
+
+  // ---- 1., 2. S = Q Kᵀ, softmax ----
+
+  // Leaves P and α of the tile in shared memory.
+  FFPA_DEVICE void attend_to(int tile) {
+    Scores scores;
+    compute_scores(scores);
+    const LogitScale to_logits = to_scores(scores, tile * kKeys);
+    float factor = to_logits.factor;
+    publish_maxima(scores, to_logits, factor);
+    sync_team();  // the maxima of all warps are there, and all have used P of the tile before
+    compute_probabilities(scores, factor);
+    sync_team();  // P and α are there
+  }
+
+  // Turns products into scores; they stay as they are where a positive factor is all they need.
+  FFPA_DEVICE LogitScale to_scores(Scores& scores, int key) const {
+    const bool all_seen = all_rows_see(block_, key, kKeys);
+    if (are_plain(params_, all_seen)) return scale_of_products(params_);
+    products_to_scores(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
+    return scale_of_scores();
+  }
+
+  FFPA_DEVICE void compute_scores(Scores& scores) {
+    tile::Accumulator<typename Config::AccQk> s[kScoreM][kScoreN];
+    FFPA_NO_UNROLL
+    for (int step = 0; step < key_steps_; ++step) {
+      const uint32_t k_smem = next_step<kOfKeys>();
+      const uint32_t q_smem =
+          params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes : k_smem + Config::kKeyStepBytes;
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
+        const tile::Coordinate at = tile::ldmatrix_a(lane_);
+        const uint32_t rows_above = Config::query_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, q_smem + Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column) + rows_above);
+      };
+      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
+        const tile::Coordinate at = tile::ldmatrix_b_pair(lane_);
+        const uint32_t rows_above = Config::key_layout().bytes(pair * 16);
+        ptx::ldmatrix_x4(
+            b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
+      };
+      tile::add_product<Element, Config::kAhead, kKeyColumns / 16>(s, load_a, load_b);
+      feed<kOfKeys>().ring.end_use();
+    }
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kScoreN; ++n) s[m][n].get(scores[m][n]);
+    }
+  }
+
+  // Publishes the largest logits of the warp's keys to the other warps. Large scores become logits, their factor 1.
+  FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
+    float maxima[kScoreM][2];
+    bool large = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float& maximum = maxima[m][h];
+        maximum = -kInfinity;
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          maximum = larger_of(maximum, larger_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+        }
+        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
+        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
+        large |= is_large(maximum, factor);
+      }
+    }
+    if (ptx::vote_any(large)) make_logits(scores, maxima, to_logits, factor);
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) publish(m, h, maxima[m][h] * factor);
+    }
+  }
+
+  // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until
+  // then P exceeds 1, by no more than 2^8, and O keeps its scale. With f16 sums of PV it always follows: they must not
+  // overflow.
+  static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
+
+  FFPA_DEVICE void compute_probabilities(const Scores& scores, float factor_of_scores) {
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+        float maximum = row_max_[m][h];
+        FFPA_UNROLL
+        for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
+          maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
+        }
+        if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
+        const float reference = maximum == -kInfinity ? 0.0f : maximum;  // P = 0 where the row has seen no key yet
+        const float factor = ptx::ex2(row_max_[m][h] - reference);
+        row_max_[m][h] = maximum;
+        if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
+          ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(factor));
+        }
+        float sum = 0;
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          const float p0 = ptx::ex2(scores[m][n][2 * h] * factor_of_scores - reference);
+          const float p1 = ptx::ex2(scores[m][n][2 * h + 1] * factor_of_scores - reference);
+          sum += p0 + p1;
+          const int chunk = score_key() / tile::kChunkElements + n;
+          const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
+          ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
+                           ptx::pack<Element>(p0, p1));
+        }
+        row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // sum over this thread's keys alone
+      }
+    }
+  }
+
+  // ---- 3. O = αO + P V ----
+
+  FFPA_DEVICE void rescale(Out& out) const {
+    float factor[kOutM][2];
+    bool any = false;
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        factor[m][h] = statistic(factor_smem_, out_row(m, h));
+        any |= factor[m][h] != 1;
+      }
+    }
+    if (!ptx::vote_any(any)) return;
+    FFPA_UNROLL
+    for (int m = 0; m < kOutM; ++m) {
+      FFPA_UNROLL
+      for (int n = 0; n < kOutN; ++n) tile::scale_rows(out[m][n], factor[m]);
+    }
+  }
+
+  FFPA_DEVICE void add_values(Out& out) {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < kValueSteps; ++step) {
+      const uint32_t v_smem = next_step<kOfValues>();
+      const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
+        const tile::Coordinate at = tile::ldmatrix_a(lane_);
+        const int chunk = (step * kValueRows + depth * 16) / tile::kChunkElements;
+        const uint32_t rows_above = Config::probability_layout().bytes(m * 16);
+        ptx::ldmatrix_x4(
+            a, p_smem_ + Config::probability_layout().offset(out_row_begin() + at.row, chunk + at.column) + rows_above);
+      };
+      const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
+        const tile::Coordinate at = tile::ldmatrix_b_pair_trans(lane_);
+        const uint32_t rows_above = Config::value_layout().bytes(depth * 16);
+        const int chunk = pair_column(pair) / tile::kChunkElements;
+        ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
+      };
+      tile::add_product<Element, Config::kAhead, kValueRows / 16>(out, load_a, load_b);
+      feed<kOfValues>().ring.end_use();
+    }
+  }
+
+  // Returns the first column, within the group, of a pair of fragments. Warps that have a pair less than others repeat
+  // their first one.
+  FFPA_DEVICE int pair_column(int pair) const {
+    const bool exists = Config::kOutPairs % kTeamWarps == 0 || pair * kTeamWarps + team_warp_ < Config::kOutPairs;
+    return ((exists ? pair * kTeamWarps : 0) + team_warp_) * 16;
+  }
+
+  // ---- O in scratch, fragment by fragment; out = O / row sum, LSE: forward/mma_split_out.cuh ----
+
+  FFPA_DEVICE float* scratch_of(int group) const;
+  FFPA_DEVICE void load(Out& out, int group) const;
+  FFPA_DEVICE void save(const Out& out, int group) const;
+
+  FFPA_DEVICE void publish_row_sums();
+  FFPA_DEVICE void write_partial(const Out& out, int first_column) const;
+  FFPA_DEVICE void write_final(const Out& out, int first_column) const;
+
+  // Returns the index of row 0 of the head among all rows of a part.
+  FFPA_DEVICE int64_t partial_row() const {
+    return (int64_t(block_.batch()) * params_.heads_q + block_.head()) * params_.n_q;
+  }
+
+  FFPA_DEVICE float row_sum(int row) const {
+    float sum = 0;
+    FFPA_UNROLL
+    for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum += statistic(partial_smem_, warp * kRows + row);
+    return sum;
+  }
+
+  FFPA_DEVICE void write(const Out& out, int first_column) const {
+    if (params_.splits > 1) {
+      write_partial(out, first_column);
+    } else {
+      write_final(out, first_column);
+    }
+  }
+
+  // ---- this thread's share ----
+
+  FFPA_DEVICE int score_warp_by_keys() const { return team_warp_ % Config::kScoreWarpsByKeys; }
+  FFPA_DEVICE int score_key() const { return score_warp_by_keys() * Config::kScoreWarpKeys; }
+  FFPA_DEVICE int score_row() const {
+    return team_ * Config::kTeamRows + team_warp_ / Config::kScoreWarpsByKeys * Config::kScoreWarpRows;
+  }
+  FFPA_DEVICE int out_row_begin() const { return team_ * Config::kTeamRows; }
+  FFPA_DEVICE int out_row(int m, int h) const {
+    return out_row_begin() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+  }
+
+  static FFPA_DEVICE float statistic(uint32_t base_smem, int index) {
+    return float_from_bits(ptx::ld_shared_4(base_smem + index * sizeof(float)));
+  }
+
+  // Publishes a number that the warp has for one of its rows, for the other warps.
+  FFPA_DEVICE void publish(int m, int h, float value) const {
+    const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+    if (lane_ % 4 == 0) {
+      ptx::st_shared_4(partial_smem_ + (score_warp_by_keys() * kRows + row) * sizeof(float), float_bits(value));
+    }
+  }
+
+  const AttentionParams& params_;
+  int thread_, lane_, team_, team_warp_;
+  uint32_t p_smem_;        // [kRows][kKeys]
+  uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
+  uint32_t factor_smem_;   // [kRows]: α
+  KeptPlacedRowTile block_;
+  uint32_t q_smem_;  // resident Q: [key step][kRows][kKeyColumns]
+  int key_steps_;
+  Feed key_feed_, value_feed_;  // key_feed_ brings both, unless there are two rings
+
+  int first_column_;
+  int first_tile_, end_tile_;
+
+  float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // rows 16m + 8h + lane / 4 of the warp; maxima in base 2
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
+void forward_mma_split(FFPA_GRID_CONSTANT const AttentionParams params) {
+  ForwardMmaSplit<Config> forward(params);
+  if constexpr (Config::kStreamed) {
+    const int items = Config::items_of_head(params) * params.heads_q * params.batch;
+    for (int item = block_number(); item < items; item += blocks_of_grid()) {
+      forward.run(item);
+      ptx::sync_block();  // nobody reads Q or the statistics of this item any more
+    }
+  } else {
+    forward.run(block_number());
+  }
+}
+
+}  // namespace ffpa
+
+#include "attention/forward/mma_split_out.cuh"

@@ -1,0 +1,301 @@
+// Attention forward on wgmma, for head dims whose O fits the registers. A persistent block takes row tiles of kRows
+// rows of one query head; two warpgroups have 64 of the rows each, and go over tiles of kKeys keys:
+//
+//   S of the next tile = Q Kᵀ, and O += P V of this one, are queued together; while the second runs, S becomes P
+//
+// P never leaves its thread's registers: accumulators of S, packed, are an A operand.
+//
+// One warp brings Q once, and K and V in parts of 64 keys, in the order in which they are used (tile/box_ring.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "attention/forward/wgmma_steps.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/row_state.cuh"
+#include "attention/rows/item_queue.cuh"
+#include "attention/rows/row_tile.cuh"
+#include "attention/rows/row_tiles.cuh"
+#include "attention/rows/visible_keys.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype; kColumns, the most columns of Q and K; kValueColumns, the most of V and O.
+template <class Fields>
+struct ForwardWgmmaFusedConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
+  // A tile has as many keys as O leaves registers for. A slot has all boxes of a row where one instruction reads them;
+  // else it has one box, so that there are many slots.
+  static constexpr int kKeys = Fields::kColumns <= 192 ? 128 : 64;
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;  // boxes of a row
+  static constexpr int kPartBoxes = kBoxes <= 4 ? kBoxes : 1;   // boxes of a slot
+  static constexpr int kParts = kBoxes / kPartBoxes;
+  static constexpr int kValueBoxes = Fields::kValueColumns / tile::kBox;
+  static constexpr int kValueParts = kParts == 1 ? 1 : kValueBoxes, kValuePartBoxes = kValueBoxes / kValueParts;
+  static_assert(kValuePartBoxes <= kPartBoxes, "a slot holds either");
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // registers of a thread
+  static constexpr int kConsumerRegisters = Fields::kColumns > 256 ? 240 : 232;
+
+  // Shared memory holds slots of the ring, as many as fit; Q; for each warp, rows of O on their way; barriers of the
+  // ring and of Q; for each warp, the rows in work; the block's row tiles.
+  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  using Stores = tile::RowStores<1>;
+  using Queries = QueryBoxes<kBoxes>;
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + kConsumerWarps * Stores::kBytes + Queries::kBarrierBytes +
+                                          (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue<>::kBytes;
+  static constexpr uint32_t kMostBytes = 227 * 1024, kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
+  static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 16);
+  using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
+
+  static constexpr uint32_t kQueryAt = Ring::kBytes;
+  static constexpr uint32_t kStoresAt = kQueryAt + Queries::kBytes;
+  static constexpr uint32_t kBarriersAt = kStoresAt + kConsumerWarps * Stores::kBytes;
+  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
+  static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + Queries::kBarrierBytes, 16u);
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
+  static_assert(kSmemBytes <= kMostBytes, "what a block has");
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    shape.counter = reinterpret_cast<uint32_t*>(params.scratch);
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    RowTiles<kRows> row_tiles;
+    ptx::TensorMap q, k, v, out;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params);
+    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
+                                     map_keys(arguments.k, params, params.k, params.d_qk),
+                                     map_keys(arguments.v, params, params.v, params.d_v),
+                                     map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows)};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class ForwardWgmmaFused {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kKeySteps = kKeys / tile::kBox;
+  static constexpr int kSlotsOfKeys = kKeySteps * Config::kParts, kSlotsOfValues = kKeySteps * Config::kValueParts;
+  using Scores = ScoreSums<kKeySteps>;
+  using Probabilities = PackedProbabilities<kKeySteps>;
+  using Out = float[Config::kValueColumns / 2];
+
+ public:
+  FFPA_DEVICE explicit ForwardWgmmaFused(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        slots_(ring_, lane_) {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) {
+      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      queries().init();
+      ring_.init();
+    }
+    ptx::sync_block();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+  }
+
+ private:
+  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE KeptRows kept_rows(int warp) const {
+    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
+  }
+  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+  FFPA_DEVICE typename Config::Queries queries() const {
+    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    const KeptRows kept = kept_rows(0);
+    ItemQueue<> items(items_smem());
+    uint32_t parity = 1;
+    for_each_row_tile(
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
+        [&] {
+          const RowTile rows = kept.get();
+          queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+          parity ^= 1;
+          const TileRange tiles = visible_tiles(rows, kKeys);
+          const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+          const int n_k = rows.n_k();
+          FFPA_NO_UNROLL
+          for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+            if (tile < tiles.end) {
+              bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys, kLargestInt);
+            }
+            if (tile > tiles.first) {
+              bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
+                                                                       (tile - 1) * kKeys, n_k);
+            }
+          }
+        });
+  }
+
+  // Brings a tile of K or V; rows from `end` on become zeros.
+  template <int kParts, int kPartBoxes>
+  FFPA_DEVICE void bring_tile(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& map, const MapPlace& place,
+                              int first_key, int end) const {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < kKeySteps; ++step) {
+      const int key = first_key + step * tile::kBox;
+      FFPA_NO_UNROLL
+      for (int part = 0; part < kParts; ++part) {
+        producer.bring_live_rows(
+            live_box_rows(end - key, params_.is_packed()),
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              for (int box = 0; box < kPartBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, map, barrier, place, (part * kPartBoxes + box) * tile::kBox, key);
+              }
+            },
+            kPartBoxes);
+      }
+    }
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group, int group_warp) {
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
+    typename Config::Stores stores(ring_.slots_smem + Config::kStoresAt + warp * Config::Stores::kBytes, lane_);
+    const KeptRows kept = kept_rows(1 + warp);
+    ItemQueue<> items(items_smem());
+    uint32_t parity = 0;
+    for_each_row_tile(
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
+        [&] {
+          RowState state;
+          Out out;
+          ptx::mbarrier_wait(queries().full(), parity);
+          parity ^= 1;
+          const TileRange tiles = visible_tiles(kept.get(), kKeys);
+          if (tiles.first < tiles.end) {
+            Scores scores;
+            Probabilities p;
+            queue_scores(scores, group);
+            ptx::wgmma_wait_group<0>();
+            slots_.release(kSlotsOfKeys);
+            to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
+            pack_probabilities<Element>(p, scores);
+            FFPA_NO_UNROLL
+            for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
+              queue_scores(scores, group);
+              queue_product(out, p, tile > tiles.first + 1);
+              ptx::wgmma_wait_group<1>();
+              slots_.release(kSlotsOfKeys);
+              const float before[2] = {state.reference[0], state.reference[1]};
+              const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
+              ptx::wgmma_wait_group<0>();
+              slots_.release(kSlotsOfValues);
+              if (moved) rescale(out, before, state.reference);
+              pack_probabilities<Element>(p, scores);
+            }
+            queries().release(lane_);
+            queue_product(out, p, tiles.end > tiles.first + 1);
+            ptx::wgmma_wait_group<0>();
+            slots_.release(kSlotsOfValues);
+          } else {
+            queries().release(lane_);
+            FFPA_UNROLL
+            for (float& sum : out) sum = 0;
+          }
+          finish_rows(params_, kept.get(), row, state, lane_);
+          write_out<Element>(out, stores, arguments_.out, params_, kept.get(), row, 0, state.sum, lane_);
+        });
+    stores.wait();
+  }
+
+  // Queues scores = Q Kᵀ of the next tile, as a group of its own.
+  FFPA_DEVICE void queue_scores(Scores& scores, int group) {
+    FFPA_UNROLL
+    for (int step = 0; step < kKeySteps; ++step) {
+      FFPA_UNROLL
+      for (int part = 0; part < Config::kParts; ++part) {
+        const uint64_t k = slots_.next();
+        ptx::wgmma_fence();
+        FFPA_UNROLL
+        for (int box = 0; box < Config::kPartBoxes; ++box) {
+          const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kPartBoxes + box, group));
+          FFPA_UNROLL
+          for (int depth = 0; depth < tile::kBox / 16; ++depth) {
+            using Sums = float[tile::kBox / 2];
+            ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores[step]), q + depth * 2,
+                                               k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
+          }
+        }
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Queues out += P V of a tile, as a group of its own.
+  FFPA_DEVICE void queue_product(Out& out, const Probabilities& p, bool accumulate) {
+    FFPA_UNROLL
+    for (int step = 0; step < kKeySteps; ++step) {
+      FFPA_UNROLL
+      for (int part = 0; part < Config::kValueParts; ++part) {
+        constexpr int kPartColumns = Config::kValuePartBoxes * tile::kBox;
+        using Sums = float[kPartColumns / 2];
+        const uint64_t v = slots_.next();
+        ptx::wgmma_fence();
+        FFPA_UNROLL
+        for (int depth = 0; depth < tile::kBox / 16; ++depth) {
+          ptx::wgmma_rs<Element, kPartColumns, tile::Major::kMN>(
+              reinterpret_cast<Sums&>(out[part * kPartColumns / 2]), p[step * 4 + depth],
+              v + depth * 2 * tile::kAtomBytes / 16, accumulate || step + depth > 0);
+        }
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_;
+  Ring ring_;
+  tile::SlotReader<Ring> slots_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_wgmma_fused(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardWgmmaFused<Config>(arguments).run();
+}
+
+}  // namespace ffpa

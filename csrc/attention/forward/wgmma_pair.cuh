@@ -1,0 +1,462 @@
+// Attention forward on wgmma, for head dims whose O fits the registers of two blocks. The persistent blocks of a
+// cluster take row tiles of kRows rows of one query head together. Each owns half of the columns of O, and computes S
+// for half of the keys of every tile of 2 · 64. In each block, two warpgroups have 64 of the rows each. They send P of
+// their keys to the warpgroup with the same rows in the other block:
+//
+//   S of its keys of the next tile = Q Kᵀ, and O += P V, with P of its own keys of this tile from registers, are queued
+//   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from
+//   shared memory
+//
+// Each block has references (row_state.cuh) of its own, and sends them along with P. A block that learns of a larger
+// one takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/forward/wgmma_pair_config.cuh"
+#include "attention/forward/wgmma_steps.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/row_state.cuh"
+#include "attention/rows/item_queue.cuh"
+#include "attention/rows/row_tile.cuh"
+#include "attention/rows/row_tiles.cuh"
+#include "attention/rows/visible_keys.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragments.cuh"
+#include "tile/smem_layout.cuh"
+
+namespace ffpa {
+
+template <class Config>
+class ForwardWgmmaPair {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kOwnColumns = Config::kOwnColumns;
+  using Scores = ScoreSums<1>;
+  using Probabilities = PackedProbabilities<1>;
+  using Out = float[kOwnColumns / 2];
+
+ public:
+  FFPA_DEVICE explicit ForwardWgmmaPair(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        rank_(ptx::cluster_rank()),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        slots_(ring_, lane_) {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) {
+      typename Config::Items(items_smem()).init(Config::kReadingWarps);
+      queries().init();
+      for (int group = 0; group < tile::kConsumerGroups; ++group) {
+        ptx::mbarrier_init(message_full(group), 1);
+        ptx::mbarrier_init(message_empty(group), tile::kGroupWarps);
+      }
+      ring_.init();
+    }
+    meet();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    meet();  // no block ends while the other still copies or arrives there
+  }
+
+ private:
+  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE KeptRows kept_rows(int warp) const {
+    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
+  }
+  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+  FFPA_DEVICE typename Config::Queries queries() const {
+    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
+  }
+  // message_full() says that a message of the other block is there, message_empty() that it has read the last one.
+  FFPA_DEVICE uint32_t message_full(int group) const {
+    return ring_.slots_smem + Config::kMessageBarriersAt + group * 8;
+  }
+  FFPA_DEVICE uint32_t message_empty(int group) const { return message_full(tile::kConsumerGroups + group); }
+
+  static FFPA_DEVICE void meet() {
+    ptx::sync_warp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+
+  // Returns the first of the keys of a tile that a block has S of.
+  static FFPA_DEVICE int first_key(int tile, int rank) { return tile * kKeys + rank * Config::kBlockKeys; }
+
+  static FFPA_DEVICE constexpr int boxes_of_key_part(int part) {
+    return min_of(Config::kKeyBoxes, Config::kBoxes - part * Config::kKeyBoxes);
+  }
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    const KeptRows kept = kept_rows(0);
+    typename Config::Items items(items_smem());
+    const auto next_item = [&] {
+      if (rank_ == 0) return items.take(params_.scratch, lane_);
+      items.expect(lane_);
+      return items.get(lane_);
+    };
+    uint32_t parity = 1;
+    for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next_item, [&] {
+      const RowTile rows = kept.get();
+      queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+      parity ^= 1;
+      const TileRange tiles = visible_tiles(rows, kKeys);
+      const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+      const int n_k = rows.n_k();
+      FFPA_NO_UNROLL
+      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+        if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
+        if (tile == tiles.first) continue;
+        bring_values(producer, place, first_key(tile - 1, rank_), n_k);
+        bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
+      }
+    });
+  }
+
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kKeyParts; ++part) {
+      const int boxes = boxes_of_key_part(part);
+      producer.bring(
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            FFPA_NO_UNROLL
+            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
+            }
+          },
+          boxes);
+    }
+  }
+
+  // Brings V, in the block's own columns; rows from `end` on become zeros.
+  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int first_key,
+                                int end) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kValueParts; ++part) {
+      const int key = first_key + part * Config::kValueRows;
+      producer.bring_live_rows(
+          live_box_rows(end - key, params_.is_packed()),
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += Config::kValueBoxBytes) {
+              load_box(boxes_smem, arguments_.v, barrier, place, rank_ * kOwnColumns + box * tile::kBox, key);
+            }
+          },
+          Config::kValueBoxes, Config::kValueRows);
+    }
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  // A warp's place, and what shared memory has of its 16 rows: P and a note for each, for the other block and from it.
+  struct WarpPlace {
+    int warp;
+    uint32_t smem;
+
+    FFPA_DEVICE int group() const { return warp / tile::kGroupWarps; }
+    FFPA_DEVICE int row() const { return warp * 16; }  // first row in the tile
+    FFPA_DEVICE uint32_t sent_p() const { return smem + Config::kSentPAt + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t p() const { return smem + Config::kPAt + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t sent_notes() const { return smem + Config::kSentNotesAt + warp * Config::kWarpNoteBytes; }
+    FFPA_DEVICE uint32_t notes() const { return smem + Config::kNotesAt + warp * Config::kWarpNoteBytes; }
+  };
+
+  FFPA_DEVICE void consume(int group, int group_warp) {
+    const WarpPlace at = {group * tile::kGroupWarps + group_warp, ring_.slots_smem};
+    typename Config::Stores stores(at.sent_p(), lane_);
+    const KeptRows kept = kept_rows(1 + at.warp);
+    typename Config::Items items(items_smem());
+    uint32_t parity = 0;
+    for_each_row_tile(
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
+        [&] {
+          RowState state;
+          Out out;
+          float of_out[2] = {-kInfinity, -kInfinity};  // references of O
+          FFPA_UNROLL
+          for (int i = 0; i < kOwnColumns / 2; ++i) out[i] = 0;
+          ptx::mbarrier_wait(queries().full(), parity);
+          parity ^= 1;
+          const TileRange tiles = visible_tiles(kept.get(), kKeys);
+          if (tiles.first < tiles.end) {
+            Scores scores;
+            Probabilities p;
+            float late[2];
+            queue_scores(scores, at.group());
+            ptx::wgmma_wait_group<0>();
+            slots_.release();
+            to_probabilities(scores, params_, kept.get(), first_key(tiles.first, rank_), at.row(), state, lane_);
+            pack_probabilities<Element>(p, scores);
+            FFPA_NO_UNROLL
+            for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
+              follow(out, of_out, state.reference);
+              queue_scores(scores, at.group());
+              send_probabilities(at, p, state);
+              queue_own_product(out, p);
+              ptx::wgmma_wait_group<1>();
+              slots_.release();
+              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              ptx::wgmma_wait_group<0>();
+              slots_.release(Config::kValueParts);
+              meet_references(at, out, of_out, state, late);
+              queue_their_product(out, at.group());
+              lower(scores, late);
+              pack_probabilities<Element>(p, scores);
+              ptx::wgmma_wait_group<0>();
+              slots_.release(Config::kValueParts);
+              acknowledge(at.group());
+            }
+            queries().release(lane_);
+            follow(out, of_out, state.reference);
+            send_probabilities(at, p, state);
+            queue_own_product(out, p);
+            ptx::wgmma_wait_group<0>();
+            slots_.release(Config::kValueParts);
+            meet_references(at, out, of_out, state, late);
+            queue_their_product(out, at.group());
+            ptx::wgmma_wait_group<0>();
+            slots_.release(Config::kValueParts);
+            acknowledge(at.group());
+          } else {
+            queries().release(lane_);
+          }
+          finish(at, kept.get(), state);
+          // The other block has acknowledged P, and so has read it: rows of O may take its place.
+          write_out<Element>(out, stores, arguments_.out, params_, kept.get(), at.row(), rank_ * kOwnColumns, state.sum,
+                             lane_);
+        });
+    stores.wait();
+  }
+
+  // Queues scores = Q Kᵀ of the block's keys of the next tile, by parts; the last part, its own group, may still run.
+  FFPA_DEVICE void queue_scores(Scores& scores, int group) {
+    FFPA_UNROLL
+    for (int part = 0; part < Config::kKeyParts; ++part) {
+      const uint64_t k = slots_.next();
+      ptx::wgmma_fence();
+      FFPA_UNROLL
+      for (int box = 0; box < boxes_of_key_part(part); ++box) {
+        const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kKeyBoxes + box, group));
+        FFPA_UNROLL
+        for (int depth = 0; depth < tile::kBox / 16; ++depth) {
+          using Sums = float[tile::kBox / 2];
+          ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
+                                             k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
+        }
+      }
+      ptx::wgmma_commit_group();
+      if (part == 0) continue;
+      ptx::wgmma_wait_group<1>();
+      slots_.release();
+    }
+  }
+
+  // Queues out += P V of the block's own keys, as a group of its own.
+  FFPA_DEVICE void queue_own_product(Out& out, const Probabilities& p) {
+    queue_product(
+        [&](int step, uint64_t v) { ptx::wgmma_rs<Element, kOwnColumns, tile::Major::kMN>(out, p[step], v, true); });
+  }
+
+  // Queues out += P V of the other block's keys, as a group of its own.
+  FFPA_DEVICE void queue_their_product(Out& out, int group) {
+    const uint64_t p =
+        tile::boxes_descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes);
+    queue_product([&](int step, uint64_t v) {
+      ptx::wgmma_ss<Element, kOwnColumns, tile::Major::kK, tile::Major::kMN>(out, p + step * 2, v, true);
+    });
+  }
+
+  // Calls multiply(step, v) for each 16 of the 64 keys of the next slots.
+  template <class Multiply>
+  FFPA_DEVICE void queue_product(const Multiply& multiply) {
+    constexpr int kSteps = Config::kValueRows / 16;
+    FFPA_UNROLL
+    for (int part = 0; part < Config::kValueParts; ++part) {
+      const uint64_t v = slots_.next(Config::kValueBoxBytes);
+      ptx::wgmma_fence();
+      FFPA_UNROLL
+      for (int step = 0; step < kSteps; ++step) multiply(part * kSteps + step, v + step * 2 * tile::kAtomBytes / 16);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // ---- messages between the blocks: one sent, one received, each read before the next one comes ----
+
+  // Calls function(half, row) for the rows of the thread, counted among its warp's 16.
+  template <class Function>
+  FFPA_DEVICE void for_each_half(const Function& function) const {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) function(h, tile::c_coordinate(lane_, 2 * h).row);
+  }
+
+  FFPA_DEVICE void send_probabilities(const WarpPlace& at, const Probabilities& p, const RowState& state) {
+    constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
+    if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before have left
+    wait_until_read(at.group());
+    FFPA_UNROLL
+    for (int i = 0; i < tile::kBox / 16; ++i) {
+      ptx::stmatrix_x4(at.sent_p() + kLayout.offset(lane_ % 16, 2 * i + lane_ / 16),
+                       {p[i][0], p[i][1], p[i][2], p[i][3]});
+    }
+    send(at, state.reference, Config::kWarpPBytes);
+  }
+
+  // Waits until the other block has read all messages before.
+  FFPA_DEVICE void wait_until_read(int group) const {
+    ptx::mbarrier_wait(message_empty(group), (messages_ & 1) ^ 1);
+    ptx::sync_warp();
+  }
+
+  // Sends `p_bytes` bytes of P, and a note for each row.
+  FFPA_DEVICE void send(const WarpPlace& at, const float (&notes)[2], uint32_t p_bytes) const {
+    for_each_half([&](int h, int r) {
+      if (lane_ % 4 == 0) ptx::st_shared_4(at.sent_notes() + r * 4, float_bits(notes[h]));
+    });
+    ptx::fence_proxy_async();
+    ptx::sync_warp();
+    if (ptx::elect_one()) {
+      const uint32_t full = message_full(at.group());
+      if (p_bytes > 0) ptx::copy_to_block(at.p(), at.sent_p(), p_bytes, full, 1 - rank_);
+      ptx::copy_to_block(at.notes(), at.sent_notes(), Config::kWarpNoteBytes, full, 1 - rank_);
+    }
+    ptx::sync_warp();
+  }
+
+  // Waits for the next message, in which each warp has `warp_bytes` bytes.
+  FFPA_DEVICE void receive(const WarpPlace& at, uint32_t warp_bytes) {
+    if (at.warp % tile::kGroupWarps == 0 && lane_ == 0) {
+      ptx::mbarrier_arrive_expect_tx(message_full(at.group()), tile::kGroupWarps * warp_bytes);
+    }
+    ptx::mbarrier_wait(message_full(at.group()), messages_ & 1);
+    ++messages_;
+  }
+
+  static FFPA_DEVICE float note(const WarpPlace& at, int r) {
+    return float_from_bits(ptx::ld_shared_4(at.notes() + r * 4));
+  }
+
+  // Tells the other block that its message has been read: the next one may come.
+  FFPA_DEVICE void acknowledge(int group) const {
+    ptx::sync_warp();
+    if (lane_ == 0) ptx::mbarrier_arrive_remote(message_empty(group), 1 - rank_);
+  }
+
+  // Receives P of the other block's keys, and makes O and this P refer to the larger reference of both. `late` becomes
+  // what P of the block's next keys, computed before the message came, has to be multiplied with.
+  FFPA_DEVICE void meet_references(const WarpPlace& at, Out& out, float (&of_out)[2], RowState& state,
+                                   float (&late)[2]) {
+    receive(at, Config::kWarpPBytes + Config::kWarpNoteBytes);
+    float theirs[2], larger[2];
+    for_each_half([&](int h, int r) {
+      theirs[h] = note(at, r);
+      larger[h] = larger_of(of_out[h], theirs[h]);
+      late[h] = 1;
+      if (theirs[h] > state.reference[h]) {
+        late[h] = growth(state.reference[h], theirs[h]);
+        state.sum[h] *= late[h];
+        state.reference[h] = theirs[h];
+      }
+    });
+    follow(out, of_out, larger);
+    lower_their_p(at, theirs, larger);
+  }
+
+  // Rescales O to references that are no smaller.
+  FFPA_DEVICE void follow(Out& out, float (&of_out)[2], const float (&references)[2]) const {
+    if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
+      rescale(out, of_out, references);
+      of_out[0] = references[0];
+      of_out[1] = references[1];
+    }
+  }
+
+  // Scales down, in its place, P that came with smaller references than O has.
+  FFPA_DEVICE void lower_their_p(const WarpPlace& at, const float (&theirs)[2], const float (&references)[2]) const {
+    const bool lower[2] = {theirs[0] != references[0] && theirs[0] != -kInfinity,
+                           theirs[1] != references[1] && theirs[1] != -kInfinity};
+    if (ptx::vote_any(lower[0] || lower[1])) {
+      constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
+      for_each_half([&](int h, int r) {
+        if (!lower[h]) return;
+        const float factor = growth(theirs[h], references[h]);
+        FFPA_NO_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          uint32_t pairs[4];
+          // Neighbouring rows take different chunks at a time: the same ones lie in the same banks.
+          const uint32_t smem = at.p() + kLayout.offset(r, lane_ % 4 + (i + r) % 2 * 4);
+          ptx::ld_shared_16(pairs, smem);
+          FFPA_UNROLL
+          for (uint32_t& pair : pairs) {
+            float low, high;
+            ptx::unpack<Element>(pair, low, high);
+            pair = ptx::pack<Element>(low * factor, high * factor);
+          }
+          ptx::st_shared_16(smem, {pairs[0], pairs[1], pairs[2], pairs[3]});
+        }
+      });
+      ptx::fence_proxy_async();
+    }
+    ptx::bar_sync(1 + at.group(), tile::kGroupThreads);  // the product reads the rows of all its warps
+  }
+
+  static FFPA_DEVICE void lower(Scores& scores, const float (&factor)[2]) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= factor[h]; });
+  }
+
+  // Replaces the sums by what O is to be multiplied with. The blocks have exchanged the references of the last tile:
+  // both have the same.
+  FFPA_DEVICE void finish(const WarpPlace& at, const RowTile& rows, RowState& state) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      state.sum[h] += ptx::shfl_xor(state.sum[h], 1);
+      state.sum[h] += ptx::shfl_xor(state.sum[h], 2);
+    }
+    wait_until_read(at.group());
+    send(at, state.sum, 0);
+    receive(at, Config::kWarpNoteBytes);
+    for_each_half([&](int h, int r) {
+      const bool writes = rank_ == 0 && lane_ % 4 == 0;
+      state.sum[h] =
+          finish_row(params_, rows, rows.first + at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
+                     [&](float logit) { return score_of_logit(params_, logit); });
+    });
+    acknowledge(at.group());
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_, rank_;
+  Ring ring_;
+  tile::SlotReader<Ring> slots_;
+  uint32_t messages_ = 0;  // messages sent, and as many received
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_wgmma_pair(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardWgmmaPair<Config>(arguments).run();
+}
+
+}  // namespace ffpa

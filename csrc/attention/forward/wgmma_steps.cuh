@@ -1,0 +1,206 @@
+// The steps that the forwards with O in registers have in common (forward/wgmma_fused.cuh, forward/wgmma_pair.cuh): Q
+// of a row tile is brought, S becomes P (the softmax), and O is written.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/params/attention_params.h"
+#include "attention/row_state.cuh"
+#include "attention/rows/row_tile.cuh"
+#include "attention/score_rules.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+
+namespace ffpa {
+
+// Q of a row tile: for each 64 columns a box of each warpgroup, or one of both together. `full` says that Q has landed,
+// `empty` that all warps have their last S of it.
+template <int kBoxes, int kGroups = tile::kConsumerGroups>
+struct QueryBoxes {
+  static constexpr uint32_t kBytes = kBoxes * kGroups * tile::kBoxBytes;
+  static constexpr uint32_t kBarrierBytes = 2 * 8;
+
+  uint32_t boxes_smem, barriers_smem;
+
+  FFPA_DEVICE uint32_t full() const { return barriers_smem; }
+  FFPA_DEVICE uint32_t empty() const { return barriers_smem + 8; }
+  FFPA_DEVICE uint32_t box(int i, int group) const { return boxes_smem + (i * kGroups + group) * tile::kBoxBytes; }
+
+  // One thread calls this, before a barrier.
+  FFPA_DEVICE void init() const {
+    ptx::mbarrier_init(full(), 1);
+    ptx::mbarrier_init(empty(), tile::kConsumerGroups * tile::kGroupWarps);
+  }
+
+  // All lanes of the producer's warp call this.
+  FFPA_DEVICE void bring(const ptx::TensorMap& map, const MapPlace& place, uint32_t parity) const {
+    if (ptx::elect_one()) {
+      ptx::mbarrier_wait(empty(), parity);
+      ptx::mbarrier_arrive_expect_tx(full(), kBytes);
+      FFPA_NO_UNROLL
+      for (int i = 0; i < kBoxes; ++i) {
+        for (int group = 0; group < kGroups; ++group) {
+          load_box(box(i, group), map, full(), place, i * tile::kBox, group * tile::kBox);
+        }
+      }
+    }
+    ptx::sync_warp();
+  }
+
+  // All lanes of each warp that has read Q call this.
+  FFPA_DEVICE void release(int lane) const {
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(empty());
+  }
+};
+
+// ScoreSums are S of a warp's 16 rows and kSteps · 64 keys, PackedProbabilities their P as A fragments.
+template <int kSteps>
+using ScoreSums = float[kSteps][1][tile::kBox / 8][4];
+template <int kSteps>
+using PackedProbabilities = uint32_t[kSteps * tile::kBox / 16][4];
+
+template <int kSteps, class Function>
+FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Function& function) {
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    FFPA_UNROLL
+    for (int n = 0; n < tile::kBox / 8; ++n) {
+      function(scores[step][0][n][2 * h]);
+      function(scores[step][0][n][2 * h + 1]);
+    }
+  }
+}
+
+template <int kSteps>
+FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
+  float largest = -kInfinity;
+  for_each_of_row(scores, h, [&](float& score) { largest = larger_of(largest, score); });
+  largest = larger_of(largest, ptx::shfl_xor(largest, 1));
+  return larger_of(largest, ptx::shfl_xor(largest, 2));
+}
+
+// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
+template <int kSteps>
+FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const RowTile& rows,
+                                  int key, int row, RowState& state, int lane) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox), raw = are_raw(params);
+  if (!raw || !all_seen) {
+    FFPA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+      if (raw) {
+        hide_unseen(scores[step], rows, first_row, first_key, lane);
+        continue;
+      }
+      products_to_scores<tile::AdjacentFragments, true, true>(scores[step], params, rows, all_seen, first_row,
+                                                              first_key, lane);
+      if (!params.has_wide_mask()) continue;
+      for_each_score(scores[step], first_row, first_key, lane,
+                     [](float& score, int, int) { score = in_base_2(score); });
+    }
+  }
+  const Slopes slopes = slopes_of(params);
+  bool moved = false;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    moved |= state.follow(h, slopes.logit(largest_of_row<kSteps>(scores, h)));
+    const float reference = finite_reference(state.reference[h]), slope = slopes.at(reference);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& score) {
+      score = ptx::ex2(std::fma(score, slope, -reference));
+      sum += score;
+    });
+    state.sum[h] += sum;
+  }
+  return moved;
+}
+
+// Does the same for 8-bit floats; `scale` turns their products into those of Q and K. P is 2^exponent where a row is at
+// its reference, and no more: so references always follow the maximum, and logits are rounded before it is taken.
+template <int kSteps>
+FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const AttentionParams& params,
+                                            const RowTile& rows, int key, int row, RowState& state, int lane,
+                                            float scale, float exponent) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
+  const float factor = params.score_factor * scale;
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+    const auto multiply_by = [&](float x) {
+      for_each_score(scores[step], first_row, first_key, lane,
+                     [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
+    };
+    if (params.softcap > 0) {
+      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, first_row, first_key,
+                                                         lane, scale);
+      multiply_by(kLog2e);
+    } else {
+      multiply_by(factor);
+      if (!all_seen) hide_unseen(scores[step], rows, first_row, first_key, lane);
+    }
+  }
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    constexpr float kLazyGrowth = 0;
+    state.follow(h, largest_of_row<kSteps>(scores, h), kLazyGrowth);
+    const float reference = finite_reference(state.reference[h]);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& logit) {
+      const float below = logit - reference;  // before adding the exponent, which a large reference would swallow
+      logit = ptx::ex2(below + exponent);
+      sum += logit;
+    });
+    state.sum[h] += sum;
+  }
+}
+
+template <class Element, int kSteps>
+FFPA_DEVICE void pack_probabilities(PackedProbabilities<kSteps>& p, const ScoreSums<kSteps>& scores) {
+  FFPA_UNROLL
+  for (int i = 0; i < kSteps * tile::kBox / 16; ++i) {
+    FFPA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const float (&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
+      p[i][j] = ptx::pack<Element>(fragment[j % 2 * 2], fragment[j % 2 * 2 + 1]);
+    }
+  }
+}
+
+// Rescales O from the references `before` to the references `now`.
+template <int kSums>
+FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const float (&now)[2]) {
+  const float factor[2] = {growth(before[0], now[0]), growth(before[1], now[1])};
+  FFPA_UNROLL
+  for (int i = 0; i < kSums; ++i) out[i] *= factor[i / 2 % 2];
+}
+
+// Writes a warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all rows exist.
+template <class Element, class Stores, int kSums>
+FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
+                           const AttentionParams& params, const RowTile& rows, int row, int column,
+                           const float (&factor)[2], int lane) {
+  const int first = rows.first + row;
+  if (kSums % (tile::kBox / 2) == 0 && rows.last + 1 - first >= Stores::kRows) {
+    const MapPlace place = {rows.entry.q.begin, rows.head(), params.is_packed() ? 0 : rows.batch()};
+    store_rows<Element>(stores, out, factor, map, place, column, first);
+    return;
+  }
+  auto writer = out_writer<Element, kSums / 4>(params, rows, row, column, lane);
+  FFPA_UNROLL
+  for (int n = 0; n < kSums / 4; ++n) {
+    const float values[4] = {out[4 * n] * factor[0], out[4 * n + 1] * factor[0], out[4 * n + 2] * factor[1],
+                             out[4 * n + 3] * factor[1]};
+    writer.put(n, values);
+  }
+}
+
+}  // namespace ffpa

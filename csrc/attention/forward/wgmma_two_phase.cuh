@@ -1,0 +1,356 @@
+// Attention forward on wgmma, for head dims whose O neither registers nor shared memory hold. O is computed from P in
+// memory: S is never computed twice, and both products run at the speed of a matrix product. A block takes row tiles of
+// kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the other:
+//
+//   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 64; P̃ = exp2(S - m), 16 bits, by way of shared
+//                                    memory and TMA to the block's own slice of the scratch
+//   2. for some columns of d_v       O = P̃ V over the keys of the chunk, in steps of 64; divided by the row sum
+//
+// Step 2 is interrupted where a reference has moved (forward/two_phase_tiles.cuh); else it is nothing but a product.
+//
+// One warp brings the boxes, two warpgroups multiply (tile/box_ring.cuh); each has 64 of the rows, and a thread has the
+// same two rows in both phases.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/forward/two_phase_tiles.cuh"
+#include "attention/forward/wgmma_steps.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/item_queue.cuh"
+#include "attention/rows/row_tile.cuh"
+#include "attention/rows/visible_keys.cuh"
+#include "attention/tensor_maps.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "base/types.h"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch_types.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "tile/box_ring.cuh"
+#include "tile/fragments.cuh"
+#include "tile/kept_value.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype; kColumns, the most columns of O at a time.
+template <class Fields>
+struct ForwardWgmmaTwoPhaseConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
+  static constexpr int kKeys = 256, kKeyBoxes = kKeys / tile::kBox;
+  static constexpr int kValueBoxes = Fields::kColumns / tile::kBox;
+  static_assert(kValueBoxes >= kKeyBoxes, "one ring serves both phases");
+  using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
+  using Ring = tile::BoxRing<kRows / tile::kBox, kValueBoxes, kValueBoxes == 4 ? 4 : 3>;
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
+
+  // Shared memory holds slots of the ring; for each warp, rows of P̃ on their way; barriers; for each warp, its notes
+  // on references and the rows in work; the block's row tiles.
+  using Stores = tile::RowStores<2>;
+  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + kConsumerWarps * Stores::kBytes;
+  static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
+  static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
+
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
+    shape.threads = kThreads;
+    shape.smem_bytes = kSmemBytes;
+    shape.counter = Scratch(params).taken();
+    return shape;
+  }
+
+  struct Arguments {
+    Params params;
+    RowTiles<kRows> row_tiles;
+    ptx::TensorMap q, k, v, out, p, rows_of_p;
+  };
+
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    const Scratch scratch(params);
+    arguments.params = params;
+    arguments.row_tiles = RowTiles<kRows>(params);
+    const LaunchStatus statuses[] = {
+        map_queries(arguments.q, params, params.q, params.d_qk),
+        map_keys(arguments.k, params, params.k, params.d_qk),
+        map_keys(arguments.v, params, params.v, params.d_v),
+        map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows),
+        map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+        map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), Stores::kRows)};
+    return first_failure(statuses);
+  }
+};
+
+template <class Config>
+class ForwardWgmmaTwoPhase {
+  using Element = typename Config::Dtype;
+  using Ring = typename Config::Ring;
+  using Arguments = typename Config::Arguments;
+  static constexpr int kRows = Config::kRows;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kBoxFragments = tile::kBox / 8;
+  using Scores = float[1][kKeys / 2];
+  using Chunk = KeyChunk<kKeys, tile::kBox>;
+
+ public:
+  FFPA_DEVICE explicit ForwardWgmmaTwoPhase(const Arguments& arguments)
+      : arguments_(arguments),
+        params_(arguments.params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+
+  FFPA_DEVICE void run() {
+    if (ptx::thread_x() == 0) {
+      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      ring_.init();
+    }
+    ptx::sync_block();
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+  }
+
+ private:
+  FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
+  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
+  FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
+
+  // Calls function(first column, boxes) for the columns of O: kValueBoxes boxes at a time or one fewer.
+  template <class Function>
+  FFPA_DEVICE void for_each_columns(const Function& function) const {
+    int boxes = ceil_div(params_.d_v, tile::kBox), column = 0;
+    FFPA_NO_UNROLL
+    for (int times = ceil_div(boxes, Config::kValueBoxes); times > 0; --times) {
+      const int now = max_of(ceil_div(boxes, times), Config::kValueBoxes - 1);
+      function(column, now);
+      boxes -= now;
+      column += now * tile::kBox;
+    }
+  }
+
+  FFPA_DEVICE KeptRows kept_rows(int warp) const {
+    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
+  }
+
+  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
+
+  // Each warpgroup has a barrier. Another says that P̃ of a chunk is complete: warpgroups arrive, the producer waits.
+  static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
+  static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
+  static constexpr int kCompleteThreads = tile::kConsumerGroups * tile::kGroupThreads + 32;
+
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() const {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    const KeptRows kept = kept_rows(0);
+    ItemQueue<> items(items_smem());
+    for_each_row_tile(
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
+        [&] {
+          Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+            bring_keys(producer, kept.get(), chunk);
+            ptx::sync_warp();
+            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
+            ptx::fence_proxy_async_global();
+            bring_values(producer, kept.get(), chunk);
+          });
+        });
+  }
+
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
+    const int batch = map_batch(rows);
+    const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
+    const MapPlace k = {rows.entry.k.begin, rows.head() / params_.group, batch};
+    FFPA_NO_UNROLL
+    for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
+      FFPA_NO_UNROLL
+      for (int column = 0; column < params_.d_qk; column += tile::kBox) {
+        producer.bring(
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
+              }
+              for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
+              }
+            },
+            Config::kKeyBoxes);
+      }
+    }
+  }
+
+  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
+    const MapPlace v = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+    const int p_row = ptx::block_x() * kRows;
+    for_each_columns([&](int column, int boxes) {
+      if (chunk.steps() == 0) producer.bring_zeros();
+      FFPA_NO_UNROLL
+      for (int key = chunk.keys.begin; key < chunk.keys.end; key += tile::kBox) {
+        const auto load = [&](uint32_t boxes_smem, uint32_t barrier) {
+          for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+            ptx::tma_load_2d<ptx::Evict::kSoon>(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(),
+                                                p_row + box * tile::kBox);
+          }
+          FFPA_NO_UNROLL
+          for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
+            load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
+          }
+        };
+        producer.bring_live_rows(live_box_rows(rows.n_k() - key, params_.is_packed()), load, boxes);
+      }
+    });
+  }
+
+  // ---- the warpgroups that multiply ----
+
+  FFPA_DEVICE void consume(int group, int group_warp) const {
+    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
+    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    const KeptRows kept = kept_rows(1 + warp);
+    ItemQueue<> items(items_smem());
+    for_each_row_tile(
+        params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
+        [&] {
+          RowState state;
+          Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+            const float before[2] = {state.reference[0], state.reference[1]};
+            MovedTiles moves(moves_smem(group, group_warp));
+            FFPA_NO_UNROLL
+            for (int tile = 0; tile < chunk.tiles(); ++tile) {
+              Scores scores = {};  // without zeros their registers would be taken throughout the other phase
+              consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
+              const bool moved = to_probabilities(reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_,
+                                                  kept.get(), (chunk.first_tile + tile) * kKeys, row, state, lane_);
+              if (lane_ % 4 == 0) keep_references(tile, row, state);
+              store(stores, scores, tile * kKeys, row);
+              moves.add(tile, moved, lane_);
+            }
+            stores.wait();
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // the notes of all its warps are there
+            ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
+
+            if (chunk.is_last) finish_rows(params_, kept.get(), row, state, lane_);
+            const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+            for_each_columns([&](int column, int boxes) {
+              const auto compute = [&](auto width) {
+                float out[1][decltype(width)::value / 2] = {};
+                multiply_with_values(consumer, out, chunk, group, row);
+                finish(out[0], stores, kept.get(), chunk, row, column, state, factor);
+              };
+              if (boxes == Config::kValueBoxes) {
+                compute(std::integral_constant<int, Config::kColumns>());
+              } else {
+                compute(std::integral_constant<int, Config::kColumns - tile::kBox>());
+              }
+            });
+            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read the notes
+          });
+        });
+    stores.wait();
+  }
+
+  // Computes out = P̃ V over a chunk, from one tile where a reference of the warpgroup has moved to the next.
+  template <int kSums>
+  FFPA_DEVICE void multiply_with_values(tile::BoxConsumer<Ring>& consumer, float (&out)[1][kSums], const Chunk& chunk,
+                                        int group, int row) const {
+    int tile = 0;
+    FFPA_NO_UNROLL
+    while (true) {
+      const int next = MovedTiles::next<tile::kGroupWarps>(moves_smem(group, 0), tile + 1, chunk.tiles());
+      consumer.template multiply<Element, 2 * kSums, tile::Major::kK, tile::Major::kMN>(
+          out, max_of(chunk.steps(tile, next), 1), tile > 0);
+      if (next >= chunk.tiles()) return;
+      tile = next;
+      const float* references = scratch().references(ptx::block_x()) + tile * kRows + row;
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const float* now = references + tile::c_coordinate(lane_, 2 * h).row;
+        const float factor =
+            growth(float_from_bits(ptx::ld_global_4(now - kRows)), float_from_bits(ptx::ld_global_4(now)));
+        FFPA_UNROLL
+        for (int n = 0; n < kSums / 4; ++n) {
+          out[0][4 * n + 2 * h] *= factor;
+          out[0][4 * n + 2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  FFPA_DEVICE uint32_t moves_smem(int group, int group_warp) const {
+    return ring_.slots_smem + Config::kMovesAt + (group * tile::kGroupWarps + group_warp) * MovedTiles::kBytes;
+  }
+
+  // ---- 1. P̃ of a tile ----
+
+  // Writes the references of a tile to the slice; lane 0 of each row's four calls this.
+  FFPA_DEVICE void keep_references(int tile_of_chunk, int row, const RowState& state) const {
+    float* references = scratch().references(ptx::block_x()) + tile_of_chunk * kRows + row;
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      ptx::st_global_4(references + tile::c_coordinate(lane_, 2 * h).row, float_bits(state.reference[h]));
+    }
+  }
+
+  // Stores P̃ of a tile to the block's slice.
+  FFPA_DEVICE void store(typename Config::Stores& stores, const Scores& p, int column, int row) const {
+    FFPA_UNROLL
+    for (int box = 0; box < Config::kKeyBoxes; ++box) {
+      tile::PackedRows packed;
+      FFPA_UNROLL
+      for (int i = 0; i < kBoxFragments * 2; ++i) {
+        const int at = (box * kBoxFragments * 2 + i) * 2;
+        packed[i] = ptx::pack<Element>(p[0][at], p[0][at + 1]);
+      }
+      stores.store(packed, [&](uint32_t rows_smem) {
+        ptx::tma_store_2d<ptx::Evict::kSoon>(&arguments_.rows_of_p, rows_smem, column + box * tile::kBox,
+                                             ptx::block_x() * kRows + row);
+      });
+    }
+  }
+
+  // ---- 2. O ----
+
+  // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
+  template <int kSums>
+  FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const RowTile& rows,
+                          const Chunk& chunk, int row, int column, const RowState& state,
+                          const float (&factor)[2]) const {
+    const int first = rows.first + row;
+    if (chunk.is_first && chunk.is_last && rows.last + 1 - first >= Config::Stores::kRows) {
+      const MapPlace place = {rows.entry.q.begin, rows.head(), map_batch(rows)};
+      store_rows<Element>(stores, out, state.sum, arguments_.out, place, column, first);
+      return;
+    }
+    float* partial = scratch().out(ptx::block_x(), column) + row * 2 * kSums;
+    finish_out<Element, kSums / 4>(params_, rows, chunk, row, column, partial, factor, state.sum, lane_,
+                                   [&](int n, float (&values)[4]) {
+                                     FFPA_UNROLL
+                                     for (int e = 0; e < 4; ++e) values[e] = out[4 * n + e];
+                                   });
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_;
+  Ring ring_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, 1)
+void forward_wgmma_two_phase(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardWgmmaTwoPhase<Config>(arguments).run();
+}
+
+}  // namespace ffpa

@@ -1,0 +1,107 @@
+// The numbers of a forward call, the same bytes for every kernel, for a GPU and for the emulator. They are declared
+// here alone: Python reads this header (ffpa_attn/launching/structs.py) and fills them in (attention_call.py).
+//
+// Addresses are the only numbers that differ between the calls of a kind.
+#pragma once
+
+#include <cstdint>
+
+#include "base/compiler.h"
+#include "base/math.h"
+
+namespace ffpa {
+
+// A tensor [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements.
+struct TensorView {
+  uint16_t* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+// A bool mask says which keys take part; the other kinds are added to scores.
+enum class MaskKind : int { kNone, kBool, kHalf, kBFloat16, kFloat };
+
+// A mask [batch, heads, rows, keys]; strides count bytes, and are 0 in dims where all share an element.
+struct MaskView {
+  const uint8_t* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t key_stride;
+  MaskKind kind;
+};
+
+// The places of a packed tensor's sequences: sequence i has the rows offsets[i] to offsets[i + 1]. Only the device
+// reads them.
+struct PackedRows {
+  const int32_t* offsets;  // [batch + 1]; null: the tensor is not packed
+  int total;               // rows of the tensor
+};
+
+// Returns the number of tiles of all packed sequences together (rows/packed_tiles.cuh).
+FFPA_HOST_DEVICE int packed_tiles(const PackedRows& packed, int sequences, int rows) {
+  return packed.total / rows + sequences;
+}
+
+struct AttentionParams {
+  // Packed sequences are batch entries whose n_q and n_k are their own; the tensors then have no batch dimension.
+  TensorView q;    // [batch, heads_q, n_q, d_qk]
+  TensorView k;    // [batch, heads_q / group, n_k, d_qk]
+  TensorView v;    // [batch, heads_q / group, n_k, d_v]
+  TensorView out;  // [batch, heads_q, n_q, d_v]
+  float* lse;      // [batch, heads_q, n_q], natural log, or null
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  PackedRows packed_q;
+  PackedRows packed_k;
+
+  int batch;
+  int heads_q;
+  int group;  // query heads that share a key/value head
+  int n_q;    // rows of each batch entry, or of the longest packed sequence
+  int n_k;
+  int d_qk;
+  int d_v;
+
+  // Row r sees the keys from `left` before to `right` after its diagonal; -1 is unbounded.
+  int left;
+  int right;
+  bool top_left;  // the diagonal is key r, otherwise r + n_k - n_q
+
+  // The factor of a raw score: scale / softcap, or, without a softcap, scale · log2(e), which gives the logit.
+  float score_factor;
+  float scale;    // turns a raw score into one in natural units
+  float softcap;  // 0 means no softcap
+  MaskView mask;  // [batch, heads_q, n_q, n_k]
+
+  int stages;          // 1 … 4 slots in the ring of K and V steps
+  int value_stages;    // slots in the ring of V steps, where they have a ring of their own
+  bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
+  bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
+
+  // The scratch of kernels that stream O or P has a part for each block; the parts of P follow a counter of all blocks.
+  float* scratch;
+  int resident_blocks;  // blocks that the GPU runs at a time: the grid of such a kernel
+  int chunk_keys;       // keys of P that the scratch holds
+
+  // Where few row tiles would leave the GPU idle, each part of the keys gets work items of its own. Their results are
+  // merged afterwards: O [splits][batch · heads_q · n_q][d_v], and behind it (reference, sum of P) of each row
+  // [splits][batch · heads_q · n_q][2]. An LSE in place of these two would round the weights.
+  int splits;
+  float* partial;
+
+  FFPA_HOST_DEVICE bool has_rules() const { return softcap > 0 || mask.kind != MaskKind::kNone; }
+  // Says whether scores may be so large that a float does not hold their logits, or be -inf by themselves.
+  FFPA_HOST_DEVICE bool has_wide_mask() const {
+    return mask.kind == MaskKind::kFloat || mask.kind == MaskKind::kBFloat16;
+  }
+  FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
+  FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
+  FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
+  FFPA_HOST_DEVICE float* partial_sums(int split) const {
+    return partial + (splits * int64_t(d_v) + 2 * split) * all_rows();
+  }
+};
+
+}  // namespace ffpa

@@ -1,0 +1,381 @@
+"""Tests which path a call takes: pure choice, explain, warnings, FFPA_STRICT, FFPA_BACKEND, level."""
+
+import contextlib
+import warnings
+
+import ffpa_attn
+import pytest
+import torch
+from ffpa_attn import env, explain, ffpa
+from ffpa_attn.backends import choice, sdpa, triton_attention
+from ffpa_attn.backends.choice import CANDIDATES, choose
+from ffpa_attn.building import toolchain
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs import archs
+from ffpa_attn.specs.spec import Problem, Visibility
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+WHY_NOT_TRITON = triton_attention.why_not.__wrapped__  # the function, without its memory of what it has said before
+ALL_KEYS = Visibility(-1, -1, False)
+PROBLEM = Problem(
+    "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, ALL_KEYS, 0.04, 0.0, None, False, None, "f32", None
+)  # fmt: skip
+
+
+def flags(**values):
+    return {**env.run_flags(), **values}
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(monkeypatch):
+    """Clears plans, and leaves no kernel in the installation: tests/backends/test_mma.py tests what is there."""
+    monkeypatch.setattr(native, "record", lambda: {"kernels": {}})
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: f"{spec.name} is left out of this installation")
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_warned", set())
+
+
+def q(*shape, device="cpu"):
+    return torch.randn(shape or (1, 2, 16, 64), device=device).to(torch.bfloat16)
+
+
+class TestSdpaMeansTheSame:
+    def test_plain(self):
+        assert choose(PROBLEM, flags()).backend == "sdpa"
+
+    @pytest.mark.parametrize(
+        "changes, word",
+        [
+            ({"needs_lse": True}, "LSE"),
+            ({"direction": "backward"}, "LSE"),
+            ({"packed": (8192, 8192)}, "packed"),
+            ({"mask": "bool"}, "without keys"),
+            ({"softcap": 5.0}, "softcap"),
+            ({"visibility": Visibility(9, -1, False)}, "window"),
+            ({"visibility": Visibility(-1, 4, True)}, "window"),
+            ({"visibility": Visibility(-1, 0, False), "n_q": 100}, "top-left"),
+            ({"heads_kv": 4}, "grouped heads"),
+            ({"d_v": 256}, "D_v"),
+            ({"n_k": 0}, "without keys"),
+            ({"scale": 0.0}, "scale"),
+            ({"scale": -1.0}, "scale"),
+            ({"heads_q": 70000, "heads_kv": 70000, "n_q": 8}, "heads"),
+            ({"n_q": 2**20}, "workspace"),
+        ],
+        ids=str,
+    )
+    def test_not_where_it_differs(self, changes, word):
+        choice = choose(PROBLEM._replace(**changes), flags())
+        assert choice.backend == "reference"
+        assert word in dict(choice.rejected)["sdpa"]
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"visibility": Visibility(-1, 0, False)}, {"visibility": Visibility(-1, 0, True), "n_q": 100}],
+        ids=str,
+    )
+    def test_causal_where_the_diagonals_agree(self, changes):
+        assert choose(PROBLEM._replace(**changes), flags()).backend == "sdpa"
+
+    def test_its_unfused_backend_is_never_called(self, device, monkeypatch):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: 0)
+        monkeypatch.setattr(sdpa, "torch_sdpa", None)
+        x = q(device=device)
+        assert ffpa(x, x, x).shape == x.shape
+
+
+class TestSmallHeadDims:
+    """Every kernel is there."""
+
+    SMALL = PROBLEM._replace(d_qk=128, d_v=128, scale=0.1)
+
+    @pytest.fixture(autouse=True)
+    def everything(self, monkeypatch):
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
+        monkeypatch.setattr(triton_attention, "why_not", lambda: None)
+        monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: False)
+
+    @pytest.mark.parametrize(
+        "changes, backend",
+        [
+            ({}, "sdpa"),
+            ({"visibility": Visibility(-1, 0, False)}, "hopper"),
+            ({"d_qk": 136}, "hopper"),
+            ({"d_qk": 256, "d_v": 256}, "hopper"),
+            ({"needs_lse": True}, "hopper"),
+            ({"heads_kv": 4}, "hopper"),
+            ({"d_v": 64}, "hopper"),
+            ({"packed": (8192, 8192)}, "hopper"),
+            ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),
+            ({"d_qk": 264, "packed": (256, 256)}, "mma"),  # it has few row tiles, however long the longest may be
+            ({"mask": "bool"}, "hopper"),
+            ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
+            ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "mma"),  # splits its keys
+            ({"n_q": 1, "n_k": 32768}, "mma"),
+            ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
+            ({"num_stages": 2}, "mma"),
+            ({"dtype": "f16", "acc": "f16"}, "mma"),
+            ({"d_qk": 264}, "hopper"),
+            ({"d_qk": 264, "n_q": 256}, "mma"),  # few row tiles
+            ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # its tiles would have few rows
+            ({"d_qk": 264, "arch": "sm_80"}, "mma"),
+            ({"arch": "sm_80"}, "mma"),
+            ({"arch": "sm_80", "heads_kv": 4}, "mma"),
+            ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
+            ({"direction": "backward"}, "triton"),
+            ({"direction": "backward", "d_qk": 136}, "hopper"),
+            ({"direction": "backward", "d_qk": 264}, "hopper"),
+            ({"direction": "backward", "arch": "sm_80"}, "triton"),
+            ({"direction": "backward", "arch": "sm_80", "d_qk": 136}, "mma"),
+            ({"direction": "backward", "arch": "sm_120", "d_v": 264}, "mma"),
+        ],
+        ids=str,
+    )
+    def test_the_fastest_measured(self, changes, backend):
+        assert choose(self.SMALL._replace(**changes), flags()).backend == backend
+
+    def test_cores_ask_for_triton(self):
+        choice = choose(self.SMALL, flags(FFPA_TRITON_CORES=24))
+        assert choice.kernel.startswith("triton_persistent_forward") and "FFPA_TRITON_CORES=24 asks" in choice.why
+        with pytest.raises(NotImplementedError, match="FFPA_TRITON_CORES=24 cannot run .*takes no mask"):
+            choose(self.SMALL._replace(mask="bool"), flags(FFPA_TRITON_CORES=24))
+        assert choose(self.SMALL._replace(direction="backward"), flags(FFPA_TRITON_CORES=24)).backend == "triton"
+
+    def test_without_triton(self, monkeypatch):
+        monkeypatch.setattr(triton_attention, "why_not", lambda: "Triton is not installed")
+        assert choose(self.SMALL._replace(d_qk=64, d_v=64, needs_lse=True), flags()).backend == "hopper"
+        backward = choose(self.SMALL._replace(direction="backward", arch="sm_80"), flags())
+        assert backward.backend == "mma" and ("triton", "Triton is not installed") in backward.rejected
+        assert backward.fallback is None
+
+    def test_triton_without_a_compiler(self, monkeypatch):
+        monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: True)
+        choice = choose(self.SMALL._replace(d_qk=64, d_v=64, needs_lse=True), flags())
+        assert choice.backend == "hopper" and "install gcc and python3-dev" in dict(choice.rejected)["triton"]
+
+    @pytest.mark.parametrize("release, reason", [((3, 5), "3.6 or newer is needed"), ((3, 6), None), ((3, 10), None)])
+    def test_releases_of_triton(self, release, reason, monkeypatch):
+        monkeypatch.setattr(triton_attention, "_release", lambda: release)
+        said = WHY_NOT_TRITON()
+        assert said is None if reason is None else reason in said
+
+    def test_experiments_are_of_the_mma_family(self):
+        assert choose(self.SMALL, flags(ENABLE_FFPA_PERSIST_Q_G2S=True)).backend == "mma"
+
+
+class TestForced:
+    @pytest.mark.parametrize("level", [1, 2, 3])
+    def test_level_never_falls_back_on_a_gpu(self, level):
+        with pytest.raises(
+            NotImplementedError,
+            match=rf"level={level} cannot run forward bf16 .* D=512/512 .*: \S+ is left out",
+        ):
+            choose(PROBLEM._replace(level=level), flags())
+
+    @pytest.mark.parametrize("backend", [name for name in env.BACKENDS if name not in ("auto", "sdpa", "reference")])
+    def test_backend_never_falls_back_on_a_gpu(self, backend):
+        reason = {
+            "hopper": "forward_wgmma_pair_bf16_columns512 is left out",
+            "mma": r"forward_mma_split_bf16_\S+ is left out",
+            "triton": "the Triton kernels",
+        }[backend]
+        with pytest.raises(
+            NotImplementedError, match=f"FFPA_BACKEND={backend} cannot run .*: {reason}.*drop FFPA_BACKEND={backend}"
+        ):
+            choose(PROBLEM, flags(FFPA_BACKEND=backend))
+
+    def test_sdpa_where_it_means_something_else(self):
+        with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run .*softcap"):
+            choose(PROBLEM._replace(softcap=3.0), flags(FFPA_BACKEND="sdpa"))
+
+    @pytest.mark.parametrize("backend", ["sdpa", "reference"])
+    def test_what_can_run_runs(self, backend):
+        choice = choose(PROBLEM, flags(FFPA_BACKEND=backend))
+        assert choice.backend == backend and choice.fallback is None
+
+    def test_level_means_the_forward(self):
+        assert choose(PROBLEM._replace(level=1, direction="backward"), flags()).backend == "reference"
+
+    def test_emulation_is_refused_rather_than_replaced(self, monkeypatch):
+        monkeypatch.setenv("FFPA_EMULATE", "1")
+        with pytest.raises(
+            NotImplementedError, match="FFPA_EMULATE=sm_80 cannot run .*accumulate products of bf16 in f32 only"
+        ):
+            ffpa(q(), q(), q(), acc="f16")
+        wide = q(1, 1, 8, 1152)
+        with pytest.raises(NotImplementedError, match="level=1 cannot run .*level 1 keeps O in registers"):
+            ffpa(wide, wide, wide, level=1)
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_level_on_a_gpu(self):
+        x = q(device="cuda")
+        with pytest.raises(NotImplementedError, match="level=1 cannot run"):
+            ffpa(x, x, x, level=1)
+
+
+class TestWarnings:
+    def test_level_on_the_cpu_warns_once_and_is_right(self):
+        x = q()
+        with pytest.warns(UserWarning, match="level=2 is ignored: mma kernels run on CUDA GPUs") as caught:
+            got = ffpa(x, x, x, level=2)
+            ffpa(x[:, :, :8], x, x, level=2)
+        assert len(caught) == 1
+        assert torch.equal(got, ffpa(x, x, x))
+
+    def test_first_release_call_on_the_cpu(self):
+        x = q()
+        o = torch.empty_like(x)
+        with pytest.warns(UserWarning, match="level=1 is ignored"):
+            assert ffpa(x, x.clone(), x.clone(), o, num_stages=2, level=ffpa_attn.L1, acc=ffpa_attn.FP32) is o
+        assert torch.equal(o, ffpa(x, x, x))
+        assert torch.equal(o, ffpa_attn.ffpa_acc_f16_L1(x, x, x))
+        assert torch.equal(o, ffpa_attn.faster_prefill_attn_func(x, x, x))
+
+    def test_plain_calls_on_the_cpu_are_silent(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ffpa(q(), q(), q(), causal=True)
+
+    def test_a_gpu_without_kernels_warns_with_the_reasons(self):
+        choice = choose(PROBLEM._replace(softcap=3.0), flags())
+        assert all(
+            reason in choice.fallback
+            for reason in ("runs on reference", "forward_wgmma_pair_bf16_columns512", "softcap")
+        )
+
+    def test_strict_raises_where_it_would_warn(self, monkeypatch):
+        monkeypatch.setenv("FFPA_STRICT", "1")
+        ffpa(q(), q(), q())
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="FFPA_STRICT=1: .*level=1 is ignored"):
+                ffpa(q(), q(), q(), level=1)
+
+    def test_log(self, monkeypatch, capsys):
+        monkeypatch.setenv("FFPA_LOG", "1")
+        ffpa(q(), q(), q(), softcap=2.0)
+        ffpa(q(), q(), q(), softcap=2.0)
+        shown = capsys.readouterr().err
+        assert shown.count("runs on reference") == 1 and "not sdpa: SDPA has no softcap" in shown
+
+
+class TestExplain:
+    def test_what_explain_says_is_what_runs(self, monkeypatch, device):
+        ran, run = [], ops._run
+        monkeypatch.setattr(ops, "_run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
+        x = q(device=device)
+        for options in (
+            {},
+            {"causal": True},
+            {"softcap": 2.0},
+            {"window": (3, 3)},
+            {"return_lse": True},
+            {"causal": "top_left"},
+        ):
+            ffpa(x, x, x, **options)
+            assert explain(x, x, x, **options).backend == ran[-1], options
+        on_hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+        assert set(ran) == {"sdpa", "triton" if on_hopper else "reference"}
+
+    def test_without_a_gpu_about_a_gpu(self):
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        said = explain(x, x, x, causal=True, arch="sm_90")
+        assert said.problem.arch == "sm_90" and said.problem.device == "cuda"
+        assert said.kernel == "sdpa" and "is left out" in str(said) and "D=512/512" in str(said)
+
+    def test_in_a_clone_about_an_installed_wheel(self, monkeypatch):
+        """The build says which kernels there are, not this installation; and that it has none is said."""
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        monkeypatch.setattr(native, "record", lambda: None)
+        for arch, backend in (("sm_90", "hopper"), ("sm_80", "mma")):
+            for direction in ("forward", "backward"):
+                said = explain(x, x, x, arch=arch, direction=direction, return_lse=True)
+                assert said.backend == backend, direction
+                assert "in an installed wheel (this installation holds no CUDA kernels" in said.why
+                assert said.why in str(said)
+        assert "needs sm_90" not in str(said) and "only sm_90a has" in dict(said.rejected)["hopper"]
+
+        monkeypatch.setattr(native, "record", lambda: {"kernels": {}})
+        assert explain(x, x, x, arch="sm_90", return_lse=True).backend == "reference"  # this installation runs it
+
+    def test_a_wheel_without_kernels_for_it(self, monkeypatch):
+        monkeypatch.setattr(native, "record", lambda: None)
+        monkeypatch.setattr(toolchain, "why_no_build", lambda: "there is no nvcc")
+        monkeypatch.setenv("FFPA_CUDA_ARCHS", "9.0a")
+        x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="meta")
+        said = explain(x, x, x, arch="sm_80", return_lse=True)
+        assert said.backend == "reference" and "for sm_80, and there is no nvcc" in dict(said.rejected)["mma"]
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_fake_tensors(self, inside):
+        with FakeTensorMode() as mode:
+            x = torch.empty(1, 32, 8192, 512, dtype=torch.bfloat16, device="cuda")
+        with mode if inside else contextlib.nullcontext():
+            assert explain(x, x, x, return_lse=True, arch="sm_90").problem.n_q == 8192
+            x = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, device="cpu")
+            assert explain(x, x, x, return_lse=True).backend == "reference"
+
+    @pytest.mark.parametrize("arch", [None, "sm_90"])
+    def test_under_autocast(self, device, arch):
+        x = torch.empty(1, 2, 16, 64, device=device)
+        with pytest.raises(TypeError, match="torch.float32"):
+            explain(x, x, x, arch=arch)
+        with torch.autocast(device, dtype=torch.float16):
+            assert explain(x, x, x, arch=arch).problem.dtype == "f16"
+            assert explain(x.requires_grad_(), x, x, arch=arch).problem.needs_lse
+
+    def test_gradients_want_the_lse(self):
+        x = q().requires_grad_()
+        assert explain(x, x, x).backend == "reference"
+        with torch.no_grad():
+            assert explain(x, x, x).backend == "sdpa"
+        assert explain(x, x, x, direction="backward").problem.direction == "backward"
+
+    def test_runs_nothing(self, monkeypatch):
+        monkeypatch.setattr(ops, "_run", None)
+        explain(q(), q(), q(), mask=torch.ones(16, 16, dtype=torch.bool), layout="BHND", scale=2.0)
+
+
+def test_each_candidate_is_asked_once(monkeypatch):
+    """A candidate that decides about the order of others is asked once, too."""
+    asked = []
+    every = {
+        name: lambda p, flags, name=name, plan=plan: (asked.append(name), plan(p, flags))[1]
+        for name, plan in CANDIDATES.items()
+    }
+    monkeypatch.setattr(choice, "CANDIDATES", every)
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
+    problem = PROBLEM._replace(heads_q=1, heads_kv=1, n_q=64, d_qk=128, d_v=128, needs_lse=True)
+    assert choose(problem, flags()).backend == "mma"
+    assert "mma" in asked and len(asked) == len(set(asked))
+
+
+def test_every_candidate_gives_a_plan_or_a_reason():
+    for name, candidate in CANDIDATES.items():
+        for problem in (PROBLEM, PROBLEM._replace(device="cpu", arch=None), PROBLEM._replace(packed=(8192, 8192))):
+            answer = candidate(problem, flags())
+            assert len(answer) > 10 if isinstance(answer, str) else callable(answer.forward), name
+
+
+def test_plans_are_kept_and_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_PLANS", 4)
+    for n in range(1, 12):
+        ffpa(q(1, 1, n, 8), q(1, 1, n, 8), q(1, 1, n, 8))
+        assert 1 <= len(ops._plans) <= 4
+
+
+def test_a_changed_flag_is_another_choice(monkeypatch):
+    x = q()
+    ffpa(x, x, x, return_lse=True)
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run .*LSE"):
+        ffpa(x, x, x, return_lse=True)
+
+
+def test_a_misaligned_tensor_is_another_kind_of_call():
+    block = torch.zeros(8 * 64 + 8, dtype=torch.float16)
+    aligned, shifted = (block[start : start + 8 * 64].view(1, 1, 8, 64) for start in (0, 1))
+    ffpa(aligned, aligned, aligned)
+    with pytest.raises(ValueError, match="not a multiple of 16 bytes"):
+        ffpa(aligned, shifted, aligned)

@@ -1,0 +1,51 @@
+"""Tests that Python and the compiler agree on the structs of a call's numbers."""
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+from ffpa_attn import ffpa
+from ffpa_attn.building import build
+from ffpa_attn.launching import emulated, structs
+from ffpa_attn.testing import emulate
+
+HEADERS = sorted(path.name for path in (build.csrc() / "attention" / "params").glob("*.h"))
+
+
+def assertions(name: str, kind: type[ctypes.Structure]):
+    yield f"sizeof({name}) == {ctypes.sizeof(kind)}"
+    for field, number in kind._fields_:
+        yield f"offsetof({name}, {field}) == {getattr(kind, field).offset}"
+        yield f"sizeof({name}::{field}) == {ctypes.sizeof(number)}"
+
+
+def test_every_field_lies_where_the_compiler_puts_it(tmp_path):
+    declared, enums = structs._declared()
+    said = [line for name, kind in declared.items() for line in assertions(name, kind)]
+    said += [f"int({enum}::{name}) == {i}" for enum, names in enums.items() for i, name in enumerate(names)]
+    lines = [f'#include "attention/params/{header}"' for header in HEADERS]
+    lines += ["#include <cstddef>", "using namespace ffpa;", *(f"static_assert({line});" for line in said)]
+    source = tmp_path / "structs.cpp"
+    source.write_text("\n".join(lines) + "\n")
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{build.csrc()}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"AttentionParams", "BackwardParams", "Fp8Params", "ArrangeParams"} <= set(declared) and len(said) > 100
+
+
+def test_every_header_of_structs_is_read():
+    assert sorted(structs._HEADERS) == HEADERS
+
+
+def test_a_field_of_another_kind_is_an_error():
+    with pytest.raises(KeyError, match="uint8_t"):
+        list(structs._fields("  uint8_t small;\n", {}, {}))
+
+
+def test_a_kernel_refuses_parameters_of_another_size(monkeypatch):
+    launch = emulated.launch
+    monkeypatch.setattr(emulated, "launch", lambda spec, params, memory: launch(spec, params[:-8], memory))
+    q = torch.zeros(1, 1, 8, 512, dtype=torch.float16)
+    with emulate(), pytest.raises(ValueError, match="parameters of another size"):
+        ffpa(q, q, q)
