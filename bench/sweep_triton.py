@@ -1,7 +1,7 @@
 """Measures the tiles that the Triton kernels can have on this GPU, and writes the table that plans read.
 
 `python bench/sweep_triton.py --write` measures forward, backward and the forward of 8-bit floats (e4m3, V transposed),
-causal and not, at widths 64, 128 and 256, and replaces this GPU's part of ffpa/ffpa_attn/triton_ops/triton_tiles.py.
+causal and not, at widths 64, 128 and 256, and replaces this GPU's part of ffpa/ffpa_attn/triton_ops/tiles.py.
 Kernels are compiled first, by one process for each core.
 """
 
@@ -27,8 +27,8 @@ from ffpa_attn.backends.triton_fp8 import TritonFp8Plan
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import FP8_BLOCK, Visibility
-from ffpa_attn.triton_ops import triton_tiles
-from ffpa_attn.triton_ops.triton_launch import Tiles
+from ffpa_attn.triton_ops import tiles as triton_tiles
+from ffpa_attn.triton_ops.launch import Tiles
 from flops import nominal_flops
 from timing import Timer, measure_in_turn
 from workload import Workload, make_inputs
@@ -148,7 +148,7 @@ def shown_tiles(tiles: Tiles) -> tuple:
 
 
 def source(table: dict) -> str:
-    """Returns the text of triton_tiles.py with this table of what was measured."""
+    """Returns the text of triton_ops/tiles.py with this table of what was measured."""
     text = Path(triton_tiles.__file__).read_text()
     begin, end = text.index("MEASURED = "), text.index("# Elsewhere")
     lines = []
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--N", type=int, default=8192)
     parser.add_argument("--H", type=int, default=32)
     parser.add_argument("--iters", type=int, default=6)
-    parser.add_argument("--write", action="store_true", help="into ffpa/ffpa_attn/triton_ops/triton_tiles.py")
+    parser.add_argument("--write", action="store_true", help="into ffpa/ffpa_attn/triton_ops/tiles.py")
     args = parser.parse_args()
 
     kinds = list(itertools.product(args.work, args.D, (False, True)))

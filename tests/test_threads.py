@@ -11,7 +11,7 @@ import ffpa_attn
 import pytest
 import torch
 from ffpa_attn.distributed import peer_memory
-from ffpa_attn.triton_ops import triton_launch
+from ffpa_attn.triton_ops import launch as triton_launch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

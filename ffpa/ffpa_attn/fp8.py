@@ -11,7 +11,7 @@ from .backends import reference, triton_fp8
 from .checks import arguments, fp8_checks, words
 from .operators import ops
 from .specs.spec import FP8_BLOCK
-from .triton_ops import triton_launch
+from .triton_ops import launch as triton_launch
 
 
 def quantize_fp8(

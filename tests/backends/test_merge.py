@@ -6,7 +6,7 @@ import torch
 from ffpa_attn import ffpa, merge
 from ffpa_attn.backends import triton_attention
 from ffpa_attn.backends.triton_merge import merge_into
-from ffpa_attn.triton_ops import triton_launch
+from ffpa_attn.triton_ops import launch as triton_launch
 
 
 def parts(device, dtype=torch.float32, layout="BHND", n_q=20):

@@ -180,7 +180,7 @@ MUTANTS = [
         ("reports: bytes of paths", "if 0xDC80 <= ord(x) <= 0xDCFF else", "if False else"),
     ),
     *edits_in(
-        "triton_ops/triton_launch.py",
+        "triton_ops/launch.py",
         "tests/support/test_transient.py",
         ("launch: what may pass is remembered", "if is_transient(error, handled) or", "if isinstance(error, KeyboardInterrupt) or"),
         ("launch: a half loaded kernel is kept", "        getattr(kernel, \"device_caches\", {}).clear()", "        pass"),
@@ -215,7 +215,7 @@ MUTANTS = [
         ("fourth place: a mask that is expanded", "    elif is_expanded(o):", "    elif False:"),
     ),
     *edits_in(
-        "triton_ops/triton_merge_kernels.py",
+        "triton_ops/merge_kernels.py",
         "tests/backends/test_merge.py",
         ("merge in place: a share of one", "other=0.0) * (own / divisor)[:, None]", "other=0.0)"),
         ("merge in place: each of more has a share of one", "other=0.0) * share[:, None]", "other=0.0)"),

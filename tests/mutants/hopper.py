@@ -4,7 +4,7 @@ from .kinds import edits_in, fp8, fused, pair, row_tiles, two_phase
 
 MUTANTS = [
     *edits_in(
-        "triton_ops/triton_fp8_kernels.py",
+        "triton_ops/fp8_kernels.py",
         "tests/backends/test_fp8.py -k 'rules or scales or outputs or as_it_is or without_lse or nan or long_rows'",
         ("fp8: another order of V", ".permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])", ".permute([0, 1, 2, 3, 4]).reshape([KEYS, WIDTH])"),
         ("fp8: another order of a transposed V's keys", "columns % 8 // 2 * 4 + columns % 16 // 8 * 2", "columns % 8 // 2 * 2 + columns % 16 // 8 * 8"),

@@ -90,7 +90,7 @@ MUTANTS = [
         ("func: a mapped tangent is an error of vmap's", "except RuntimeError:  # vmap", "except TypeError:  # vmap"),
     ),
     *edits_in(
-        "triton_ops/triton_launch.py",
+        "triton_ops/launch.py",
         "tests/test_threads.py",
         ("threads: one context for all of Triton's", "class _Thread(threading.local):", "class _Thread:"),
         ("threads: asked for a context at every launch", "    _thread.has_context = True\n", ""),

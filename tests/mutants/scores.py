@@ -9,7 +9,7 @@ MUTANTS = [
         ("keys that share a score have a P of 1 each", ".sub_(share).exp_()", ".exp_()"),
     ),
     *edits_in(
-        "triton_ops/triton_kernels.py",
+        "triton_ops/forward_kernels.py",
         "tests/triton_ops/test_triton_scores.py -k contracted",
         ("triton: scores that are products still", "return tl.fma(x, factor, 0.0)", "return x * factor"),
         ("triton: far rows gone over once", "tl.max(far.to(tl.int32), 0) > 0", "tl.max(far.to(tl.int32), 0) > 1"),
@@ -17,7 +17,7 @@ MUTANTS = [
         ("triton: the base changed before the difference", "p = tl.exp2((s - reference[:, None]) * unit)", "p = tl.exp2(s * unit - (reference * unit)[:, None])"),
     ),
     *edits_in(
-        "triton_ops/triton_backward_kernels.py",
+        "triton_ops/backward_kernels.py",
         "tests/triton_ops/test_triton_scores.py -k 'gradients and contracted'",
         ("triton: keys that share a score have a P of 1 each", "below * LOG2E) - share)", "below * LOG2E))"),
         ("triton: far rows of rounded LSEs", "own = all_here & ", "own = (total < 0) & "),
@@ -37,7 +37,7 @@ MUTANTS = [
         ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
     ),
     *edits_in(
-        "triton_ops/triton_backward_kernels.py",
+        "triton_ops/backward_kernels.py",
         "tests/backends/test_large_scores.py -k 'infinite_lse and triton'",
         ("triton: an infinite LSE is NaN", "natural = tl.where(blind, INF, row_lse)", 'natural = tl.where(row_lse == INF, float("nan"), tl.where(blind, INF, row_lse))'),
     ),

@@ -4,7 +4,7 @@ from .kinds import edits_in
 
 MUTANTS = [
     *edits_in(
-        "triton_ops/triton_kernels.py",
+        "triton_ops/forward_kernels.py",
         "tests/triton_ops/test_triton.py -k 'forward or gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: the last key of a window hidden", "(keys <= last)", "(keys < last)"),
         ("triton: a window one too wide", "(keys >= rows + (at.shift - rule.left))", "(keys >= rows + (at.shift - rule.left - 1))"),
@@ -24,7 +24,7 @@ MUTANTS = [
         ("triton: columns past the head dim", "columns // 8 < D // 8", "columns // 8 <= D // 8"),
     ),
     *edits_in(
-        "triton_ops/triton_backward_kernels.py",
+        "triton_ops/backward_kernels.py",
         "tests/triton_ops/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: dK of the next sequence's rows", "if PACKED and EDGE:", "if False:"),
         ("triton: gradient of the LSE forgotten", "total -= tl.load(lse_grads", "total -= 0 * tl.load(lse_grads"),
@@ -55,7 +55,7 @@ MUTANTS = [
         ("triton: a caller's strided gradient taken as it lies", "    if not has_rows(grad):", "    if False:"),
     ),
     *edits_in(
-        "triton_ops/triton_persistent.py",
+        "triton_ops/persistent_kernels.py",
         "tests/triton_ops/test_triton_persistent.py",
         ("persistent: scratch read before it is written", "tl.where(first_key > begin, ROWS, 0)", "tl.where(first_key >= begin, ROWS, 0)"),
         ("persistent: scratch read that no tile wrote", "tl.where(begin < end, ROWS, 0)", "tl.where(begin <= end, ROWS, 0)"),
@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     *edits_in("backends/triton_attention.py", "tests/triton_ops/test_triton_persistent.py", ("persistent: cap ignored", "min(flags[\"FFPA_TRITON_CORES\"], most_cores)", "flags[\"FFPA_TRITON_CORES\"]")),
     *edits_in(
-        "triton_ops/triton_merge_kernels.py",
+        "triton_ops/merge_kernels.py",
         "tests/triton_ops/test_triton.py -k 'compile and sm_90'",
         ("merge in place: an LSE overwritten while warps read it", "    tl.debug_barrier()  # all have read the sums: they may be overwritten\n", ""),
         ("merge in place: a tile overwritten while warps read it", "        tl.debug_barrier()\n        tl.store(at, value", "        tl.store(at, value"),

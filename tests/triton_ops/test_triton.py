@@ -20,12 +20,13 @@ from ffpa_attn.backends.choice import choose
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import Problem, Visibility
-from ffpa_attn.triton_ops import triton_interpreter, triton_launch
-from ffpa_attn.triton_ops.triton_launch import Tiles
-from ffpa_attn.triton_ops.triton_tiles import DEFAULT, MEASURED
+from ffpa_attn.triton_ops import interpreter
+from ffpa_attn.triton_ops import launch as triton_launch
+from ffpa_attn.triton_ops.launch import Tiles
+from ffpa_attn.triton_ops.tiles import DEFAULT, MEASURED
 
 triton = pytest.importorskip("triton", reason="Triton is an extra")
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+of_triton = pytest.importorskip("triton.runtime.interpreter")
 
 SMALL = [case for case in CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
 SMALL_PACKED = [case for case in PACKED_CASES if max(case.d, case.d_v or 0) <= triton_attention.MOST_COLUMNS]
@@ -163,17 +164,17 @@ def test_threads_take_turns_in_the_interpreter():
     entered, mended = threading.Event(), []
 
     def other():
-        with triton_interpreter.exact():
+        with interpreter.exact():
             entered.set()
-            mended.append(interpreter._patch_lang)
+            mended.append(of_triton._patch_lang)
 
     thread = threading.Thread(target=other)
-    theirs = interpreter._patch_lang
-    with triton_interpreter.exact():
+    theirs = of_triton._patch_lang
+    with interpreter.exact():
         thread.start()
         assert not entered.wait(0.2)
     thread.join()
-    assert entered.is_set() and interpreter._patch_lang is theirs
+    assert entered.is_set() and of_triton._patch_lang is theirs
     assert theirs in [cell.cell_contents for cell in mended[0].__closure__]  # the other thread's would grow a chain
 
 

@@ -37,7 +37,7 @@ def scratch(request, monkeypatch):
     monkeypatch.setenv("FFPA_TRITON_CORES", str(CORES))
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from ffpa_attn.triton_ops import triton_persistent  # Triton reads the line above when a kernel is defined
+    from ffpa_attn.triton_ops import persistent_kernels  # Triton reads the line above when a kernel is defined
 
     given = []
 
@@ -45,7 +45,7 @@ def scratch(request, monkeypatch):
         given.append(torch.full(shape, torch.nan, device=device))
         return given[-1]
 
-    monkeypatch.setattr(triton_persistent, "_scratch", poisoned)
+    monkeypatch.setattr(persistent_kernels, "_scratch", poisoned)
     return given
 
 
@@ -134,10 +134,10 @@ def test_any_number_of_cores_gives_the_same_bits(device, scratch, monkeypatch):
 
 
 def test_contents_of_scratch_do_not_matter(device, scratch, monkeypatch):
-    from ffpa_attn.triton_ops import triton_persistent
+    from ffpa_attn.triton_ops import persistent_kernels
 
     poisoned = check(SIX_TASKS, device)
-    monkeypatch.setattr(triton_persistent, "_scratch", lambda *shape, device: torch.zeros(shape, device=device))
+    monkeypatch.setattr(persistent_kernels, "_scratch", lambda *shape, device: torch.zeros(shape, device=device))
     assert len(accumulators(scratch)) == 1
     assert all(torch.equal(a, b) for a, b in zip(poisoned, check(SIX_TASKS, device), strict=True))
 

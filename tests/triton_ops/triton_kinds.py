@@ -142,7 +142,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     from ffpa_attn import env
     from ffpa_attn.backends import triton_attention
     from ffpa_attn.specs.spec import Problem, Visibility
-    from ffpa_attn.triton_ops import triton_backward_kernels, triton_kernels
+    from ffpa_attn.triton_ops import backward_kernels, forward_kernels
 
     problem = Problem(
         "forward", "cuda", arch, "bf16", 2, *_HEADS, 150, 200, kind.d_qk, kind.d_v, None,
@@ -161,11 +161,11 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     }  # fmt: skip
     found = []
     for kernel, tiles in (
-        (triton_kernels.forward_kernel, forward.over_rows),
-        (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
-        (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
-        (triton_backward_kernels.shares_kernel, backward.far),
-        *([(triton_backward_kernels.far_gradients_kernel, backward.far)] if options["RAW"] else []),
+        (forward_kernels.forward_kernel, forward.over_rows),
+        (backward_kernels.rows_gradient_kernel, backward.over_rows),
+        (backward_kernels.keys_gradient_kernel, backward.over_keys),
+        (backward_kernels.shares_kernel, backward.far),
+        *([(backward_kernels.far_gradients_kernel, backward.far)] if options["RAW"] else []),
     ):
         result = triton_offline.compiled(kernel, tiles, arch, options, odd=kind.source != "descriptors")
         if arch == "sm_90":
@@ -173,9 +173,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
             wrong = sass_descriptors.wrong(sass, result.asm["ptx"], result.metadata.shared)
             found += [f"{kernel.__name__}: {line}" for line in wrong[:1]]
         # A narrow tile of K, which is all that this kernel copies, has fewer bytes for each thread.
-        narrow = (
-            kernel is triton_backward_kernels.shares_kernel and tiles.keys * options["WIDTH_QK"] < 256 * tiles.warps
-        )
+        narrow = kernel is backward_kernels.shares_kernel and tiles.keys * options["WIDTH_QK"] < 256 * tiles.warps
         in_16_bytes = "cp.async.cg.shared.global" in result.asm["ptx"]
         if not options["TMA"] and not in_16_bytes and not narrow and tiles.stages > 1:
             found.append(f"{kernel.__name__}: no tile is copied by 16 bytes")

@@ -21,13 +21,13 @@ from ffpa_attn import env
 from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
 from ffpa_attn.specs.spec import Problem, Visibility
 from ffpa_attn.triton_ops import (
-    triton_backward_kernels,
-    triton_fp8_kernels,
-    triton_kernels,
-    triton_merge_kernels,
-    triton_persistent,
+    backward_kernels,
+    forward_kernels,
+    fp8_kernels,
+    merge_kernels,
+    persistent_kernels,
 )
-from ffpa_attn.triton_ops.triton_launch import Tiles
+from ffpa_attn.triton_ops.launch import Tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -75,9 +75,9 @@ _POINTERS = {
     ),
 }
 _STRUCTURES = {
-    "mask_strides": triton_kernels.MaskStrides(*["i32"] * 4),
-    "sizes": triton_kernels.Sizes(*["i32"] * 6),
-    "rule": triton_kernels.Rule("fp32", "fp32", "i32", "i32"),
+    "mask_strides": forward_kernels.MaskStrides(*["i32"] * 4),
+    "sizes": forward_kernels.Sizes(*["i32"] * 6),
+    "rule": forward_kernels.Rule("fp32", "fp32", "i32", "i32"),
     "batches": "i32",
 }
 
@@ -96,7 +96,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
         if name in _STRUCTURES:
             return _STRUCTURES[name]
         if name.endswith("strides"):
-            return triton_kernels.Strides("i32", "i32", "i32")
+            return forward_kernels.Strides("i32", "i32", "i32")
         if name in blocks:
             width = options["WIDTH_V" if name in ("v", "grad") else "WIDTH_QK"]
             block = f"1,1,{blocks[name]},{width}"
@@ -112,7 +112,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
     attributes = {}
     for i, name in enumerate(kernel.arg_names):  # a launch finds it so: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
-        if isinstance(signature[name], triton_kernels.Strides):
+        if isinstance(signature[name], forward_kernels.Strides):
             attributes |= {} if odd else {(i, j): aligned for j in range(3)}
         elif signature[name] == "*bf16":
             attributes[(i,)] = aligned
@@ -145,13 +145,13 @@ def of_odd_rows(arch: str) -> dict[str, list]:
     for direction in ("forward", "backward"):
         plan = triton_attention.plan(problem._replace(direction=direction), env.run_flags())
         options = {"D_QK": 40, "D_V": 16, "WIDTH_QK": plan.widths[0], "WIDTH_V": plan.widths[1], "TMA": False}
-        kernels = [(triton_kernels.forward_kernel, plan.over_rows)]
+        kernels = [(forward_kernels.forward_kernel, plan.over_rows)]
         if direction == "backward":
             kernels = [
-                (triton_backward_kernels.rows_gradient_kernel, plan.over_rows),
-                (triton_backward_kernels.keys_gradient_kernel, plan.over_keys),
-                (triton_backward_kernels.far_gradients_kernel, plan.far),
-                (triton_backward_kernels.shares_kernel, plan.far),
+                (backward_kernels.rows_gradient_kernel, plan.over_rows),
+                (backward_kernels.keys_gradient_kernel, plan.over_keys),
+                (backward_kernels.far_gradients_kernel, plan.far),
+                (backward_kernels.shares_kernel, plan.far),
             ]
         for kernel, tiles in kernels:
             result = compiled(kernel, tiles, arch, PLAIN | {"PACKED": True} | options, odd=True)
@@ -191,18 +191,18 @@ def main(arch: str, d: int) -> dict[str, list[int]]:
     }
     options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
     kernels = (
-        (triton_kernels.forward_kernel, forward.over_rows),
-        (triton_backward_kernels.rows_gradient_kernel, backward.over_rows),
-        (triton_backward_kernels.keys_gradient_kernel, backward.over_keys),
-        (triton_backward_kernels.far_gradients_kernel, backward.far),
-        (triton_backward_kernels.shares_kernel, backward.far),
-        (triton_backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
-        (triton_fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
-        (triton_fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
-        (triton_fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
-        (triton_fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
-        (triton_merge_kernels.merge_kernel, triton_merge.TILES),
-        (triton_persistent.persistent_forward_kernel, persistent.over_rows),
+        (forward_kernels.forward_kernel, forward.over_rows),
+        (backward_kernels.rows_gradient_kernel, backward.over_rows),
+        (backward_kernels.keys_gradient_kernel, backward.over_keys),
+        (backward_kernels.far_gradients_kernel, backward.far),
+        (backward_kernels.shares_kernel, backward.far),
+        (backward_kernels.statistics_kernel, Tiles(64, 0, 4, 1)),
+        (fp8_kernels.fp8_forward_kernel, in_8_bits.over_rows),
+        (fp8_kernels.arrange_values_kernel, Tiles(128, 128, 4, 1)),
+        (fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
+        (fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
+        (merge_kernels.merge_kernel, triton_merge.TILES),
+        (persistent_kernels.persistent_forward_kernel, persistent.over_rows),
     )
     for kernel, tiles in kernels if cuda else kernels[-1:]:
         result = compiled(kernel, tiles, arch, options)

@@ -20,7 +20,7 @@ import torch
 from .. import env
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.triton_launch import (
+from ..triton_ops.launch import (
     Launch,
     Memo,
     Tiles,
@@ -31,7 +31,7 @@ from ..triton_ops.triton_launch import (
     running,
     strides,
 )
-from ..triton_ops.triton_tiles import DEFAULT, MEASURED
+from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
 MOST_COLUMNS = 256
@@ -229,7 +229,7 @@ class _Kind:
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
         """Takes q, k, v [B, H, N, D], and in `more` other tensors that are read by rows."""
-        from ..triton_ops.triton_kernels import MaskStrides, Rule, Sizes
+        from ..triton_ops.forward_kernels import MaskStrides, Rule, Sizes
 
         packed = offsets is not None
         batch, self.heads, total_q, d_qk = q.shape
@@ -336,7 +336,7 @@ class TritonPlan(NamedTuple):
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets."""
-        from ..triton_ops import triton_kernels, triton_persistent
+        from ..triton_ops import forward_kernels, persistent_kernels
 
         packed = offsets is not None
         if packed:  # rows of no sequence get these
@@ -353,13 +353,13 @@ class TritonPlan(NamedTuple):
             return
         with running(q.device):
             if self.cores:
-                return triton_persistent.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+                return persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
             tiles = self.over_rows
             cu_q, cu_k = offsets[:2] if packed else (lse, lse)
             tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
             launch(
                 memo,
-                triton_kernels.forward_kernel,
+                forward_kernels.forward_kernel,
                 tensors,
                 lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
             )
@@ -370,8 +370,8 @@ class TritonPlan(NamedTuple):
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
     def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
-        from ..triton_ops import triton_backward_kernels as kernels
-        from ..triton_ops.triton_kernels import Strides
+        from ..triton_ops import backward_kernels as kernels
+        from ..triton_ops.forward_kernels import Strides
 
         packed = offsets is not None
         if not has_rows(grad):  # the gradient of a sum is one number, expanded

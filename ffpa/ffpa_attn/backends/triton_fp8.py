@@ -10,7 +10,7 @@ import torch
 from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_BLOCK, LEAST_SCALE, Problem
-from ..triton_ops.triton_launch import (
+from ..triton_ops.launch import (
     Launch,
     Memo,
     Tiles,
@@ -39,8 +39,8 @@ class TritonFp8Plan(TritonPlan):
         """Runs on q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side), scales [B, H, blocks
         of 128 rows], shared ones expanded, or None, and lse [B, H, N] or None.
         """
-        from ..triton_ops.triton_fp8_kernels import arrange_values_kernel, fp8_forward_kernel
-        from ..triton_ops.triton_kernels import Rule, Sizes
+        from ..triton_ops.forward_kernels import Rule, Sizes
+        from ..triton_ops.fp8_kernels import arrange_values_kernel, fp8_forward_kernel
 
         q_scale, k_scale, v_scale = scales
         batch, heads, n_q, d_qk = q.shape
@@ -150,7 +150,7 @@ def _over_blocks(x: torch.Tensor, *others: torch.Tensor) -> Launch:
 
 def block_maxima(x: torch.Tensor) -> torch.Tensor:
     """Returns the largest |x| of each block of 128 rows: float32 [B, H, blocks]."""
-    from ..triton_ops.triton_fp8_kernels import block_maxima_kernel
+    from ..triton_ops.fp8_kernels import block_maxima_kernel
 
     maxima = x.new_empty((*x.shape[:2], -(-x.shape[2] // FP8_BLOCK)), dtype=torch.float32)
     with running(x.device):
@@ -160,7 +160,7 @@ def block_maxima(x: torch.Tensor) -> torch.Tensor:
 
 def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns x / scale [B, H, blocks] as 8-bit floats."""
-    from ..triton_ops.triton_fp8_kernels import quantize_kernel
+    from ..triton_ops.fp8_kernels import quantize_kernel
 
     x8 = torch.empty_like(x, dtype=dtype)
     with running(x.device):

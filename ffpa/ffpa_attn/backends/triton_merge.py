@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 
-from ..triton_ops import triton_launch
-from ..triton_ops.triton_launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
+from ..triton_ops import launch as triton_launch
+from ..triton_ops.launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
 from . import triton_attention
 
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
@@ -40,7 +40,7 @@ def merge_into(out, top, total, more_out, more_lse, first: bool) -> None:
 
 
 def _by_triton(out, top, total, more_out, more_lse, first: bool) -> None:
-    from ..triton_ops.triton_merge_kernels import merge_kernel
+    from ..triton_ops.merge_kernels import merge_kernel
 
     batch, heads, n, d = out.shape
     tensors = (out, top, total, more_out, more_lse)

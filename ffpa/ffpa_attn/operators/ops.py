@@ -21,7 +21,7 @@ from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
 from ..specs.spec import Problem
 from ..support import progress
-from ..triton_ops import triton_launch
+from ..triton_ops import launch as triton_launch
 from . import dispatch_keys, out_of_memory
 from .forms import Dense, Packed, describe, seen
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import (
+from .forward_kernels import (
     FAR,
     INF,
     LOG2E,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import _offset
+from .forward_kernels import _offset
 
 
 @triton.jit

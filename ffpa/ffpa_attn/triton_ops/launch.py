@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..support.transient import is_transient
-from . import triton_interpreter
+from . import interpreter
 
 
 class Tiles(NamedTuple):
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 def running(device: torch.device) -> contextlib.AbstractContextManager:
     if device.type == "cpu":
-        return triton_interpreter.exact()
+        return interpreter.exact()
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
@@ -87,7 +87,7 @@ def _make_context_current(device: torch.device) -> None:
 
 
 def strides(*tensors: torch.Tensor) -> list:
-    from .triton_kernels import Strides
+    from .forward_kernels import Strides
 
     return [Strides(*x.stride()[:3]) for x in tensors]
 

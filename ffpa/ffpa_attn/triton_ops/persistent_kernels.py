@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_kernels import INF, _load, _offset, _rows, _scores, _sequence, _store, _tiles, _unit
-from .triton_launch import Launch, Memo, launch, strides
+from .forward_kernels import INF, _load, _offset, _rows, _scores, _sequence, _store, _tiles, _unit
+from .launch import Launch, Memo, launch, strides
 
 
 @triton.jit
