@@ -17,6 +17,11 @@ measure() { # measure NAME FLAGS…
 }
 
 measure levels --show-all --torch
+front=(--dtype bf16 --H 32 --D 64,128,256,320,512,640,1024 --tags auto,sdpa,flex --peers sdpa-flash,sdpa-cudnn,flex)
+measure forward "${front[@]}"
+measure forward_causal "${front[@]}" --causal
+measure backward "${front[@]}" --backward
+measure backward_causal "${front[@]}" --backward --causal
 measure causal --dtype bf16 --H 32 --causal --tags auto
 measure gemma --dtype bf16 --H 32 --heads-kv 4 --causal --D 512 --tags auto
 measure vae --H 1 --N 16384 --D 512 --tags auto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 
@@ -141,6 +142,40 @@ def chip_figure(record: Record) -> Figure | None:
         axes.set_ylabel(what, fontsize=12)
         axes.legend(fontsize=9.5, frameon=False, loc="upper left")
     return figure
+
+
+BAR_DIMS = (256, 512, 1024)
+
+
+def bars_figure(records: Mapping[str, Record]) -> Figure:
+    """Draws ours, SDPA and the fastest other side by side, for some head dims in each direction."""
+    first = next(iter(records.values()))
+    figure, axes = _figure(f"Attention on {first.device}", _subtitle(first))
+    results = [
+        (name, r) for d in BAR_DIMS for name, record in records.items() for r in record.results if r.workload.d == d
+    ]
+    shown = (
+        ("FFPA", _LEVEL_COLORS[None], lambda r: r.best("FFPA auto")),
+        ("PyTorch's efficient attention", _PEER, lambda r: r.sdpa),
+        ("the fastest other", "#c9ccd1", lambda r: r.rival),
+    )
+    for i, (label, color, row_of) in enumerate(shown):
+        rows = [(place, row) for place, (_, result) in enumerate(results) if (row := row_of(result))]
+        if rows:
+            places = [place + 0.28 * (i - 1) for place, _ in rows]
+            bars = axes.bar(places, [row.tflops for _, row in rows], width=0.26, color=color, label=label)
+            axes.bar_label(bars, [f"{row.tflops:.0f}" for _, row in rows], padding=3, color=_INK, fontsize=9.5)
+    for place, (_, result) in enumerate(results):
+        label = "matrix product" if place == 0 else None
+        axes.hlines(result.ceilings.gemm_tflops, place - 0.42, place + 0.42, _INK, ":", label=label)
+    axes.set_xticks(range(len(results)), [f"{r.workload.d}\n{name.replace('_', ', ')}" for name, r in results])
+    axes.set_ylabel("TFLOPS (nominal, visible pairs)", fontsize=12)
+    _legend(axes, *axes.get_legend_handles_labels())
+    return figure
+
+
+def save_bars(records: Mapping[str, Record], path: Path, mark: str = "") -> None:
+    bars_figure(records).savefig(path, metadata={"Comment": mark})
 
 
 def save_plots(record: Record, stem: Path, mark: str = "") -> list[Path]:

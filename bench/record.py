@@ -112,6 +112,12 @@ class Result:
     def sdpa(self) -> Row | None:
         return next((row for row in self.rows if row.tag == SDPA_TAG), None)
 
+    @property
+    def rival(self) -> Row | None:
+        """Returns the fastest of those that are neither ours nor the baseline."""
+        others = (row for row in self.rows if not row.is_ffpa and row.tag != SDPA_TAG and not row.problem)
+        return min(others, key=lambda row: row.median_ms, default=None)
+
     def speedup(self, row: Row) -> float | None:
         return self.sdpa and self.sdpa.median_ms / row.median_ms
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from chip import ChipUse
 from record import ACC_LEGEND, Record, Row
+from workload import Workload
 
 
 def _three_digits(x: float) -> str:
@@ -33,6 +34,41 @@ def bench_table(record: Record) -> str:
         "|".join(["", "Ceiling", *(f"{_three_digits(result.ceilings.gemm_tflops)}T" for result in results), ""])
     )
     return "\n".join(lines)
+
+
+def front_table(records: Mapping[str, Record]) -> str:
+    """Makes one line for each head dim and each record, which is named after its direction."""
+    lines = [
+        "| D | | FFPA | SDPA | the fastest other | matrix product | memory: FFPA, SDPA |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    results = [(name, result) for name, record in records.items() for result in record.results]
+    for name, result in sorted(results, key=lambda pair: pair[1].workload.d):
+        ours, sdpa, rival = result.best("FFPA auto"), result.sdpa, result.rival
+        other = f"{_tflops(rival)} ({rival.kernel})" if rival else "none runs"
+        memory = ", ".join(_extra_mib(row, result.workload) for row in (ours, sdpa))
+        gemm = f"{_three_digits(result.ceilings.gemm_tflops)}T"
+        lines.append(
+            f"| {result.workload.d} | {name.replace('_', ', ')} | **{_tflops(ours)}** | {_tflops(sdpa)} | {other} | {gemm} | {memory} |"
+        )
+    first = next(iter(records.values()))
+    trees = sorted({record.source["tree"] or "unknown" for record in records.values()})
+    what = f"{first.device}, {_workload(first)}; medians of {first.method['iters']} calls"
+    said = "nominal TFLOPS of the visible pairs; memory at the peak beside the results"
+    return "\n".join(lines) + f"\n\n{what}; {said}; source {', '.join(trees)}.\n"
+
+
+def _workload(record: Record) -> str:
+    """Describes the workload without its direction."""
+    return ", ".join(part for part in record.describe().split(", ") if part not in ("causal", "backward"))
+
+
+def _extra_mib(row: Row | None, w: Workload) -> str:
+    if row is None or row.peak_bytes is None:
+        return "-"
+    keys = w.batch * w.heads_kv * w.n_kv * (w.d + w.d_v)
+    results = w.batch * w.heads * w.n_q * w.d + keys if w.backward else w.batch * w.heads * w.n_q * w.d_v
+    return f"{max(row.peak_bytes - 2 * results, 0) / (1 << 20):.0f} MiB"
 
 
 def cases_table(records: Mapping[str, Record]) -> str:

@@ -391,9 +391,32 @@ def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
     ((stored, pictures),) = readme.pictured(text, tmp_path).items()
     assert sorted(tmp_path.glob("*.png")) == sorted(pictures)
     assert all(readme.mark_of(stored).encode() in picture.read_bytes() for picture in pictures)
-    before = readme.mark_of(stored)
-    stored.write_text(stored.read_text() + "\n")
+    before, (record,) = readme.mark_of(stored), stored
+    record.write_text(record.read_text() + "\n")
     assert readme.mark_of(stored) != before
+
+
+def test_the_table_and_the_bars_of_several_directions(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "BAR_DIMS", (320, 448))
+    for name in ("gpu_forward", "gpu_backward_causal"):
+        recorded.save(tmp_path / name)
+    names = "gpu_forward gpu_backward_causal"
+    text = f"<!-- front: {names} -->\n<!-- /front -->\n<!-- bars: {names} -->\n<!-- /bars -->"
+    shown = readme.generated(text, tmp_path)
+    lines = [line for line in shown.splitlines() if line.startswith("| 3") or line.startswith("| 4")]
+    assert [line.split("|")[1:3] for line in lines[:2]] == [[" 320 ", " forward "], [" 320 ", " backward, causal "]]
+    assert "| **400T** | 100T | 90T (made_up) | 800T |" in lines[0] and "| none runs |" in lines[-1]
+    readme.draw(text, tmp_path)
+    ((stored, (picture,)),) = readme.pictured(text, tmp_path).items()
+    assert len(stored) == 2 and readme.mark_of(stored).encode() in picture.read_bytes()
+    bars = plots.bars_figure({"forward": recorded, "backward": recorded}).axes[0]
+    assert [label.get_text() for label in bars.get_xticklabels()] == [
+        "320\nforward",
+        "320\nbackward",
+        "448\nforward",
+        "448\nbackward",
+    ]
+    assert [round(float(bar.get_height())) for bar in bars.patches] == [400] * 4 + [100] * 4 + [90] * 2
 
 
 @pytest.mark.parametrize(
