@@ -29,14 +29,15 @@ def pytest_addoption(parser):
         type=Path,
         help="runs that are given the same empty folder share the suite: each takes the next tests that no other has taken",
     )
+    parser.addoption("--sample", metavar="SECONDS", type=float, help="tests from all over the suite, for so long")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    folder = session.config.getoption("--queue")
-    if not folder or session.config.option.collectonly:
+    folder, seconds = (session.config.getoption(name) for name in ("--queue", "--sample"))
+    if not (folder or seconds) or session.config.option.collectonly:
         return None
-    mine = _taken(session.items, folder)
+    mine = _taken(session.items, folder) if folder else _sampled(session.items, seconds)
     item = next(mine, None)
     while item is not None:
         following = next(mine, None)
@@ -58,6 +59,16 @@ def _taken(items, folder: Path):
         except FileExistsError:
             continue
         yield from tests
+
+
+def _sampled(items, seconds: float):
+    """Yields tests in an order that has nothing to do with where they stand, without those that take long."""
+    end = time.monotonic() + seconds
+    for item in sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
+        if time.monotonic() > end:
+            return
+        if not (_seconds(item) or item.get_closest_marker("large")):
+            yield item
 
 
 def _together(items) -> list[list]:

@@ -77,6 +77,31 @@ def test_it(i):
     assert late.returncode == 0 and "passed" not in late.stdout
 
 
+def test_a_sample_is_from_all_over_the_suite(tmp_path):
+    body = """import pytest, time
+@pytest.mark.long(seconds=30)
+def test_long(): print(end="<long>")
+@pytest.mark.parametrize("i", range(200))
+def test_it(i): time.sleep(0.02); print(end=f"<{i}>")
+"""
+    run = suite_of(tmp_path, body, "-s", "--sample", "1")
+    ran = [int(i) for i in re.findall(r"<(\d+)>", run.stdout)]
+    assert run.returncode == 0 and 5 < len(ran) < 100 and "<long>" not in run.stdout
+    assert min(ran) < 50 and max(ran) > 150 and ran != sorted(ran)
+
+
+def test_each_changed_file_has_its_tests():
+    import check_change
+
+    assert ("tests/operators", ()) not in list(
+        check_change.tests_of("ffpa/ffpa_attn/operators/ops.py")
+    )  # its mutants know
+    assert list(check_change.tests_of("ffpa/ffpa_attn/launching/structs.py")) == [("tests/launching", ())]
+    assert list(check_change.tests_of("csrc/torch_ops/launch.cpp")) == [("tests/building", ())]
+    assert list(check_change.tests_of("docs/flags.md")) == []
+    assert any("test_mma.py" in tests for tests, _ in check_change.tests_of("csrc/attention/forward/mma_split.cuh"))
+
+
 # ---- tests that take much of a GPU's memory ----
 
 

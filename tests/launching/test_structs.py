@@ -7,7 +7,9 @@ import pytest
 import torch
 from ffpa_attn import ffpa
 from ffpa_attn.building import build
-from ffpa_attn.launching import emulated, structs
+from ffpa_attn.launching import emulated, native, structs
+from ffpa_attn.launching.launch import READ, WRITE, Launch
+from ffpa_attn.specs.spec import BackwardRows
 from ffpa_attn.testing import emulate
 
 HEADERS = sorted(path.name for path in (build.csrc() / "attention" / "params").glob("*.h"))
@@ -41,6 +43,27 @@ def test_every_header_of_structs_is_read():
 def test_a_field_of_another_kind_is_an_error():
     with pytest.raises(KeyError, match="uint8_t"):
         list(structs._fields("  uint8_t small;\n", {}, {}))
+
+
+def test_addresses_and_numbers_of_a_call_reach_a_gpus_kernel(monkeypatch):
+    launched = []
+    monkeypatch.setattr(native, "gpu_of", lambda device: "sm_90")
+    monkeypatch.setattr(native, "kernel", lambda spec, gpu: f"{spec.name}@{gpu}")
+    monkeypatch.setattr(native, "address", lambda name: f"address of {name}")
+    monkeypatch.setattr(native, "launch", lambda *call: launched.append(call))
+    kind = structs.struct("BackwardParams")
+    memory = {"attention.q.data": READ, "attention.lse": WRITE, "partial": READ}
+    launch = Launch(BackwardRows("f16"), kind(entries=9, turn=3), memory, torch.device("cuda", 1), "first_entry")
+    x, y = torch.zeros(3), torch.zeros(4)
+    launch(x, y, None, ints=(1, 2, 3, 4, 5, 6, 7))
+    launch(y, None, x, ints=(8,))
+    (kernel, device, *_), _ = launched
+    assert (kernel, device) == ("address of backward_rows_f16@sm_90", 1)
+    first, second = (kind.from_buffer_copy(call[2]) for call in launched)
+    assert (first.attention.q.data, first.attention.lse, first.partial) == (x.data_ptr(), y.data_ptr(), 0)
+    assert (first.first_entry, first.entries, first.end_key, first.turn) == (1, 2, 6, 7)
+    assert (second.attention.q.data, second.attention.lse, second.partial) == (y.data_ptr(), 0, x.data_ptr())
+    assert (second.first_entry, second.entries, second.turn) == (8, 9, 3)
 
 
 def test_a_kernel_refuses_parameters_of_another_size(monkeypatch):

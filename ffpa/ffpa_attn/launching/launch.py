@@ -34,7 +34,7 @@ class Launch:
         self._ints_at = first_int and structs.offset(type(params), first_int)
         if device.type == "cuda":
             kernel = native.address(native.kernel(spec, native.gpu_of(device)))
-            self._run = partial(native.launch, kernel, native.index_of(device))
+            self._run = partial(native.launch, kernel, device.index)
         else:
             self._run = partial(_emulated, spec, tuple(memory.values()))
 
