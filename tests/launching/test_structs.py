@@ -7,9 +7,10 @@ import pytest
 import torch
 from ffpa_attn import ffpa
 from ffpa_attn.building import build
+from ffpa_attn.doctor import merged_alone
 from ffpa_attn.launching import emulated, native, structs
 from ffpa_attn.launching.launch import READ, WRITE, Launch
-from ffpa_attn.specs.spec import BackwardRows
+from ffpa_attn.specs.spec import BackwardRows, ForwardMerge
 from ffpa_attn.testing import emulate
 
 HEADERS = sorted(path.name for path in (build.csrc() / "attention" / "params").glob("*.h"))
@@ -72,3 +73,9 @@ def test_a_kernel_refuses_parameters_of_another_size(monkeypatch):
     q = torch.zeros(1, 1, 8, 512, dtype=torch.float16)
     with emulate(), pytest.raises(ValueError, match="parameters of another size"):
         ffpa(q, q, q)
+
+
+def test_the_smallest_launch_in_the_emulator():
+    x = torch.randn(9, 64).half()
+    with emulate():
+        assert torch.equal(merged_alone(ForwardMerge("f16"), x), x)
