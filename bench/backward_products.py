@@ -98,7 +98,9 @@ def cell(d: int) -> str:
                 before(call)
                 times[name] = kernel_times(call)
             for name, (pattern, products) in LAUNCHES.items():
-                ours = sum(t for kernel, t in times["backward"].items() if re.search(f"backward_{pattern}", kernel))
+                ours = sum(
+                    t for kernel, t in times["backward"].items() if re.search(f"backward_wgmma_{pattern}", kernel)
+                )
                 rounds[name].append(
                     (products * flops / ours * 1e-6, products * flops / sum(times[name].values()) * 1e-6)
                 )

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 from ffpa_attn.backends import levels
+from ffpa_attn.backends.reference import Rule
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.launching import native
 from ffpa_attn.specs.spec import ForwardMmaSplit, Problem, Visibility
@@ -41,7 +41,7 @@ def problem_of(w: Workload, level: int | None, acc: str = "f32", arch: str = "sm
 
 
 def run(plan: levels.LevelPlan, p: Problem, x: Inputs, out: torch.Tensor) -> None:
-    rule = SimpleNamespace(visibility=p.visibility, scale=p.scale, softcap=p.softcap)
+    rule = Rule(p.scale, p.softcap, p.visibility)
     q, k, v, o = (t.transpose(0, 1) if p.packed else t for t in (x.q, x.k, x.v, out))
     plan.forward(q, k, v, o, torch.empty(0, device=q.device), None, x.offsets or None, rule, 1 << 30, {})
 

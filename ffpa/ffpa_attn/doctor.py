@@ -77,7 +77,8 @@ def _kernels() -> Iterator[Finding]:
 def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     """Merges x [rows, columns] with no other part, which gives x: the smallest launch that proves the way to a kernel."""
     rows = len(x)
-    sums = torch.tensor([0.0, 1.0], device=x.device).expand(rows, 2)  # each row's reference, and its sum of P
+    sums = torch.zeros(rows, 2, device=x.device)  # each row's reference, and its sum of P
+    sums[:, 1].fill_(1.0)
     partial = torch.cat((x.float().flatten(), sums.flatten()))
     out = torch.empty_like(x)
     call = x[None, None], x[None, None], x[None, None], out[None, None]

@@ -575,7 +575,7 @@ def test_the_lse_of_more_keys(backend, device, forced):
 
 
 @BACKENDS
-@pytest.mark.parametrize("what", ["sum", "expanded heads", "expanded rows", "padded rows"])
+@pytest.mark.parametrize("what", ["sum", "expanded heads", "expanded rows", "padded rows", "off 16 bytes"])
 def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
     """dO of a sum is one number; that of a broadcast, one row."""
     forced(backend, device)
@@ -590,6 +590,8 @@ def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
             g = g[:, :1].expand(out.shape)
         elif what == "expanded rows":
             g = g[:, :, :1].expand(out.shape)
+        elif what == "off 16 bytes":
+            g = torch.cat((g.new_zeros(1), g.flatten()))[1:].view(g.shape)
         else:
             g = torch.nn.functional.pad(g, (0, 3))[..., :-3]
         return torch.autograd.grad(out, tensors, g)

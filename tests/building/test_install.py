@@ -212,7 +212,7 @@ def test_a_kernel_compiles_with_pypis_nvcc_and_gcc_alone(pypi_nvcc, tmp_path):
         sys.executable, "-c", code, cwd=tmp_path, FFPA_CACHE_DIR=str(tmp_path / "cache"), **pypi_nvcc
     ).splitlines()
     assert found == "PyPI's nvidia-cuda-nvcc"
-    assert Path(path).parent == tmp_path / "cache" and ctypes.CDLL(path)["ffpa_instance_merge_splits_f16"]
+    assert Path(path).parent == tmp_path / "cache" and ctypes.CDLL(path)["ffpa_instance_forward_merge_f16"]
 
 
 def test_set_up_fetches_nvcc_once(no_nvcc, fake_nvcc):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ["FFPA_BACKEND"] = "triton"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ffpa"))
 
 import torch

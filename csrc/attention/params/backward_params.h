@@ -1,8 +1,8 @@
 // The parameters of the backward's kernels, which share one workspace and take the problem chunk after chunk:
 //
 //   backward_rows       for every row of dO and O: LSE in base 2, δ = dO·O - dLSE, a RowShare
-//   backward_scores     for every (row, key) tile that has visible pairs: P and dS, into the workspace
-//   backward_products   dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
+//   backward_*_scores   for every (row, key) tile that has visible pairs: P and dS, into the workspace
+//   backward_*_products dV = Pᵀ dO, dK = dSᵀ Q, dQ = dS K
 //
 // An entry is a key/value head of a batch entry, together with the `group` query heads that share it; their rows are
 // counted head after head, in tiles of kRowTile. A chunk is all rows of several entries; or, of one entry, some heads

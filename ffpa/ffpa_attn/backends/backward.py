@@ -145,7 +145,7 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
     if not memory_checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
         return x
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
-    return once.contiguous().expand(x.shape)
+    return once.clone(memory_format=torch.contiguous_format).expand(x.shape)  # rows may lie off 16 bytes
 
 
 def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:

@@ -54,7 +54,7 @@ _ROWS_FIXED = {
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
 _MOST_SPLITS = 64
-_ROW_BLOCK_BYTES = 128  # bytes of shared memory, as KeptPlacedRowTile::kBytes says
+_ROW_TILE_BYTES = 128  # bytes of shared memory, as KeptPlacedRowTile::kBytes says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
@@ -106,7 +106,7 @@ def smem_bytes(
 ) -> int:
     """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
-        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_BLOCK_BYTES
+        return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_TILE_BYTES
 
     def step(rows: int, columns: int, padded: bool) -> int:
         return rows * (columns * 2 + 16 * padded)
@@ -119,7 +119,7 @@ def smem_bytes(
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
     barriers = 64 * (1 + spec.own_rings)
-    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_BLOCK_BYTES + resident
+    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_TILE_BYTES + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:

@@ -22,7 +22,7 @@ from ..specs.spec import (
 from . import row_tiles
 from .row_tiles import HEAD_BYTES, ROWS, Scratch
 
-KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward_wgmma_two_phase*.cuh
+KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward/*_two_phase.cuh
 MOST_KEYS = 1 << 19  # keys of a chunk, a multiple of KEYS: kernels have bits for so many tiles
 # These are measured on an H200: below, what registers hold is faster; at 576 levels are as fast as two phases on mma.
 LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
