@@ -105,7 +105,7 @@ MUTANTS = [
         "bench/readme.py",
         "tests/test_bench.py",
         ("bench: a dirty tree is shown", '(record.source["tree"] is None or "dirty" in record.source["tree"])', '(record.source["tree"] is None)'),
-        ("bench: an old picture is shown", 'parts = [record.read_bytes(), *(', 'parts = [*('),
+        ("bench: an old picture is shown", 'parts = [record.read_bytes() for record in records]', 'parts = []'),
     ),
     *edits_in(
         "bench/cli.py",
