@@ -46,7 +46,7 @@ def test_names_of_the_wheels_kernels_are_identifiers_and_differ():
 def test_generated_text():
     text = generation.instance_source(Example("bf16", "f32", 64, True))
     for line in (
-        '#include "attention/example_kernel.cuh"',
+        '#include "attention/example/kernel.cuh"',
         "using Dtype = ffpa::BFloat16;",
         "using Acc = float;",
         "static constexpr int kTileQ = 64;",
