@@ -13,19 +13,30 @@ import time
 from pathlib import Path
 
 import pytest
+from ffpa_attn import env
 from ffpa_attn.building import build, jit, toolchain
 from ffpa_attn.building import cache as cache_module
 from ffpa_attn.building.cache import cache_directory
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs.spec import ForwardMerge
 from ffpa_attn.support.transient import is_transient
-from wheel_support import Variant, needs_nvcc
+from wheel_support import CHILD, Variant, needs_nvcc
 
 SPEC = ForwardMerge("f16")
 
 
 def leftovers(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.suffix not in (".so", ".lock")]
+
+
+def test_letters_in_a_path_where_the_locale_has_none(fake_nvcc, tmp_path):
+    cache = tmp_path / "jürgen-µ"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = env.child_environment(FFPA_CACHE_DIR=str(cache), CUDA_HOME=str(fake_nvcc.home), **locale)
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and Path(done.stdout.strip()).parent == cache, done.stderr
+    assert len(fake_nvcc.calls) == 2  # a kernel and the link, once
 
 
 def test_compiled_once_with_a_line_on_stderr(fake_nvcc, cache, capfd):

@@ -41,8 +41,8 @@ def build(tmp_path):
     (tools / "g++").chmod(0o755)
     path = f"{tools}:{Path(sys.executable).parent}:{env.child_environment()['PATH']}"
 
-    def start(text: str, before: str = "") -> subprocess.Popen:
-        environment = env.child_environment(PATH=path, FFPA_CACHE_DIR=str(tmp_path / "cache"))
+    def start(text: str, before: str = "", cache: str = "cache", **more: str) -> subprocess.Popen:
+        environment = env.child_environment(PATH=path, FFPA_CACHE_DIR=str(tmp_path / cache), **more)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([sys.executable, "-c", before + CHILD, text], text=True, env=environment, **pipes)
 
@@ -62,6 +62,14 @@ def test_once_in_the_cache(build, tmp_path):
     build("2").communicate()
     again = (tmp_path / "tools" / "calls").read_text().splitlines()[len(calls) :]
     assert len(again) == 2 and "one.cpp" in again[0]  # what changed, and the link
+
+
+def test_letters_in_a_path_where_the_locale_has_none(build, tmp_path):
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for text in ("1", "1", "2"):
+        child = build(text, cache="jürgen-µ", **locale)
+        said = child.communicate()
+        assert child.returncode == 0 and Path(said[0].strip()).is_relative_to(tmp_path / "jürgen-µ"), said
 
 
 @pytest.mark.parametrize("left", [0, 10, -1])

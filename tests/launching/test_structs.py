@@ -2,10 +2,11 @@
 
 import ctypes
 import subprocess
+import sys
 
 import pytest
 import torch
-from ffpa_attn import ffpa
+from ffpa_attn import env, ffpa
 from ffpa_attn.building import build
 from ffpa_attn.doctor import merged_alone
 from ffpa_attn.launching import emulated, native, structs
@@ -35,6 +36,21 @@ def test_every_field_lies_where_the_compiler_puts_it(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {"AttentionParams", "BackwardParams", "Fp8Params", "ArrangeParams"} <= set(declared) and len(said) > 100
+
+
+def test_the_headers_are_read_where_the_locale_has_no_letters():
+    """They have letters that ASCII lacks, and an installation may lie below a path that has some."""
+    locale = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(build.csrc().parent / "ffpa"),
+    }
+    code = "from ffpa_attn.launching import structs; print(len(structs.struct('AttentionParams')._fields_))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env.child_environment(**locale), capture_output=True, text=True
+    )
+    assert int(done.stdout) == len(structs.struct("AttentionParams")._fields_), done.stderr
 
 
 def test_every_header_of_structs_is_read():

@@ -140,10 +140,13 @@ def _gencode(targets: tuple[str, ...]) -> str:
     return " ".join(f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
 
 
+_TEXT = {"encoding": "utf-8", "errors": "surrogateescape"}  # paths may hold any bytes, whatever the locale
+
+
 def write_if_changed(path: Path, text: str) -> None:
     """Leaves a file with the same text alone: ninja compiles again what is newer than its result."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    if not path.exists() or path.read_text(**_TEXT) != text:
+        path.write_text(text, **_TEXT)
 
 
 # With `||` the shell stays, and says which signal killed its child. Ninja before 1.11 takes half a library for a whole
@@ -228,7 +231,7 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path, nvcc: toolchain.Nvcc
     used, wrong, spills = {}, [], []
     for spec in specs:
         try:
-            used[spec.name], more = gate(spec, (directory / f"{spec.name}.o.log").read_text())
+            used[spec.name], more = gate(spec, (directory / f"{spec.name}.o.log").read_text(errors="replace"))
             spills += more
         except BuildError as error:
             wrong.append(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import platform
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def _fused_flags() -> str:
 
 
 def _hash(*words: str) -> str:
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\n".join(words))).hexdigest()[:16]
 
 
 def build_emulated_module(
@@ -95,7 +96,13 @@ def build_emulated_module(
     shared = {Path(source).resolve(): own_flags for source in sources}
     places = [csrc, sysconfig.get_paths()["include"], _pybind11()]
     flags = [_COMPILE_FLAGS, *_machine_flags(), *(f"-I{build.quoted(place)}" for place in places)]
-    ask = {"capture_output": True, "text": True, "check": True, "env": toolchain.build_environment()}
+    ask = {
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "check": True,
+        "env": toolchain.build_environment(),
+    }
     version = subprocess.run([compiler, "--version"], **ask).stdout
     directory = cache.open_cache() / "emulator" / _hash(compiler, version, platform.machine(), *flags)
     own = directory / f"{name}-{_hash(own_flags, *map(str, shared), *generated)}"

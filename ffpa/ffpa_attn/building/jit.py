@@ -31,7 +31,7 @@ _LONGEST_BUILD = 24 * 3600  # seconds
 
 def _key(spec: KernelSpec, target: str) -> str:
     parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:16]
 
 
 @contextmanager

@@ -59,5 +59,5 @@ def _members(session: int) -> Iterator[int]:
 
 def _is_dead(process: int) -> bool:
     """Says whether a process is dead: it keeps its number until its parent has asked for its status."""
-    with open(f"/proc/{process}/stat") as stat:
+    with open(f"/proc/{process}/stat", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()[0] in "ZX"

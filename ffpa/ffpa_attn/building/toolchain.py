@@ -68,7 +68,7 @@ class Nvcc:
 @cache
 def _release(path: Path) -> str:
     try:
-        ask = {"capture_output": True, "text": True, "check": True, "env": build_environment()}
+        ask = {"capture_output": True, "text": True, "errors": "replace", "check": True, "env": build_environment()}
         return subprocess.run([path, "--version"], **ask).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         # A program that could not be started for want of memory, or was killed, may answer another time.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -145,7 +146,7 @@ def _raise(problem: bytes | None) -> None:
 def load_kernel(path: str, spec: str, name: str) -> None:
     """Registers a library's kernel."""
     load = _function("ffpa_load_kernel", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
-    _raise(load(path.encode(), spec.encode(), name.encode()))
+    _raise(load(os.fsencode(path), spec.encode(), name.encode()))
 
 
 def address(name: str) -> int:

@@ -23,7 +23,7 @@ _FIELDS = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+(?:, \w+)*);$", re.MULTILINE
 def _declared() -> tuple[dict[str, type[ctypes.Structure]], dict[str, list[str]]]:
     structs, enums = {}, {}
     for header in _HEADERS:
-        text = re.sub(r" *//.*", "", (build.csrc() / "attention" / "params" / header).read_text())
+        text = re.sub(r" *//.*", "", (build.csrc() / "attention" / "params" / header).read_text("utf-8"))
         enums |= {name: re.findall(r"\w+", names) for name, names in _ENUM.findall(text)}
         for name, body in _STRUCT.findall(text):
             fields = list(_fields(body, structs, enums))
