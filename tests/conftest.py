@@ -62,12 +62,14 @@ def _taken(items, folder: Path):
 
 
 def _sampled(items, seconds: float):
-    """Yields tests in an order that has nothing to do with where they stand, without those that take long."""
+    """Yields tests in an order that has nothing to do with where they stand, without those that take long, or need a
+    library of every kernel.
+    """
     end = time.monotonic() + seconds
     for item in sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
         if time.monotonic() > end:
             return
-        if not (_seconds(item) or item.get_closest_marker("large")):
+        if not (_seconds(item) or item.get_closest_marker("large") or "wheel_library" in item.fixturenames):
             yield item
 
 
