@@ -21,11 +21,26 @@ from ffpa_attn import env  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
 
 ALWAYS = "tests/test_layers.py tests/test_mutants.py tests/test_readme.py"
+# Tests of files that no mutant names: the first that a path begins with.
 ROOMS = {
-    "csrc/ptx": "tests/emulator",
-    "csrc/torch_ops": "tests/building",
-    "csrc": "tests/backends",
-    "bench": "tests/test_bench.py",
+    "csrc/ptx/": "tests/emulator",
+    "csrc/torch_ops/": "tests/building",
+    "csrc/": "tests/backends",
+    "bench/": "tests/test_bench.py",
+    "ffpa/ffpa_attn/fp8.py": "tests/backends/test_fp8.py",
+    "ffpa/ffpa_attn/doctor.py": "tests/launching",
+    "ffpa/ffpa_attn/specs/archs.py": "tests/building/test_archs.py",
+    "ffpa/ffpa_attn/specs/": "tests/backends/test_plan.py",
+    "ffpa/ffpa_attn/testing/": "tests/emulator",
+    "ffpa/ffpa_attn/__init__.py": "tests/test_source_designs.py",
+    "tests/campaign": "tests/test_campaign.py",
+    "tests/recorded_calls.py": "tests/test_campaign.py",
+    "tests/conftest.py": "tests/test_suite.py",
+    "tests/check_change.py": "tests/test_suite.py",
+    "tests/mutants/": "tests/test_mutants.py",
+    **{f"tests/{name}.py": "tests/backends/test_numerics.py" for name in ("cases", "compare", "oracle")},
+    "setup.py": "tests/building/test_build.py",
+    "pyproject.toml": "tests/building/test_build.py",
 }
 
 
@@ -41,14 +56,19 @@ def tests_of(file: str) -> Iterator[tuple[str, tuple]]:
     if named:
         yield from named
         return
-    parts = file.split("/")
-    room = next((tests for folder, tests in ROOMS.items() if file.startswith(f"{folder}/")), None)
-    if file.startswith("ffpa/ffpa_attn/"):
-        room = f"tests/{parts[2]}" if len(parts) > 3 else f"tests/test_{parts[2]}"
-    elif file.startswith("tests/") and "/test_" in file:
-        room = file
-    if room and (ROOT / room).exists():
+    folder, _, name = file.rpartition("/")
+    guesses = [
+        file if name.startswith("test_") else "",
+        next((tests for start, tests in ROOMS.items() if file.startswith(start)), ""),
+        folder.replace("ffpa/ffpa_attn", "tests") if folder.count("/") else "",
+        f"tests/test_{name}" if folder == "ffpa/ffpa_attn" else "",
+        folder if folder.startswith("tests/") else "",
+    ]
+    room = next((guess for guess in guesses if guess and guess != "tests" and (ROOT / guess).exists()), None)
+    if room:
         yield room, ()
+    elif not file.endswith((".md", ".json", ".png")):
+        print(f"no tests of its own: {file}", flush=True)
 
 
 def main() -> int:

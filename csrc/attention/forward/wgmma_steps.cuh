@@ -1,5 +1,5 @@
-// The steps that the forwards with O in registers have in common (forward/wgmma_fused.cuh, forward/wgmma_pair.cuh): Q
-// of a row tile is brought, S becomes P (the softmax), and O is written.
+// The steps that all forwards on wgmma have in common: Q of a row tile is brought, S becomes P (the softmax), and O is
+// written.
 #pragma once
 
 #include <cmath>

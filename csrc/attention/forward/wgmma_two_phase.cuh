@@ -1,6 +1,7 @@
-// Attention forward on wgmma, for head dims whose O neither registers nor shared memory hold. O is computed from P in
-// memory: S is never computed twice, and both products run at the speed of a matrix product. A block takes row tiles of
-// kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the other:
+// This is the attention forward on wgmma for head dims whose O fits neither registers nor shared memory. O is computed
+// from P in memory: S is never computed twice, and both products run at the speed of a matrix product. A block takes
+// row tiles of kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the
+// other:
 //
 //   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 64; P̃ = exp2(S - m), 16 bits, by way of shared
 //                                    memory and TMA to the block's own slice of the scratch

@@ -1,7 +1,6 @@
-// The numbers of a forward call, the same bytes for every kernel, for a GPU and for the emulator. They are declared
-// here alone: Python reads this header (ffpa_attn/launching/structs.py) and fills them in (attention_call.py).
-//
-// Addresses are the only numbers that differ between the calls of a kind.
+// These are the numbers of a forward call, the same bytes for a GPU and for the emulator. They are declared here alone:
+// Python reads this header (ffpa_attn/launching/structs.py) and fills them in (attention_call.py). Addresses are the
+// only numbers that differ between the calls of a kind.
 #pragma once
 
 #include <cstdint>

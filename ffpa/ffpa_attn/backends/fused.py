@@ -1,5 +1,5 @@
-"""This is the forward on wgmma for head dims whose O registers hold, of one block, or of two that exchange P. S, P and
-O never see global memory before they are done. `plan` is pure.
+"""This is the forward on wgmma for head dims whose O fits the registers of one block, or of two that exchange P. S, P
+and O never see global memory before they are done. `plan` is pure.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// The one operator of the library: it says which CUDA it was built with, and which the driver has.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/library.h>
 
