@@ -370,11 +370,11 @@ def test_a_full_disk_leaves_the_library_that_was_there(fake_nvcc, tmp_path, monk
     monkeypatch.setenv("FFPA_CUDA_ARCHS", "9.0")
     real = Path.write_text
 
-    def write_text(self, text):
+    def write_text(self, text, **how):
         if self.parent == destination.parent:
-            real(self, text[:10])
+            real(self, text[:10], **how)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(self, text)
+        return real(self, text, **how)
 
     monkeypatch.setattr(Path, "write_text", write_text)
     with pytest.raises(OSError, match="No space left"):
