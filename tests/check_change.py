@@ -60,7 +60,7 @@ def tests_of(file: str) -> Iterator[tuple[str, tuple]]:
     guesses = [
         file if name.startswith("test_") else "",
         next((tests for start, tests in ROOMS.items() if file.startswith(start)), ""),
-        folder.replace("ffpa/ffpa_attn", "tests") if folder.count("/") else "",
+        folder.replace("ffpa/ffpa_attn", "tests") if folder.startswith("ffpa/ffpa_attn/") else "",
         f"tests/test_{name}" if folder == "ffpa/ffpa_attn" else "",
         folder if folder.startswith("tests/") else "",
     ]
@@ -77,14 +77,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150)
     given = parser.parse_args()
     runs = dict.fromkeys([(ALWAYS, ()), *(run for file in changed(given.since) for run in tests_of(file))])
-    end, failed = time.monotonic() + given.seconds, []
+    end, failed, left_out = time.monotonic() + given.seconds, [], []
     for left, (tests, flags) in zip(range(len(runs), 0, -1), runs, strict=True):
-        sample = max((end - time.monotonic()) / left, 2)
+        seconds = end - time.monotonic()
+        if seconds < 0:
+            left_out.append(tests)
+            continue
+        sample = max(seconds / left, 2)
         print(f"== {sample:.0f} s of {' '.join(f'{name}={value}' for name, value in flags)} {tests}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", f"--sample={sample}"]
         done = subprocess.run([*command, *shlex.split(tests)], cwd=ROOT, env=env.child_environment(**dict(flags)))
         failed += [tests] * bool(done.returncode)
     print(f"{len(runs)} kinds of tests, {len(failed)} failed", *failed, sep="\n")
+    print(*(f"no time was left for {tests}" for tests in left_out), sep="\n")
     return int(bool(failed))
 
 
