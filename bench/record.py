@@ -32,6 +32,15 @@ _CLOCKS = (
     "temperature.gpu",
     "persistence_mode",
 )
+# Older records call kernels by the first of these names, and what shows a record by the second.
+_RENAMED = {
+    "forward_fused_": "forward_wgmma_fused_",
+    "forward_pair_": "forward_wgmma_pair_",
+    "forward_two_phase_mma_": "forward_mma_two_phase_",
+    "forward_two_phase_": "forward_wgmma_two_phase_",
+    "forward_mma_bf16_": "forward_mma_split_bf16_",
+    "forward_mma_f16_": "forward_mma_split_f16_",
+}
 ACC_LEGEND = "* accumulates in f32, ^ in f16, *^ QK^T in f32 and PV in f16; the best of its stages"
 
 
@@ -176,7 +185,7 @@ class Record:
             Result(
                 Workload(**result["workload"]),
                 Ceilings(**result["ceilings"]),
-                [Row(**row) for row in result["rows"]],
+                [Row(**{**row, "kernel": _name_now(row["kernel"])}) for row in result["rows"]],
                 [tuple(pair) for pair in result["skipped"]],
                 [ChipUse(**use) for use in result["chip"]],
                 result.get("clocks"),
@@ -184,6 +193,11 @@ class Record:
             for result in data["results"]
         ]
         return Record(**data)
+
+
+def _name_now(kernel: str) -> str:
+    old = next((old for old in _RENAMED if kernel.startswith(old)), "")
+    return _RENAMED.get(old, "") + kernel.removeprefix(old)
 
 
 def _lines(value, depth: int, indent: str = "\n") -> str:

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # oracle, compare, cases
 sys.path.insert(0, str(Path(__file__).parent.parent / "ffpa"))  # the package, installed or not
-sys.path += [str(path.parent) for path in sorted(Path(__file__).parent.glob("*/test_*.py"))]  # rooms share what checks
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")})  # rooms share what checks
 
 PYPI_HAS_NVCC = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 if not torch.cuda.is_available():

@@ -26,7 +26,7 @@ from chip import ChipUse
 from ffpa_attn import env, explain
 from ffpa_attn.building import build
 from ffpa_attn.launching import emulated, native
-from ffpa_attn.specs.spec import ForwardMmaRows
+from ffpa_attn.specs.spec import ForwardMmaRows, aot_specs
 from provider import Provider
 from record import Record, Result, Row
 from tables import chip_table, markdown
@@ -394,6 +394,19 @@ def test_pictures_and_cases_of_the_readme(recorded, tmp_path):
     before, (record,) = readme.mark_of(stored), stored
     record.write_text(record.read_text() + "\n")
     assert readme.mark_of(stored) != before
+
+
+def test_records_name_kernels_as_they_are_called_now():
+    shipped = {spec.family for spec in aot_specs(env.all_flags())}
+    stored = [Record.load(path) for path in readme.RESULTS.glob("*.json")]
+    ours = {
+        row.kernel
+        for record in stored
+        for result in record.results
+        for row in result.rows
+        if row.own_kernel and row.is_ffpa
+    }
+    assert ours and all(any(name.startswith(f"{family}_") for family in shipped) for name in ours)
 
 
 def test_the_table_and_the_bars_of_several_directions(recorded, tmp_path, monkeypatch):

@@ -180,9 +180,9 @@ def test_library_reports_versions_and_wrong_files(native, tmp_path):
 
 
 def test_parameters_of_another_version_are_refused(native):
-    kernel = native.address(BUILT.name)
+    launch = native.launcher(BUILT.name, 0)
     with pytest.raises(RuntimeError, match=f"{BUILT.name} takes .* bytes of parameters, and got 8: .*other sources"):
-        native.launch(kernel, 0, bytes(8))
+        launch(bytes(8))
 
 
 def test_a_model_can_neither_load_a_file_nor_launch_a_kernel(native):
@@ -295,10 +295,10 @@ def test_it_runs_on_the_tensors_gpu(native):
 @needs_gpu
 def test_a_failed_launch_says_what_was_launched(native):
     device = torch.device("cuda", 0)
-    kernel = native.address(name := native.kernel(BUILT, native.gpu_of(device)))
+    launch = native.launcher(name := native.kernel(BUILT, native.gpu_of(device)), 0)
     params = structs.struct("AttentionParams")(batch=1 << 10, heads_q=1 << 10, n_q=1 << 11)  # a grid holds one less
     with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*128 threads"):
-        native.launch(kernel, 0, bytes(params))
+        launch(bytes(params))
     x = numbers()  # the error does not stick: the next launch works
     assert torch.equal(merged_alone(BUILT, x), x)
 

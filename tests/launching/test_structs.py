@@ -66,8 +66,7 @@ def test_addresses_and_numbers_of_a_call_reach_a_gpus_kernel(monkeypatch):
     launched = []
     monkeypatch.setattr(native, "gpu_of", lambda device: "sm_90")
     monkeypatch.setattr(native, "kernel", lambda spec, gpu: f"{spec.name}@{gpu}")
-    monkeypatch.setattr(native, "address", lambda name: f"address of {name}")
-    monkeypatch.setattr(native, "launch", lambda *call: launched.append(call))
+    monkeypatch.setattr(native, "launcher", lambda *of: lambda params: launched.append((*of, params)))
     kind = structs.struct("BackwardParams")
     memory = {"attention.q.data": READ, "attention.lse": WRITE, "partial": READ}
     launch = Launch(BackwardRows("f16"), kind(entries=9, turn=3), memory, torch.device("cuda", 1), "first_entry")
@@ -75,7 +74,7 @@ def test_addresses_and_numbers_of_a_call_reach_a_gpus_kernel(monkeypatch):
     launch(x, y, None, ints=(1, 2, 3, 4, 5, 6, 7))
     launch(y, None, x, ints=(8,))
     (kernel, device, *_), _ = launched
-    assert (kernel, device) == ("address of backward_rows_f16@sm_90", 1)
+    assert (kernel, device) == ("backward_rows_f16@sm_90", 1)
     first, second = (kind.from_buffer_copy(call[2]) for call in launched)
     assert (first.attention.q.data, first.attention.lse, first.partial) == (x.data_ptr(), y.data_ptr(), 0)
     assert (first.first_entry, first.entries, first.end_key, first.turn) == (1, 2, 6, 7)

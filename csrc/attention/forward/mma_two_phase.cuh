@@ -1,5 +1,6 @@
-// The two-phase forward (forward/wgmma_two_phase.cuh) on mma.sync, for every GPU from sm_80 on. A block takes row tiles
-// of kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the other:
+// This is the two-phase forward (forward/wgmma_two_phase.cuh) on mma.sync, for every GPU from sm_80 on. A block takes
+// row tiles, kRows rows of one query head, one after the other, and for each row tile one chunk of keys after the
+// other:
 //
 //   1. for each tile of kKeys keys   S = Q Kᵀ over d_qk, in steps of 32; P̃ = exp2(S - m), 16 bits, from registers to
 //                                    the block's own slice of the scratch

@@ -211,9 +211,8 @@ def _gradients(
     partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
     statistics = empty(*lse.shape, 4, dtype=torch.float32)  # laid out as in params/backward_params.h
     heads, n_q = q.shape[:-2].numel(), q.shape[-2]
-    live_words = (
-        n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
-    )  # see rows/packed_tiles.cuh
+    # Packed sequences have as many words as rows/packed_tiles.cuh counts tiles.
+    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
     grad_out, lse, grad_lse = _as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()

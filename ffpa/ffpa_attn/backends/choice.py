@@ -107,8 +107,8 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     """Returns candidates in order of speed, all measured on an H200 (.dev/measurements.md): up to 64 columns SDPA's
     kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
-    beyond only before SDPA and the reference. SDPA and Triton know nothing of stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel
-    of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
+    beyond only before SDPA and the reference. SDPA and Triton know nothing of stages, accumulators and experiments. For
+    8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)

@@ -17,11 +17,8 @@ ROWS = 64  # rows of a tile
 MOST_COLUMNS = FP8_COLUMNS[-1]
 _MOST_BLOCKS = 2**31 - 1  # blocks of a grid
 _PAIR = torch.int16  # two 8-bit floats, as TMA sees them
-_OUTPUTS = {
-    torch.float16: "kHalf",
-    torch.bfloat16: "kBFloat16",
-    torch.float32: "kFloat",
-}  # types that the kernel writes
+# Types that the kernel writes, and their names in Fp8Output.
+_OUTPUTS = {torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
 
 
 class Fp8Plan(NamedTuple):
@@ -63,11 +60,11 @@ class Fp8Plan(NamedTuple):
 
     def _arranging(self, v, arranged) -> Launch:
         batch, heads, keys, columns = v.shape
-        of_batch, of_head, of_key, of_column = v.stride()
+        *steps, of_column = v.stride()
         params = structs.struct("ArrangeParams")(batch=batch, heads=heads, keys=keys, columns=columns)
         params.arranged_keys = arranged.shape[3]
-        params.batch_stride, params.head_stride, params.key_stride, params.column_stride = v.stride()
-        params.words = of_column == 1 and not any(x % 4 for x in (of_batch, of_head, of_key, v.data_ptr()))
+        params.batch_stride, params.head_stride, params.key_stride, params.column_stride = *steps, of_column
+        params.words = of_column == 1 and not any(x % 4 for x in (*steps, v.data_ptr()))
         return Launch(ForwardArrangeValues(), params, {"v": READ, "arranged": WRITE}, v.device)
 
     def _attending(self, q, k, v, scales, out, rule, blocks: int) -> Launch:

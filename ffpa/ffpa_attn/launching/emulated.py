@@ -18,6 +18,7 @@ from ..building import build, generation
 from ..building.emulator_build import load_emulated_module
 from ..specs.spec import KernelSpec, aot_specs
 from . import structs
+from .launch import READ, WRITE
 
 
 @dataclass
@@ -88,9 +89,9 @@ def launch(spec: KernelSpec, params: bytes, memory: list[tuple[torch.Tensor, str
     """
     module = _configured(spec)
     for x, use in memory:
-        if use == "write":
+        if use == WRITE:
             x.fill_(torch.nan if x.is_floating_point() else 0x7F)  # this is NaN in 8-bit floats
-    ranges = [(x.data_ptr(), _extent(x), use != "read") for x, use in memory]
+    ranges = [(x.data_ptr(), _extent(x), use != READ) for x, use in memory]
     message = module.launch(spec.name, params, ranges)
     report = module.take_report()
     if _settings.reports is not None:

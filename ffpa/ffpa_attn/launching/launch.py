@@ -33,8 +33,8 @@ class Launch:
         self._places = tuple(structs.offset(type(params), field) // 8 for field in memory)
         self._ints_at = first_int and structs.offset(type(params), first_int)
         if device.type == "cuda":
-            kernel = native.address(native.kernel(spec, native.gpu_of(device)))
-            self._run = partial(native.launch, kernel, device.index)
+            enqueue = native.launcher(native.kernel(spec, native.gpu_of(device)), device.index)
+            self._run = lambda params, _: enqueue(params)
         else:
             self._run = partial(_emulated, spec, tuple(memory.values()))
 

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,17 +151,20 @@ def load_kernel(path: str, spec: str, name: str) -> None:
 
 
 def address(name: str) -> int:
-    """Returns where a registered kernel lies in memory, for `launch`."""
+    """Returns where a registered kernel lies in memory."""
     found = ctypes.c_void_p()
     find = _function("ffpa_find_kernel", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
     _raise(find(name.encode(), ctypes.byref(found)))
     return found.value
 
 
-def launch(kernel: int, device: int, params: bytes, _=None) -> None:
-    """Enqueues a kernel on PyTorch's current stream. What `params` point to must live until then, as tensors do."""
+def launcher(name: str, device: int) -> Callable[[bytes], None]:
+    """Returns what enqueues a registered kernel on PyTorch's current stream. What its params point to must live until
+    then, as a caller's tensors do.
+    """
     run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-    _raise(run(kernel, params, len(params), device))
+    kernel = address(name)
+    return lambda params: _raise(run(kernel, params, len(params), device))
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
