@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels, measures on this GPU what README.md shows, writes the records to bench/results/, and generates README
-# and pictures anew. The records name the commit's tree, which must be clean.
+# and pictures anew. The records name the commit, and its tree must be clean. `record.sh DIR` measures PyPI's ffpa-attn
+# beside the others: `pip install --target DIR ffpa-attn` brings it.
 set -eu
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc
@@ -17,7 +18,8 @@ measure() { # measure NAME FLAGS…
 }
 
 measure levels --show-all --torch
-front=(--dtype bf16 --H 32 --D 64,128,256,320,512,640,1024 --tags auto,sdpa,flex --peers sdpa-flash,sdpa-cudnn,flex)
+front=(--dtype bf16 --H 32 --D 256,320,384,512,640,768,1024 --peers sdpa-flash,sdpa-cudnn,flex --tags auto,sdpa,flex,pypi)
+[ $# -eq 0 ] || front+=(--pypi "$1")
 measure forward "${front[@]}"
 measure forward_causal "${front[@]}" --causal
 measure backward "${front[@]}" --backward

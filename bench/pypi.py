@@ -7,6 +7,7 @@ providers alternate. Each line is one JSON value: requests to the child's stdin,
 from __future__ import annotations
 
 import json
+import site
 import subprocess
 import sys
 from collections.abc import Collection
@@ -28,7 +29,7 @@ class PypiPeer:
         from ffpa_attn import env  # our module: the child must not see it
 
         self.child = subprocess.Popen(
-            [sys.executable, __file__, device],
+            [sys.executable, __file__, device, str(folder.resolve())],
             env=env.child_environment(PYTHONPATH=str(folder.resolve())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -102,4 +103,5 @@ def _serve(device: str) -> None:
 
 
 if __name__ == "__main__":
+    site.addsitedir(sys.argv[2])  # some of its packages are found through files that end in .pth
     _serve(sys.argv[1])

@@ -157,6 +157,12 @@ class Record:
     def device(self) -> str:
         return self.machine["device"]
 
+    @property
+    def origin(self) -> str:
+        """Names the sources: the commit, or in records of before its name was kept, its tree."""
+        commit, tree = self.source.get("commit"), self.source["tree"] or "unknown"
+        return f"commit {commit}" if commit and "dirty" not in tree else f"source {tree}"
+
     def describe(self) -> str:
         return without_head_dim(self.results[0].workload)
 
@@ -257,7 +263,8 @@ def machine(device: str) -> dict:
 
 
 def source() -> dict:
-    """Returns the commit's tree, whether files differ from it, and the flags that were set."""
+    """Returns the commit and its tree, whether files differ from it, and the flags that were set."""
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=9", "HEAD")
     tree = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD^{tree}")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain")
     built = native.record()
@@ -266,6 +273,7 @@ def source() -> dict:
         flag.name: env.run_flags()[flag.name] for flag in env.RUN_FLAGS if env.run_flags()[flag.name] != flag.default
     }
     return {
+        "commit": commit,
         "tree": tree and tree + ("-dirty" if changed or stale else ""),
         "ffpa_attn": __version__,
         "flags": flags,

@@ -52,10 +52,10 @@ def front_table(records: Mapping[str, Record]) -> str:
             f"| {result.workload.d} | {name.replace('_', ', ')} | **{_tflops(ours)}** | {_tflops(sdpa)} | {other} | {gemm} | {memory} |"
         )
     first = next(iter(records.values()))
-    trees = sorted({record.source["tree"] or "unknown" for record in records.values()})
+    origins = sorted({record.origin for record in records.values()})
     what = f"{first.device}, {_workload(first)}; medians of {first.method['iters']} calls"
     said = "nominal TFLOPS of the visible pairs; memory at the peak beside the results"
-    return "\n".join(lines) + f"\n\n{what}; {said}; source {', '.join(trees)}.\n"
+    return "\n".join(lines) + f"\n\n{what}; {said}; {', '.join(origins)}.\n"
 
 
 def _workload(record: Record) -> str:
@@ -83,8 +83,8 @@ def cases_table(records: Mapping[str, Record]) -> str:
                 f"| {ours.ceiling_percent:.0f}% of {ours.ceiling} | {others} | `{ours.kernel}` |"
             )
     records = list(records.values())
-    trees = sorted({record.source["tree"] or "unknown" for record in records})
-    sources = f"{records[0].device}; medians of {records[0].method['iters']} calls; source {', '.join(trees)}."
+    origins = sorted({record.origin for record in records})
+    sources = f"{records[0].device}; medians of {records[0].method['iters']} calls; {', '.join(origins)}."
     return "\n".join(lines) + f"\n\n{sources}\n"
 
 
@@ -121,7 +121,7 @@ def notes(record: Record) -> list[str]:
     ceiling = record.results[0].ceilings.gemm
     lines = [
         f"{record.device}, {record.describe()}; medians of {record.method['iters']} calls; nominal TFLOPS of the visible pairs; "
-        f"ceiling: {ceiling} in the same run; source {record.source['tree'] or 'unknown'}."
+        f"ceiling: {ceiling} in the same run; {record.origin}."
     ]
     if any(row.level for row in rows) or any(result.chip for result in record.results):
         lines.append(ACC_LEGEND.replace("*", r"\*") + ".")
