@@ -8,7 +8,7 @@ setup_nvcc
 cd "$root"
 [ -z "$(git status --porcelain)" ] || { echo "the tree has changes: commit or stash them first" >&2; exit 1; }
 "$PY" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
-gpu=$("$PY" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')
+gpu=$("$PY" -c 'import re, torch; print(re.search(r"\S*\d\S*", torch.cuda.get_device_name())[0].lower())')  # such as h100
 out=$(mktemp -d)
 
 measure() { # measure NAME FLAGS…
