@@ -18,7 +18,7 @@ measure() { # measure NAME FLAGS…
 }
 
 measure levels --show-all --torch
-front=(--dtype bf16 --H 32 --D 256,320,384,512,640,768,1024 --peers sdpa-flash,sdpa-cudnn,flex --tags auto,sdpa,flex,pypi)
+front=(--dtype bf16 --H 32 --D 256,320,512,640,1024 --peers sdpa-flash,sdpa-cudnn,flex --tags auto,sdpa,flex,pypi)
 [ $# -eq 0 ] || front+=(--pypi "$1")
 measure forward "${front[@]}"
 measure forward_causal "${front[@]}" --causal

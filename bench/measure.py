@@ -15,7 +15,7 @@ from emulation import Emulation
 from ffpa_attn.building.toolchain import BuildError
 from provider import SDPA_TAG, Provider, Unavailable
 from providers import PEERS, our_providers, sdpa
-from pypi import PypiPeer
+from pypi import BACKENDS, PypiPeer
 from record import Result, Row, clocks
 from timing import Timer, measure_in_turn, peak_bytes
 from truth import Truth, Verdict
@@ -63,7 +63,7 @@ class Bench:
         self.device, self.settings = device, settings
         self.timer = Timer(device)
         self.ceilings = CeilingCalls(device)
-        self.pypi = PypiPeer(settings.pypi, device) if settings.pypi else None
+        self.pypi = [PypiPeer(settings.pypi, device, backend) for backend in BACKENDS if settings.pypi]
 
     def run(self, w: Workload, full: Workload, on_progress: Callable[[float, str], None]) -> Measured:
         """Measures `w`, which this machine can run, for `full` as asked; calls on_progress(share done, next)."""
@@ -127,12 +127,13 @@ class Bench:
                 self._free()
         del truth
         self._free()
-        if self.pypi and self._is_asked_for(self.pypi.tag):
-            on_step(self.pypi.tag)
-            try:
-                ready.append(self._ready_elsewhere(w))
-            except Exception as error:
-                self._note(self.pypi.tag, error, skipped)
+        for peer in self.pypi:
+            if self._is_asked_for(peer.tag):
+                on_step(peer.tag)
+                try:
+                    ready.append(self._ready_elsewhere(peer, w))
+                except Exception as error:
+                    self._note(peer.tag, error, skipped)
 
     def _note(self, tag: str, error: Exception, skipped: list[tuple[str, str]]) -> None:
         if self.settings.debug:
@@ -148,11 +149,11 @@ class Bench:
             call()
         return _Ready(provider, lambda: self.timer.milliseconds(call), verdict, peak_bytes(call, self.device), output)
 
-    def _ready_elsewhere(self, w: Workload) -> _Ready:
-        told = self.pypi.prepare(w, self.settings.seed, self.settings.ones, self.settings.warmup)
-        provider = Provider(self.pypi.tag, told["kernel"], None)
+    def _ready_elsewhere(self, peer: PypiPeer, w: Workload) -> _Ready:
+        told = peer.prepare(w, self.settings.seed, self.settings.ones, self.settings.warmup)
+        provider = Provider(peer.tag, told["kernel"], None)
         output = torch.tensor(told["output"])
-        return _Ready(provider, self.pypi.milliseconds, Verdict(*told["verdict"]), told["peak_bytes"], output)
+        return _Ready(provider, peer.milliseconds, Verdict(*told["verdict"]), told["peak_bytes"], output)
 
     def _measure(self, w, ready: list[_Ready], times: dict[str, list[float]], skipped, failed, on_share) -> None:
         subjects = {}

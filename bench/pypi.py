@@ -1,4 +1,5 @@
-"""The ffpa-attn of PyPI as a peer. It has this project's import name, so it lives in a process of its own.
+"""The ffpa-attn of PyPI as a peer, once for each of its backends. It has this project's import name, so it lives in
+processes of its own.
 
 Both processes make the same inputs from the seed; the parent says when to time one call, so that the rounds of all
 providers alternate. Each line is one JSON value: requests to the child's stdin, answers from its stdout.
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -21,15 +23,16 @@ from timing import Timer, peak_bytes
 from truth import Truth
 from workload import Workload, make_inputs
 
+BACKENDS = ("", "cutedsl")  # what it runs on its own, and what it has for Hopper
+
 
 class PypiPeer:
-    tag = "(ffpa-pypi)"
-
-    def __init__(self, folder: Path, device: str):
+    def __init__(self, folder: Path, device: str, backend: str):
         from ffpa_attn import env  # our module: the child must not see it
 
+        self.tag = f"(ffpa-pypi{backend and '+' + backend})"
         self.child = subprocess.Popen(
-            [sys.executable, __file__, device, str(folder.resolve())],
+            [sys.executable, __file__, device, str(folder.resolve()), backend],
             env=env.child_environment(PYTHONPATH=str(folder.resolve())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -57,12 +60,12 @@ class PypiPeer:
 
 
 class _Child:
-    def __init__(self, device: str):
+    def __init__(self, device: str, backend: str):
         import ffpa_attn
 
         self.device, self.timer, self.call = device, Timer(device), None
-        self.kernel = f"ffpa-attn {ffpa_attn.__version__} of PyPI"
-        self.function = ffpa_attn.ffpa_attn_func
+        self.kernel = f"ffpa-attn {ffpa_attn.__version__} of PyPI{backend and ', ' + backend}"
+        self.function = partial(ffpa_attn.ffpa_attn_func, **({"backend": backend} if backend else {}))
 
     def answer(self, request):
         return self.timer.milliseconds(self.call) if request == "once" else self.prepare(**request)
@@ -76,7 +79,7 @@ class _Child:
         def attention(x):
             return self.function(x.q, x.k, x.v, is_causal=w.causal, enable_gqa=w.heads != w.heads_kv)
 
-        provider = Provider(PypiPeer.tag, self.kernel, attention)
+        provider = Provider("(ffpa-pypi)", self.kernel, attention)
         verdict = Truth(w, self.device, seed).verdict(lambda x: provider.prepare(w, x)())
         self.call = provider.prepare(w, make_inputs(w, self.device, seed, ones))
         for _ in range(warmup):
@@ -90,12 +93,12 @@ class _Child:
         }
 
 
-def _serve(device: str) -> None:
+def _serve(device: str, backend: str) -> None:
     answers, child = sys.stdout, None
     for line in sys.stdin:
         try:
             with redirect_stdout(sys.stderr):  # the package's own prints are no answers
-                child = child or _Child(device)
+                child = child or _Child(device, backend)
                 told = {"answer": child.answer(json.loads(line))}
         except Exception as error:
             told = {"error": f"{type(error).__name__}: {error}"}
@@ -104,4 +107,4 @@ def _serve(device: str) -> None:
 
 if __name__ == "__main__":
     site.addsitedir(sys.argv[2])  # some of its packages are found through files that end in .pth
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[3])

@@ -43,7 +43,7 @@ def publishable(record: Record) -> Record:
         for row in rows
         if row.is_ffpa and not row.own_kernel
     ]
-    against += [f"{row.tag} is wrong: {row.problem}" for row in rows if row.problem]
+    against += [f"{row.tag} is wrong: {row.problem}" for row in rows if row.is_ffpa and row.problem]
     if not any(row.is_ffpa for row in rows):
         against.append("no row is of this project")
     against += ["it was interrupted"] * record.interrupted

@@ -123,8 +123,8 @@ class Result:
 
     @property
     def rival(self) -> Row | None:
-        """Returns the fastest of those that are neither ours nor the baseline."""
-        others = (row for row in self.rows if not row.is_ffpa and row.tag != SDPA_TAG and not row.problem)
+        """Returns the fastest of those that are neither ours nor the baseline, be its result right or not."""
+        others = (row for row in self.rows if not row.is_ffpa and row.tag != SDPA_TAG)
         return min(others, key=lambda row: row.median_ms, default=None)
 
     def speedup(self, row: Row) -> float | None:

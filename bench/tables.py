@@ -55,6 +55,8 @@ def front_table(records: Mapping[str, Record]) -> str:
     origins = sorted({record.origin for record in records.values()})
     what = f"{first.device}, {_workload(first)}; medians of {first.method['iters']} calls"
     said = "nominal TFLOPS of the visible pairs; memory at the peak beside the results"
+    if any(result.rival and result.rival.problem for _, result in results):
+        said += "; wrong: more than twice the error of PyTorch's own steps in this type"
     return "\n".join(lines) + f"\n\n{what}; {said}; {', '.join(origins)}.\n"
 
 

@@ -411,14 +411,19 @@ def test_records_name_kernels_as_they_are_called_now():
 
 def test_the_table_and_the_bars_of_several_directions(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "BAR_DIMS", (320, 448))
-    for name in ("gpu_forward", "gpu_backward_causal"):
-        recorded.save(tmp_path / name)
+    recorded.save(tmp_path / "gpu_forward")
+    recorded.source["commit"] = "1234abcd"
+    first = recorded.results[0].rows
+    first[-1] = replace(first[-1], problem="an error of 1")
+    recorded.save(tmp_path / "gpu_backward_causal")
     names = "gpu_forward gpu_backward_causal"
     text = f"<!-- front: {names} -->\n<!-- /front -->\n<!-- bars: {names} -->\n<!-- /bars -->"
     shown = readme.generated(text, tmp_path)
     lines = [line for line in shown.splitlines() if line.startswith("| 3") or line.startswith("| 4")]
     assert [line.split("|")[1:3] for line in lines[:2]] == [[" 320 ", " forward "], [" 320 ", " backward, causal "]]
     assert "| **400T** | 100T | 90T (made_up) | 800T |" in lines[0] and "| none runs |" in lines[-1]
+    assert "| 90T(wrong) (made_up) |" in lines[1] and "wrong: more than twice" in shown
+    assert f"commit 1234abcd, source {'0' * 40}." in shown
     readme.draw(text, tmp_path)
     ((stored, (picture,)),) = readme.pictured(text, tmp_path).items()
     assert len(stored) == 2 and readme.mark_of(stored).encode() in picture.read_bytes()

@@ -362,7 +362,8 @@ def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
     (tmp_path / "ffpa_attn").mkdir()
     (tmp_path / "ffpa_attn" / "__init__.py").write_text(
         "import torch.nn.functional as F\n__version__ = '0.0'\nprint('noise')\n"
-        "def ffpa_attn_func(q, k, v, is_causal, enable_gqa):\n"
+        "def ffpa_attn_func(q, k, v, is_causal, enable_gqa, backend=None):\n"
+        "    assert backend != 'cutedsl' or q.shape[-1] < 384, 'too wide'\n"
         "    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)\n"
     )
     assert (
@@ -382,6 +383,7 @@ def test_the_package_of_the_same_name_runs_beside_ours(tmp_path, capsys):
     )
     shown = capsys.readouterr().out
     assert shown.count("(ffpa-pypi): [") == 2 and "ffpa-attn 0.0 of PyPI" in shown
+    assert shown.count("(ffpa-pypi+cutedsl): [") == 1 and "AssertionError: too wide" in shown
     assert run(tmp_path, "--D", "64", "--varlen", "--tags", "auto,pypi", "--pypi", str(tmp_path)) == 0
     assert "(ffpa-pypi): not measured: RuntimeError: NotImplementedError" in capsys.readouterr().out
 
