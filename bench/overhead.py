@@ -1,11 +1,13 @@
-"""Measures what a call of ffpa costs on the host beside the kernel: `python bench/overhead.py` prints a table.
+"""Measures what calls cost beside PyTorch's own: `python bench/overhead.py` prints tables.
 
-The kernels are replaced by a function that does nothing. What is left is reading arguments, checks, the choice,
-dispatch and autograd; the allocation of out and lse, which any attention pays, is measured alone and subtracted.
+Host time is that of a loop that does not wait for the GPU; without a GPU the kernels are replaced by a function that does
+nothing. On a GPU two more tables have calls of short sequences: their time on the GPU behind a full queue, which hides
+the host, and by the wall, where each call begins when the host is done with the one before.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,72 +18,166 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
-from ffpa_attn import env, ffpa
+import torch.nn.functional as F
+from ffpa_attn import env, ffpa, ffpa_varlen
 from ffpa_attn.operators import ops
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_SHAPE = (1, 2, 16, 64)
-_TARGETS = {"no grad": 20.0, "inference mode": 20.0, "with grad": 40.0}  # µs
+_MODES = {"no grad": torch.no_grad, "inference mode": torch.inference_mode, "forward with grad": nullcontext}
+_HEAD_DIMS = (64, 128, 256, 512)
+_SHORT = [(1, 32, n, d, causal) for n in (256, 512, 1024) for d in (64, 128) for causal in (False, True)]
+_SHORT += [(64, 16, n, d, False) for n in (64, 128) for d in _HEAD_DIMS]
+_QUEUED = 20  # calls behind a full queue
+_CYCLES_TO_FILL = 20_000_000  # cycles for which the GPU waits while the queue fills: some 12 ms
 
 
-class Overhead(NamedTuple):
+class HostTime(NamedTuple):
     mode: str
-    call_us: float  # the least of the rounds: whatever else runs here only adds
-    allocation_us: float
-    target_us: float
+    d: int
+    ours_us: float
+    sdpa_us: float | None  # None where PyTorch has no such call
 
-    @property
-    def host_us(self) -> float:
-        return self.call_us - self.allocation_us
+
+class Short(NamedTuple):
+    """Microseconds of a call, ours and those of SDPA's fastest backend."""
+
+    shape: str
+    direction: str
+    queued: tuple[float, float]
+    wall: tuple[float, float]
 
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    run, ops._run = ops._run, lambda *args: None
+    run, ops.run = ops.run, lambda *args: None
     try:
-        yield
+        with env.overridden("FFPA_BACKEND", "reference"):  # SDPA's result is its own, so it is no kernel to leave out
+            yield
     finally:
-        ops._run = run
+        ops.run = run
 
 
-def _microseconds(call: Callable[[], object], rounds: int, calls: int) -> float:
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_us(call: Callable[[], object], device: str, rounds: int, calls: int) -> float:
+    """Returns the median over rounds of a call's time on the host; the first round warms up."""
     times = []
-    for _ in range(rounds + 1):  # the first round warms up
+    for _ in range(rounds + 1):
+        _wait(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
         times.append((time.perf_counter() - start) / calls * 1e6)
-    return min(times[1:])
+    _wait(device)
+    return statistics.median(times[1:])
 
 
-def measure(device: str, rounds: int = 15, calls: int = 500) -> list[Overhead]:
+def _gradients(function: Callable, q, k, v, grad) -> None:
+    torch.autograd.grad(function(q, k, v), (q, k, v), grad)
+
+
+def measure(device: str, rounds: int = 15, calls: int = 200, n: int = 128, head_dims=_HEAD_DIMS) -> list[HostTime]:
     found = []
-    for mode, target in _TARGETS.items():
-        with_grad = mode == "with grad"
-        q, k, v = (torch.randn(_SHAPE, dtype=torch.bfloat16, device=device, requires_grad=with_grad) for _ in range(3))
-        lse_shape = _SHAPE[:-1] if with_grad else (0,)
-        data = q.detach()
-
-        def allocate(data=data, lse_shape=lse_shape):
-            return data.new_empty(_SHAPE), data.new_empty(lse_shape, dtype=torch.float32)
-
-        context = {"no grad": torch.no_grad, "inference mode": torch.inference_mode}.get(mode, nullcontext)
-        with _no_kernels(), context():
-            call_us = _microseconds(lambda q=q, k=k, v=v: ffpa(q, k, v), rounds, calls)
-            found.append(Overhead(mode, call_us, _microseconds(allocate, rounds, calls), target))
+    for d in head_dims:
+        plain = [torch.randn(1, 8, n, d, dtype=torch.bfloat16, device=device) for _ in range(3)]
+        recorded = [x.clone().requires_grad_() for x in plain]
+        grad, sdpa = torch.randn_like(plain[0]), F.scaled_dot_product_attention
+        for mode, context in _MODES.items():
+            x = recorded if "grad" in mode and mode != "no grad" else plain
+            with context():
+                times = [host_us(lambda f=f, x=x: f(*x), device, rounds, calls) for f in (ffpa, sdpa)]
+            found.append(HostTime(mode, d, *times))
+        both = [host_us(lambda f=f: _gradients(f, *recorded, grad), device, rounds, calls // 4) for f in (ffpa, sdpa)]
+        found.append(HostTime("forward and backward", d, *both))
+        packed = [x[0].transpose(0, 1).contiguous() for x in plain]
+        offsets = torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
+        with torch.no_grad():
+            us = host_us(lambda p=packed, o=offsets: ffpa_varlen(*p, o, o, n, n), device, rounds, calls)
+        found.append(HostTime("packed, no grad", d, us, None))
     return found
 
 
-def table(found: list[Overhead]) -> str:
+def queued_us(call: Callable[[], object], rounds: int = 5) -> float:
+    """Returns the median of a call's time on a GPU that never waits for the host."""
+    times = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_CYCLES_TO_FILL)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_QUEUED):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / _QUEUED * 1e3)
+    return statistics.median(times[1:])
+
+
+def _fastest_sdpa(q, k, v, causal: bool) -> Callable:
+    """Returns SDPA on the backend whose forward is the fastest for these tensors."""
+    found = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+
+        def attention(q, k, v, backend=backend):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        try:
+            with torch.no_grad():
+                found.append((queued_us(lambda a=attention: a(q, k, v), rounds=2), len(found), attention))
+        except RuntimeError:  # the backend does not run these
+            continue
+    return min(found)[2]
+
+
+def measure_short(shapes=_SHORT) -> Iterator[Short]:
+    for b, h, n, d, causal in shapes:
+        q, k, v = (torch.randn(b, h, n, d, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        both = (lambda q, k, v, causal=causal: ffpa(q, k, v, causal=causal), _fastest_sdpa(q, k, v, causal))
+        shape = f"B={b}, H={h}, N={n}, D={d}{', causal' * causal}"
+        with torch.no_grad():
+            calls = [lambda f=f, x=(q, k, v): f(*x) for f in both]
+            queued, wall = [*map(queued_us, calls)], [host_us(call, "cuda", 5, 50) for call in calls]
+        yield Short(shape, "forward", tuple(queued), tuple(wall))
+        x, grad = [t.requires_grad_() for t in (q, k, v)], torch.randn_like(q)
+        outs = [f(*x) for f in both]
+        calls = [lambda o=o, x=x, g=grad: torch.autograd.grad(o, x, g, retain_graph=True) for o in outs]
+        queued, wall = [*map(queued_us, calls)], [host_us(call, "cuda", 5, 20) for call in calls]
+        yield Short(shape, "backward", tuple(queued), tuple(wall))
+
+
+def table(found: list[HostTime]) -> str:
+    lines = ["| a call, B=1, H=8, bf16 | D | ffpa, µs | SDPA, µs | ratio |", "|---|---:|---:|---:|---:|"]
+    for x in found:
+        peer = "- | -" if x.sdpa_us is None else f"{x.sdpa_us:.1f} | {x.ours_us / x.sdpa_us:.2f}"
+        lines.append(f"| {x.mode} | {x.d} | {x.ours_us:.1f} | {peer} |")
+    return "\n".join(lines)
+
+
+def short_table(found: list[Short]) -> str:
     lines = [
-        "| ffpa(q, k, v) | call, µs | out and lse, µs | host overhead, µs | target, µs |",
-        "|---|---:|---:|---:|---:|",
+        "| short sequences, bf16 | | queued, µs: ffpa | SDPA | SDPA / ffpa | by the wall, µs: ffpa | SDPA |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {x.mode} | {x.call_us:.1f} | {x.allocation_us:.1f} | {x.host_us:.1f} | {x.target_us:.0f} |" for x in found
-    ]
+    for x in found:
+        ours, sdpa = x.queued
+        lines.append(
+            f"| {x.shape} | {x.direction} | {ours:.1f} | {sdpa:.1f} | {sdpa / ours:.2f} | {x.wall[0]:.1f} | {x.wall[1]:.1f} |"
+        )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     env.let_stdout_write_anything()
-    print(table(measure("cuda" if torch.cuda.is_available() else "cpu")))
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_name(), table(measure("cuda")), short_table(list(measure_short())), sep="\n\n")
+    else:
+        with _no_kernels():
+            print(
+                "No GPU: without kernels.",
+                table(measure("cpu", rounds=5, calls=100, n=16, head_dims=(64,))),
+                sep="\n\n",
+            )

@@ -53,7 +53,7 @@ def compiled(p: Problem) -> set[tuple]:
         stack.enter_context(mock.patch.object(native, "why_not", lambda *_: None))
         stack.enter_context(mock.patch.object(native, "make_ready", lambda *_: True))
         stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))
-        run = ops._run
+        run = ops.run
 
         def run_triton_alone(plan, *args) -> None:
             if plan.choice.backend == "triton":

@@ -463,15 +463,19 @@ def test_another_format_is_refused(tmp_path):
 
 
 def test_host_overhead():
-    before = overhead.ops._run
-    found = overhead.measure("cpu", rounds=2, calls=20)
-    assert overhead.ops._run is before
-    assert [x.mode for x in found] == ["no grad", "inference mode", "with grad"]
-    assert all(0 < x.host_us < 5000 and x.allocation_us > 0 for x in found)
-    assert overhead.table(found).count("\n") == 4
+    before = overhead.ops.run
+    with overhead._no_kernels():
+        found = overhead.measure("cpu", rounds=2, calls=20, n=16, head_dims=(64,))
+    assert overhead.ops.run is before
+    modes = ["no grad", "inference mode", "forward with grad", "forward and backward", "packed, no grad"]
+    assert [x.mode for x in found] == modes
+    assert all(0 < x.ours_us < 9000 and (x.sdpa_us is None or x.sdpa_us > 0) for x in found)
+    assert overhead.table(found).count("\n") == 6
+    short = overhead.Short("B=1", "forward", (10.0, 5.0), (20.0, 30.0))
+    assert "| B=1 | forward | 10.0 | 5.0 | 0.50 | 20.0 | 30.0 |" in overhead.short_table([short])
 
 
 def test_host_overhead_runs_as_a_program():
     command = [sys.executable, overhead.__file__]
     done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
-    assert done.returncode == 0 and "| with grad |" in done.stdout, done.stderr
+    assert done.returncode == 0 and "| forward with grad |" in done.stdout, done.stderr

@@ -398,7 +398,7 @@ def test_wrong_numbers_are_found(monkeypatch):
     """One part in fifty of an element, a mask written to, what lies beside `out`, an unknown error: all are found."""
     p = Problem(device="cpu", backend="reference", n_q=20, n_k=30, out=Layout(slack=(0, 1, 8)), mask=Mask("f32"))
     assert campaign.outcome(p) == ("right", "")
-    run = ops._run
+    run = ops.run
 
     def spoilt(change):
         def spoiling(plan, direction, q, k, v, out, *rest):

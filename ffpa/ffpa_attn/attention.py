@@ -10,7 +10,7 @@ from . import env
 from .backends.choice import Choice, choose
 from .checks import arguments, memory_checks, words
 from .launching import native
-from .operators import dispatch_keys, forms, ops
+from .operators import again, dispatch_keys, forms, ops
 from .specs.spec import LevelType, MMAAccType
 
 
@@ -100,14 +100,23 @@ def ffpa(
     """
     if unknown:
         words.refuse(ffpa, unknown)
+    args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
+    kind = again.kind(q, k, v, args) if mask is None and o is None and out is None and layout == "BHND" else None
+    if kind is not None and (run := again.find(kind)):
+        try:
+            return run(q, k, v)
+        except again.CHOOSE_AGAIN:
+            again.forget(kind)
     arguments.only_tensors(q=q, k=k, v=v)
     if mask is not None:
         arguments.only_tensors(mask=mask)
-    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+    options = _options(*args)
     if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
     if o is None and out is None:
         out, lse = ops.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
+        if kind is not None:
+            again.remember(kind, q, k, v, options)
     else:
         out = arguments.one_output(o, out)
         if o is not None and mask is None:
@@ -147,6 +156,15 @@ def ffpa_varlen(
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
+    args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
+    cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    plain = o is None and out is None and type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor
+    kind = again.kind(q, k, v, args, *cu_seqlens, max_seqlen_q, max_seqlen_k) if plain else None
+    if kind is not None and (run := again.find(kind)):
+        try:
+            return run(q, k, v, *cu_seqlens)
+        except again.CHOOSE_AGAIN:
+            again.forget(kind)
     arguments.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     offsets = (
         cu_seqlens_q,
@@ -154,9 +172,11 @@ def ffpa_varlen(
         arguments.max_seqlen("max_seqlen_q", max_seqlen_q),
         arguments.max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+    options = _options(*args)
     if o is None and out is None:
         out, lse = ops.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
+        if kind is not None:
+            again.remember(kind, q, k, v, options, *offsets)
     else:
         out = arguments.one_output(o, out)
         arguments.no_grad_with_out(out, q, k, v)

@@ -262,7 +262,7 @@ class TestWarnings:
 
 class TestExplain:
     def test_what_explain_says_is_what_runs(self, monkeypatch, device):
-        ran, run = [], ops._run
+        ran, run = [], ops.run
         monkeypatch.setattr(ops, "_run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
         x = q(device=device)
         for options in (

@@ -32,7 +32,7 @@ TESTS_IN_A_ROW = 64  # tests that one process runs: they share kernels, seconds 
 @pytest.fixture(params=["reference", "triton", "hopper"])
 def path(request, monkeypatch) -> str:
     device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
-    launches, run = [], ops._run
+    launches, run = [], ops.run
     if request.param == "hopper":
         if device == "cuda" and (torch.cuda.get_device_capability() != (9, 0) or native.record() is None):
             pytest.skip("needs a Hopper GPU and a built library")

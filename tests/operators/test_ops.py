@@ -345,7 +345,7 @@ class TestCheckpointing:
     @pytest.mark.parametrize("saved", [True, False])
     def test_selective_checkpointing_saves_by_name(self, device, saved, monkeypatch):
         q, k, v, _ = dense(device)
-        runs, run = [], ops._run
+        runs, run = [], ops.run
 
         def counted(plan, direction, *args):
             runs.extend([1] * (direction == "forward"))

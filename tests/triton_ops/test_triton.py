@@ -43,7 +43,7 @@ def launches(request, monkeypatch):
     ops._plans.clear()  # plans hold what earlier calls were launched with
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    counts, run = [0, 0], ops._run
+    counts, run = [0, 0], ops.run
 
     def counted(plan, direction, *args):
         counts[("forward", "backward").index(direction)] += plan.choice.backend == "triton"

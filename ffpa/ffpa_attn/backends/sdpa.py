@@ -24,12 +24,20 @@ class SdpaPlan(NamedTuple):
     specs = ()
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
-        causal = rule.visibility.right == 0
-        # SDPA's unfused backend would materialise N^2; global switches decide which it takes, so ask at every call.
-        if torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
+        result = self.fresh(rule, q, k, v)
+        if result is None:
             return ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
         with PlainTorch(q.device):
-            out.copy_(torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale))
+            out.copy_(result)
+
+    def fresh(self, rule, q, k, v) -> torch.Tensor | None:
+        """Returns SDPA's own tensor, or None where it would materialise N^2."""
+        causal = rule.visibility.right == 0
+        # Global switches decide which backend it takes, so ask at every call.
+        if torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
+            return None
+        with PlainTorch(q.device):
+            return torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:

@@ -82,6 +82,10 @@ def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settin
     return Launch(spec, params, memory, q.device)
 
 
+def _floats(count: int | None, device: torch.device) -> torch.Tensor | None:
+    return None if count is None else torch.empty(count, dtype=torch.float32, device=device)
+
+
 class Call(NamedTuple):
     """Launches of a forward, in order, and the floats of their scratch and of their partial results."""
 
@@ -90,10 +94,7 @@ class Call(NamedTuple):
     partial: int | None = None
 
     def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
-        scratch, partial = (
-            None if count is None else torch.empty(count, dtype=torch.float32, device=q.device)
-            for count in (self.scratch, self.partial)
-        )
+        scratch, partial = _floats(self.scratch, q.device), _floats(self.partial, q.device)
         lse = lse if lse.numel() else None
         for launch in self.launches:
             launch(q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), scratch, partial)

@@ -164,7 +164,13 @@ def launcher(name: str, device: int) -> Callable[[bytes], None]:
     """
     run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
     kernel = address(name)
-    return lambda params: _raise(run(kernel, params, len(params), device))
+
+    def enqueue(params: bytes) -> None:
+        problem = run(kernel, params, len(params), device)
+        if problem:
+            _raise(problem)
+
+    return enqueue
 
 
 def make_ready(spec: KernelSpec, gpu: str) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -56,7 +58,7 @@ _ops = torch.ops.ffpa_attn
 # ---- from a call to a choice ----
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What a checked call does, kept for the next call of the same kind."""
 
     choice: Choice
@@ -65,14 +67,15 @@ class _Plan(NamedTuple):
     lse_shape: tuple
     workspace_cap: int
     memo: dict  # what a backend keeps for itself between calls
+    fresh: Callable | None  # gives a result of its own making, or None, for q, k and v
 
 
 _MOST_PLANS = 4096
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple, Plan] = {}
 _warned: set[str] = set()
 
 
-def _decide(form, direction, q, k, v, options, flags) -> _Plan:
+def _decide(form, direction, q, k, v, options, flags) -> Plan:
     problem = describe(form, direction, q, k, v, options)
     choice = _ready_choice(problem, flags)
     if choice.fallback and flags["FFPA_STRICT"]:
@@ -85,7 +88,9 @@ def _decide(form, direction, q, k, v, options, flags) -> _Plan:
         progress.say(f"ffpa_attn: {choice}")
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
-    return _Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {})
+    fresh = getattr(choice.plan, "fresh", None)
+    fresh = fresh and partial(fresh, rule)
+    return Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {}, fresh)
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
@@ -97,7 +102,7 @@ def _ready_choice(problem: Problem, flags) -> Choice:
     return choice
 
 
-def _without_triton(error: triton_launch.Unable, key: tuple, plan: _Plan) -> None:
+def _without_triton(error: triton_launch.Unable, key: tuple, plan: Plan) -> None:
     """Leaves this call, and all that follow of its kind, to the next candidate."""
     triton_attention.give_up(plan.choice.problem, plan.choice.plan, str(error))
     _plans.pop(key, None)
@@ -111,11 +116,11 @@ def _frames_to_the_caller() -> int:
     return level
 
 
-def _run(plan: _Plan, direction: str, *call) -> None:
+def run(plan: Plan, direction: str, *call) -> None:
     getattr(plan.choice.plan, direction)(*call, plan.rule, plan.workspace_cap, plan.memo)
 
 
-def _remember(key: tuple, plan: _Plan) -> _Plan:
+def _remember(key: tuple, plan: Plan) -> Plan:
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -125,23 +130,35 @@ def _remember(key: tuple, plan: _Plan) -> _Plan:
 # ---- forward ----
 
 
+def _forward_key(form, q, k, v, out, options, flags) -> tuple:
+    return (seen(q), seen(k), seen(v), seen(out), form.key(), flags, *options.items())
+
+
+def plan_of(form, q, k, v, options) -> Plan | None:
+    """Returns the plan of a forward, if it is kept."""
+    return _plans.get(_forward_key(form, q, k, v, None, options, env.run_flags()))
+
+
 def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     flags = env.run_flags()
-    key = (seen(q), seen(k), seen(v), seen(out), form.key(), flags, *options.items())
+    key = _forward_key(form, q, k, v, out, options, flags)
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
         memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
     try:
-        out = q.new_empty(plan.out_shape) if out is None else out
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        fresh = plan.fresh(*map(form.heads_first, (q, k, v))) if out is None and plan.fresh else None
+        if fresh is not None:
+            return form.heads_first(fresh).contiguous(), lse
+        out = q.new_empty(plan.out_shape) if out is None else out
         if out.numel():
-            _run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
+            run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _forward(form, q, k, v, out, options)
     except torch.OutOfMemoryError as error:
-        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, q.dtype)) from None
+        raise no_memory(error, plan, q.dtype) from None
     return out, lse
 
 
@@ -149,11 +166,16 @@ def _bytes(shape, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _no_memory(error: torch.OutOfMemoryError, plan: _Plan, flags, result_bytes: int) -> torch.OutOfMemoryError:
-    return out_of_memory.explained(error, plan.choice, plan.memo, result_bytes, flags)
+def no_memory(
+    error: torch.OutOfMemoryError, plan: Plan, dtype: torch.dtype, result_bytes: int | None = None
+) -> torch.OutOfMemoryError:
+    """Returns the error of a call without memory; its results are out of `dtype`, or of so many bytes."""
+    if result_bytes is None:
+        result_bytes = _bytes(plan.out_shape, dtype)
+    return out_of_memory.explained(error, plan.choice, plan.memo, result_bytes, env.run_flags())
 
 
-def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
+def _forward_plan(form, q, k, v, out, options, flags) -> Plan:
     form.check(q, k, v)
     arguments.options(options, form.layout)
     memory_checks.rows(q=q, k=k, v=v)
@@ -166,7 +188,7 @@ def _forward_plan(form, q, k, v, out, options, flags) -> _Plan:
 # ---- forward of 8-bit floats ----
 
 
-def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> _Plan:
+def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
     fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
     arguments.options(options)
     memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 has 72 bytes, one of a transposed v has N
@@ -195,18 +217,18 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
         dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
         dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
         d_mask = reference.align_mask(dmask) if mask_grad else None
-        _run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
+        run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
     except torch.OutOfMemoryError as error:
         of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
         results = sum(_bytes(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)) + of_mask
-        raise _no_memory(error, plan, flags, results) from None
+        raise no_memory(error, plan, q.dtype, results) from None
     return dq, dk, dv, dmask
 
 
-def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> _Plan:
+def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan:
     form.check(q, k, v)
     arguments.options(options, form.layout)
     for name, x in (("out", out), ("grad_out", grad_out)):
@@ -250,13 +272,13 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
         if out.numel():
             pairs = zip(scales, (q, k, v), strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            _run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
+            run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         v = v.mT if v_transposed else v
         return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
     except torch.OutOfMemoryError as error:
-        raise _no_memory(error, plan, flags, _bytes(plan.out_shape, out_dtype)) from None
+        raise no_memory(error, plan, out_dtype) from None
     return out, lse
 
 

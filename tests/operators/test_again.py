@@ -1,0 +1,258 @@
+"""A kind of call that was seen before takes one lookup, and gives what its first call gave."""
+
+import threading
+
+import pytest
+import torch
+from ffpa_attn import ffpa, ffpa_varlen
+from ffpa_attn.backends import sdpa
+from ffpa_attn.operators import again, ops
+from ffpa_attn.triton_ops.launch import Unable
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(again, "_known", {})
+    monkeypatch.setattr(ops, "_plans", {})
+
+
+def inputs(device="cpu", d=64, n=20, dtype=torch.bfloat16, seed=0):
+    made = torch.randn(3, 1, 2, n, d, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return made.unbind(0)
+
+
+def no_planning(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("a call of a known kind asks nothing")
+
+    for name in ("choose", "describe", "seen", "_forward", "_decide"):
+        monkeypatch.setattr(ops, name, refuse)
+
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"scale": 0.3, "softcap": 4.0},
+    {"window": (5, 2), "return_lse": True},
+    {"causal": "top_left", "return_lse": True},
+]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_second_call_plans_nothing(options, backend, device, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", backend)
+    first = ffpa(*inputs(device), **options)
+    others = inputs(device, seed=1)
+    wanted = torch.ops.ffpa_attn.forward(*others, **_as_operators_take(options))[0]
+    no_planning(monkeypatch)
+    for again_first, with_others in [(ffpa(*inputs(device), **options), ffpa(*others, **options))] * 2:
+        if options.get("return_lse"):
+            assert all(torch.equal(a, b) for a, b in zip(first, again_first, strict=True))
+            with_others = with_others[0]
+        else:
+            assert torch.equal(first, again_first)
+        assert torch.equal(with_others, wanted) and with_others.is_contiguous()
+
+
+def _as_operators_take(options: dict) -> dict:
+    options = {"return_lse": False, **options}
+    if options.get("causal") == "top_left":
+        options |= {"causal": True, "align": "top_left"}
+    if "window" in options:
+        options["window_left"], options["window_right"] = options.pop("window")
+    return options
+
+
+def test_a_second_packed_call_plans_nothing(device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("offsets on the CPU are checked at every call")
+    x = [t[0].transpose(0, 1).contiguous() for t in inputs(device)]
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32, device=device)
+    first = ffpa_varlen(*x, offsets, offsets, 20, 20, return_lse=True)
+    no_planning(monkeypatch)
+    second = ffpa_varlen(*x, offsets, offsets, 20, 20, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_packed_calls_are_known_by_their_offsets(monkeypatch):
+    """Offsets that must be checked give no kind; others tell by shape, length and place."""
+    x = [t[0].transpose(0, 1).contiguous() for t in inputs()]
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    args = (False, "bottom_right", None, (-1, -1), 0.0, None, None, "f32", False)
+    assert again.kind(*x, args, cu, cu, 20, 20) is None
+    assert ffpa_varlen(*x, cu, cu, 20, 20).shape == x[0].shape and not again._known
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        ffpa_varlen(*x, cu + 9, cu, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("causal", 1), ("softcap", True), ("window", (5.0, 0)), ("return_lse", 0), ("level", True)]
+)
+def test_equal_values_of_other_types_are_refused_as_ever(name, value):
+    """1 equals True, and a kind of call with the one says nothing about the other."""
+    right = {"causal": True, "softcap": 1.0, "window": (5, 0), "return_lse": False, "level": None}
+    q, k, v = inputs()
+    ffpa(q, k, v, **{name: right[name]})
+    with pytest.raises((TypeError, ValueError), match=name):
+        ffpa(q, k, v, **{name: value})
+
+
+@pytest.mark.parametrize("window", [5, ([], 0), None], ids=str)
+def test_what_is_no_window_is_refused_as_ever(window):
+    with pytest.raises((TypeError, ValueError), match="window"):
+        ffpa(*inputs(), window=window)
+
+
+def test_a_list_is_a_window_too():
+    assert torch.equal(ffpa(*inputs(), window=[5, 0]), ffpa(*inputs(), window=(5, 0)))
+    assert torch.equal(ffpa(*inputs(), window=[5, 0]), ffpa(*inputs(), window=(5, 0)))
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "alignment"])
+def test_kinds_differ_by_any_tensor(change, which):
+    args = (False, "bottom_right", None, (-1, -1), 0.0, None, None, "f32", False)
+    tensors = list(inputs())
+    before = again.kind(*tensors, args)
+    x = tensors[which]
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    tensors[which] = {
+        "shape": x[..., :32],
+        "strides": x.mT.contiguous().mT,
+        "dtype": x.half(),
+        "alignment": shifted,
+    }[change]
+    assert before is not None and again.kind(*tensors, args) not in (None, before)
+
+
+@pytest.mark.parametrize("which", range(9))
+def test_kinds_differ_by_any_argument(which):
+    args = [False, "bottom_right", None, (-1, -1), 0.0, None, None, "f32", False]
+    before = again.kind(*inputs(), tuple(args))
+    args[which] = [True, "top_left", 0.5, (3, -1), 2.0, 2, 1, "f16", True][which]
+    assert again.kind(*inputs(), tuple(args)) not in (None, before)
+
+
+def test_a_flag_makes_another_kind(monkeypatch):
+    q, k, v = inputs()
+    ffpa(q, k, v)
+    monkeypatch.setenv("FFPA_BACKEND", "mma")
+    monkeypatch.setenv("FFPA_EMULATE", "sm_10")
+    with pytest.raises(ValueError, match="FFPA_EMULATE"):
+        ffpa(q, k, v)
+
+
+def test_calls_that_are_not_plain_have_no_kind():
+    q, k, v = inputs()
+    ffpa(q, k, v)
+    known = len(again._known)
+    assert ffpa(q.requires_grad_(), k, v).requires_grad
+    q = q.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ffpa(q.float(), k.float(), v.float()).dtype == torch.bfloat16
+    assert torch.equal(ffpa(torch._neg_view(q), k, v), ffpa(-q, k, v))
+    assert ffpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layout="BNHD").shape == (1, 20, 2, 64)
+    with pytest.raises(TypeError, match="`k` is"):
+        ffpa(q, None, v)
+    with pytest.raises(ValueError):
+        ffpa(q, k[..., :32], v)
+    assert len(again._known) == known
+
+
+def test_results_do_not_share_memory():
+    q, k, v = inputs()
+    results = [ffpa(q, k, v) for _ in range(4)]
+    assert len({x.data_ptr() for x in results}) == 4
+
+
+def test_inference_mode_leaves_nothing_behind(monkeypatch):
+    """What a kind keeps may be written to in any mode."""
+    monkeypatch.setenv("FFPA_BACKEND", "reference")
+    q, k, v = inputs()
+    with torch.inference_mode():
+        inside = [ffpa(q, k, v) for _ in range(2)]
+    with torch.no_grad():
+        outside = ffpa(q, k, v)
+    assert torch.equal(inside[1], outside) and inside[1].is_inference() and not outside.is_inference()
+
+
+def test_sdpa_gives_its_own_tensor(monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    made, torch_sdpa = [], sdpa.torch_sdpa
+
+    def kept(*args, **options):
+        made.append(torch_sdpa(*args, **options).contiguous())
+        return made[-1]
+
+    monkeypatch.setattr(sdpa, "torch_sdpa", kept)
+    for _ in range(2):
+        assert ffpa(*inputs()) is made[-1]
+    out = torch.ops.ffpa_attn.forward(*inputs(), return_lse=False)[0]
+    assert out.data_ptr() == made[-1].data_ptr()
+    q, k, v = (x.transpose(1, 2) for x in inputs())
+    assert ffpa(q, k, v, layout="BNHD").is_contiguous()
+
+
+@pytest.mark.parametrize("laid_out", ["as rows first", "as it should be"])
+def test_sdpas_tensor_has_the_strides_that_fakes_have(laid_out, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    torch_sdpa = sdpa.torch_sdpa
+
+    def other_strides(*args, **options):
+        out = torch_sdpa(*args, **options)
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if laid_out == "as rows first" else out.contiguous()
+
+    monkeypatch.setattr(sdpa, "torch_sdpa", other_strides)
+    results = [ffpa(*inputs()) for _ in range(2)]
+    assert all(x.is_contiguous() for x in results) and torch.equal(*results)
+
+
+def test_sdpa_that_would_materialise_the_scores_gives_way(monkeypatch):
+    """Global switches say so, call by call."""
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    q, k, v = inputs()
+    first = ffpa(q, k, v)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: 0)
+    monkeypatch.setattr(sdpa, "torch_sdpa", None)
+    assert torch.allclose(ffpa(q, k, v), first, atol=1e-2)
+
+
+def test_a_kernel_that_triton_cannot_load_is_chosen_anew(monkeypatch):
+    q, k, v = inputs()
+    first = ffpa(q, k, v)
+    (kind,) = again._known
+
+    def unable(*tensors):
+        raise Unable("it does not load")
+
+    again._known[kind] = unable
+    assert torch.equal(ffpa(q, k, v), first) and again._known[kind] is not unable
+
+
+def test_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(again, "_MOST_KINDS", 5)
+    for n in range(1, 30):
+        ffpa(*inputs(n=n, d=8))
+        assert len(again._known) <= 5
+
+
+def test_threads(device):
+    """Threads that meet at new kinds get what one thread gets."""
+    shapes = [(n, d) for n in (3, 8, 17) for d in (8, 64)]
+    wanted = {shape: ffpa(*inputs(device, n=shape[0], d=shape[1])) for shape in shapes}
+    again._known.clear()
+    wrong, barrier = [], threading.Barrier(8)
+
+    def work(i: int) -> None:
+        barrier.wait()
+        for n, d in (shapes[i % 3 :] + shapes[: i % 3]) * 5:
+            if not torch.equal(ffpa(*inputs(device, n=n, d=d)), wanted[n, d]):
+                wrong.append((n, d))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(again._known) == len(shapes)
