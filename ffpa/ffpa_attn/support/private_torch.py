@@ -2,7 +2,7 @@
 
 A release of PyTorch may drop any of them. What they are for is then off, with a reason that the import warns of, the
 doctor lists and an exception tells whoever asks for it; everything else works. Names that come with slow imports
-(DTensor's, the compiler's) are looked for where they are used.
+(DTensor's, the compiler's) are looked for where they are used. `PlainTorch` is the reference path's way to call PyTorch.
 """
 
 from __future__ import annotations
