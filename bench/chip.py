@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import build, jit
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMmaRows, ForwardMmaSplit
+from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMmaRows, ForwardMmaSplit, KernelSpec
 from forced import problem_of
 from workload import Workload
 
@@ -68,12 +69,19 @@ def flash_attention_2(d: int) -> tuple[int, int]:
     return levels.smem_bytes(spec, d, 1, True), accumulators(spec)
 
 
+def resources(spec: KernelSpec, gpu: str) -> build.Resources:
+    """Returns what the compiler says of the kernel; compiles it now if the cache does not hold it."""
+    with jit.opened(spec, gpu) as (_, found):
+        (used,) = json.loads(found.content.rpartition(b"\n")[2]).values()
+    return build.Resources(**used)
+
+
 def _compiled(spec: ForwardMmaSplit | ForwardMmaRows, arch: str, afresh: bool) -> build.Resources | None:
     """Returns what ptxas says of the kernel: as the build wrote it down, or in a compilation now."""
     target = archs.exact_target(spec.arch, arch)
     if afresh:
         with tempfile.TemporaryDirectory() as empty, env.overridden("FFPA_CACHE_DIR", empty):
-            return jit.resources(spec, arch)[target]
+            return resources(spec, arch)
     known = (native.record() or {"kernels": {}})["kernels"].get(spec.name, {"resources": {}})["resources"]
     return build.Resources(**known[target]) if target in known else None
 

@@ -16,11 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
-from chip import accumulators
+from chip import accumulators, resources
 from ffpa_attn import env
 from ffpa_attn.backends import levels
 from ffpa_attn.backends.levels import LevelPlan
-from ffpa_attn.building import jit
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs import archs, tiles
 from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMmaSplit, Problem, Shape, forward_spec
@@ -96,7 +95,7 @@ def ships(shape: Shape, acc: str, streamed: bool) -> bool:
     for accumulators_of in (pair for pair in ACCUMULATORS["f16"] if pair[1] == acc):
         for arch in ("sm_80", "sm_90"):
             try:
-                jit.resources(forward_spec("f16", accumulators_of, shape, streamed), arch)
+                resources(forward_spec("f16", accumulators_of, shape, streamed), arch)
             except BuildError:
                 return False
     return True
@@ -166,15 +165,20 @@ def rate(registers: dict[int, Tiles], streamed: dict[int, Tiles], d: int, acc: s
 
 
 def table_source(registers: dict, streamed: dict) -> str:
+    registers = {acc: {d: [tile[1:] for tile in rows] for d, rows in table.items()} for acc, table in registers.items()}
     lines = [
-        '"""Tiles of the split-D forward on mma.sync: measured and written by `python bench/sweep.py --write`.',
+        '"""These are tiles of the split-D forward on mma.sync: `python bench/sweep.py --write` measures and writes them.',
         "",
-        "(columns of O, rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200.",
+        "They are (rows, keys, key_columns, value_rows, TFLOPS); TFLOPS at B=1, H=32, N=8192 on an NVIDIA H200.",
         '"""',
     ]
     for name, comment, table in (
         ("REGISTERS", "By what PV accumulates in and columns of O: levels 1 and 2.", registers),
-        ("STREAMED", "By what PV accumulates in and the head dim, up to the next one that is here: level 3.", streamed),
+        (
+            "STREAMED",
+            "By what PV accumulates in and the head dim, up to the next one that is here: level 3, with columns of O before the rest.",
+            streamed,
+        ),
     ):
         lines += ["", f"# {comment}", f"{name} = {{"]
         for acc, by_width in table.items():
@@ -204,7 +208,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="list the tiles only")
     args = parser.parse_args()
 
-    registers = {acc: dict(table) for acc, table in tiles.REGISTERS.items()}
+    registers = {
+        acc: {d: [(d, *tile) for tile in rows] for d, rows in table.items()} for acc, table in tiles.REGISTERS.items()
+    }
     streamed = {acc: dict(table) for acc, table in tiles.STREAMED.items()}
     for acc in args.acc.split(","):
         widths = [d for d in COLUMNS if not args.D or d in args.D]

@@ -14,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
+from chip import resources
 from ffpa_attn import env
 from ffpa_attn.backends import levels
 from ffpa_attn.backends.levels import LevelPlan
-from ffpa_attn.building import jit
 from ffpa_attn.specs import archs
 from ffpa_attn.testing import emulate
 from forced import ForcedCalls, compiled, problem_of, run, square
@@ -87,7 +87,7 @@ def resources_page(args) -> list[str]:
         for level in LEVELS:
             plan = plan_of(d, level, {}, None, args)
             spec = plan.spec
-            (used,) = jit.resources(spec, "sm_90").values()
+            used = resources(spec, "sm_90")
             with emulate("sm_90a") as reports:
                 w = Workload(1, 1, 1, 2 * spec.rows, 3 * spec.keys, d, d, "bf16")
                 x = make_inputs(w, "cpu", seed=0)

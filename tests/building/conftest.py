@@ -14,7 +14,7 @@ from wheel_support import CHILD, ROOT, FakeNvcc
 
 @pytest.fixture
 def fake_nvcc(tmp_path, monkeypatch) -> FakeNvcc:
-    toolchain._release.cache_clear()
+    toolchain.release_of.cache_clear()
     fake = FakeNvcc(tmp_path / "toolkit")
     monkeypatch.setenv("CUDA_HOME", str(fake.home))
     return fake

@@ -59,7 +59,7 @@ from ffpa_attn.building.emulator_build import build_emulated_module
 from ffpa_attn.specs.spec import ForwardMerge
 """
 BUILDS = {
-    "on demand": 'print(jit.library(ForwardMerge("f16"), "sm_90"))',
+    "on demand": 'with jit.opened(ForwardMerge("f16"), "sm_90") as (path, _):\n    print(path)',
     "emulator": 'print(build_emulated_module("module", [], generated={"one.cpp": "one\\n" * 3000}))',
 }
 _NO_LOCKS = "import fcntl; fcntl.flock = lambda *how: None\n"

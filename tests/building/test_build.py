@@ -187,16 +187,15 @@ class MustSpill(KernelSpec):
 
 
 @needs_nvcc
-def test_a_kernel_that_spills_fails_the_build_again_and_again(tmp_path):
-    headers = tmp_path / "headers"
-    (headers / "attention" / "must").mkdir(parents=True)
-    (headers / "attention" / "must" / "spill.cuh").write_text(MUST_SPILL)
+def test_a_kernel_that_spills_fails_the_build_again_and_again(tmp_path, monkeypatch):
+    (tmp_path / "spill.cuh").write_text(MUST_SPILL)
+    monkeypatch.setattr(MustSpill, "header", str(tmp_path / "spill.cuh"))
     for _ in range(2):
         with pytest.raises(
             BuildError, match=r"must_spill_live64 spills \d+ bytes on sm_80.*\n.*must_spill_live96 spills"
         ):
             specs = {MustSpill(live): ("sm_80",) for live in (8, 64, 96)}
-            build.compile_library(specs, tmp_path / "build", headers=headers)
+            build.compile_library(specs, tmp_path / "build")
 
 
 MUST_SERIALIZE = """
@@ -233,11 +232,11 @@ class MustSerialize(KernelSpec):
 
 
 @needs_nvcc
-def test_a_kernel_whose_wgmma_is_serialized_fails_the_build(tmp_path):
-    (tmp_path / "attention" / "must").mkdir(parents=True)
-    (tmp_path / "attention" / "must" / "serialize.cuh").write_text(MUST_SERIALIZE)
+def test_a_kernel_whose_wgmma_is_serialized_fails_the_build(tmp_path, monkeypatch):
+    (tmp_path / "serialize.cuh").write_text(MUST_SERIALIZE)
+    monkeypatch.setattr(MustSerialize, "header", str(tmp_path / "serialize.cuh"))
     with pytest.raises(BuildError, match=r"must_serialize_steps4: .*\(C75\d\d\).*are serialized due to"):
-        build.compile_library({MustSerialize(4): ("sm_90a",)}, tmp_path / "build", headers=tmp_path)
+        build.compile_library({MustSerialize(4): ("sm_90a",)}, tmp_path / "build")
 
 
 @needs_nvcc
@@ -301,14 +300,14 @@ def test_nvcc_without_torch_is_an_error(fake_nvcc, tmp_path, monkeypatch):
 def test_what_a_build_needs(fake_nvcc, monkeypatch):
     assert toolchain.why_no_build() is None
     (fake_nvcc.bin / "nvcc").chmod(0o644)
-    toolchain._release.cache_clear()
+    toolchain.release_of.cache_clear()
     assert re.search(r"nvcc --version` failed: .*Permission denied.*the way out: pip install", toolchain.why_no_build())
     (fake_nvcc.bin / "nvcc").chmod(0o755)
     fake_nvcc.set(release="11.8")
-    toolchain._release.cache_clear()
+    toolchain.release_of.cache_clear()
     assert "nvcc 11.8.1, and 12.0 is the oldest" in toolchain.why_no_build()
     fake_nvcc.set(release="13.0")
-    toolchain._release.cache_clear()
+    toolchain.release_of.cache_clear()
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
     assert "apt-get install g++" in toolchain.why_no_build()
     monkeypatch.setenv("NVCC_CCBIN", "/opt/clang++")

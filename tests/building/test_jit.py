@@ -20,7 +20,7 @@ from ffpa_attn.building.cache import cache_directory
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs.spec import ForwardMerge
 from ffpa_attn.support.transient import is_transient
-from wheel_support import CHILD, Variant, needs_nvcc
+from wheel_support import CHILD, Variant, library, needs_nvcc
 
 SPEC = ForwardMerge("f16")
 
@@ -40,13 +40,13 @@ def test_letters_in_a_path_where_the_locale_has_none(fake_nvcc, tmp_path):
 
 
 def test_compiled_once_with_a_line_on_stderr(fake_nvcc, cache, capfd):
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     assert path.parent == cache and path.exists()
-    assert jit.resources(SPEC, "sm_90")["sm_90"].registers == 32  # what the compiler said is part of the file
+    assert b'"registers": 32' in path.read_bytes()  # what the compiler said is part of the file
     assert f"compiling {SPEC.name} for sm_90, once, into {cache}" in capfd.readouterr().err
     assert cache.stat().st_mode & 0o777 == 0o700
     calls = len(fake_nvcc.calls)
-    assert jit.library(SPEC, "sm_90") == path
+    assert library(SPEC, "sm_90") == path
     assert len(fake_nvcc.calls) == calls and capfd.readouterr().err == "" and not leftovers(cache)
 
 
@@ -67,19 +67,19 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_another_source_compiler_spec_or_gpu_is_another_file(fake_nvcc, cache, monkeypatch):
-    paths = [jit.library(SPEC, "sm_90"), jit.library(SPEC, "sm_80"), jit.library(Variant("f16", 8), "sm_90")]
+    paths = [library(SPEC, "sm_90"), library(SPEC, "sm_80"), library(Variant("f16", 8), "sm_90")]
     monkeypatch.setattr(build, "sources_hash", lambda: "changed")
-    paths.append(jit.library(SPEC, "sm_90"))
+    paths.append(library(SPEC, "sm_90"))
     fake_nvcc.set(version="2")
-    toolchain._release.cache_clear()
-    paths.append(jit.library(SPEC, "sm_90"))
+    toolchain.release_of.cache_clear()
+    paths.append(library(SPEC, "sm_90"))
     assert len(set(paths)) == 5 and all(path.exists() for path in paths)
 
 
 @pytest.mark.parametrize("how", ["on PATH", "NVCC_CCBIN", "NVCC_CCBIN, a directory"])
 def test_another_host_compiler_is_another_file(fake_nvcc, cache, monkeypatch, tmp_path, how):
     """A compiler in another place, and another version in the same place, each give another file."""
-    seen = {jit.library(SPEC, "sm_90")}
+    seen = {library(SPEC, "sm_90")}
     host = tmp_path / "host" / ("gcc" if how != "NVCC_CCBIN" else "clang++")
     host.parent.mkdir()
     if how == "on PATH":
@@ -89,16 +89,16 @@ def test_another_host_compiler_is_another_file(fake_nvcc, cache, monkeypatch, tm
     for version in ("13.1", "14.2"):
         host.write_text(f"#!/bin/sh\necho {version}\n")
         host.chmod(0o755)
-        toolchain._release.cache_clear()
-        seen.add(jit.library(SPEC, "sm_90"))
+        toolchain.release_of.cache_clear()
+        seen.add(library(SPEC, "sm_90"))
     assert len(seen) == 3
 
 
 @pytest.mark.parametrize("name", ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
 def test_flags_that_nvcc_adds_are_another_file(fake_nvcc, cache, monkeypatch, name):
-    before = jit.library(SPEC, "sm_90")
+    before = library(SPEC, "sm_90")
     monkeypatch.setenv(name, "-O1")
-    assert jit.library(SPEC, "sm_90") != before
+    assert library(SPEC, "sm_90") != before
 
 
 def test_sources_hash_follows_the_sources(tmp_path, monkeypatch):
@@ -143,10 +143,10 @@ def test_a_killed_build_leaves_nothing_in_the_way(fake_nvcc, cache, compile_in_c
 def test_a_failed_build_leaves_nothing(fake_nvcc, cache):
     fake_nvcc.set(broken="")
     with pytest.raises(BuildError, match="out of luck"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
     (fake_nvcc.bin / "broken").unlink()
-    assert jit.library(SPEC, "sm_90").exists()
+    assert library(SPEC, "sm_90").exists()
 
 
 @pytest.mark.parametrize("code, way_out", [(errno.ENOSPC, "free some space"), (errno.EROFS, "make it writable")])
@@ -162,12 +162,12 @@ def test_a_cache_that_cannot_be_written(fake_nvcc, cache, monkeypatch, code, way
     with pytest.raises(
         BuildError, match=rf"{cache}, cannot be written .*{os.strerror(code)}.*{way_out}.*FFPA_CACHE_DIR"
     ):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert not list(cache.glob("*.so")) and not leftovers(cache)
 
 
 def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     real = os.open
 
     def read_only(name, flags, *how, **more):
@@ -176,28 +176,28 @@ def test_a_read_only_cache_serves_what_it_holds(fake_nvcc, cache, monkeypatch):
         return real(name, flags, *how, **more)
 
     monkeypatch.setattr(os, "open", read_only)
-    assert jit.library(SPEC, "sm_90") == path
+    assert library(SPEC, "sm_90") == path
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*make it writable.*FFPA_CACHE_DIR"):
-        jit.library(Variant("f16", 8), "sm_90")
+        library(Variant("f16", 8), "sm_90")
 
 
 def test_a_cache_that_is_a_file(fake_nvcc, cache):
     cache.write_text("")
     with pytest.raises(BuildError, match=rf"{cache}, cannot be written .*FFPA_CACHE_DIR"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
 
 
 def test_a_cache_that_cannot_be_made(fake_nvcc, monkeypatch):
     monkeypatch.setenv("FFPA_CACHE_DIR", "/proc/none/cache")
     with pytest.raises(BuildError, match=r"/proc/none/cache, cannot be .*FFPA_CACHE_DIR"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
 
 
 def test_a_cache_of_another_user(fake_nvcc, cache, monkeypatch):
     cache.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
     with pytest.raises(BuildError, match=rf"{cache}, belongs to user \d+, and this is user \d+.*FFPA_CACHE_DIR"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert not fake_nvcc.calls
 
 
@@ -205,13 +205,13 @@ def test_a_cache_that_others_can_write(fake_nvcc, cache):
     cache.mkdir()
     cache.chmod(0o777)
     with pytest.raises(BuildError, match=rf"{cache}, is writable by other users \(mode 777\): chmod 700"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
 
 
 def test_no_compiler(cache, monkeypatch):
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
     with pytest.raises(BuildError, match=rf'{SPEC.name} is not built for sm_90, and .*pip install "nvidia-cuda-nvcc'):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert not cache.exists()
 
 
@@ -230,16 +230,16 @@ def mask():
 def test_what_is_kept_is_its_owners_whatever_the_umask(fake_nvcc, cache, monkeypatch, mask, umask):
     cache.mkdir(mode=0o755)
     mask(umask)
-    jit.library(SPEC, "sm_90")
+    library(SPEC, "sm_90")
     assert {path.suffix: path.stat().st_mode & 0o777 for path in cache.iterdir()} == {".so": 0o600, ".lock": 0o600}
     monkeypatch.setenv("FFPA_CACHE_DIR", str(cache.parent / "new" / "deep" / "cache"))
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     assert {place.stat().st_mode & 0o777 for place in list(path.parents)[:3]} == {0o700}
 
 
 @pytest.mark.parametrize("how", ["others can write it", "a link", "another user's"])
 def test_a_library_that_others_may_have_written_is_built_again(fake_nvcc, cache, monkeypatch, how):
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     calls = len(fake_nvcc.calls)
     if how == "a link":
         path.rename(cache.parent / "other.so")
@@ -264,7 +264,7 @@ def test_what_was_checked_is_what_is_loaded(fake_nvcc, cache):
         path.unlink()
         path.write_text("of somebody else")
         assert Path(found.name).read_bytes().startswith(found.content)
-    assert jit.library(SPEC, "sm_90") == path and b"somebody" not in path.read_bytes()
+    assert library(SPEC, "sm_90") == path and b"somebody" not in path.read_bytes()
 
 
 def test_no_two_libraries_have_one_name(fake_nvcc, cache):
@@ -290,7 +290,7 @@ def test_a_link_that_is_set_to_another_directory_meanwhile(fake_nvcc, cache, mon
         return place
 
     monkeypatch.setattr(cache_module, "open_cache", open_cache)
-    assert jit.library(SPEC, "sm_90").parent == mine and not list(others.iterdir())
+    assert library(SPEC, "sm_90").parent == mine and not list(others.iterdir())
 
 
 def test_another_user_cannot_hold_a_lock(tmp_path, mask):
@@ -304,18 +304,18 @@ def test_another_user_cannot_hold_a_lock(tmp_path, mask):
 
 @pytest.mark.parametrize("left", [0, 1, 20, -1])
 def test_half_a_library_is_built_again_once(fake_nvcc, cache, left):
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     whole, calls = path.read_bytes(), len(fake_nvcc.calls)
     path.write_bytes(whole[:left])
     for _ in range(2):
-        assert jit.library(SPEC, "sm_90") == path and path.read_bytes() == whole
+        assert library(SPEC, "sm_90") == path and path.read_bytes() == whole
         assert len(fake_nvcc.calls) == 2 * calls
 
 
 def test_a_disk_that_keeps_nothing_is_an_error(fake_nvcc, cache, monkeypatch):
     monkeypatch.setattr(cache_module, "keep", lambda content, path, fresh: path.write_bytes(content))
     with pytest.raises(BuildError, match=r"what was written there a moment ago is gone.*FFPA_CACHE_DIR") as caught:
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert is_transient(caught.value)
 
 
@@ -331,15 +331,15 @@ def test_the_cache_may_be_removed_meanwhile(fake_nvcc, cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(build, "compile_library", compile_library)
         with pytest.raises(FileNotFoundError) as caught:
-            jit.library(SPEC, "sm_90")
+            library(SPEC, "sm_90")
         assert is_transient(caught.value)
-    assert jit.library(SPEC, "sm_90").exists()
+    assert library(SPEC, "sm_90").exists()
 
 
 def test_the_hosts_architecture_is_another_file(fake_nvcc, cache, monkeypatch):
-    before = jit.library(SPEC, "sm_90")
+    before = library(SPEC, "sm_90")
     monkeypatch.setattr(platform, "machine", lambda: "another")
-    assert jit.library(SPEC, "sm_90") != before
+    assert library(SPEC, "sm_90") != before
 
 
 def test_a_fork_does_not_keep_the_lock(tmp_path):
@@ -370,7 +370,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path):
 
 def test_a_machine_that_does_not_see_our_lock_leaves_our_build_alone(fake_nvcc, cache):
     """Only what a dead process of this machine left, or nobody touched for a day, is removed."""
-    path = jit.library(SPEC, "sm_90")
+    path = library(SPEC, "sm_90")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = {"here": f"{jit._machine()}.{os.getpid()}", "dead": f"{jit._machine()}.{dead.pid}", "there": "host.b.7"}
@@ -379,7 +379,7 @@ def test_a_machine_that_does_not_see_our_lock_leaves_our_build_alone(fake_nvcc, 
         attempt.mkdir()
     os.utime(attempts["old"], (time.time() - 2 * 24 * 3600,) * 2)
     path.unlink()
-    jit.library(SPEC, "sm_90")
+    library(SPEC, "sm_90")
     assert {name for name, attempt in attempts.items() if attempt.exists()} == {"here", "there"}
 
 
@@ -394,7 +394,7 @@ def test_a_build_needs_no_stderr(fake_nvcc, cache, monkeypatch, how):
         sys.stderr.close()
     else:
         monkeypatch.setattr(sys, "stderr", None)
-    assert jit.library(SPEC, "sm_90").exists()
+    assert library(SPEC, "sm_90").exists()
 
 
 def test_a_time_limit_reaches_the_program_as_it_is(fake_nvcc, cache, monkeypatch):
@@ -403,7 +403,7 @@ def test_a_time_limit_reaches_the_program_as_it_is(fake_nvcc, cache, monkeypatch
 
     monkeypatch.setattr(build, "compile_library", late)
     with pytest.raises(TimeoutError, match="of the program"):
-        jit.library(SPEC, "sm_90")
+        library(SPEC, "sm_90")
     assert not leftovers(cache)
 
 
@@ -429,7 +429,7 @@ def test_a_relative_place(fake_nvcc, cache, monkeypatch, how):
     else:
         monkeypatch.setenv("CUDA_HOME", home.name)
     assert toolchain.find_nvcc().path == fake_nvcc.bin / "nvcc"
-    assert jit.library(SPEC, "sm_90").exists()
+    assert library(SPEC, "sm_90").exists()
 
 
 @needs_nvcc

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ffpa_attn.specs.spec import ForwardMerge
+from ffpa_attn.building import jit
+from ffpa_attn.specs.spec import ForwardMerge, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ffpa" / "ffpa_attn"
@@ -35,8 +36,15 @@ package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["ffpa_attn"] = package
 from ffpa_attn.building import jit
 from ffpa_attn.specs.spec import ForwardMerge
-print(jit.library(ForwardMerge("f16"), "sm_90"))
+with jit.opened(ForwardMerge("f16"), "sm_90") as (path, _):
+    print(path)
 """
+
+
+def library(spec: KernelSpec, gpu: str) -> Path:
+    """Returns where the cache has the library of a kernel; compiles it now if the cache does not hold it whole."""
+    with jit.opened(spec, gpu) as (path, _):
+        return path
 
 
 class FakeNvcc:

@@ -81,7 +81,7 @@ MUTANTS = [
         ("cache: the path is loaded, not the file", 'f"/proc/self/fd{\'/\' * next(_opened)}{file}"', "str(path)"),
         ("cache: two libraries of one name", "'/' * next(_opened)", "'/' * 1"),
         ("cache: the umask decides", "os.O_EXCL | os.O_CLOEXEC, 0o600", "os.O_EXCL | os.O_CLOEXEC, 0o666"),
-        ("cache: its parents are the umask's", "        make_private(directory.parent)\n", "        directory.parent.mkdir(parents=True)\n"),
+        ("cache: its parents are the umask's", "(*reversed(directory.parents), directory):\n        place.mkdir(", "[directory]:\n        place.mkdir(parents=True, "),
         ("cache: links in its path may change", "        return check_owner(directory)", "        check_owner(directory)\n            return directory"),
         ("cache: a time limit is an error of the disk", "if error.errno in (None, errno.ENOENT):", "if error.errno == errno.ENOENT:"),
         ("cache: removed meanwhile is remembered", "if error.errno in (None, errno.ENOENT):", "if error.errno is None:"),

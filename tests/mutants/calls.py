@@ -200,7 +200,7 @@ MUTANTS = [
         ("transient: a tool that is not there is", "cause is not handled and not missing and", "cause is not None and"),
         ("transient: every error of the system is", "return error.errno in _OF_THE_SYSTEM", "return True"),
         ("transient: a header that is not there is", "for number in _OF_TOOLS)", "for number in _OF_THE_SYSTEM)"),
-        ("transient: time limits are not", "    if _is_of_a_signal(error):", "    if False:"),
+        ("transient: time limits are not", " or _is_of_a_signal(error):", ":"),
     ),
     *edits_in(
         "backends/triton_attention.py",

@@ -104,8 +104,8 @@ MUTANTS = [
     *edits_in(
         "checks/arguments.py",
         "tests/operators/test_symbols.py",
-        ("symbols: asked whether they are true", "(True if causal else False) if known(causal) else causal", "True if causal else False"),
-        ("symbols: one that is known stays one", "(True if causal else False) if known(causal) else causal", "causal"),
+        ("symbols: asked whether they are true", "    if known(causal):  # a symbol", "    if True:  # a symbol"),
+        ("symbols: one that is known stays one", "        causal = True if causal else False\n", "        pass\n"),
         ("symbols: a window's right side beside causal", "right * torch.sym_ite(causal, 0, 1)", "right"),
         ("symbols: a window is compared", "if known(side) and side < -1:", "if side < -1:"),
         ("symbols: the longest is compared", "    if not known(value):\n        return value\n", ""),

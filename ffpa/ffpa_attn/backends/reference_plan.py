@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..specs.spec import Problem
-from ..support.plain_torch import PlainTorch
+from ..support.private_torch import PlainTorch
 from . import reference
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from ..specs.spec import FP8_DTYPES, LEAST_SCALE, Problem
 from ..support import private_torch
-from ..support.plain_torch import PlainTorch
+from ..support.private_torch import PlainTorch
 from .reference_plan import ReferencePlan
 
 _MOST_HEADS = 65535  # heads in a grid's second dimension

@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from functools import cache
 from os import cpu_count
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import env
 from ..specs import archs
@@ -33,8 +33,8 @@ from .toolchain import BuildError
 OLDEST_TORCH = (2, 10)
 TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 
-_COMPILE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
-_LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--no-undefined")
+_COMPILE_FLAGS = "-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
+_LINK_FLAGS = "-shared -cudart=static -Xlinker=--exclude-libs,ALL,--no-undefined"
 _FIRST_LINES, _LAST_LINES = 40, 5  # lines of a failed build's output that its error shows
 
 
@@ -70,9 +70,8 @@ def params_hash() -> str:
 # ---- the gate ----
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas says about a kernel on one GPU; the worst of its functions where a spec has several."""
+class Resources(NamedTuple):
+    """This is what ptxas says about a kernel on one GPU, the worst of its functions where a spec has several."""
 
     registers: int = 0
     stack_bytes: int = 0
@@ -81,12 +80,13 @@ class Resources:
 
 
 _FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
-_USAGE = {
-    "stack_bytes": re.compile(r"(\d+) bytes stack frame"),
-    "spill_bytes": re.compile(r"(\d+) bytes spill (?:stores|loads)"),
-    "registers": re.compile(r"Used (\d+) registers"),
-    "smem_bytes": re.compile(r"(\d+) bytes smem"),
-}
+# These find the numbers of Resources, in the same order.
+_USAGE = (
+    r"Used (\d+) registers",
+    r"(\d+) bytes stack frame",
+    r"(\d+) bytes spill (?:stores|loads)",
+    r"(\d+) bytes smem",
+)
 _WGMMA = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
 
 
@@ -95,9 +95,8 @@ def parse_ptxas(log: str) -> dict[str, Resources]:
     used: dict[str, Resources] = {}
     pieces = _FUNCTION.split(log)  # [what comes before, then function, target, text of each function]
     for target, text in zip(pieces[2::3], pieces[3::3], strict=True):
-        now = {name: sum(map(int, pattern.findall(text))) for name, pattern in _USAGE.items()}
-        before = asdict(used.get(target, Resources()))
-        used[target] = Resources(**{name: max(before[name], now[name]) for name in now})
+        numbers = (sum(map(int, re.findall(pattern, text))) for pattern in _USAGE)
+        used[target] = Resources(*map(max, used.get(target, Resources()), numbers))
     return used
 
 
@@ -131,13 +130,9 @@ def python_that(does: str) -> str:
     return f"{quoted(sys.executable)} -ISc {quoted(does)}"
 
 
-def escaped(path: Path | str) -> str:
+def _escaped(path: Path | str) -> str:
     """Escapes a path that ninja itself reads."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def _gencode(targets: tuple[str, ...]) -> str:
-    return " ".join(f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
 
 
 _TEXT = {"encoding": "utf-8", "errors": "surrogateescape"}  # paths may hold any bytes, whatever the locale
@@ -153,7 +148,7 @@ def write_if_changed(path: Path, text: str) -> None:
 # one, so the linker writes under another name.
 _RULES = """
 rule kernel
-  command = $nvcc $flags $gencode -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
+  command = $nvcc $flags $own_flags -Xptxas=-v -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
   description = compile $out
   depfile = $out.d
   deps = gcc
@@ -168,60 +163,61 @@ rule link
 """
 
 
+class Object(NamedTuple):
+    rule: str
+    source: Path
+    flags: str = ""  # flags for this object alone
+
+
+def write_ninja(
+    file: Path, rules: str, variables: Mapping[str, str], objects: Mapping[str, Object], library: str
+) -> None:
+    """Writes what ninja reads, to compile the objects and to link them."""
+    lines = [*(f"{name} = {value}" for name, value in variables.items()), rules]
+    for name, made in objects.items():
+        lines += [f"build {name}: {made.rule} {_escaped(made.source)}", f"  own_flags = {made.flags}"]
+    lines += [f"build {_escaped(library)}: link {' '.join(objects)}", ""]
+    write_if_changed(file, "\n".join(lines))
+
+
 def compile_library(
     kernels: Mapping[KernelSpec, tuple[str, ...]],
     directory: Path,
     torch: toolchain.Torch | None = None,
-    headers: Path | None = None,
     verbose: bool = False,
 ) -> tuple[Path, dict[str, dict[str, Resources]]]:
     """Compiles each spec to its targets in `directory`; returns the library, and spec name -> target -> resources.
 
-    With `torch` the registry and the operators are part of it, as in the wheel's library. `headers` is one more place
-    to look for kernels.
+    With `torch` the registry and the operators are part of it, as in the wheel's library.
     """
-    why = toolchain.why_no_build()
-    if why:
+    if why := toolchain.why_no_build():
         raise BuildError(why)
     nvcc, root = toolchain.find_nvcc(), csrc()
     directory.mkdir(parents=True, exist_ok=True)
-    include = [f"-I{quoted(place)}" for place in (root, headers) if place]
-    libraries = [f"-L{quoted(nvcc.library_path)}"] if nvcc.library_path else []
-    torch_flags = []
-    if torch:
-        torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem {quoted(torch.include)}"]
-        libraries += [f"-L{quoted(torch.lib)}", "-ltorch_cpu"]
-
-    builds, objects = [], []
-
-    def compile_one(rule: str, source: Path, name: str, variables: str = "") -> None:
-        objects.append(f"{name}.o")
-        builds.append(f"build {name}.o: {rule} {escaped(source)}{variables}")
-
+    variables = {
+        "nvcc": quoted(nvcc.path),
+        "flags": f"{_COMPILE_FLAGS} -I{quoted(root)}",
+        "link_flags": _LINK_FLAGS,
+        "libraries": f"-L{quoted(nvcc.library_path)} " if nvcc.library_path else "",
+        "replace": python_that("import os, sys; os.replace(*sys.argv[1:])"),
+    }
     with locked(directory / "lock", f"in {directory}") as lock:
+        objects = {}
         for spec, targets in kernels.items():
             source = directory / f"{spec.name}.cu"
             write_if_changed(source, generation.instance_source(spec))
-            compile_one("kernel", source, spec.name, f"\n  gencode = {_gencode(targets)}")
+            codes = (f"-gencode=arch={target.replace('sm_', 'compute_')},code={target}" for target in targets)
+            objects[f"{spec.name}.o"] = Object("kernel", source, " ".join(codes))
         if torch:
+            variables["torch_flags"] = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {quoted(torch.include)}"
+            variables["libraries"] += f"-L{quoted(torch.lib)} -ltorch_cpu"
             table = directory / "table.cpp"
             write_if_changed(table, generation.table_source(kernels))
-            compile_one("host", table, "table")
+            objects["table.o"] = Object("host", table)
             for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
-                compile_one("host", source, f"{source.parent.name}_{source.stem}")
-
+                objects[f"{source.parent.name}_{source.stem}.o"] = Object("host", source)
         library = directory / "library.so"
-        variables = {
-            "nvcc": quoted(nvcc.path),
-            "flags": " ".join((*_COMPILE_FLAGS, *include)),
-            "torch_flags": " ".join(torch_flags),
-            "link_flags": " ".join(_LINK_FLAGS),
-            "libraries": " ".join(libraries),
-            "replace": python_that("import os, sys; os.replace(*sys.argv[1:])"),
-        }
-        lines = [f"{name} = {value}" for name, value in variables.items()]
-        lines += [_RULES, *builds, f"build {library.name}: link {' '.join(objects)}", ""]
-        write_if_changed(directory / "build.ninja", "\n".join(lines))
+        write_ninja(directory / "build.ninja", _RULES, variables, objects, library.name)
         run_ninja(directory, lock, verbose)
         return library, _gate_all(kernels, directory, nvcc)
 
@@ -235,7 +231,7 @@ def _gate_all(specs: Iterable[KernelSpec], directory: Path, nvcc: toolchain.Nvcc
             spills += more
         except BuildError as error:
             wrong.append(str(error))
-    if nvcc.is_measured:
+    if nvcc.version.startswith(f"{toolchain.MEASURED_NVCC}."):
         wrong += [f"{spill}; shrink its tile, or raise its spec's allowed_spill_bytes" for spill in spills]
     if wrong:
         raise BuildError("\n".join(wrong))
@@ -289,8 +285,7 @@ def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
     """Returns spec -> what to compile it to, as the build flags ask."""
     flags = env.all_flags()
     requests = archs.requested(flags)
-    kernels = {spec: archs.targets(spec.arch, requests) for spec in aot_specs(flags)}
-    kernels = {spec: targets for spec, targets in kernels.items() if targets}
+    kernels = {spec: targets for spec in aot_specs(flags) if (targets := archs.targets(spec.arch, requests))}
     if not kernels:
         asked = flags["FFPA_CUDA_ARCHS"] or flags["TORCH_CUDA_ARCH_LIST"] or "no architecture"
         raise BuildError(
@@ -326,7 +321,7 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
         "kernels": {
             spec.name: {
                 "targets": targets,
-                "resources": {target: asdict(used) for target, used in resources[spec.name].items()},
+                "resources": {target: used._asdict() for target, used in resources[spec.name].items()},
             }
             for spec, targets in kernels.items()
         },

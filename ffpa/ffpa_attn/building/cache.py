@@ -60,11 +60,8 @@ def open_cache() -> Path:
 
 def make_private(directory: Path) -> None:
     """Makes the directory and the parents that are missing, each its owner's alone whatever the umask."""
-    try:
-        directory.mkdir(mode=0o777 & ~PRIVATE, exist_ok=True)
-    except FileNotFoundError:
-        make_private(directory.parent)
-        directory.mkdir(mode=0o777 & ~PRIVATE, exist_ok=True)
+    for place in (*reversed(directory.parents), directory):
+        place.mkdir(mode=0o777 & ~PRIVATE, exist_ok=True)
 
 
 def check_owner(directory: Path) -> Path:

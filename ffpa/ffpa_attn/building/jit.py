@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from ..specs import archs
@@ -37,8 +36,7 @@ def _key(spec: KernelSpec, target: str) -> str:
 @contextmanager
 def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
     """Gives the library of this kernel for this GPU, ready to load, compiled now if the cache lacks a whole one."""
-    reason = toolchain.why_no_build()
-    if reason:
+    if reason := toolchain.why_no_build():
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
     target = archs.exact_target(spec.arch, gpu)
     directory = cache.open_cache()
@@ -57,19 +55,6 @@ def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
         yield path, found
 
 
-def library(spec: KernelSpec, gpu: str) -> Path:
-    """Returns where the library is; compiles it now if the cache does not hold it whole."""
-    with opened(spec, gpu) as (path, _):
-        return path
-
-
-def resources(spec: KernelSpec, gpu: str) -> dict[str, build.Resources]:
-    """Returns target -> what the compiler says of the kernel; compiles it now if the cache does not hold it."""
-    with opened(spec, gpu) as (_, found):
-        record = json.loads(found.content.rpartition(b"\n")[2])
-    return {target: build.Resources(**used) for target, used in record.items()}
-
-
 def _compile(spec: KernelSpec, target: str, path: Path) -> None:
     attempt = Path(tempfile.mkdtemp(prefix=f"{path.stem}.{_machine()}.{os.getpid()}.", suffix=".tmp", dir=path.parent))
     try:
@@ -78,7 +63,7 @@ def _compile(spec: KernelSpec, target: str, path: Path) -> None:
         start = time.monotonic()
         try:
             built, resources = build.compile_library({spec: (target,)}, attempt)
-            record = {name: asdict(used) for name, used in resources[spec.name].items()}
+            record = {name: used._asdict() for name, used in resources[spec.name].items()}
             cache.keep(built.read_bytes() + b"\n" + json.dumps(record).encode(), path, attempt / "sealed")
         except BaseException:
             say(" failed")

@@ -41,7 +41,7 @@ class Nvcc:
     def release(self) -> str:
         """Returns what `nvcc --version` prints."""
         try:
-            return _release(self.path)
+            return release_of(self.path)
         except BuildError as error:
             raise BuildError(f"{error}; the way out: {GET_NVCC}") from None
 
@@ -49,10 +49,6 @@ class Nvcc:
     def version(self) -> str:
         words = self.release.replace(",", " ").split()
         return next((word[1:] for word in words if word.startswith("V") and word[1:2].isdigit()), "0 (unknown)")
-
-    @property
-    def is_measured(self) -> bool:
-        return self.version.startswith(f"{MEASURED_NVCC}.")
 
     @property
     def major(self) -> int:
@@ -66,7 +62,8 @@ class Nvcc:
 
 
 @cache
-def _release(path: Path) -> str:
+def release_of(path: Path) -> str:
+    """Returns what a compiler prints when it is asked for its version."""
     try:
         ask = {"capture_output": True, "text": True, "errors": "replace", "check": True, "env": build_environment()}
         return subprocess.run([path, "--version"], **ask).stdout
@@ -80,14 +77,12 @@ def _release(path: Path) -> str:
 
 def find_nvcc() -> Nvcc | None:
     """Looks in CUDA_HOME, then on PATH, then for what PyPI's nvidia-cuda-nvcc put beside the other packages."""
-    home = env.all_flags()["CUDA_HOME"]
-    if home:
+    if home := env.all_flags()["CUDA_HOME"]:
         nvcc = Path(home).absolute() / "bin" / "nvcc"
         if not nvcc.exists():
             raise BuildError(f"CUDA_HOME={home!r} holds no bin/nvcc; set it to a CUDA toolkit, or unset it")
         return Nvcc(nvcc, "CUDA_HOME")
-    on_path = which("nvcc")
-    if on_path:
+    if on_path := which("nvcc"):
         return Nvcc(on_path, "PATH")
     spec = importlib.util.find_spec("nvidia")
     for place in (spec and spec.submodule_search_locations) or ():
@@ -124,7 +119,7 @@ def compilers() -> str:
         hosts = [which(chosen)]
     else:
         hosts = [which(name, path=chosen) for name in ("gcc", "g++")]  # the first compiles, the second links
-    releases = [f"{host}\n{_release(host)}" for host in hosts if host]
+    releases = [f"{host}\n{release_of(host)}" for host in hosts if host]
     added = [f"{name}={flags[name]}" for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
     return "\n".join([find_nvcc().release, *releases, platform.machine(), *added])
 

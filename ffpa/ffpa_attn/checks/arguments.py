@@ -16,15 +16,12 @@ DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _LARGEST = 3.4028234663852886e38  # the largest float32: scores are kept in that type
 _KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
-
-
 _FARTHEST = 2**31 - 1  # no key is farther away
+_MOST_ROWS = 2**63 - 1  # the largest number that an operator's int holds
+_SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
 
 
 # ---- Python values ----
-
-
-_SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
 
 
 def known(value) -> bool:
@@ -42,60 +39,35 @@ def described(value) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def one_of(name: str, value, allowed: tuple, kind: type = str, more: str = ""):
+    """Returns the value if it is one of those allowed; `more` says what else a caller may pass."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"`{name}` is {described(value)}; pass one of {allowed}{more}")
+    if value not in allowed:
+        raise ValueError(f"`{name}` is {value!r}; allowed: {allowed}{more}")
+    return value
+
+
 def level(value) -> int | None:
     if value is None:
         return None
     if isinstance(value, LevelType):
         return value.value
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value in LEVELS:
-            return value
-        raise ValueError(f"`level` is {value}; allowed: {LEVELS}, LevelType.L1..L3, or None to choose automatically")
-    raise TypeError(f"`level` is {described(value)}; pass 1, 2, 3, LevelType.L1..L3, or None to choose automatically")
+    return one_of("level", value, LEVELS, int, ", LevelType.L1..L3, or None to choose automatically")
 
 
 def acc(value) -> str:
     if isinstance(value, MMAAccType):
         return value.value
-    if isinstance(value, str):
-        if value in ACCS:
-            return value
-        raise ValueError(f"`acc` is {value!r}; allowed: {ACCS} or MMAAccType.FP32, FP16, MIXED")
-    raise TypeError(f"`acc` is {described(value)}; pass one of {ACCS} or MMAAccType.FP32, FP16, MIXED")
+    return one_of("acc", value, ACCS, more=" or MMAAccType.FP32, FP16, MIXED")
 
 
 def num_stages(value) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`num_stages` is {described(value)}; pass an int in {STAGES}, or None to choose automatically")
-    if value not in STAGES:
-        raise ValueError(f"`num_stages` is {value}; allowed: {STAGES}, or None to choose automatically")
-    return value
-
-
-def _choice(name: str, value, allowed: tuple[str, ...]) -> str:
-    if isinstance(value, str):
-        if value in allowed:
-            return value
-        raise ValueError(f"`{name}` is {value!r}; allowed: {allowed}")
-    raise TypeError(f"`{name}` is {described(value)}; pass one of {allowed}")
+    return None if value is None else one_of("num_stages", value, STAGES, int, ", or None to choose automatically")
 
 
 def layout(value) -> str:
-    return _choice("layout", value, LAYOUTS)
-
-
-def causal_and_align(causal, align) -> tuple[bool, str]:
-    """Returns both as the operators take them. `causal` is a bool, or the name of an alignment to be causal at."""
-    align = _choice("align", align, ALIGNS)
-    if isinstance(causal, (bool, torch.SymBool)):  # a symbol may be known, too: n > 8 where n is 9 at least
-        return (True if causal else False) if known(causal) else causal, align
-    if isinstance(causal, str) and causal in ALIGNS:
-        return True, causal
-    if isinstance(causal, str):
-        raise ValueError(f"`causal` is {causal!r}; allowed: True, False, or an alignment of {ALIGNS}")
-    raise TypeError(f"`causal` is {described(causal)}; pass True, False, or an alignment of {ALIGNS}")
+    return one_of("layout", value, LAYOUTS)
 
 
 def _real(name: str, value, hint: str) -> float:
@@ -138,10 +110,20 @@ def window(value) -> tuple[int, int]:
 
 
 def visibility(causal, align, keys) -> dict:
-    """Returns which keys a row sees, as operators take it; for a symbolic `causal` stands the window's right side."""
-    causal, align = causal_and_align(causal, align)
+    """Returns which keys a row sees, as operators take it. `causal` is a bool, or the name of an alignment to be causal
+    at; for a symbol stands the window's right side.
+    """
+    align = one_of("align", align, ALIGNS)
+    if not isinstance(causal, (bool, str, torch.SymBool)):
+        raise TypeError(f"`causal` is {described(causal)}; pass True, False, or an alignment of {ALIGNS}")
+    if isinstance(causal, str):
+        if causal not in ALIGNS:
+            raise ValueError(f"`causal` is {causal!r}; allowed: True, False, or an alignment of {ALIGNS}")
+        causal, align = True, causal
     left, right = window(keys)
-    if not known(causal):
+    if known(causal):  # a symbol may be known, too: n > 8 where n is 9 at least
+        causal = True if causal else False
+    else:
         causal, right = False, right * torch.sym_ite(causal, 0, 1)
     return {"causal": causal, "align": align, "window_left": left, "window_right": right}
 
@@ -164,13 +146,10 @@ def max_seqlen(name: str, value) -> int:
     return min(int(value), _MOST_ROWS)
 
 
-_MOST_ROWS = 2**63 - 1  # the largest number that an operator's int holds
-
-
 def options(given: dict, layout_given: str = "BHND") -> None:
     """Checks an operator's keyword arguments, which may come without `ffpa`; `given` has only those that are given."""
     layout(layout_given)
-    _choice("align", given.get("align", ALIGNS[0]), ALIGNS)
+    one_of("align", given.get("align", ALIGNS[0]), ALIGNS)
     window((given.get("window_left", -1), given.get("window_right", -1)))
     scale(given.get("scale"))
     softcap(given.get("softcap", 0.0))
@@ -236,7 +215,7 @@ def not_a_mask(o, *inputs) -> None:
     if o.dtype not in DTYPES or (q.dtype in DTYPES and o.dtype != q.dtype):
         error, fault = TypeError, f"has dtype {o.dtype} but `q` has {q.dtype}"
     elif tuple(o.shape) != shape:
-        fault = f"has shape {shown_shape(o)}; a result has {shape}"
+        fault = f"has shape {tuple(o.shape)}; a result has {shape}"
     elif is_expanded(o):
         fault = f"is expanded (strides {o.stride()}): several of its elements share memory"
     elif o.requires_grad:
@@ -263,12 +242,31 @@ def no_grad_with_out(out, *inputs) -> None:
 # ---- tensors: what shapes, types and devices tell, in fake tensors too ----
 
 
-def shown_shape(x) -> str:
-    return str(tuple(x.shape))
-
-
 def names_of(dtypes) -> str:
     return ", ".join(map(str, dtypes))
+
+
+def has_dtype(name: str, x, dtype: torch.dtype, way_out: str) -> None:
+    if x.dtype != dtype:
+        raise TypeError(f"`{name}` has dtype {x.dtype}; it must be {dtype}{way_out}")
+
+
+def _has_dtype_of_q(name: str, x, q) -> None:
+    if x.dtype != q.dtype:
+        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})")
+
+
+def is_where(name: str, x, other: str, y) -> None:
+    """Checks that x is on the device of y, which the caller knows as `other`."""
+    if x.device != y.device:
+        raise ValueError(
+            f"`{name}` is on {x.device} but `{other}` is on {y.device}; move it: {name}.to({other}.device)"
+        )
+
+
+def _has_shape(name: str, x, shape) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"`{name}` has shape {tuple(x.shape)}; it must be {tuple(shape)}")
 
 
 def _same_dtype_and_device(q, others, dtypes) -> None:
@@ -278,12 +276,8 @@ def _same_dtype_and_device(q, others, dtypes) -> None:
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
     for name, x in others:
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})"
-            )
-        if x.device != q.device:
-            raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+        _has_dtype_of_q(name, x, q)
+        is_where(name, x, "q", q)
 
 
 def _way_to_a_dtype(q, dtypes) -> str:
@@ -320,7 +314,7 @@ def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None
 def has_rank(name: str, x, rank: int, means: str) -> None:
     if x.dim() != rank:
         hint = "; add the missing dim with x.unsqueeze(...)" if x.dim() < rank else ""
-        raise ValueError(f"`{name}` has {x.dim()} dims, shape {shown_shape(x)}; it must have {rank}: {means}{hint}")
+        raise ValueError(f"`{name}` has {x.dim()} dims, shape {tuple(x.shape)}; it must have {rank}: {means}{hint}")
 
 
 def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
@@ -339,19 +333,18 @@ def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
         )
     _same_head_dims_and_groups(q.shape[3], k.shape[3], v.shape[3], q.shape[h], k.shape[h], v.shape[h])
     if mask is not None:
-        _mask(mask, q.device, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
+        _mask(mask, q, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
 
 
-def _mask(mask, device, full) -> None:
+def _mask(mask, q, full) -> None:
     if mask.dtype not in _KINDS:
         raise TypeError(
             f"`mask` has dtype {mask.dtype}; allowed: torch.bool (True = take part) or additive float16, bfloat16, float32"
         )
-    if mask.device != device:
-        raise ValueError(f"`mask` is on {mask.device} but `q` is on {device}; move it: mask.to(q.device)")
+    is_where("mask", mask, "q", q)
     fits = mask.dim() <= 4 and all(m == 1 or m == f for m, f in zip(reversed(mask.shape), reversed(full), strict=False))
     if not fits:
-        raise ValueError(f"`mask` has shape {shown_shape(mask)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
+        raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
 
 
 def mask_kind(mask) -> str | None:
@@ -366,13 +359,13 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
     _same_head_dims_and_groups(q.shape[2], k.shape[2], v.shape[2], q.shape[1], k.shape[1], v.shape[1])
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu.dtype != torch.int32:
-            raise TypeError(f"`{name}` has dtype {cu.dtype}; it must be torch.int32: {name}.to(torch.int32)")
+        has_dtype(name, cu, torch.int32, f": {name}.to(torch.int32)")
         has_rank(name, cu, 1, "[B + 1], offsets of the sequences")
         if cu.shape[0] < 1:
             raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets")
-        if cu.device != q.device:
-            raise ValueError(f"`{name}` is on {cu.device} but `q` is on {q.device}; move it: {name}.to(q.device)")
+        is_where(name, cu, "q", q)
+        if not cu.is_contiguous():
+            raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
         raise ValueError(
             f"`cu_seqlens_k` has {cu_seqlens_k.shape[0]} entries but `cu_seqlens_q` has {cu_seqlens_q.shape[0]}; "
@@ -381,28 +374,18 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
 
 
 def output(name: str, x, shape, q) -> None:
-    if x.dtype != q.dtype:
-        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
-    if x.device != q.device:
-        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
+    _has_dtype_of_q(name, x, q)
+    is_where(name, x, "q", q)
+    _has_shape(name, x, shape)
 
 
 def saved_lse(name: str, x, shape, q) -> None:
-    if x.dtype != torch.float32:
-        raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
-    if x.device != q.device:
-        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"`{name}` has shape {shown_shape(x)}; it must be {tuple(shape)}")
+    has_dtype(name, x, torch.float32, " (natural log)")
+    is_where(name, x, "q", q)
+    _has_shape(name, x, shape)
 
 
 # ---- the other functions ----
-
-
-def one_of(name: str, value, allowed: tuple[str, ...]) -> str:
-    return _choice(name, value, allowed)
 
 
 def arch(value, q) -> str | None:
@@ -425,16 +408,14 @@ def arch(value, q) -> str | None:
 
 def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:
     if o1.dim() not in (3, 4):
-        raise ValueError(f"`o1` has shape {shown_shape(o1)}; it must be [B, H, N, D], or packed [T, H, D]")
+        raise ValueError(f"`o1` has shape {tuple(o1.shape)}; it must be [B, H, N, D], or packed [T, H, D]")
     heads_by_rows = o1.transpose(-3, -2).shape[:-1] if rows_first else o1.shape[:-1]
     for name, x, shape in (("o2", o2, o1.shape), ("lse1", lse1, heads_by_rows), ("lse2", lse2, heads_by_rows)):
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
-                f"`{name}` has shape {shown_shape(x)}; with `o1` of shape {shown_shape(o1)} it must be {tuple(shape)}"
+                f"`{name}` has shape {tuple(x.shape)}; with `o1` of shape {tuple(o1.shape)} it must be {tuple(shape)}"
             )
     for name, x in (("lse1", lse1), ("lse2", lse2)):
-        if x.dtype != torch.float32:
-            raise TypeError(f"`{name}` has dtype {x.dtype}; it must be torch.float32 (natural log)")
+        has_dtype(name, x, torch.float32, " (natural log)")
     for name, x in (("lse1", lse1), ("o2", o2), ("lse2", lse2)):
-        if x.device != o1.device:
-            raise ValueError(f"`{name}` is on {x.device} but `o1` is on {o1.device}; they must agree")
+        is_where(name, x, "o1", o1)

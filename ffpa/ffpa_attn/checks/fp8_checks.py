@@ -46,7 +46,9 @@ def _orientation(v, keys: int, transposed: bool) -> None:
     if found == keys:
         return
     means = "[B, H, Dv, Nk]" if transposed else "[B, H, Nk, Dv]"
-    said = f"`v` has shape {arguments.shown_shape(v)}, read as {means} (v_transposed={transposed}): {found} rows but `k` has {keys}"
+    said = (
+        f"`v` has shape {tuple(v.shape)}, read as {means} (v_transposed={transposed}): {found} rows but `k` has {keys}"
+    )
     if other == keys:
         turned = "[B, H, Nk, Dv]" if transposed else "[B, H, Dv, Nk]"
         raise ValueError(f"{said}; it looks like {turned}: pass v_transposed={not transposed}, or v.mT.contiguous()")
@@ -54,13 +56,11 @@ def _orientation(v, keys: int, transposed: bool) -> None:
 
 
 def _scale(name: str, scale, of: str, x, blocks: tuple) -> None:
-    if scale.dtype != torch.float32:
-        raise TypeError(f"`{name}` has dtype {scale.dtype}; it must be torch.float32: {name}.float()")
-    if scale.device != x.device:
-        raise ValueError(f"`{name}` is on {scale.device} but `{of}` is on {x.device}; move it: {name}.to({of}.device)")
+    arguments.has_dtype(name, scale, torch.float32, f": {name}.float()")
+    arguments.is_where(name, scale, of, x)
     if tuple(scale.shape) not in ((), (1,), blocks[:2], blocks):
         raise ValueError(
-            f"`{name}` has shape {arguments.shown_shape(scale)}; allowed: () or (1,) for the tensor, [B, H] = {blocks[:2]} for its heads, "
+            f"`{name}` has shape {tuple(scale.shape)}; allowed: () or (1,) for the tensor, [B, H] = {blocks[:2]} for its heads, "
             f"[B, H, ceil(N / {FP8_BLOCK})] = {blocks} for blocks of {FP8_BLOCK} rows; ffpa_attn.quantize_fp8 makes them"
         )
 

@@ -43,17 +43,10 @@ def readable(x) -> bool:
 
 def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
     for name, x in named.items():
-        problem = rows_problem(x, alignment)
-        if problem:
+        if problem := rows_problem(x, alignment):
             # Rows that only start at a wrong address would come back from contiguous() as they are; a clone is aligned.
             way_out = "clone" if problem.startswith("starts") else "contiguous"
             raise ValueError(f"`{name}` {problem}; make a copy with {name}.{way_out}()")
-
-
-def contiguous_offsets(**named) -> None:
-    for name, cu in named.items():
-        if not cu.is_contiguous():
-            raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
 
 
 def _memory(x) -> tuple[int, int, bool]:

@@ -6,48 +6,31 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 
-_ALWAYS = "leave it away: "
-_NO_DROPOUT = (
-    "there is no dropout: leave it away where it is 0, or call torch.nn.functional.scaled_dot_product_attention"
-)
-_NO_PAGES = "there are no pages of keys: gather those of each sequence into one tensor first"
-_NO_SINKS = "there are no sinks: with return_lse=True, multiply the result by sigmoid(lse - sink)"
-_PACKED = "packed sequences go to ffpa_varlen"
-
-# These say what to do about each word; {new} is our name for it, where the function that was called has it.
-WAYS_OUT: Mapping[str, tuple[str | None, str]] = {
-    "is_causal": ("causal", "pass {new}=True, or {new}='top_left' where rows and keys differ in number, as PyTorch means it"),
-    "attn_mask": ("mask", "pass it as {new}=, bool (True = take part) or additive"),
-    "attention_mask": ("mask", "pass it as {new}=, bool (True = take part) or additive"),
-    "attn_bias": ("mask", "pass it as {new}=, an additive mask"),
-    "alibi_slopes": ("mask", "call ffpa_attn.flash_attn_func, which takes them, or pass the bias as {new}="),
-    "dropout": (None, _NO_DROPOUT),
-    "dropout_p": (None, _NO_DROPOUT),
-    "enable_gqa": (None, _ALWAYS + "heads of q share those of k and v wherever their numbers say so"),
-    "deterministic": (None, _ALWAYS + "results and gradients are deterministic"),
-    "softmax_scale": ("scale", "pass it as {new}="),
-    "sm_scale": ("scale", "pass it as {new}="),
-    "scaling": ("scale", "pass it as {new}="),
-    "window_size": ("window", "pass it as {new}=(left, right), -1 = unbounded"),
-    "sliding_window": ("window", "pass {new}=(sliding_window - 1, sliding_window - 1): a row's own key is not counted"),
-    "logits_soft_cap": ("softcap", "pass it as {new}="),
-    "logit_softcapping": ("softcap", "pass it as {new}="),
-    "return_attn_probs": ("return_lse", "no probabilities are kept; {new}=True gives the log of their sums"),
-    "return_softmax_lse": ("return_lse", "pass {new}=True"),
-    "tensor_layout": ("layout", "pass {new}='BHND' or 'BNHD'"),
-    "backend": (None, _ALWAYS + "the fastest kernel is chosen; the flag FFPA_BACKEND forces another"),
-    "block_table": (None, _NO_PAGES),
-    "page_table": (None, _NO_PAGES),
-    "s_aux": (None, _NO_SINKS),
-    "sinks": (None, _NO_SINKS),
-    "seqused_k": (None, "packed sequences end where cu_seqlens_k says: make it of the keys that are used"),
-    "cu_seqlens_q": (None, _PACKED),
-    "cu_seqlens_k": (None, _PACKED),
-    "max_seqlen_q": (None, _PACKED),
-    "max_seqlen_k": (None, _PACKED),
-    "mask": (None, "call ffpa with it, for one sequence at a time where they are packed"),
-    "layout": (None, _ALWAYS + "there is one layout, which the function's own description names"),
-}  # fmt: skip
+# A row has words of theirs, our name for what they mean, if there is one, and what to do: {new} stands for our name.
+_ROWS = (
+    ("is_causal", "causal", "pass {new}=True, or {new}='top_left' where rows and keys differ in number, as PyTorch means it"),
+    ("attn_mask attention_mask", "mask", "pass it as {new}=, bool (True = take part) or additive"),
+    ("attn_bias", "mask", "pass it as {new}=, an additive mask"),
+    ("alibi_slopes", "mask", "call ffpa_attn.flash_attn_func, which takes them, or pass the bias as {new}="),
+    ("dropout dropout_p", None, "there is no dropout: leave it away where it is 0, or call torch.nn.functional.scaled_dot_product_attention"),
+    ("enable_gqa", None, "leave it away: heads of q share those of k and v wherever their numbers say so"),
+    ("deterministic", None, "leave it away: results and gradients are deterministic"),
+    ("softmax_scale sm_scale scaling", "scale", "pass it as {new}="),
+    ("window_size", "window", "pass it as {new}=(left, right), -1 = unbounded"),
+    ("sliding_window", "window", "pass {new}=(sliding_window - 1, sliding_window - 1): a row's own key is not counted"),
+    ("logits_soft_cap logit_softcapping", "softcap", "pass it as {new}="),
+    ("return_attn_probs", "return_lse", "no probabilities are kept; {new}=True gives the log of their sums"),
+    ("return_softmax_lse", "return_lse", "pass {new}=True"),
+    ("tensor_layout", "layout", "pass {new}='BHND' or 'BNHD'"),
+    ("backend", None, "leave it away: the fastest kernel is chosen; the flag FFPA_BACKEND forces another"),
+    ("block_table page_table", None, "there are no pages of keys: gather those of each sequence into one tensor first"),
+    ("s_aux sinks", None, "there are no sinks: with return_lse=True, multiply the result by sigmoid(lse - sink)"),
+    ("seqused_k", None, "packed sequences end where cu_seqlens_k says: make it of the keys that are used"),
+    ("cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k", None, "packed sequences go to ffpa_varlen"),
+    ("mask", None, "call ffpa with it, for one sequence at a time where they are packed"),
+    ("layout", None, "leave it away: there is one layout, which the function's own description names"),
+)  # fmt: skip
+WAYS_OUT = {word: (new, way_out) for words, new, way_out in _ROWS for word in words.split()}
 
 
 def refuse(function: Callable, unknown: Mapping) -> None:

@@ -11,7 +11,7 @@ from . import tiles
 
 
 class LevelType(Enum):
-    """How the split-D family keeps O on chip: L1 registers, L2 column groups (QK^T repeated), L3 streamed scratch."""
+    """A level says how O stays on chip: L1 registers, L2 column groups (QK^T repeated), L3 streamed scratch."""
 
     L1 = 1
     L2 = 2
@@ -19,7 +19,7 @@ class LevelType(Enum):
 
 
 class MMAAccType(Enum):
-    """The type that tensor cores accumulate in; MIXED is f32 for QK^T and f16 for PV."""
+    """This is the type that tensor cores accumulate in; MIXED is f32 for QK^T and f16 for PV."""
 
     FP32 = "f32"
     FP16 = "f16"
@@ -38,7 +38,7 @@ FP8_BLOCK = 128  # rows that share a scale, where scales are given by block
 
 
 class Visibility(NamedTuple):
-    """The keys that a row may see: from `left` before its diagonal to `right` after it; -1 is unbounded.
+    """These are the keys that a row may see: from `left` before its diagonal to `right` after it; -1 is unbounded.
 
     The diagonal of row r is key r (top_left) or key r + n_k - n_q (bottom_right). Causal is right = 0.
     """
@@ -61,7 +61,7 @@ FP8_DTYPES = ("e4m3", "e5m2")
 
 
 class Problem(NamedTuple):
-    """One call: everything that a choice of kernel may depend on, and nothing else."""
+    """A problem is one call: it has everything that a choice of kernel may depend on, and nothing else."""
 
     direction: str  # "forward" | "backward"
     device: str  # "cpu" | "cuda"
@@ -120,8 +120,8 @@ def visible_keys(p: Problem) -> float:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel to compile. Its name is the generated file, the C++ Config type, the registry key, the test id and the
-    bench row.
+    """A spec is one kernel to compile. Its name is the generated file, the C++ Config type, the registry key, the test
+    id and the bench row.
 
     A family of kernels is a subclass. Its fields are what shapes registers and shared memory, and nothing else; they
     reach C++ as the members of the Config: `tile_q: int` is kTileQ, `dtype: str` is the type Dtype.
@@ -152,7 +152,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class ForwardMmaSplit(KernelSpec):
-    """Split-D forward. A spec serves every D_qk, at level 1 each D_v up to `columns`, at levels 2 and 3 every D_v."""
+    """A spec of the split-D forward serves every D_qk, at level 1 each D_v up to `columns`, at the others every D_v."""
 
     family = "forward_mma_split"
     arch = "sm_80"
@@ -176,7 +176,7 @@ class ForwardMmaSplit(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardMmaRows(KernelSpec):
-    """The forward for small head dims: each warp has rows of its own; a spec serves D_qk and D_v up to `head_dim`."""
+    """In this forward for small head dims, each warp has its own rows; a spec serves D_qk and D_v up to `head_dim`."""
 
     family = "forward_mma_rows"
     arch = "sm_80"
@@ -199,7 +199,7 @@ class ForwardMmaRows(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardMerge(KernelSpec):
-    """The kernel that merges results over parts of the keys into one."""
+    """This kernel merges results over parts of the keys into one."""
 
     family = "forward_merge"
     arch = "sm_80"
@@ -209,7 +209,7 @@ class ForwardMerge(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardRows(KernelSpec):
-    """The kernel that finds what the gradients of each query row need: LSE, dO·O, whether the row counts."""
+    """This kernel finds what the gradients of each query row need: LSE, dO·O, whether the row counts."""
 
     family = "backward_rows"
     arch = "sm_80"
@@ -219,7 +219,7 @@ class BackwardRows(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardWgmmaScores(KernelSpec):
-    """The kernel that writes P and dS to the workspace; one spec serves every head dim."""
+    """This kernel writes P and dS to the workspace; one spec serves every head dim."""
 
     family = "backward_wgmma_scores"
     arch = "sm_90a"
@@ -230,7 +230,7 @@ class BackwardWgmmaScores(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardWgmmaProducts(KernelSpec):
-    """The kernel that computes dQ, or dK and dV, from P and dS; one spec serves every head dim."""
+    """This kernel computes dQ, or dK and dV, from P and dS; one spec serves every head dim."""
 
     family = "backward_wgmma_products"
     arch = "sm_90a"
@@ -242,7 +242,7 @@ class BackwardWgmmaProducts(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardMmaScores(KernelSpec):
-    """The counterpart of BackwardWgmmaScores for every GPU."""
+    """This is the counterpart of BackwardWgmmaScores for every GPU."""
 
     family = "backward_mma_scores"
     arch = "sm_80"
@@ -253,7 +253,7 @@ class BackwardMmaScores(KernelSpec):
 
 @dataclass(frozen=True)
 class BackwardMmaProducts(KernelSpec):
-    """The counterpart of BackwardWgmmaProducts for every GPU."""
+    """This is the counterpart of BackwardWgmmaProducts for every GPU."""
 
     family = "backward_mma_products"
     arch = "sm_80"
@@ -265,7 +265,7 @@ class BackwardMmaProducts(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardWgmmaFused(KernelSpec):
-    """The forward with O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
+    """This forward has O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
 
     family = "forward_wgmma_fused"
     arch = "sm_90a"
@@ -279,7 +279,7 @@ class ForwardWgmmaFused(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardWgmmaPair(KernelSpec):
-    """The counterpart of ForwardWgmmaFused for an O that takes the registers of two blocks."""
+    """This is the counterpart of ForwardWgmmaFused for an O that takes the registers of two blocks."""
 
     family = "forward_wgmma_pair"
     arch = "sm_90a"
@@ -291,7 +291,7 @@ class ForwardWgmmaPair(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardWgmmaTwoPhase(KernelSpec):
-    """Forward for wide head dims: P goes to scratch; its product with V makes `columns` of O at a time, or 64 less."""
+    """In this forward for wide head dims, P goes to scratch; P V makes `columns` of O at a time, or 64 less."""
 
     family = "forward_wgmma_two_phase"
     arch = "sm_90a"
@@ -303,7 +303,7 @@ class ForwardWgmmaTwoPhase(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardMmaTwoPhase(KernelSpec):
-    """The counterpart of ForwardWgmmaTwoPhase for every GPU."""
+    """This is the counterpart of ForwardWgmmaTwoPhase for every GPU."""
 
     family = "forward_mma_two_phase"
     arch = "sm_80"
@@ -314,7 +314,7 @@ class ForwardMmaTwoPhase(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardArrangeValues(KernelSpec):
-    """The kernel that transposes V and puts its keys in the order that ForwardWgmmaFp8 wants."""
+    """This kernel transposes V and puts its keys in the order that ForwardWgmmaFp8 wants."""
 
     family = "forward_arrange_values"
     arch = "sm_90a"  # the arch of ForwardWgmmaFp8, which needs it
@@ -322,7 +322,7 @@ class ForwardArrangeValues(KernelSpec):
 
 @dataclass(frozen=True)
 class ForwardWgmmaFp8(KernelSpec):
-    """The forward of 8-bit floats, with O in two warpgroups; a spec serves every D_qk and D_v up to `columns`."""
+    """This forward of 8-bit floats has O in two warpgroups; a spec serves every D_qk and D_v up to `columns`."""
 
     family = "forward_wgmma_fp8"
     arch = "sm_90a"
@@ -340,7 +340,7 @@ TWO_PHASE_MMA_COLUMNS = 256
 
 
 class ProductTile(NamedTuple):
-    """A tile of dQ, dK or dV; its speed is relative to a tile of 128 x 256 in a block by itself."""
+    """This is a tile of dQ, dK or dV; its speed is relative to a tile of 128 x 256 in a block by itself."""
 
     columns: int
     rows: int
@@ -356,7 +356,7 @@ MMA_PRODUCT_TILES = tuple(ProductTile(*tile) for tile in ((128, 128, 1, 0.75), (
 
 
 class Shape(NamedTuple):
-    """A tile and its speed: TFLOPS at N = 8192 on an H200."""
+    """A shape is a tile with its speed, in TFLOPS at N = 8192 on an H200."""
 
     columns: int  # columns of O in registers
     rows: int
@@ -376,7 +376,7 @@ ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"
 
 def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
     """Returns tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
-    return [Shape(*tile) for tile in tiles.REGISTERS[acc[1]][columns]]
+    return [Shape(columns, *tile) for tile in tiles.REGISTERS[acc[1]][columns]]
 
 
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
@@ -386,19 +386,20 @@ def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
     return [Shape(*tile) for tile in table[nearest]]
 
 
-ROWS_HEAD_DIMS = (64, 96, 128, 192, 256)
+# By head dim: (rows, keys, TFLOPS where an SM holds two blocks) of a tile for many rows, and of one for all rules.
+_ROWS_TILES = {
+    64: ((128, 128, 351), (64, 64, 285)),
+    96: ((128, 64, 354), (64, 64, 285)),
+    128: ((128, 64, 381), (64, 64, 308)),
+    192: ((64, 64, 339),),
+    256: ((64, 64, 321),),
+}
+ROWS_HEAD_DIMS = tuple(_ROWS_TILES)
 
 
 def rows_shapes(head_dim: int) -> list[Shape]:
-    """Returns tiles of whole rows: for many rows, and for all rules (TFLOPS where an SM holds two blocks)."""
-
-    def whole(rows: int, keys: int, speed: int) -> Shape:
-        return Shape(head_dim, rows, keys, head_dim, keys, speed)
-
-    if head_dim > 128:
-        return [whole(64, 64, 339 if head_dim == 192 else 321)]
-    many = {64: whole(128, 128, 351), 96: whole(128, 64, 354), 128: whole(128, 64, 381)}
-    return [many[head_dim], whole(64, 64, 285 if head_dim < 128 else 308)]
+    """Returns tiles of whole rows: for many rows, and for all rules, where these are two."""
+    return [Shape(head_dim, rows, keys, head_dim, keys, speed) for rows, keys, speed in _ROWS_TILES[head_dim]]
 
 
 def rows_spec(dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bool | None = None) -> ForwardMmaRows:
