@@ -13,7 +13,7 @@ MUTANTS = [
         ("ring: turned round", "self.at(step + 1), self.at(-step - 1)", "self.at(-step - 1), self.at(step + 1)"),
         ("ring: copied again and again", "[x.contiguous() for x in (k, v)]", "[k, v]"),
         ("ring: sums of K and V's gradients in 16 bits", "fp32_grads=True", "fp32_grads=False"),
-        ("ring: the last gradients not sent home", "        _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())\n", ""),
+        ("ring: the last gradients not sent home", "        wait = ring.give_home(home, ring.world - 1, pieces, k.shape[2])\n        _add(sums, wait())\n", ""),
         ("ring: gradients to whom ours come from", "self.at(-step), self.at(step)", "self.at(step), self.at(-step)"),
         ("ring: rows of what others have for us", "self.visible(source, self.rank, rows)", "self.visible(self.rank, source, rows)"),
         ("ring: merged in 16 bits", "self.results.shape[1:], dtype=torch.float32)", "self.results.shape[1:])"),
@@ -93,10 +93,10 @@ MUTANTS = [
     *edits_in(
         "distributed/sequence_shards.py",
         "tests/distributed/test_agreement.py",
-        ("shards: whether gradients are wanted is not compared", "v.dtype, wants_grad,", "v.dtype, False,"),
-        ("shards: what one rank refuses the others await", "    _layout(layout)\n    wants_grad", "    check_parts(q, k, v, layout)\n    wants_grad"),
-        ("shards: parts are gathered without a comparison", '    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)\n', ""),
-        ("shards: compared under FFPA_CHECK alone", "    agreement.check(group, names, kind,", '    if flags["FFPA_CHECK"]:\n        agreement.check(group, names, kind,'),
+        ("shards: whether gradients are wanted is not compared", "torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())", "False"),
+        ("shards: what one rank refuses the others await", "    check_that_ranks_agree(function", "    arguments.dense(q, k, v, None, \"BHND\")\n    _even_rows(\"q\", q.shape[2], layout)\n    check_that_ranks_agree(function"),
+        ("shards: parts are gathered without a comparison", "    _compare(group, kind, x)\n", ""),
+        ("shards: compared under FFPA_CHECK alone", "    agreement.check(group, kind,", '    if flags["FFPA_CHECK"]:\n        agreement.check(group, kind,'),
     ),
     *edits_in(
         "operators/sharding.py",

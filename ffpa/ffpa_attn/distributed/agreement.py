@@ -37,24 +37,26 @@ class Agreement:
         self.comparing = threading.Lock()
         self.lost = ""  # why the ranks may no longer be at the same call
 
-    def check(self, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
+    def check(self, kind: dict, at_every_call: bool) -> None:
         if self.world == 1:
             return
-        number = self.numbers.get(kind)
+        number = self.numbers.get(tuple(kind.values()))
         if number is None or at_every_call or self.lost or len(self.calls) == _MOST_CALLS:
             with self.comparing:
-                self._compare(dict(zip(names, kind, strict=True)))
-                if kind not in self.numbers:
-                    self._learn(names, kind)
+                self._compare(kind)
+                self._learn(kind)
         else:
             self.calls.append(number)
 
-    def _learn(self, names: tuple[str, ...], kind: tuple) -> None:
+    def _learn(self, kind: dict) -> None:
+        values = tuple(kind.values())
+        if values in self.numbers:
+            return
         if len(self.kinds) == _MOST_KINDS:
             self.kinds.clear()
             self.numbers.clear()
-        self.numbers[kind] = len(self.kinds)
-        self.kinds.append(dict(zip(names, kind, strict=True)))
+        self.numbers[values] = len(self.kinds)
+        self.kinds.append(kind)
 
     def _compare(self, kind: dict) -> None:
         if self.lost:
@@ -119,9 +121,8 @@ class Agreement:
 _agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
-def check(group: dist.ProcessGroup | None, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
-    """Raises on all ranks where this call differs between them: at each kind (values of those names) that is new to the
-    group, or at every call.
+def check(group: dist.ProcessGroup | None, kind: dict, at_every_call: bool) -> None:
+    """Raises on all ranks where this call differs between them: at each kind that is new to the group, or at every call.
 
     A rank for which its kind is new waits, no longer than the store's timeout, till the others come with a call that
     they compare. A rank that makes a call of a known kind waits for nothing, and is not told.
@@ -130,4 +131,4 @@ def check(group: dist.ProcessGroup | None, names: tuple[str, ...], kind: tuple, 
     agreement = _agreements.get(group)
     if agreement is None:
         agreement = _agreements[group] = Agreement(group)
-    agreement.check(names, kind, at_every_call)
+    agreement.check(kind, at_every_call)
