@@ -92,11 +92,11 @@ MUTANTS = [
         ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
     ),
     *edits_in(
-        "integrations/attention_classes.py",
+        "integrations/transformers.py",
         "tests/integrations/test_transformers.py -k 'sam or table or calls_nothing'",
-        ("tables: PyTorch's function stays", '"forward": sdpa()(calls_sdpa.forward)', '"forward": calls_sdpa.forward'),
-        ("tables: nothing is said", "        say_once(", "        (lambda *_: None)("),
-        ("tables: classes that no pickle finds", 'return vars(module).setdefault(new.__name__, new)', "return new"),
+        ("tables: PyTorch's function stays", '"forward": sdpa()(base.forward)', '"forward": base.forward'),
+        ("tables: nothing is said", "        say_once(config, type", "        (lambda *_: None)(config, type"),
+        ("tables: classes that no pickle finds", "return vars(module).setdefault(name, new)", "return new"),
     ),
     *edits_in(
         "integrations/sdpa_override.py",
@@ -113,7 +113,7 @@ MUTANTS = [
         "integrations/transformers.py",
         "tests/integrations/test_transformers.py -k 'another_name or chosen'",
         ("transformers: sinks of another name ignored", "s_aux if sinks is None else sinks", "s_aux"),
-        ("transformers: sinks of another name not handed on", '"sinks": sinks,', ""),
+        ("transformers: sinks of another name not handed on", '"sinks": sinks, ', ""),
         ("transformers: chosen keys ignored", "if others.get(name) is not None:", "if False:"),
     ),
     *edits_in(
@@ -145,7 +145,7 @@ MUTANTS = [
         ("transformers: queries that a batch shares", "else x.expand(batch, -1, -1, -1)", "else x"),
         ("transformers: offsets of keys missing", "cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k", "cu_seq_lens_k"),
         ("transformers: names of its own", "for part in (\"flash\", \"sdpa\", \"|\", \"/\")", "for part in (\"flash\",)"),
-        ("transformers: window one too wide", "(width - 1, width - 1)", "(width, width - 1)"),
+        ("transformers: window one too wide", "(side, side)", "(side + 1, side)"),
         ("transformers: scale of the layer dropped", "None if scaling is None else float(scaling)", "None"),
         ("transformers: softcap dropped", '"softcap": softcap or 0.0', '"softcap": 0.0'),
         ("transformers: is_causal of the call ignored", "if is_causal is None else is_causal)", ")"),
