@@ -78,9 +78,8 @@ def attention(
     _check_that_all_keys_count(module, others)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     query, key, value = _one_batch(*_one_dtype(query, key, value))
-    offsets = (
-        None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-    )
+    of_keys = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, of_keys)
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
     why, way_out = _unsupported(module, query, value, dropout, s_aux if sinks is None else sinks, others)
