@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +43,7 @@ class Exchange:
         if self.stream:
             self.passed.append(torch.cuda.current_stream(self.device).record_event())
             self.stream.wait_event(self.passed[0])
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+        with torch.cuda.stream(self.stream):
             wait_for_both = self._start(sent, to, received, source, place)
 
         def wait() -> list[torch.Tensor]:
