@@ -77,7 +77,7 @@ def attention(
     """
     _check_that_all_keys_count(module, others)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    query, key, value = _one_batch(*_one_dtype(query, key, value))
+    query, key, value = _of_one_type_and_batch(query, key, value)
     of_keys = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, of_keys)
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
@@ -118,14 +118,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _one_dtype(*tensors):
-    """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others."""
+def _of_one_type_and_batch(*tensors):
+    """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others. Learned
+    queries, which come once for all entries of a batch, are expanded.
+    """
     half = [x.dtype for x in tensors if x.dtype in arguments.DTYPES]
-    return [x.to(half[0]) for x in tensors] if half else tensors
-
-
-def _one_batch(*tensors):
-    """Expands learned queries, which come once for all entries of a batch."""
+    tensors = [x.to(half[0]) for x in tensors] if half else tensors
     batch = max(x.shape[0] for x in tensors)
     return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors]
 
