@@ -52,8 +52,8 @@ def ring_attention(
     512 calls later. A group whose ranks may no longer be at the same call raises at every later one.
     """
     rank, world = sequence_shards.rank_and_world(group)
-    options = causal, scale, softcap, return_lse
-    q, k, v, rule = sequence_shards.checked(ring_attention, unknown, group, q, k, v, layout, *options)
+    given = causal, scale, softcap, return_lse
+    q, k, v, rule = sequence_shards.checked(ring_attention, unknown, group, q, k, v, layout, *given)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))

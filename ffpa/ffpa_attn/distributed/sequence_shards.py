@@ -13,8 +13,6 @@ from .. import env
 from ..checks import arguments, memory_checks, words
 from . import agreement
 
-LAYOUTS = ("zigzag", "contiguous")
-
 
 def held(layout: str, world: int) -> list[list[int]]:
     """Returns the chunks of each rank. Zigzag pairs an early with a late one: causal work is the same for all."""
@@ -176,7 +174,7 @@ def untraced(function):
 
 
 def _layout(layout) -> str:
-    return arguments.one_of("layout", layout, LAYOUTS)
+    return arguments.one_of("layout", layout, ("zigzag", "contiguous"))
 
 
 def _dim(x, dim) -> int:

@@ -34,8 +34,8 @@ def ulysses_attention(
     summed in float32.
     """
     _, world = sequence_shards.rank_and_world(group)
-    options = causal, scale, softcap, return_lse
-    q, k, v, options = sequence_shards.checked(ulysses_attention, unknown, group, q, k, v, layout, *options)
+    given = causal, scale, softcap, return_lse
+    q, k, v, options = sequence_shards.checked(ulysses_attention, unknown, group, q, k, v, layout, *given)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "
