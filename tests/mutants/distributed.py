@@ -93,7 +93,7 @@ MUTANTS = [
     *edits_in(
         "distributed/sequence_shards.py",
         "tests/distributed/test_agreement.py",
-        ("shards: whether gradients are wanted is not compared", "torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())", "False"),
+        ("shards: whether gradients are wanted is not compared", "requires_grad of q, k or v\": wants_grad", "requires_grad of q, k or v\": False"),
         ("shards: what one rank refuses the others await", "    check_that_ranks_agree(function", "    arguments.dense(q, k, v, None, \"BHND\")\n    _even_rows(\"q\", q.shape[2], layout)\n    check_that_ranks_agree(function"),
         ("shards: parts are gathered without a comparison", "    _compare(group, kind, x)\n", ""),
         ("shards: compared under FFPA_CHECK alone", "    agreement.check(group, kind,", '    if flags["FFPA_CHECK"]:\n        agreement.check(group, kind,'),

@@ -142,12 +142,16 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
 
 
 def check_that_ranks_agree(function, group, q, k, v, layout: str, options: dict) -> None:
-    tensors = {"q": q, "k": k, "v": v}
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     kind = {
         "function": function.__name__,
-        **{name: x.shape for name, x in tensors.items()},
-        **{f"{name}.dtype": x.dtype for name, x in tensors.items()},
-        "requires_grad of q, k or v": torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()),
+        "q": q.shape,
+        "k": k.shape,
+        "v": v.shape,
+        "q.dtype": q.dtype,
+        "k.dtype": k.dtype,
+        "v.dtype": v.dtype,
+        "requires_grad of q, k or v": wants_grad,
         "layout": _layout(layout),
         **options,
     }
@@ -157,8 +161,9 @@ def check_that_ranks_agree(function, group, q, k, v, layout: str, options: dict)
 def _compare(group, kind: dict, x: torch.Tensor) -> None:
     """Compares calls: each new kind, and every call where the host waits for each call anyway."""
     flags = env.run_flags()
-    kind |= {"is_cuda": x.is_cuda, **{name: flags[name] for name in ("FFPA_CHECK", "FFPA_RING_COPIES")}}
-    agreement.check(group, kind, flags["FFPA_CHECK"] or not x.is_cuda)
+    is_cuda, at_every_call = x.is_cuda, flags["FFPA_CHECK"]
+    kind.update(is_cuda=is_cuda, FFPA_CHECK=at_every_call, FFPA_RING_COPIES=flags["FFPA_RING_COPIES"])
+    agreement.check(group, kind, at_every_call or not is_cuda)
 
 
 def untraced(function):
