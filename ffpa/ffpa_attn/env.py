@@ -12,203 +12,120 @@ import codecs
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 BACKENDS = ("auto", "mma", "hopper", "triton", "sdpa", "reference")
-EMULATED_ARCHS = ("sm_80", "sm_90a")
+
+_TOGGLE = {"0": False, "1": True}
+_BACKENDS = {name: name for name in BACKENDS}
+_EMULATED = {"0": None, "1": "sm_80", "sm_80": "sm_80", "sm_90a": "sm_90a"}
+_STAGES = {"1": 1, "2": 2, "3": 3, "4": 4}
 
 
-def _toggle(raw: str) -> bool:
-    if raw in ("0", "1"):
-        return raw == "1"
-    raise ValueError("0 or 1")
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(raw: str) -> int:
-        try:
-            value = int(raw)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise ValueError(f"an integer >= {minimum}")
-        return value
-
-    return parse
-
-
-def _jobs(raw: str) -> int | None:
-    return None if raw == "auto" else _at_least(1)(raw)  # other packages' builds take `auto` for unset
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(raw: str) -> str:
-        if raw in allowed:
-            return raw
-        raise ValueError(" | ".join(allowed))
-
-    return parse
-
-
-def _emulated_arch(raw: str) -> str | None:
-    archs = {"0": None, "1": EMULATED_ARCHS[0], **{arch: arch for arch in EMULATED_ARCHS}}
-    if raw in archs:
-        return archs[raw]
-    raise ValueError(" | ".join(archs))
-
-
-@dataclass(frozen=True)
-class Flag:
-    name: str
-    type: str  # how a value is written: "0 | 1", "integer", …
-    default: Any  # None means automatic
+class Flag(NamedTuple):
     scope: str  # "build": setup.py and the JIT read it; "run": every call reads it
+    name: str
     doc: str  # one line for the table
-    parse: Callable[[str], Any] = str
+    values: str | Mapping[str, Any] = _TOGGLE  # a kind of values, or what each text means
+    default: Any = None  # None means automatic
+
+    @property
+    def type(self) -> str:
+        """Says how a value is written."""
+        return self.values if isinstance(self.values, str) else " | ".join(self.values)
 
     def value(self, raw: str | None) -> Any:
-        if raw is None or raw == "":
+        if not raw:
             return self.default
-        try:
-            return self.parse(raw)
-        except ValueError as allowed:
-            raise ValueError(f"{self.name}={raw!r} is not allowed; set it to {allowed}, or unset it") from None
+        if isinstance(self.values, Mapping):
+            if raw in self.values:
+                return self.values[raw]
+            allowed = "0 or 1" if self.values is _TOGGLE else self.type
+        elif not self.values.startswith("integer"):
+            return raw
+        elif raw == "auto" and "auto" in self.values:
+            return None
+        else:
+            with contextlib.suppress(ValueError):
+                if int(raw) >= 1:
+                    return int(raw)
+            allowed = "an integer >= 1"
+        raise ValueError(f"{self.name}={raw!r} is not allowed; set it to {allowed}, or unset it")
 
 
-def _tri(name: str, doc: str, scope: str = "run") -> Flag:
-    return Flag(name, "0 | 1", None, scope, doc, _toggle)
-
-
-def _bool(name: str, default: bool, scope: str, doc: str) -> Flag:
-    return Flag(name, "0 | 1", default, scope, doc, _toggle)
-
+_build, _run = partial(Flag, "build"), partial(Flag, "run")
 
 FLAGS: tuple[Flag, ...] = (
     # These say what the wheel holds.
-    _bool(
+    _build(
         "ENABLE_FFPA_DEBUG",
-        False,
-        "build",
         "Compile a small set of instances: D = 64, 192 and 512 in f32 sums, and level 3.",
+        default=False,
     ),
-    _bool("ENABLE_FFPA_AMPERE", True, "build", "Compile for sm_80, with PTX that any newer GPU runs."),
-    _bool(
+    _build("ENABLE_FFPA_AMPERE", "Compile for sm_80, with PTX that any newer GPU runs.", default=True),
+    _build(
         "ENABLE_FFPA_ADA",
-        True,
-        "build",
         "The first release's; no effect: parts of the 8.9 kind run what is compiled for 8.0.",
+        default=True,
     ),
-    _bool(
+    _build(
         "ENABLE_FFPA_HOPPER",
-        True,
-        "build",
         "Compile for 9.0 as well, with Hopper's own instructions where a kernel uses them.",
+        default=True,
     ),
-    _bool("ENABLE_FFPA_ALL_STAGES", True, "build", "The first release's; no effect: every kernel takes 1 to 4 stages."),
-    _bool(
+    _build("ENABLE_FFPA_ALL_STAGES", "The first release's; no effect: every kernel takes 1 to 4 stages.", default=True),
+    _build(
         "ENABLE_FFPA_ALL_HEADDIM",
-        False,
-        "build",
         "The first release's; no effect: every kernel serves all head dims up to its own.",
+        default=False,
     ),
-    Flag(
-        "FFPA_CUDA_ARCHS",
-        "list",
-        None,
-        "build",
-        "Archs to compile for, e.g. `8.0+PTX;9.0a`; wins over TORCH_CUDA_ARCH_LIST.",
-    ),
-    Flag(
-        "TORCH_CUDA_ARCH_LIST",
-        "list",
-        None,
-        "build",
-        "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset.",
-    ),
-    Flag(
-        "MAX_JOBS", "integer | auto", None, "build", "Parallel compile jobs; unset or auto: one for each core.", _jobs
-    ),
-    Flag(
-        "CUDA_HOME", "path", None, "build", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI."
-    ),
-    Flag("NVCC_CCBIN", "path", None, "build", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH."),
-    Flag("NVCC_PREPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts before ours."),
-    Flag("NVCC_APPEND_FLAGS", "text", None, "build", "nvcc's own flag: options it puts after ours."),
+    _build("FFPA_CUDA_ARCHS", "Archs to compile for, e.g. `8.0+PTX;9.0a`; wins over TORCH_CUDA_ARCH_LIST.", "list"),
+    _build("TORCH_CUDA_ARCH_LIST", "PyTorch's own list of archs; honoured when FFPA_CUDA_ARCHS is unset.", "list"),
+    _build("MAX_JOBS", "Parallel compile jobs; unset or auto: one for each core.", "integer | auto"),
+    _build("CUDA_HOME", "CUDA toolkit to build with; unset: nvcc on PATH, then the one from PyPI.", "path"),
+    _build("NVCC_CCBIN", "nvcc's own flag: the host compiler it calls; unset: g++ on PATH.", "path"),
+    _build("NVCC_PREPEND_FLAGS", "nvcc's own flag: options it puts before ours.", "text"),
+    _build("NVCC_APPEND_FLAGS", "nvcc's own flag: options it puts after ours.", "text"),
     # These say which path a call takes.
-    Flag(
-        "FFPA_BACKEND",
-        " | ".join(BACKENDS),
-        "auto",
-        "run",
-        "Force one backend; on a CUDA tensor it never falls back.",
-        _one_of(*BACKENDS),
-    ),
-    _bool("FFPA_STRICT", False, "run", "Raise where a call would fall back with a warning."),
-    _bool(
+    _run("FFPA_BACKEND", "Force one backend; on a CUDA tensor it never falls back.", _BACKENDS, "auto"),
+    _run("FFPA_STRICT", "Raise where a call would fall back with a warning.", default=False),
+    _run(
         "FFPA_CHECK",
-        False,
-        "run",
         "Check values too (cu_seqlens of CUDA tensors), and whether ranks call alike at every call; synchronises with the GPU.",
+        default=False,
     ),
-    Flag(
-        "FFPA_EMULATE",
-        "0 | 1 | sm_80 | sm_90a",
-        None,
-        "run",
-        "Run the CUDA kernels on CPU tensors in the emulator; 1 = sm_80.",
-        _emulated_arch,
-    ),
-    _bool("TRITON_INTERPRET", False, "run", "Triton's own flag: its kernels run on CPU tensors, in its interpreter."),
-    Flag(
+    _run("FFPA_EMULATE", "Run the CUDA kernels on CPU tensors in the emulator; 1 = sm_80.", _EMULATED),
+    _run("TRITON_INTERPRET", "Triton's own flag: its kernels run on CPU tensors, in its interpreter.", default=False),
+    _run(
         "FFPA_TRITON_CORES",
-        "integer",
-        None,
-        "run",
         "Asks for the Triton forward, as a persistent kernel on at most so many programs, its accumulator in global memory; not for 8-bit floats.",
-        _at_least(1),
-    ),
-    _bool("FFPA_LOG", False, "run", "Log to stderr which kernel each new kind of call runs on, and why."),
-    Flag(
-        "FFPA_CACHE_DIR",
-        "path",
-        None,
-        "run",
-        "Where kernels compiled on demand and for the emulator are kept; unset: ~/.cache/ffpa_attn.",
-    ),
-    Flag(
-        "FFPA_WORKSPACE_MB",
         "integer",
-        1024,
-        "run",
-        "Upper bound of the workspace of one call in MiB; smaller is slower.",
-        _at_least(1),
     ),
-    _bool("FFPA_RING_COPIES", True, "run", "GPUs of one host copy in ring attention; 0: messages, as between hosts."),
+    _run("FFPA_LOG", "Log to stderr which kernel each new kind of call runs on, and why.", default=False),
+    _run(
+        "FFPA_CACHE_DIR",
+        "Where kernels compiled on demand and for the emulator are kept; unset: ~/.cache/ffpa_attn.",
+        "path",
+    ),
+    _run("FFPA_WORKSPACE_MB", "Upper bound of the workspace of one call in MiB; smaller is slower.", "integer", 1024),
+    _run("FFPA_RING_COPIES", "GPUs of one host copy in ring attention; 0: messages, as between hosts.", default=True),
     # These are experiments with the split-D mma.sync kernels.
-    _tri("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
-    _tri("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),
-    _tri("ENABLE_FFPA_FORCE_PV_F16", "Accumulate PV in f16 whatever `acc` says."),
-    _tri("ENABLE_FFPA_QKV_SMEM_SHARE", "Let V reuse the shared memory of Q and K; 0 gives K and V a ring each."),
-    Flag(
-        "FFPA_PV_STAGES",
-        "1 | 2 | 3 | 4",
-        None,
-        "run",
-        "Stages of V in a ring of its own; unset: as many as `num_stages` says.",
-        lambda raw: int(_one_of("1", "2", "3", "4")(raw)),
-    ),
-    _tri("ENABLE_FFPA_SMEM_SWIZZLE_Q", "Swizzle Q in shared memory; 0 pads rows by 8 elements instead."),
-    _tri("ENABLE_FFPA_SMEM_SWIZZLE_K", "Swizzle K in shared memory; 0 pads rows by 8 elements instead."),
-    _tri("ENABLE_FFPA_SMEM_SWIZZLE_V", "Swizzle V in shared memory; 0 pads rows by 8 elements instead."),
-    _tri("ENABLE_FFPA_PERSIST_Q_G2S", "Keep Q in shared memory for the whole row tile."),
-    _tri("ENABLE_FFPA_PERSIST_KV_G2S", "Keep whole K and V tiles in shared memory (FlashAttention-2 tiling, small D)."),
-    _tri("ENABLE_FFPA_PERSIST_Q_S2R", "Keep the fragments of Q in registers."),
-    _tri("ENABLE_FFPA_PERSIST_V_S2R", "Read each fragment of V once for all rows of a warp (small D)."),
-    _tri("ENABLE_FFPA_REGISTERS_PIPE_KV", "Ping-pong registers between ldmatrix and mma for K and V."),
-    _tri("ENABLE_FFPA_LAUNCH_GRID_DNHB", "Launch a grid (N/Br, H, B) instead of one of a single dim."),
+    _run("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
+    _run("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),
+    _run("ENABLE_FFPA_FORCE_PV_F16", "Accumulate PV in f16 whatever `acc` says."),
+    _run("ENABLE_FFPA_QKV_SMEM_SHARE", "Let V reuse the shared memory of Q and K; 0 gives K and V a ring each."),
+    _run("FFPA_PV_STAGES", "Stages of V in a ring of its own; unset: as many as `num_stages` says.", _STAGES),
+    _run("ENABLE_FFPA_SMEM_SWIZZLE_Q", "Swizzle Q in shared memory; 0 pads rows by 8 elements instead."),
+    _run("ENABLE_FFPA_SMEM_SWIZZLE_K", "Swizzle K in shared memory; 0 pads rows by 8 elements instead."),
+    _run("ENABLE_FFPA_SMEM_SWIZZLE_V", "Swizzle V in shared memory; 0 pads rows by 8 elements instead."),
+    _run("ENABLE_FFPA_PERSIST_Q_G2S", "Keep Q in shared memory for the whole row tile."),
+    _run("ENABLE_FFPA_PERSIST_KV_G2S", "Keep whole K and V tiles in shared memory (FlashAttention-2 tiling, small D)."),
+    _run("ENABLE_FFPA_PERSIST_Q_S2R", "Keep the fragments of Q in registers."),
+    _run("ENABLE_FFPA_PERSIST_V_S2R", "Read each fragment of V once for all rows of a warp (small D)."),
+    _run("ENABLE_FFPA_REGISTERS_PIPE_KV", "Ping-pong registers between ldmatrix and mma for K and V."),
+    _run("ENABLE_FFPA_LAUNCH_GRID_DNHB", "Launch a grid (N/Br, H, B) instead of one of a single dim."),
 )
 
 RUN_FLAGS = tuple(flag for flag in FLAGS if flag.scope == "run")
@@ -217,34 +134,25 @@ EXPERIMENTS = tuple(flag.name for flag in RUN_FLAGS if flag.name.startswith("ENA
 
 def _check_exclusions(values: Mapping[str, Any]) -> None:
     """Raises for toggles that contradict each other. Unset toggles adapt, so only forced values can clash."""
-
-    def on(name: str) -> bool:
-        return values["ENABLE_FFPA_" + name] is True
-
-    def off(name: str) -> bool:
-        return values["ENABLE_FFPA_" + name] is False
+    on = {name.removeprefix("ENABLE_FFPA_") for name, value in values.items() if value is True}
 
     def clash(a: str, b: str, why: str) -> None:
         raise ValueError(f"ENABLE_FFPA_{a} and ENABLE_FFPA_{b} exclude each other as set: {why}")
 
-    if on("PERSIST_KV_G2S") and off("PERSIST_Q_G2S"):
+    if "PERSIST_KV_G2S" in on and values["ENABLE_FFPA_PERSIST_Q_G2S"] is False:
         clash("PERSIST_KV_G2S", "PERSIST_Q_G2S", "keeping K and V in shared memory needs Q there too; unset the second")
-    if on("PERSIST_Q_S2R") and on("PERSIST_Q_G2S") and not on("PERSIST_KV_G2S"):
-        clash(
-            "PERSIST_Q_S2R", "PERSIST_Q_G2S", "Q stays in registers or in shared memory; set PERSIST_KV_G2S=1 for both"
-        )
-    if on("QKV_SMEM_SHARE") and values["FFPA_PV_STAGES"] is not None:
+    if {"PERSIST_Q_S2R", "PERSIST_Q_G2S"} <= on and "PERSIST_KV_G2S" not in on:
+        why = "Q stays in registers or in shared memory; set PERSIST_KV_G2S=1 for both"
+        clash("PERSIST_Q_S2R", "PERSIST_Q_G2S", why)
+    if "QKV_SMEM_SHARE" in on and values["FFPA_PV_STAGES"] is not None:
         raise ValueError(
             "FFPA_PV_STAGES asks for a ring of V alone, and ENABLE_FFPA_QKV_SMEM_SHARE=1 for none; unset one"
         )
-    if on("QKV_SMEM_SHARE") and not on("PERSIST_Q_S2R"):
+    if "QKV_SMEM_SHARE" in on and "PERSIST_Q_S2R" not in on:
         for held in ("PERSIST_Q_G2S", "PERSIST_KV_G2S"):
-            if on(held):
-                clash(
-                    "QKV_SMEM_SHARE",
-                    held,
-                    "V would overwrite what stays in shared memory; set PERSIST_Q_S2R=1 or unset one",
-                )
+            if held in on:
+                why = "V would overwrite what stays in shared memory; set PERSIST_Q_S2R=1 or unset one"
+                clash("QKV_SMEM_SHARE", held, why)
 
 
 class Flags(Mapping):
@@ -252,11 +160,9 @@ class Flags(Mapping):
 
     __slots__ = ("_values",)
 
-    def __init__(self, flags: tuple[Flag, ...], raws: tuple[str | None, ...]):
-        values = {flag.name: flag.value(raw) for flag, raw in zip(flags, raws, strict=True)}
-        if "ENABLE_FFPA_PERSIST_Q_G2S" in values:
-            _check_exclusions(values)
-        self._values = MappingProxyType(values)
+    def __init__(self, flags: tuple[Flag, ...]):
+        self._values = {flag.name: flag.value(os.environ.get(flag.name)) for flag in flags}
+        _check_exclusions(self._values)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -267,14 +173,7 @@ class Flags(Mapping):
     def __len__(self) -> int:
         return len(self._values)
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-def _read(flags: tuple[Flag, ...]) -> tuple[str | None, ...]:
-    return tuple(os.environ.get(flag.name) for flag in flags)
+    __hash__, __eq__ = object.__hash__, object.__eq__
 
 
 # A call must not pay for 20 look-ups with key encoding (14 µs). Where the interpreter has the usual dictionary of
@@ -288,10 +187,10 @@ def run_flags() -> Flags:
     try:
         raws = tuple(map(os.environ._data.get, _encoded_names))  # type: ignore[attr-defined]
     except AttributeError:
-        raws = _read(RUN_FLAGS)
+        raws = tuple(os.environ.get(flag.name) for flag in RUN_FLAGS)
     flags = _parsed.get(raws)
     if flags is None:
-        flags = _parsed[raws] = Flags(RUN_FLAGS, _read(RUN_FLAGS))
+        flags = _parsed[raws] = Flags(RUN_FLAGS)
     return flags
 
 
@@ -311,7 +210,7 @@ def overridden(name: str, value: str) -> Iterator[None]:
 
 def all_flags() -> Flags:
     """Returns every flag, build-time ones included."""
-    return Flags(FLAGS, _read(FLAGS))
+    return Flags(FLAGS)
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from ffpa_attn import (
     flash_attn_varlen_func,
     is_nhd_zero_copy_input,
 )
-from ffpa_attn.integrations import flash_api
+from ffpa_attn.integrations import masks
 from torch.nn.attention.bias import causal_lower_right
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -225,7 +225,7 @@ def test_pypi_mask_beside_is_causal(dtype):
     want = F.scaled_dot_product_attention(q, k, k, mask & torch.ones(20, 33, dtype=torch.bool).tril(13))
     with pytest.MonkeyPatch.context() as patch:
         if dtype == BF16:
-            patch.setattr(flash_api, "_causal_mask", None)
+            patch.setattr(masks, "sees", None)
         found = ffpa_attn_func(q, k, k, mask, is_causal=True)
     torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
 

@@ -18,7 +18,7 @@ _MOST_KINDS = 4096
 
 class Agreement:
     """Kinds of call that all ranks of a group have compared. Nothing else makes a kind known, so ranks that call alike
-    compare at the same calls, and number kinds alike.
+    compare at the same calls.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -30,31 +30,26 @@ class Agreement:
         self.patience = store.timeout.total_seconds()
         life = store.add(f"ffpa_attn/groups/{self.rank}", 1)  # a group of the same name may have written here before
         self.store = dist.PrefixStore(f"ffpa_attn/{life}", store)
-        self.kinds: list[dict] = []
-        self.numbers: dict[tuple, int] = {}  # places of these values in `kinds`
-        self.calls: list[int] = []  # numbers of the kinds called since the last comparison
+        self.kinds: dict[tuple, dict] = {}  # a kind's values, and the kind
+        self.calls: list[dict] = []  # the kinds called since the last comparison
         self.comparisons = 0
         self.comparing = threading.Lock()
         self.lost = ""  # why the ranks may no longer be at the same call
 
-    def check(self, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
+    def check(self, kind: dict, at_every_call: bool) -> None:
         if self.world == 1:
             return
-        number = self.numbers.get(kind)
-        if number is None or at_every_call or self.lost or len(self.calls) == _MOST_CALLS:
+        values = tuple(kind.values())
+        known = self.kinds.get(values)
+        if known is None or at_every_call or self.lost or len(self.calls) == _MOST_CALLS:
             with self.comparing:
-                self._compare(dict(zip(names, kind, strict=True)))
-                if kind not in self.numbers:
-                    self._learn(names, kind)
+                self._compare(kind)
+                if values not in self.kinds:
+                    if len(self.kinds) == _MOST_KINDS:
+                        self.kinds.clear()
+                    self.kinds[values] = kind
         else:
-            self.calls.append(number)
-
-    def _learn(self, names: tuple[str, ...], kind: tuple) -> None:
-        if len(self.kinds) == _MOST_KINDS:
-            self.kinds.clear()
-            self.numbers.clear()
-        self.numbers[kind] = len(self.kinds)
-        self.kinds.append(dict(zip(names, kind, strict=True)))
+            self.calls.append(known)
 
     def _compare(self, kind: dict) -> None:
         if self.lost:
@@ -63,8 +58,7 @@ class Agreement:
                 "(torch.distributed.new_group)"
             )
         self.lost = f"a comparison of what they call ended early on rank {self.rank}"
-        told = self._told_by_all(kind)
-        calls = [[*map(self.kinds.__getitem__, known), last] for known, last in told]
+        calls = self._told_by_all(kind)
         if any(of_rank != calls[0] for of_rank in calls):
             self._raise_difference(calls)
         self._go_on()
@@ -73,11 +67,11 @@ class Agreement:
         self.lost = ""
         self.calls.clear()
 
-    def _told_by_all(self, kind: dict) -> list[tuple[list[int], dict]]:
+    def _told_by_all(self, kind: dict) -> list[list[dict]]:
         """Returns what each rank tells: the calls it made since the last comparison, and the one that it makes now."""
         self.comparisons += 1
         at = f"{self.comparisons}/"
-        self.store.set(f"{at}{self.rank}", pickle.dumps((self.calls, kind)))
+        self.store.set(f"{at}{self.rank}", pickle.dumps([*self.calls, kind]))
         keys = [f"{at}{rank}" for rank in range(self.world)]
         started, pause = time.monotonic(), 1e-4
         while not self.store.check(keys):  # (to wait in the store would keep other threads from it)
@@ -119,9 +113,8 @@ class Agreement:
 _agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
-def check(group: dist.ProcessGroup | None, names: tuple[str, ...], kind: tuple, at_every_call: bool) -> None:
-    """Raises on all ranks where this call differs between them: at each kind (values of those names) that is new to the
-    group, or at every call.
+def check(group: dist.ProcessGroup | None, kind: dict, at_every_call: bool) -> None:
+    """Raises on all ranks where this call differs between them: at each kind that is new to the group, or at every call.
 
     A rank for which its kind is new waits, no longer than the store's timeout, till the others come with a call that
     they compare. A rank that makes a call of a known kind waits for nothing, and is not told.
@@ -130,4 +123,4 @@ def check(group: dist.ProcessGroup | None, names: tuple[str, ...], kind: tuple, 
     agreement = _agreements.get(group)
     if agreement is None:
         agreement = _agreements[group] = Agreement(group)
-    agreement.check(names, kind, at_every_call)
+    agreement.check(kind, at_every_call)

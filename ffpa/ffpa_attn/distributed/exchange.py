@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,18 +13,8 @@ from .. import env
 from ..support.progress import say
 from . import peer_memory
 
-
-class Arriving:
-    """Tensors on their way here, and others on theirs to another rank."""
-
-    def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], wait: Callable[[], object]):
-        self.sent, self.received, self._wait = sent, received, wait
-
-    def wait(self) -> list[torch.Tensor]:
-        """Returns what came: work of this stream from now on finds it there, and may overwrite what was sent."""
-        self._wait()
-        self.sent.clear()  # they have left, and need no memory here
-        return self.received
+# Returns the tensors that came: work of this stream from now on finds them there, and may overwrite what was sent.
+Wait = Callable[[], list[torch.Tensor]]
 
 
 class Exchange:
@@ -42,7 +31,7 @@ class Exchange:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.passed = deque(maxlen=2 if ahead else 1)  # events of the computing stream at the last exchanges
 
-    def post(self, tensors: Sequence[torch.Tensor], to: int, source: int | None, rows: int) -> Arriving:
+    def post(self, tensors: Sequence[torch.Tensor], to: int, source: int | None, rows: int) -> Wait:
         """Sends tensors [B, H, N, D], or none, to a rank; receives such of `rows` from `source`, none if that is None.
 
         What is sent is contiguous and, with `ahead`, was there when the call began.
@@ -54,8 +43,15 @@ class Exchange:
         if self.stream:
             self.passed.append(torch.cuda.current_stream(self.device).record_event())
             self.stream.wait_event(self.passed[0])
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            return Arriving(sent, received, self._start(sent, to, received, source, place))
+        with torch.cuda.stream(self.stream):
+            wait_for_both = self._start(sent, to, received, source, place)
+
+        def wait() -> list[torch.Tensor]:
+            wait_for_both()
+            sent.clear()  # they have left, and need no memory here
+            return received
+
+        return wait
 
     def finish(self) -> None:
         """Ends a call, which has awaited all that it posted."""
@@ -105,7 +101,8 @@ class Copies(Exchange):
                 "ring_attention: a call in this `group` ended in an error, and its ranks may have exchanged different numbers of tensors "
                 "since; make a new group on all ranks (torch.distributed.new_group)"
             )
-        words, *sizes = (_aligned(size) for size in (8 * self.world, *(x.nbytes for x in like)))
+        of_each = (8 * self.world, *(x.nbytes for x in like))
+        words, *sizes = (-(-size // 1024) * 1024 for size in of_each)  # kernels may ask that of an address
         self.offsets = [[words + i * sum(sizes) + sum(sizes[:j]) for j in range(len(sizes))] for i in range(places)]
         size = words + places * sum(sizes)
         if size > self.size:
@@ -175,11 +172,6 @@ def _may_be_copied(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     with torch.cuda.device(tensors[0].device):
         return not torch.cuda.is_current_stream_capturing()
-
-
-def _aligned(size: int) -> int:
-    """Rounds a size up to a multiple of what a kernel may ask of an address."""
-    return -(-size // 1024) * 1024
 
 
 def _of_rows(place: torch.Tensor, rows: int) -> torch.Tensor:

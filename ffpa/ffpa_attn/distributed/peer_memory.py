@@ -16,18 +16,19 @@ _LAZY_PEER_ACCESS = ctypes.c_uint(1)
 _AT_LEAST = ctypes.c_uint(0)  # wait till a word is no less, in a circle of 2^32
 
 
-class Unable(RuntimeError):
-    """This is no failure of the call: messages of torch.distributed do as well."""
-
-
 class Memory:
-    """A rank's own memory, zeroed, and the places here of the other ranks' memory."""
+    """A rank's own memory, zeroed, and the places here of the other ranks' memory.
+
+    A RuntimeError of its making is no failure of the call: messages of torch.distributed do as well.
+    """
 
     def __init__(self, size: int, device: torch.device):
         self.device, self._own, self._at, handle = device, ctypes.c_uint64(), {}, _Handle()
         with torch.cuda.device(device):
             torch.cuda.empty_cache()  # PyTorch keeps what the driver may need
-            _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(_whole_blocks(size)))
+            # Less than whole blocks of the driver's would share one, and another process maps all of a block.
+            blocks = -(-size // (2 << 20)) * (2 << 20)
+            _call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(blocks))
             _call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
             torch.cuda.synchronize()  # zeros are there before another rank writes
@@ -135,11 +136,6 @@ def gathered(group: dist.ProcessGroup | None, x) -> list:
     return of_all
 
 
-def _whole_blocks(size: int) -> int:
-    """Rounds up: smaller ones share a block of the driver's with others, and another process maps all of a block."""
-    return -(-size // (2 << 20)) * (2 << 20)
-
-
 def _stream() -> ctypes.c_void_p:
     """Returns the current stream; the default one has the same handle on every device."""
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -159,7 +155,7 @@ def _driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise Unable(str(error)) from None
+        raise RuntimeError(str(error)) from None
 
 
 _NO_CONTEXT = 201  # status in a thread that has made no call of CUDA's runtime yet
@@ -169,10 +165,10 @@ def _call(name: str, *args) -> None:
     try:
         function = getattr(_driver(), name)
     except AttributeError:
-        raise Unable(f"this driver has no {name}") from None
+        raise RuntimeError(f"this driver has no {name}") from None
     status = function(*args)
     if status == _NO_CONTEXT:
         torch.cuda.mem_get_info()
         status = function(*args)
     if status:
-        raise Unable(f"{name} failed: CUDA error {status}")
+        raise RuntimeError(f"{name} failed: CUDA error {status}")

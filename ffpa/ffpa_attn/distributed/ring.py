@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from ..attention import ffpa
 from ..backends.triton_merge import merge_into
-from ..checks import words
 from ..operators.first_order import first_order_only
 from . import sequence_shards
-from .exchange import Arriving, Exchange, exchange
+from .exchange import Exchange, Wait, exchange
 
 
 @sequence_shards.untraced
@@ -52,13 +51,9 @@ def ring_attention(
     known, wait for it. Ranks whose kinds are different but known compute what is wrong, and are told so no more than
     512 calls later. A group whose ranks may no longer be at the same call raises at every later one.
     """
-    if unknown:
-        words.refuse(ring_attention, unknown)
     rank, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
-    rule = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree("ring_attention", group, q, k, v, layout, rule)
-    sequence_shards.check_parts(q, k, v, layout)
+    given = causal, scale, softcap, return_lse
+    q, k, v, rule = sequence_shards.checked(ring_attention, unknown, group, q, k, v, layout, *given)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
@@ -93,9 +88,9 @@ class _Ring(NamedTuple):
         keys = exchange(self.group, own, min(3, self.world - 1), ahead=True)
         for step in range(self.world):
             is_last = step == self.world - 1
-            arriving = None if is_last else keys.post(own, self.at(step + 1), self.at(-step - 1), k.shape[2])
+            wait = None if is_last else keys.post(own, self.at(step + 1), self.at(-step - 1), k.shape[2])
             yield step, self.visible(self.rank, self.at(-step), k.shape[2]), at_hand
-            at_hand = None if is_last else arriving.wait()
+            at_hand = None if is_last else wait()
         keys.finish()
 
     def at(self, distance: int) -> int:
@@ -112,7 +107,7 @@ class _Ring(NamedTuple):
         # between ours.
         return _Part(0, rows // 2, False) if earlier else _Part(rows // 2, rows, False)
 
-    def give_home(self, home: Exchange, step: int, grads: Sequence[torch.Tensor], rows: int) -> Arriving:
+    def give_home(self, home: Exchange, step: int, grads: Sequence[torch.Tensor], rows: int) -> Wait:
         """Sends gradients to the rank whose K and V that step had at hand; the rank that had ours has some for us."""
         to, source = self.at(-step), self.at(step)
         for_us = self.visible(source, self.rank, rows)
@@ -182,7 +177,7 @@ class _RingAttention(torch.autograd.Function):
         pieces = []
         for step, part, at_hand in ring.turns(k, v):
             # While this step is computed, gradients travel that the last one gave for others' K and V.
-            arriving = ring.give_home(home, step - 1, pieces, k.shape[2]) if step > 1 else None
+            wait = ring.give_home(home, step - 1, pieces, k.shape[2]) if step > 1 else None
             pieces = []
             if part:
                 *pieces, _ = torch.ops.ffpa_attn.backward(
@@ -194,9 +189,10 @@ class _RingAttention(torch.autograd.Function):
                 home = exchange(ring.group, sums, 1, ahead=False)
             elif part:
                 part.rows(dq).add_(pieces.pop(0))
-            if arriving:
-                _add(sums, arriving.wait())
-        _add(sums, ring.give_home(home, ring.world - 1, pieces, k.shape[2]).wait())
+            if wait:
+                _add(sums, wait())
+        wait = ring.give_home(home, ring.world - 1, pieces, k.shape[2])
+        _add(sums, wait())
         home.finish()
         return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), None
 

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..checks import arguments, memory_checks
+from ..checks import arguments, memory_checks, words
 from . import agreement
-
-LAYOUTS = ("zigzag", "contiguous")
 
 
 def held(layout: str, world: int) -> list[list[int]]:
@@ -75,7 +73,8 @@ def gather_sequence(
             "`x` requires grad, which gather_sequence does not pass on; compute on the parts, or pass x.detach()"
         )
     dim = _dim(x, dim)
-    _compare(group, _OF_GATHERING, ("gather_sequence", x.shape, x.dtype, dim, _layout(layout)), x)
+    kind = {"function": "gather_sequence", "x": x.shape, "x.dtype": x.dtype, "dim": dim, "layout": _layout(layout)}
+    _compare(group, kind, x)
     _even_rows("x", x.shape[dim], layout)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
@@ -105,7 +104,14 @@ def rank_and_world(group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, return_lse) -> tuple:
+    """Checks a call of attention on several ranks. Returns q, k and v as autocast has them, and the operators' options.
+
+    Ranks compare before each checks its own parts, so that all of them raise. If they differed they would add up what
+    does not belong together, or wait for one that alone refuses.
+    """
+    if unknown:
+        words.refuse(function, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
@@ -117,11 +123,13 @@ def as_autocast_has_them(q, k, v) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
-    return q, k, v
-
-
-def check_parts(q, k, v, layout: str) -> None:
-    """Checks the parts after the ranks agree, so that all of them raise."""
+    arguments.flag("return_lse", return_lse)
+    options = {
+        "causal": arguments.flag("causal", causal),
+        "scale": arguments.scale(scale),
+        "softcap": arguments.softcap(softcap),
+    }
+    check_that_ranks_agree(function, group, q, k, v, layout, options)
     arguments.dense(q, k, v, None, "BHND")
     memory_checks.rows(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
@@ -130,29 +138,32 @@ def check_parts(q, k, v, layout: str) -> None:
             "cut them with shard_sequence"
         )
     _even_rows("q", q.shape[2], layout)
+    return q, k, v, options
 
 
-def check_that_ranks_agree(function: str, group, q, k, v, layout: str, options: dict) -> None:
-    """Compares ranks: if they differ they add up what does not belong together, or wait for one that alone refuses."""
-    _layout(layout)
+def check_that_ranks_agree(function, group, q, k, v, layout: str, options: dict) -> None:
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    rest = (q.dtype, k.dtype, v.dtype, wants_grad, layout, *options.values())
-    _compare(group, _OF_ATTENTION, (function, q.shape, k.shape, v.shape, *rest), q)
+    kind = {
+        "function": function.__name__,
+        "q": q.shape,
+        "k": k.shape,
+        "v": v.shape,
+        "q.dtype": q.dtype,
+        "k.dtype": k.dtype,
+        "v.dtype": v.dtype,
+        "requires_grad of q, k or v": wants_grad,
+        "layout": _layout(layout),
+        **options,
+    }
+    _compare(group, kind, q)
 
 
-def _compare(group, names: tuple[str, ...], kind: tuple, x: torch.Tensor) -> None:
+def _compare(group, kind: dict, x: torch.Tensor) -> None:
     """Compares calls: each new kind, and every call where the host waits for each call anyway."""
     flags = env.run_flags()
-    kind = (*kind, x.is_cuda, flags["FFPA_CHECK"], flags["FFPA_RING_COPIES"])
-    agreement.check(group, names, kind, flags["FFPA_CHECK"] or not x.is_cuda)
-
-
-_OF_DEVICE = ("is_cuda", "FFPA_CHECK", "FFPA_RING_COPIES")
-_OF_ATTENTION = (
-    "function", "q", "k", "v", "q.dtype", "k.dtype", "v.dtype", "requires_grad of q, k or v", "layout", "causal", "scale", "softcap",
-    *_OF_DEVICE,
-)  # fmt: skip
-_OF_GATHERING = ("function", "x", "x.dtype", "dim", "layout", *_OF_DEVICE)
+    is_cuda, at_every_call = x.is_cuda, flags["FFPA_CHECK"]
+    kind.update(is_cuda=is_cuda, FFPA_CHECK=at_every_call, FFPA_RING_COPIES=flags["FFPA_RING_COPIES"])
+    agreement.check(group, kind, at_every_call or not is_cuda)
 
 
 def untraced(function):
@@ -167,18 +178,8 @@ def untraced(function):
     return call
 
 
-def options(causal, scale, softcap, return_lse) -> dict:
-    """Returns the keyword arguments of ffpa and of its operators."""
-    arguments.flag("return_lse", return_lse)
-    return {
-        "causal": arguments.flag("causal", causal),
-        "scale": arguments.scale(scale),
-        "softcap": arguments.softcap(softcap),
-    }
-
-
 def _layout(layout) -> str:
-    return arguments.one_of("layout", layout, LAYOUTS)
+    return arguments.one_of("layout", layout, ("zigzag", "contiguous"))
 
 
 def _dim(x, dim) -> int:

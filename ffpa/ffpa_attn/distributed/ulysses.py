@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..checks import words
 from ..operators.first_order import first_order_only
 from . import sequence_shards
 
@@ -34,13 +33,9 @@ def ulysses_attention(
     Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are
     summed in float32.
     """
-    if unknown:
-        words.refuse(ulysses_attention, unknown)
     _, world = sequence_shards.rank_and_world(group)
-    q, k, v = sequence_shards.as_autocast_has_them(q, k, v)
-    options = sequence_shards.options(causal, scale, softcap, return_lse)
-    sequence_shards.check_that_ranks_agree("ulysses_attention", group, q, k, v, layout, options)
-    sequence_shards.check_parts(q, k, v, layout)
+    given = causal, scale, softcap, return_lse
+    q, k, v, options = sequence_shards.checked(ulysses_attention, unknown, group, q, k, v, layout, *given)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "

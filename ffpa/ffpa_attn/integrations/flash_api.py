@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks, words
 from ..specs.spec import HEAD_DIM_STEP
-from . import sdpa_override
+from . import masks, sdpa_override
 
 # ---- flash-attn 2 ----
 
@@ -193,26 +193,19 @@ def _rows(x) -> int:
 
 
 def _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options):
+    n_q, n_k = _rows(query), _rows(key)
     if attn_mask is None:
-        to_write = _rows(query) != _rows(key)  # PyTorch's diagonal begins at the first key
+        to_write = n_q != n_k  # PyTorch's diagonal begins at the first key
     else:  # PyTorch refuses what is no mask
         is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 1 and attn_mask.dtype in _TYPES_OF_MASKS
         to_write = is_mask and not sdpa_override.is_causal_bias(attn_mask)
     if is_causal and to_write:
-        attn_mask, is_causal = _causal_mask(query, key, attn_mask), False
+        visible = masks.sees(n_q, n_k, True, None, query.device)
+        attn_mask, is_causal = visible if attn_mask is None else masks.both(attn_mask, visible), False
     return sdpa_override.torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 _TYPES_OF_MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _causal_mask(query, key, mask=None) -> torch.Tensor:
-    """Returns the mask of what `mask` lets a row see, up to its own key; the last row's own is the last key."""
-    n_q, n_k = _rows(query), _rows(key)
-    visible = torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q)
-    if mask is None:
-        return visible
-    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def ffpa_attn_varlen_func(
@@ -242,12 +235,16 @@ def ffpa_attn_varlen_func(
     _not_given("leave it away", **{name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs})
     _backends(ffpa_attn_varlen_func, kwargs)
     arguments.only_tensors(q=q, k=k, v=v)
-    _heads_agree(q, k, enable_gqa)
-    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    offsets += _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
-    rule = _rule(q, softmax_scale, causal, tuple(-1 if side is None else side for side in window), softcap)
-    out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_lse, **rule)
-    return (_unpadded(out[0], v), out[1]) if return_lse else _unpadded(out, v)
+    if not arguments.flag("enable_gqa", enable_gqa) and q.shape[1:2] != k.shape[1:2]:
+        raise ValueError(
+            f"`enable_gqa` is False but shapes {tuple(q.shape)} and {tuple(k.shape)} have different numbers of heads; "
+            "pass enable_gqa=True to have several heads of queries share one of keys"
+        )
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    packed = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    rule = softmax_scale, causal, tuple(-1 if side is None else side for side in window), softcap
+    out = flash_attn_varlen_func(*packed, dropout_p, *rule, return_attn_probs=return_lse)
+    return out[:2] if return_lse else out
 
 
 _NOT_HERE = "sink attention_mask attn_mask block_mask score_mod aux_tensors seqused_k block_table alibi_slopes".split()
@@ -267,14 +264,6 @@ def _backends(function: Callable, kwargs: dict):
             )
     forward = kwargs.get("forward_backend")
     return kwargs.get("backend") if forward is None else forward
-
-
-def _heads_agree(q, k, enable_gqa) -> None:
-    if not arguments.flag("enable_gqa", enable_gqa) and q.shape[1:2] != k.shape[1:2]:
-        raise ValueError(
-            f"`enable_gqa` is False but shapes {tuple(q.shape)} and {tuple(k.shape)} have different numbers of heads; "
-            "pass enable_gqa=True to have several heads of queries share one of keys"
-        )
 
 
 # ---- all of them ----

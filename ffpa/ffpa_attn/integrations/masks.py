@@ -29,15 +29,14 @@ class RuleMask(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, shape, is_causal, window, keys=None, offsets=None, nothing=None, device=None):
+    def __new__(cls, shape, is_causal: bool, window: int | None, keys=None, offsets=None, nothing=None, device=None):
         device = next((x.device for x in (keys, offsets, nothing) if x is not None), device)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-
-    def __init__(self, shape, is_causal: bool, window: int | None, keys=None, offsets=None, nothing=None, device=None):
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.is_causal, self.window, self.keys, self.offsets = is_causal, window, keys, offsets
         self.tokens = keys  # the compiler's own objects do not have this name
         if keys is None and offsets is None:  # the compiler takes no mask with no tensor in it
             self.nothing = torch.empty(0, device=device) if nothing is None else nothing
+        return self
 
     def dense(self) -> torch.Tensor:
         offsets = None if self.keys is not None or self.offsets is None else self.offsets.unbind()
@@ -151,11 +150,11 @@ def seen_by(shape, device, is_causal, window, mask=None, offsets=None, bias=None
     if mask is None and bias is None and not (offsets and keys is not None):
         return rule
     for more in (rule.written(shape, device), bias):  # rule, mask and bias go together as numbers alone
-        mask = more if mask is None else mask if more is None else _both(mask, more)
+        mask = more if mask is None else mask if more is None else both(mask, more)
     return Seen(mask=mask)
 
 
-def _both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns two masks, bool or additive, as one."""
     if a.dtype == b.dtype == torch.bool:
         return a & b
@@ -296,32 +295,24 @@ def _offsets(sequence: torch.Tensor) -> torch.Tensor:
 
 def _calls_attention_functions(config_class: type) -> bool:
     """Says whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
-    code = _model_code(config_class)
-    return (
-        code is None
-        or hasattr(code, "ALL_ATTENTION_FUNCTIONS")
-        or _declare(_classes(code), "_supports_attention_backend")
-    )
+    code, models = _models(config_class)
+    return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declare(models, "_supports_attention_backend")
 
 
 def _takes_rules(config_class: type) -> bool:
     """Says whether a model's layers can do without numbers, as for SDPA or FlashAttention: `is_causal` is the rule."""
-    code = _model_code(config_class)
+    code, models = _models(config_class)
     if code is None:
         return True
-    models = _classes(code)
     models = [x for x in models if getattr(x, "config_class", None) is config_class] or models
     return _declare(models, "_supports_sdpa") or _declare(models, "_supports_attention_backend", "_supports_flash_attn")
 
 
-def _model_code(config_class: type):
-    """Returns the module of the models that have this configuration, or None where it is not known."""
+def _models(config_class: type):
+    """Returns the module of the models that have this configuration, None where it is not known, and its classes."""
     name = config_class.__module__
-    return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
-
-
-def _classes(code) -> list[type]:
-    return [x for x in vars(code).values() if isinstance(x, type)]
+    code = sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+    return code, [x for x in vars(code).values() if isinstance(x, type)] if code else []
 
 
 def _declare(classes, *names: str) -> bool:

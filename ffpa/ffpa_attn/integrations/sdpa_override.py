@@ -110,9 +110,8 @@ def attend(
         return None
     q, k, v, mask = _with_heads(*_cast(query, key, value), attn_mask)
     in_tf32 = tf32.serves(q, k, v)
-    if not _means_the_same(
-        q, k, v, mask, is_causal, scale, enable_gqa, [torch.float32] if in_tf32 else arguments.DTYPES
-    ):
+    dtypes = [torch.float32] if in_tf32 else arguments.DTYPES
+    if not _means_the_same(q, k, v, mask, is_causal, scale, enable_gqa, dtypes):
         return None
     if not in_tf32 and not all(map(memory_checks.readable, (q, k, v))):
         return None

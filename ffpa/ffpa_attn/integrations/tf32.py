@@ -52,10 +52,8 @@ class _Attention(torch.autograd.Function):
         group = q.shape[1] // k.shape[1]
         # q and k shrink and grow by as much, so that their products stay.
         of_q, of_k = _of_group(_largest(q, (2, 3)), group), _largest(k, (2, 3))
-        of_q, of_k = (
-            torch.where(of_q > 0, of_q, 1 / of_k),
-            torch.where(of_k > 0, of_k, 1 / of_q),
-        )  # one that is zero limits nothing
+        # One that is zero limits nothing.
+        of_q, of_k = torch.where(of_q > 0, of_q, 1 / of_k), torch.where(of_k > 0, of_k, 1 / of_q)
         balance = _power_of_two((of_q / of_k).sqrt())
         of_v = _power_of_two(_LARGEST_OF_V / _largest(v, 2))
         layout = "BNHD" if q.stride(1) < q.stride(2) else "BHND"

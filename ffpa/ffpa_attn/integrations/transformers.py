@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+from functools import cache
+from types import ModuleType
 
 import torch
 
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks
-from . import attention_classes
+from ..support.imports import when_imported
 from .fallback import say_once
 from .masks import Seen, make_mask, seen_by
+from .sdpa_override import sdpa
 
 OLDEST = (5, 4)  # the release of transformers from which on masks are made of lengths and offsets
 
@@ -33,7 +36,7 @@ def register(name: str = "ffpa") -> None:
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)  # without one, padding would be dropped
-    attention_classes.register(name)
+    _serve_models_that_look_up_a_class(name)
 
 
 def _check_version() -> None:
@@ -74,10 +77,9 @@ def attention(
     """
     _check_that_all_keys_count(module, others)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    query, key, value = _one_batch(*_one_dtype(query, key, value))
-    offsets = (
-        None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-    )
+    query, key, value = _of_one_type_and_batch(query, key, value)
+    of_keys = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, of_keys)
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
     why, way_out = _unsupported(module, query, value, dropout, s_aux if sinks is None else sinks, others)
@@ -86,33 +88,19 @@ def attention(
         who = type(module).__name__ + ("" if index is None else f" of layer {index}")
         say_once(getattr(module, "config", module), who, why, way_out)
         seen = seen_by(shape, query.device, is_causal, sliding_window, attention_mask, offsets)
-        rule = {
-            "dropout": dropout,
-            "scaling": scaling,
-            "softcap": softcap,
-            "s_aux": s_aux,
-            "sinks": sinks,
-            "position_bias": position_bias,
-        }
+        rule = {"dropout": dropout, "scaling": scaling, "softcap": softcap}
+        rule |= {"s_aux": s_aux, "sinks": sinks, "position_bias": position_bias}
         return _by_transformers(module, query, key, value, seen, rule, others)
 
     seen = seen_by(shape, query.device, is_causal, sliding_window, attention_mask, offsets, position_bias)
-    rule = {
-        "scale": None if scaling is None else float(scaling),
-        "softcap": softcap or 0.0,
-        "causal": seen.is_causal,
-        "window": _window(seen.window),
-    }
+    scale = None if scaling is None else float(scaling)
+    side = -1 if seen.window is None else seen.window - 1  # transformers counts the row's own key, too
+    rule = {"scale": scale, "softcap": softcap or 0.0, "causal": seen.is_causal, "window": (side, side)}
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
     if seen.offsets:
         return _packed_attention(q, k, v, seen.offsets, (max_length_q, max_length_k), rule), None
     mask = seen.mask if seen.keys is None else seen.keys[:, None, None]
     return ffpa(q, k, v, mask=mask, layout="BNHD", **rule), None
-
-
-def _window(width: int | None) -> tuple[int, int]:
-    """Returns ffpa's window; transformers counts the row's own key, too."""
-    return (-1, -1) if width is None else (width - 1, width - 1)
 
 
 def _packed_attention(q, k, v, offsets, longest, rule):
@@ -130,16 +118,48 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _one_dtype(*tensors):
-    """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others."""
+def _of_one_type_and_batch(*tensors):
+    """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others. Learned
+    queries, which come once for all entries of a batch, are expanded.
+    """
     half = [x.dtype for x in tensors if x.dtype in arguments.DTYPES]
-    return [x.to(half[0]) for x in tensors] if half else tensors
-
-
-def _one_batch(*tensors):
-    """Expands learned queries, which come once for all entries of a batch."""
+    tensors = [x.to(half[0]) for x in tensors] if half else tensors
     batch = max(x.shape[0] for x in tensors)
     return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors]
+
+
+# ---- models that look up the class of their attention by its implementation's name: SAM's, Falcon's, and others ----
+
+
+@cache
+def _serve_models_that_look_up_a_class(name: str) -> None:
+    """Adds the name to each table of attention classes. Without it, a model raises KeyError when it is made."""
+    when_imported(r"transformers\.models\..*\.modeling_\w+", lambda module: _add_to_tables(name, module))
+
+
+def _add_to_tables(name: str, module: ModuleType) -> None:
+    for variable, table in list(vars(module).items()):
+        if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table:
+            table.setdefault(name, _class_for(table, module))
+
+
+def _class_for(table: dict, module: ModuleType) -> type:
+    """Returns the table's class that calls PyTorch's function, with ffpa in the place of that; or, where no class calls
+    what ffpa could do, the eager one, unchanged but for a warning.
+    """
+    base = table.get("sdpa", table["eager"])
+
+    def __init__(self, config, *args, **options):
+        way_out = "choose another attn_implementation for this model"
+        say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
+        base.__init__(self, config, *args, **options)
+
+    if "sdpa" in table:
+        name, methods = f"Ffpa{base.__name__}", {"forward": sdpa()(base.forward)}
+    else:
+        name, methods = f"Unchanged{base.__name__}", {"__init__": __init__}
+    new = type(name, (base,), {**methods, "__module__": module.__name__, "__doc__": base.__doc__})
+    return vars(module).setdefault(name, new)  # whoever unpickles a model looks for it there
 
 
 # ---- what is left to transformers ----
