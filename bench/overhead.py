@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +91,8 @@ def measure(device: str, rounds: int = 15, calls: int = 200, n: int = 128, head_
             with context():
                 times = [host_us(lambda f=f, x=x: f(*x), device, rounds, calls) for f in (ffpa, sdpa)]
             found.append(HostTime(mode, d, *times))
-        both = [host_us(lambda f=f: _gradients(f, *recorded, grad), device, rounds, calls // 4) for f in (ffpa, sdpa)]
+        steps = [partial(_gradients, f, *recorded, grad) for f in (ffpa, sdpa)]
+        both = [host_us(step, device, rounds, calls // 4) for step in steps]
         found.append(HostTime("forward and backward", d, *both))
         packed = [x[0].transpose(0, 1).contiguous() for x in plain]
         offsets = torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
