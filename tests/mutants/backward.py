@@ -179,7 +179,7 @@ MUTANTS = [
         ("boxes: sums beside a full workspace", "return pairs + sums <= cap", "return max(pairs, sums) <= cap"),
         ("boxes: both passes beside a full workspace", "sums <= cap - for_pairs", "sums <= cap"),
         ("boxes: sums cost nothing", "2 * _STEPS_OF_SUMS * max(", "0 * max("),
-        ("boxes: always computed twice", "ways = [fastest(*(_passes(work, tile, by_rows, True, True, fits) for by_rows in (True, False)))]", "ways = [(inf, [])]"),
+        ("boxes: always computed twice", "ways = [fastest(*(_passes(work, tile, by_rows, True, True, cap) for by_rows in (True, False)))]", "ways = [(inf, [])]"),
     ),
     *backward(
         "backends/backward.py",

@@ -6,7 +6,7 @@ tiles fill whole rounds of multiprocessors, and that under a causal mask the lon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -163,12 +163,16 @@ def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: b
     return min((steps(tile), tile) for tile in tiles)
 
 
+def _steps_of_pairs(work: Work) -> int:
+    """Returns the steps of P and dS of a tile of 128 x 256, on one multiprocessor."""
+    return -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
+
+
 def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
     """Returns the steps of a chunk of whole entries."""
     pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # counted in tiles
-    of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
     products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
-    return -(-pairs // work.multiprocessors) * of_tile + products + _STEPS_OF_LAUNCH
+    return -(-pairs // work.multiprocessors) * _steps_of_pairs(work) + products + _STEPS_OF_LAUNCH
 
 
 # ---- what rows see ----
@@ -307,9 +311,6 @@ class Pass(NamedTuple):
         of_q = self.row_tiles_kept(work) * ROW_TILE * sums_of_row(work, width)
         return 4 * (of_q + self.keys_kept(work) * sums_of_key(work, width))
 
-    def bytes_of_pairs(self, work: Work) -> int:
-        return _bytes(work, self.row_tiles, self.key_tiles * KEY_TILE)
-
     def steps(self, work: Work, tile: ProductTile) -> float:
         """Returns the steps of a pass; a box that a mask cuts lacks about one half of its pairs."""
         boxes = self._count(work)
@@ -323,9 +324,8 @@ class Pass(NamedTuple):
 
     def _steps_of_box(self, work: Work, tile: ProductTile, boxes: float, seen: float) -> float:
         """Returns the steps of one of so many boxes, which has the part `seen` of its pairs."""
-        of_tile = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
         tiles_of_p = self.row_tiles * 2 * self.key_tiles * seen
-        steps = -(-tiles_of_p // work.multiprocessors) * of_tile + _STEPS_OF_LAUNCH
+        steps = -(-tiles_of_p // work.multiprocessors) * _steps_of_pairs(work) + _STEPS_OF_LAUNCH
 
         def of_product(tiles: int, width: int, longest: int, times: float) -> float:
             count = tiles * (ROW_TILE // tile.rows) * (width // tile.columns)
@@ -354,12 +354,17 @@ class Pass(NamedTuple):
 
 
 def _passes(
-    work: Work, tile: ProductTile, by_rows: bool, of_q: bool, of_k: bool, fits: Callable[[int, int], bool]
+    work: Work, tile: ProductTile, by_rows: bool, of_q: bool, of_k: bool, cap: int, for_pairs: int | None = None
 ) -> Iterator[Pass]:
-    """Gives the passes whose bytes of pairs and of sums fit: with as many keys as do, or somewhat fewer."""
+    """Gives the passes whose bytes of pairs, `for_pairs` at most, and of sums fit: with as many keys as do, or somewhat
+    fewer.
+    """
 
     def has_room(one: Pass) -> bool:
-        return fits(one.bytes_of_pairs(work), one.bytes_of_sums(work, tile.columns))
+        pairs, sums = _bytes(work, one.row_tiles, one.key_tiles * KEY_TILE), one.bytes_of_sums(work, tile.columns)
+        if for_pairs is None:
+            return pairs + sums <= cap
+        return pairs <= for_pairs and sums <= cap - for_pairs
 
     of_head = work.tiles_of_head
     for row_tiles in (*(of_head * heads for heads in _sizes(work.group) if heads > 1), *_sizes(of_head)):
@@ -371,7 +376,7 @@ def _passes(
             yield from filter(has_room, (of_all._replace(key_tiles=key_tiles) for key_tiles in parts))
 
 
-def _most_keys(of_all: Pass, has_room: Callable[[Pass], bool]) -> int:
+def _most_keys(of_all: Pass, has_room) -> int:
     """Returns the most key tiles. All need no sums of dQ, which fewer may have no room for; else more need more."""
     most, too_many = 0, of_all.key_tiles
     if has_room(of_all):
@@ -390,17 +395,10 @@ def _fastest_passes(work: Work, tile: ProductTile, cap: int) -> list[Pass]:
     def fastest(*passes: Iterator[Pass]) -> tuple[float, list[Pass]]:
         return min(((of_pass.steps(work, tile), [of_pass]) for of_pass in chain(*passes)), default=(inf, []))
 
-    def fits(pairs: int, sums: int) -> bool:
-        return pairs + sums <= cap
-
-    ways = [fastest(*(_passes(work, tile, by_rows, True, True, fits) for by_rows in (True, False)))]
+    ways = [fastest(*(_passes(work, tile, by_rows, True, True, cap) for by_rows in (True, False)))]
     if ways[0][0] > _least_steps(work, tile, 2):
-        for for_pairs in (_bytes(work, 1, KEY_TILE), *(cap * i // 8 for i in range(1, 8))):  # bytes for a pass's pairs
-
-            def fit(pairs: int, sums: int, for_pairs: int = for_pairs) -> bool:
-                return pairs <= for_pairs and sums <= cap - for_pairs
-
-            of_q, of_k = (fastest(_passes(work, tile, of_q, of_q, not of_q, fit)) for of_q in (True, False))
+        for for_pairs in (_bytes(work, 1, KEY_TILE), *(cap * i // 8 for i in range(1, 8))):
+            of_q, of_k = (fastest(_passes(work, tile, of_q, of_q, not of_q, cap, for_pairs)) for of_q in (True, False))
             ways.append((of_q[0] + of_k[0], of_q[1] + of_k[1]))
     return min(ways, key=lambda way: way[0])[1]
 
@@ -409,8 +407,7 @@ def _least_steps(work: Work, tile: ProductTile, times: int) -> float:
     """Returns the steps of all gradients if P and dS are computed so many times, and nothing else costs anything."""
     tiles = 2 * work.tiles * work.tiles_of_keys * work.seen
     widths = sums_of_row(work, tile.columns) + sums_of_key(work, tile.columns)
-    steps_of_p = -(-work.d_qk // 64) - (-work.d_v // 64) + _STEPS_OF_FINISH
-    return tiles * (times * steps_of_p + KEY_TILE // 64 * widths / 256 / tile.speed) / work.multiprocessors
+    return tiles * (times * _steps_of_pairs(work) + KEY_TILE // 64 * widths / 256 / tile.speed) / work.multiprocessors
 
 
 def _parts_of_entry(work: Work, tiles: Tiles, cap: int) -> Cut:

@@ -24,9 +24,7 @@ _OUTPUTS = {torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: 
 class Fp8Plan(NamedTuple):
     spec: ForwardWgmmaFp8
 
-    @property
-    def workspace_bytes(self) -> int:
-        return 0  # no bytes but those that blocks share
+    workspace_bytes = 0  # no bytes but those that blocks share
 
     @property
     def kernel(self) -> str:

@@ -225,8 +225,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     width = max(p.d_qk, p.d_v)
     if width > ROWS_HEAD_DIMS[-1]:
         return f"shared memory holds whole tiles of K and V of up to {ROWS_HEAD_DIMS[-1]} columns, not {width}"
-    reason = _not_known(flags, _ROWS_FIXED, "mma forward for small head dims")
-    if reason:
+    if reason := _not_known(flags, _ROWS_FIXED, "mma forward for small head dims"):
         return reason
     q_in_registers = flags["ENABLE_FFPA_PERSIST_Q_S2R"]
     if q_in_registers and width > _MOST_COLUMNS_OF_Q:
@@ -269,8 +268,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     """Plans a forward to which K and V come in steps along the head dim and along the keys."""
     if p.level == 1 and p.d_v > MOST_COLUMNS:
         return f"level 1 keeps O in registers, which hold {MOST_COLUMNS} columns of it and not {p.d_v}"
-    reason = _not_known(flags, _SPLIT_FIXED, "split-D mma forward")
-    if reason:
+    if reason := _not_known(flags, _SPLIT_FIXED, "split-D mma forward"):
         return reason
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
@@ -356,13 +354,8 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
         scratch = blocks * of_a_block // 4
-    settings = {
-        "resident_blocks": blocks,
-        "splits": plan.splits,
-        "stages": plan.stages,
-        "value_stages": plan.value_stages,
-    }
-    settings |= {"q_resident": plan.q_resident, "grid_of_heads": plan.grid_of_heads}
+    of_plan = "splits", "stages", "value_stages", "q_resident", "grid_of_heads"
+    settings = {name: getattr(plan, name) for name in of_plan} | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if plan.splits > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
     return Call(launches, scratch, partial)

@@ -48,13 +48,12 @@ class Dense:
     def __init__(self, batch: int, length: int):
         self.batch, self.length = batch, length
 
-    def load(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
+    def load(self, x: torch.Tensor, heads: slice, rows: Block, outside: float = 0) -> torch.Tensor:
         return x[self.batch, heads, rows[0] : rows[1]]
 
     def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
         x[self.batch, heads, rows[0] : rows[1]] = value
 
-    load_lse = load
     store_lse = store
 
 
@@ -64,29 +63,23 @@ class Packed:
     def __init__(self, start: torch.Tensor, true_length: torch.Tensor, bound: int, total: int):
         self.start, self.true_length, self.length, self.total = start, true_length, bound, total
 
-    def positions(self, rows: Block) -> torch.Tensor:
-        return torch.arange(rows[0], rows[1], device=self.start.device)
-
     def _index(self, rows: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        position = self.positions(rows)
-        return (self.start + position).clamp(0, self.total - 1), position < self.true_length
+        position = torch.arange(*rows, device=self.start.device)
+        return (self.start + position).clamp(0, self.total - 1), position >= self.true_length
 
-    def load(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
-        index, inside = self._index(rows)
-        return x[heads].index_select(1, index).masked_fill_(~inside[:, None], 0)
+    def load(self, x: torch.Tensor, heads: slice, rows: Block, outside: float = 0) -> torch.Tensor:
+        index, beyond = self._index(rows)
+        value = x[heads].index_select(1, index)
+        return value.masked_fill_(beyond.view(-1, *(1,) * (x.dim() - 2)), outside)
 
     def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
         """Adds values to zeros: rows outside add 0 to wherever their clamped index points, so no row is ever lost."""
-        index, inside = self._index(rows)
-        x[heads].index_add_(1, index, value.masked_fill(~inside[:, None], 0).to(x.dtype))
-
-    def load_lse(self, x: torch.Tensor, heads: slice, rows: Block) -> torch.Tensor:
-        index, inside = self._index(rows)
-        return x[heads].index_select(1, index).masked_fill_(~inside, -_INF)
+        index, beyond = self._index(rows)
+        x[heads].index_add_(1, index, value.masked_fill(beyond[:, None], 0).to(x.dtype))
 
     def store_lse(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
-        index, inside = self._index(rows)
-        value = value.masked_fill(~inside, -_INF)
+        index, beyond = self._index(rows)
+        value = value.masked_fill(beyond, -_INF)
         x[heads].scatter_reduce_(1, index.expand_as(value), value, "amax")
 
 
@@ -130,7 +123,7 @@ def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
-# ---- 8-bit tensors: a tile is loaded as the float32 that it means, and stored within what its type can hold ----
+# ---- 8-bit tensors: a tile is loaded as the float32 that it means ----
 
 
 def scale_by_block(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -158,19 +151,9 @@ class Dequantised:
     def __getitem__(self, at: tuple[int, slice, slice]) -> torch.Tensor:
         batch, heads, rows = at
         values = self.x[at].float()
-        return (
-            values if self.scale is None else values.mul_(row_scales(self.scale[batch, heads], (rows.start, rows.stop)))
-        )
-
-
-class Saturated:
-    """Stores values in x, cut to the largest number of its type, which may have no infinity."""
-
-    def __init__(self, x: torch.Tensor):
-        self.x, self.largest = x, torch.finfo(x.dtype).max
-
-    def __setitem__(self, at, value: torch.Tensor) -> None:
-        self.x[at] = value.clamp(-self.largest, self.largest)
+        if self.scale is not None:
+            values.mul_(row_scales(self.scale[batch, heads], (rows.start, rows.stop)))
+        return values
 
 
 # ---- one tile ----
@@ -183,9 +166,39 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, like: torch.dtype) -> torch.Tensor
     return torch.bmm(a.float(), b.float())
 
 
-def _fold(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Turns [n * G, rows, ...] into [n, G * rows, ...]."""
-    return x.reshape(n, -1, *x.shape[2:])
+class Tile(NamedTuple):
+    """Some key/value heads of a sequence, the query heads that share them, and some of the rows."""
+
+    seq: Sequence
+    heads: slice
+    heads_q: slice
+    rows: Block
+
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        """Loads [n, G * rows, D] of a tensor of the query side."""
+        return self._fold(self.seq.queries.load(x, self.heads_q, self.rows))
+
+    def load_lse(self, x: torch.Tensor) -> torch.Tensor:
+        return self._fold(self.seq.queries.load(x, self.heads_q, self.rows, outside=-_INF))[..., None]
+
+    def load_keys(self, x: torch.Tensor, keys: Block) -> torch.Tensor:
+        return self.seq.keys.load(x, self.heads, keys)
+
+    def store(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        if x.dtype.itemsize == 1:  # such a type may have no infinity
+            largest = torch.finfo(x.dtype).max
+            value = value.clamp(-largest, largest)
+        self.seq.queries.store(x, self.heads_q, self.rows, self.by_head(value))
+
+    def store_lse(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        self.seq.queries.store_lse(x, self.heads_q, self.rows, self.by_head(value).squeeze(-1))
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Turns [n, G * rows, D] into [n * G, rows, D]."""
+        return x.view(-1, self.rows[1] - self.rows[0], x.shape[-1])
+
+    def _fold(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(self.heads.stop - self.heads.start, -1, *x.shape[2:])
 
 
 def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
@@ -213,20 +226,10 @@ def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) ->
         lengths = seq.queries.length, seq.keys.length
         hidden = None
     distance = key - row if see.top_left else key - row - (lengths[1] - lengths[0])
-    for beyond in ([distance < -see.left] if see.left >= 0 else []) + (
-        [distance > see.right] if see.right >= 0 else []
-    ):
+    too_early = [distance < -see.left] if see.left >= 0 else []
+    for beyond in too_early + ([distance > see.right] if see.right >= 0 else []):
         hidden = beyond if hidden is None else hidden.logical_or_(beyond)
     return hidden
-
-
-def _mask_tile(seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor | None:
-    """Returns the mask of a tile, [H|1, rows|1, keys|1]."""
-    if seq.mask is None:
-        return None
-    mask = seq.mask[heads] if seq.mask.shape[0] > 1 else seq.mask
-    mask = mask[:, rows[0] : rows[1]] if mask.shape[1] > 1 else mask
-    return mask[:, :, keys[0] : keys[1]] if mask.shape[2] > 1 else mask
 
 
 def _cap(raw: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -235,15 +238,17 @@ def _cap(raw: torch.Tensor, rule: Rule) -> torch.Tensor:
     return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
 
 
-def _apply_masks(scores, rule: Rule, seq: Sequence, heads: slice, rows: Block, keys: Block) -> torch.Tensor:
+def _apply_masks(scores, rule: Rule, tile: Tile, keys: Block) -> torch.Tensor:
     """Adds the mask to scores [n, G * rows, keys] and puts -inf where a row may not see a key, in place."""
-    by_head = scores.view(-1, rows[1] - rows[0], keys[1] - keys[0])  # [H of the tile, rows, keys]
-    mask = _mask_tile(seq, heads, rows, keys)
+    by_head, mask = tile.by_head(scores), tile.seq.mask
+    if mask is not None:
+        parts = zip((tile.heads_q, slice(*tile.rows), slice(*keys)), mask.shape, strict=True)
+        mask = mask[tuple(part if size > 1 else slice(None) for part, size in parts)]
     if mask is not None and mask.dtype == torch.bool:
         by_head.masked_fill_(~mask, -_INF)
     elif mask is not None:
         by_head.add_(mask).masked_fill_(mask == -_INF, -_INF)  # -inf hides a pair, whatever its score is
-    hidden = _hidden(seq, rule.visibility, rows, keys, scores.device)
+    hidden = _hidden(tile.seq, rule.visibility, tile.rows, keys, scores.device)
     if hidden is not None:
         by_head.masked_fill_(hidden, -_INF)
     return scores
@@ -263,6 +268,19 @@ class Plan(NamedTuple):
 def _blocks(lo: int, hi: int, step: int) -> Iterator[Block]:
     for start in range(lo, hi, step):
         yield (start, min(start + step, hi))
+
+
+def _head_blocks(q, k, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Gives so many key/value heads at a time, with the query heads that share them."""
+    group = q.shape[-3] // k.shape[-3]
+    for h0, h1 in _blocks(0, k.shape[-3], heads):
+        yield slice(h0, h1), slice(h0 * group, h1 * group)
+
+
+def _tiles(q, k, seq: Sequence, plan: Plan) -> Iterator[Tile]:
+    for heads, heads_q in _head_blocks(q, k, plan.heads):
+        for rows in _blocks(0, seq.queries.length, plan.rows):
+            yield Tile(seq, heads, heads_q, rows)
 
 
 def _forward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
@@ -298,39 +316,34 @@ def _backward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
 
 def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: int) -> None:
     """Writes out and lse; both must come filled with what a row without keys gives (0, -inf)."""
-    group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
     for seq in sequences:
         plan = _forward_plan(cap, q, k, v, seq)
-        for h0, h1 in _blocks(0, heads_kv, plan.heads):
-            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
-            for rows in _blocks(0, seq.queries.length, plan.rows):
-                visible = _visible_keys(seq, rule.visibility, rows)
-                if visible[0] < visible[1]:
-                    _forward_rows(q, k, v, out, lse, seq, rule, heads, heads_q, rows, visible, plan)
+        for tile in _tiles(q, k, seq, plan):
+            visible = _visible_keys(seq, rule.visibility, tile.rows)
+            if visible[0] < visible[1]:
+                _forward_tile(q, k, v, out, lse, tile, rule, visible, plan.keys)
 
 
-def _forward_rows(q, k, v, out, lse, seq, rule, heads, heads_q, rows, visible, plan) -> None:
-    n, n_rows = heads.stop - heads.start, rows[1] - rows[0]
-    q_tile = _fold(seq.queries.load(q, heads_q, rows), n)
+def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, most_keys: int) -> None:
+    q_tile = tile.load(q)
     scores = torch.empty(*q_tile.shape[:2], visible[1] - visible[0], dtype=torch.float32, device=q.device)
-    for keys in _blocks(*visible, plan.keys):
-        part = scores[..., keys[0] - visible[0] : keys[1] - visible[0]]
-        part.copy_(_matmul(q_tile, seq.keys.load(k, heads, keys).mT, q.dtype))
-    _apply_masks(_cap(scores, rule), rule, seq, heads_q, rows, visible)
+    blocks = list(_blocks(*visible, most_keys))
+    for keys, part in zip(blocks, scores.split(most_keys, -1), strict=True):
+        part.copy_(_matmul(q_tile, tile.load_keys(k, keys).mT, q.dtype))
+    _apply_masks(_cap(scores, rule), rule, tile, visible)
 
     row_max = scores.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -_INF, 0.0)
     p = scores.sub_(row_max).exp_()
     row_sum = p.sum(-1, keepdim=True)
 
-    o = torch.zeros(n, q_tile.shape[1], v.shape[-1], dtype=torch.float32, device=q.device)
-    for keys in _blocks(*visible, plan.keys):
-        part = p[..., keys[0] - visible[0] : keys[1] - visible[0]]
-        o += _matmul(part, seq.keys.load(v, heads, keys), v.dtype)
+    o = torch.zeros(*q_tile.shape[:2], v.shape[-1], dtype=torch.float32, device=q.device)
+    for keys, part in zip(blocks, p.split(most_keys, -1), strict=True):
+        o += _matmul(part, tile.load_keys(v, keys), v.dtype)
     o.div_(row_sum.masked_fill(row_sum == 0, 1.0))
-    seq.queries.store(out, heads_q, rows, o.view(-1, n_rows, v.shape[-1]))
+    tile.store(out, o)
     if lse is not None:
-        seq.queries.store_lse(lse, heads_q, rows, (row_max + row_sum.log()).view(-1, n_rows))
+        tile.store_lse(lse, row_max + row_sum.log())
 
 
 # ---- backward ----
@@ -349,29 +362,24 @@ class _Gradients:
         self.far = lse.is_cuda or bool(_is_far(lse).any())  # nobody waits for a GPU to hear that no row is far
         self.largest, self.shares = torch.full_like(lse, -_INF), torch.zeros_like(lse)
 
-    def row_side(self, seq: Sequence, heads: slice, n: int, rows: Block):
+    def row_side(self, tile: Tile):
         """Gives q, dO: [n, G * rows, D]; reference (an LSE), delta = rowsum(dO * O) - dLSE, share: [n, G * rows, 1]."""
-        load, load_lse = seq.queries.load, seq.queries.load_lse
-        q, d_out, out = (_fold(load(x, heads, rows), n) for x in (self.q, self.grad_out, self.out))
-        lse = _fold(load_lse(self.lse, heads, rows), n)[..., None]
+        q, d_out, out = map(tile.load, (self.q, self.grad_out, self.out))
+        lse, largest, share = map(tile.load_lse, (self.lse, self.largest, self.shares))
         delta = (d_out.float() * out.float()).sum(-1, keepdim=True)
         if self.grad_lse is not None:
-            delta -= _fold(load_lse(self.grad_lse, heads, rows), n)[..., None]
+            delta -= tile.load_lse(self.grad_lse)
         # A row without keys passes on nothing, whatever it holds: P = exp(0 - inf) = 0.
         empty = lse == -_INF
         q, d_out, delta = (x.masked_fill(empty, 0) for x in (q, d_out, delta))
-        largest, share = (_fold(load_lse(x, heads, rows), n)[..., None] for x in (self.largest, self.shares))
         reference = lse.masked_fill(empty, _INF).where(largest == -_INF, largest)
         return q, d_out, reference, delta, share.clamp(min=0)
 
-    def key_side(self, seq: Sequence, heads: slice, keys: Block):
-        return seq.keys.load(self.k, heads, keys), seq.keys.load(self.v, heads, keys)
-
-    def scores_and_slope(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, q, k):
+    def scores_and_slope(self, tile: Tile, keys: Block, q, k):
         """Returns scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
         raw, rule = _matmul(q, k.mT, q.dtype), self.rule
         slope = raw.mul(rule.scale).div_(rule.softcap).cosh_().reciprocal_().square_() if rule.softcap else None
-        return _apply_masks(_cap(raw, rule), rule, seq, heads_q, rows, keys), slope
+        return _apply_masks(_cap(raw, rule), rule, tile, keys), slope
 
     def find_shares(self, seq: Sequence, plan: Plan) -> None:
         """Gives a far row whose keys are all here, as its LSE says that these make, a softmax of its own: its largest
@@ -380,24 +388,22 @@ class _Gradients:
         """
         if not self.far:
             return
-        group, heads_kv = self.q.shape[-3] // self.k.shape[-3], self.k.shape[-3]
-        for (h0, h1), rows in product(_blocks(0, heads_kv, plan.heads), _blocks(0, seq.queries.length, plan.rows)):
-            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
-            q, _, lse, *_ = self.row_side(seq, heads_q, h1 - h0, rows)
+        for tile in _tiles(self.q, self.k, seq, plan):
+            q, _, lse, *_ = self.row_side(tile)
             largest, total = torch.full_like(lse, torch.finfo(lse.dtype).min), torch.zeros_like(lse)
-            for keys in _blocks(*_visible_keys(seq, self.rule.visibility, rows), plan.keys):
-                scores, _ = self.scores_and_slope(seq, heads_q, rows, keys, q, seq.keys.load(self.k, heads, keys))
+            for keys in _blocks(*_visible_keys(seq, self.rule.visibility, tile.rows), plan.keys):
+                scores, _ = self.scores_and_slope(tile, keys, q, tile.load_keys(self.k, keys))
                 before, largest = largest, largest.maximum(scores.amax(-1, keepdim=True))
                 total = total * (before - largest).exp() + scores.sub_(largest).exp_().sum(-1, keepdim=True)
             share = total.log()
             own = ((largest + share - lse).abs() <= lse.abs() * _ROUNDINGS) & _is_far(lse)
-            for x, value in ((self.largest, largest.where(own, -_INF)), (self.shares, share.where(own, 0.0))):
-                seq.queries.store_lse(x, heads_q, rows, value.view(-1, rows[1] - rows[0]))
+            tile.store_lse(self.largest, largest.where(own, -_INF))
+            tile.store_lse(self.shares, share.where(own, 0.0))
 
-    def tile(self, seq: Sequence, heads_q: slice, rows: Block, keys: Block, row_side, key_side):
+    def pairs(self, tile: Tile, keys: Block, row_side, k, v):
         """Returns P, dS (of the score after softcap and mask), dS (of scale * q.k): [n, G * rows, keys], f32."""
-        (q, d_out, reference, delta, share), (k, v) = row_side, key_side
-        scores, slope = self.scores_and_slope(seq, heads_q, rows, keys, q, k)
+        q, d_out, reference, delta, share = row_side
+        scores, slope = self.scores_and_slope(tile, keys, q, k)
         p = scores.sub_(reference).clamp_(max=0).sub_(share).exp_()  # P above 1 would come from roundings
         d_score = _matmul(d_out, v.mT, v.dtype).sub_(delta).mul_(p)
         return p, d_score, d_score if slope is None else slope.mul_(d_score)
@@ -406,18 +412,17 @@ class _Gradients:
 def backward(grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, sequences, rule: Rule, cap: int) -> None:
     """Adds dq, dk, dv to zeros. It needs out and lse of whole rows, which may be merged from several calls."""
     grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
-    group, heads_kv = q.shape[-3] // k.shape[-3], k.shape[-3]
     for seq in sequences:
         plan = _backward_plan(cap, q, k, v, seq)
         grads.find_shares(seq, plan)
         whole_rows = plan.keys >= seq.keys.length
-        for h0, h1 in _blocks(0, heads_kv, plan.heads):
-            heads, heads_q = slice(h0, h1), slice(h0 * group, h1 * group)
+        for heads, heads_q in _head_blocks(q, k, plan.heads):
+            tiles = [Tile(seq, heads, heads_q, rows) for rows in _blocks(0, seq.queries.length, plan.rows)]
             for keys in _blocks(0, seq.keys.length, plan.keys):
-                _key_gradients(grads, seq, heads, heads_q, keys, plan, dk, dv, dq if whole_rows else None)
+                _key_gradients(grads, seq, heads, tiles, keys, dk, dv, dq if whole_rows else None)
             if not whole_rows:
-                for rows in _blocks(0, seq.queries.length, plan.rows):
-                    _query_gradients(grads, seq, heads, heads_q, rows, plan, dq)
+                for tile in tiles:
+                    _query_gradients(grads, tile, plan.keys, dq)
 
 
 def _meet(seq: Sequence, see: Visibility, rows: Block, keys: Block) -> bool:
@@ -425,33 +430,31 @@ def _meet(seq: Sequence, see: Visibility, rows: Block, keys: Block) -> bool:
     return max(lo, keys[0]) < min(hi, keys[1])
 
 
-def _key_gradients(grads: _Gradients, seq, heads, heads_q, keys, plan, dk, dv, dq) -> None:
+def _key_gradients(grads: _Gradients, seq, heads, tiles: list[Tile], keys, dk, dv, dq) -> None:
     """Computes dk, dv of a block of keys; with dq given the block holds all keys, and dq comes along."""
-    n, scale = heads.stop - heads.start, grads.rule.scale
-    key_side = grads.key_side(seq, heads, keys)
-    sum_k, sum_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in key_side)
-    for rows in _blocks(0, seq.queries.length, plan.rows):
-        if not _meet(seq, grads.rule.visibility, rows, keys):
+    scale = grads.rule.scale
+    k, v = (seq.keys.load(x, heads, keys) for x in (grads.k, grads.v))
+    sum_k, sum_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    for tile in tiles:
+        if not _meet(seq, grads.rule.visibility, tile.rows, keys):
             continue
-        q, d_out, *_ = row_side = grads.row_side(seq, heads_q, n, rows)
-        p, _, ds = grads.tile(seq, heads_q, rows, keys, row_side, key_side)
-        sum_v += _matmul(p.mT, d_out, grads.v.dtype)
-        sum_k += _matmul(ds.mT, q, grads.q.dtype)
+        q, d_out, *_ = row_side = grads.row_side(tile)
+        p, _, ds = grads.pairs(tile, keys, row_side, k, v)
+        sum_v += _matmul(p.mT, d_out, v.dtype)
+        sum_k += _matmul(ds.mT, q, q.dtype)
         if dq is not None:
-            tile_dq = _matmul(ds, key_side[0], grads.q.dtype).mul_(scale)
-            seq.queries.store(dq, heads_q, rows, tile_dq.view(-1, rows[1] - rows[0], dq.shape[-1]))
+            tile.store(dq, _matmul(ds, k, q.dtype).mul_(scale))
     seq.keys.store(dk, heads, keys, sum_k.mul_(scale))
     seq.keys.store(dv, heads, keys, sum_v)
 
 
-def _query_gradients(grads: _Gradients, seq, heads, heads_q, rows, plan, dq) -> None:
-    n = heads.stop - heads.start
-    row_side = grads.row_side(seq, heads_q, n, rows)
+def _query_gradients(grads: _Gradients, tile: Tile, most_keys: int, dq) -> None:
+    row_side = grads.row_side(tile)
     sum_q = torch.zeros(row_side[0].shape, dtype=torch.float32, device=dq.device)
-    for keys in _blocks(*_visible_keys(seq, grads.rule.visibility, rows), plan.keys):
-        k, _ = key_side = grads.key_side(seq, heads, keys)
-        sum_q += _matmul(grads.tile(seq, heads_q, rows, keys, row_side, key_side)[2], k, grads.q.dtype)
-    seq.queries.store(dq, heads_q, rows, sum_q.mul_(grads.rule.scale).view(-1, rows[1] - rows[0], dq.shape[-1]))
+    for keys in _blocks(*_visible_keys(tile.seq, grads.rule.visibility, tile.rows), most_keys):
+        k, v = tile.load_keys(grads.k, keys), tile.load_keys(grads.v, keys)
+        sum_q += _matmul(grads.pairs(tile, keys, row_side, k, v)[2], k, grads.q.dtype)
+    tile.store(dq, sum_q.mul_(grads.rule.scale))
 
 
 def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rule, cap: int) -> None:
@@ -461,40 +464,28 @@ def mask_gradient(grad_out, grad_lse, q, k, v, out, lse, mask, d_mask, rule: Rul
     """
     grads = _Gradients(grad_out, grad_lse, q, k, v, out, lse, rule)
     sequences = list(dense_sequences(q, k, mask))
-    if not sequences or not sequences[0].queries.length or not sequences[0].keys.length:
+    sizes = len(sequences), k.shape[1], q.shape[2], k.shape[2]
+    if 0 in sizes:
         return
-    group, heads_kv = q.shape[1] // k.shape[1], k.shape[1]
     plan = _backward_plan(cap, q, k, v, sequences[0])
     for seq in sequences:
         grads.find_shares(seq, plan)
-    one_batch, one_head, one_row, one_key = (size == 1 for size in mask.shape)
-
-    def sharers(length: int, step: int, shared: bool) -> list[tuple[Block, list[Block]]]:
-        """Returns pairs of a block of the mask and the blocks of rows (or keys) that share it."""
+    group = q.shape[1] // k.shape[1]
+    shared = [dim for dim, size in enumerate(mask.shape[1:]) if size == 1]
+    # For each dim there are blocks of the mask, each with the blocks of batch entries, heads, rows or keys that share it.
+    sharers = []
+    for length, step, of_mask in zip(sizes, (1, 1, plan.rows, plan.keys), mask.shape, strict=True):
         blocks = list(_blocks(0, length, step))
-        return [((0, 1), blocks)] if shared else [(block, [block]) for block in blocks]
-
-    batches = sharers(len(sequences), 1, one_batch)
-    head_groups = sharers(heads_kv, 1, one_head)
-    for mask_batch, in_batches in batches:
-        for mask_heads, in_heads in head_groups:
-            for mask_rows, in_rows in sharers(sequences[0].queries.length, plan.rows, one_row):
-                for mask_keys, in_keys in sharers(sequences[0].keys.length, plan.keys, one_key):
-                    at = (
-                        mask_batch[0],
-                        slice(0, 1) if one_head else slice(mask_heads[0] * group, mask_heads[1] * group),
-                        slice(*mask_rows),
-                        slice(*mask_keys),
-                    )
-                    total = torch.zeros(d_mask[at].shape, dtype=torch.float32, device=q.device)
-                    for (b, _), (h, _), rows, keys in product(in_batches, in_heads, in_rows, in_keys):
-                        seq = sequences[b]
-                        if not _meet(seq, rule.visibility, rows, keys):
-                            continue
-                        heads, heads_q = slice(h, h + 1), slice(h * group, (h + 1) * group)
-                        row_side = grads.row_side(seq, heads_q, 1, rows)
-                        _, ds, _ = grads.tile(seq, heads_q, rows, keys, row_side, grads.key_side(seq, heads, keys))
-                        ds = ds.view(group, rows[1] - rows[0], keys[1] - keys[0])
-                        shared = [dim for dim, one in enumerate((one_head, one_row, one_key)) if one]
-                        total += ds.sum(shared, keepdim=True) if shared else ds
-                    d_mask[at] = total
+        sharers.append([((0, 1), blocks)] if of_mask == 1 else [(block, [block]) for block in blocks])
+    for (batch, in_batches), (heads, in_heads), (rows, in_rows), (keys, in_keys) in product(*sharers):
+        mask_heads = slice(0, 1) if mask.shape[1] == 1 else slice(heads[0] * group, heads[1] * group)
+        at = batch[0], mask_heads, slice(*rows), slice(*keys)
+        total = torch.zeros(d_mask[at].shape, dtype=torch.float32, device=q.device)
+        for (b, _), (h, _), tile_rows, tile_keys in product(in_batches, in_heads, in_rows, in_keys):
+            if _meet(sequences[b], rule.visibility, tile_rows, tile_keys):
+                tile = Tile(sequences[b], slice(h, h + 1), slice(h * group, (h + 1) * group), tile_rows)
+                k_tile, v_tile = tile.load_keys(k, tile_keys), tile.load_keys(v, tile_keys)
+                _, ds, _ = grads.pairs(tile, tile_keys, grads.row_side(tile), k_tile, v_tile)
+                ds = tile.by_head(ds)
+                total += ds.sum(shared, keepdim=True) if shared else ds
+        d_mask[at] = total

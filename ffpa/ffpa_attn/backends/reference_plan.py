@@ -27,7 +27,6 @@ class ReferencePlan(NamedTuple):
             if lse is not None:
                 lse.fill_(-float("inf"))
             q, k, v = map(reference.Dequantised, (q, k, v), scales)
-            out = reference.Saturated(out) if out.dtype.itemsize == 1 else out
             reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), rule, workspace_cap)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
