@@ -405,7 +405,7 @@ def test_wrong_numbers_are_found(monkeypatch):
             run(plan, direction, q, k, v, out, *rest)
             change(q, out)
 
-        monkeypatch.setattr(ops, "_run", spoiling)
+        monkeypatch.setattr(ops, "run", spoiling)
         return campaign.outcome(p)[0]
 
     def raises(q, out):

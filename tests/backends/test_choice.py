@@ -263,7 +263,7 @@ class TestWarnings:
 class TestExplain:
     def test_what_explain_says_is_what_runs(self, monkeypatch, device):
         ran, run = [], ops.run
-        monkeypatch.setattr(ops, "_run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
+        monkeypatch.setattr(ops, "run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
         x = q(device=device)
         for options in (
             {},
@@ -333,7 +333,7 @@ class TestExplain:
         assert explain(x, x, x, direction="backward").problem.direction == "backward"
 
     def test_runs_nothing(self, monkeypatch):
-        monkeypatch.setattr(ops, "_run", None)
+        monkeypatch.setattr(ops, "run", None)
         explain(q(), q(), q(), mask=torch.ones(16, 16, dtype=torch.bool), layout="BHND", scale=2.0)
 
 

@@ -46,7 +46,7 @@ def path(request, monkeypatch) -> str:
             pytest.skip("this GPU has no 8-bit floats")
         if device == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(ops, "_run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args)))
+    monkeypatch.setattr(ops, "run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args)))
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     yield request.param
     if request.param != "reference":
@@ -384,7 +384,7 @@ def test_rows_of_scales():
 
 def test_what_the_kernel_is_given(monkeypatch):
     calls = []
-    monkeypatch.setattr(ops, "_run", lambda *args: calls.append(args))
+    monkeypatch.setattr(ops, "run", lambda *args: calls.append(args))
     monkeypatch.setattr(choice.triton_attention, "why_not", lambda: None)
     monkeypatch.setenv("FFPA_BACKEND", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
