@@ -263,7 +263,7 @@ class TestWarnings:
 class TestExplain:
     def test_what_explain_says_is_what_runs(self, monkeypatch, device):
         ran, run = [], ops.run
-        monkeypatch.setattr(ops, "run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args)))
+        monkeypatch.setattr(ops, "run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args))[1])
         x = q(device=device)
         for options in (
             {},

@@ -46,7 +46,7 @@ def path(request, monkeypatch) -> str:
             pytest.skip("this GPU has no 8-bit floats")
         if device == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(ops, "run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args)))
+    monkeypatch.setattr(ops, "run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args))[1])
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     yield request.param
     if request.param != "reference":

@@ -24,13 +24,13 @@ class SdpaPlan(NamedTuple):
     specs = ()
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
-        result = self.fresh(rule, q, k, v)
+        result = self.fresh(q, k, v, rule, workspace_cap, memo)
         if result is None:
             return ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
         with PlainTorch(q.device):
             out.copy_(result)
 
-    def fresh(self, rule, q, k, v) -> torch.Tensor | None:
+    def fresh(self, q, k, v, rule, workspace_cap: int, memo: dict) -> torch.Tensor | None:
         """Returns SDPA's own tensor, or None where it would materialise N^2."""
         causal = rule.visibility.right == 0
         # Global switches decide which backend it takes, so ask at every call.

@@ -81,7 +81,7 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
 
     def run(q, k, v):
         try:
-            fresh = plan.fresh and plan.fresh(q, k, v)
+            fresh = ops.run(plan, "fresh", q, k, v) if plan.gives_fresh else None
             if fresh is not None:
                 return fresh.contiguous()
             out, lse = make(q)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,7 +65,7 @@ class Plan(NamedTuple):
     lse_shape: tuple
     workspace_cap: int
     memo: dict  # what a backend keeps for itself between calls
-    fresh: Callable | None  # gives a result of its own making, or None, for q, k and v
+    gives_fresh: bool  # whether the backend may give a result of its own making
 
 
 _MOST_PLANS = 4096
@@ -88,9 +86,8 @@ def _decide(form, direction, q, k, v, options, flags) -> Plan:
         progress.say(f"ffpa_attn: {choice}")
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
-    fresh = getattr(choice.plan, "fresh", None)
-    fresh = fresh and partial(fresh, rule)
-    return Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, flags["FFPA_WORKSPACE_MB"] << 20, {}, fresh)
+    cap, gives_fresh = flags["FFPA_WORKSPACE_MB"] << 20, hasattr(choice.plan, "fresh")
+    return Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, cap, {}, gives_fresh)
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
@@ -116,8 +113,9 @@ def _frames_to_the_caller() -> int:
     return level
 
 
-def run(plan: Plan, direction: str, *call) -> None:
-    getattr(plan.choice.plan, direction)(*call, plan.rule, plan.workspace_cap, plan.memo)
+def run(plan: Plan, what: str, *call) -> torch.Tensor | None:
+    """Does what the plan's method of this name does."""
+    return getattr(plan.choice.plan, what)(*call, plan.rule, plan.workspace_cap, plan.memo)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -148,7 +146,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
     try:
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-        fresh = plan.fresh(*map(form.heads_first, (q, k, v))) if out is None and plan.fresh else None
+        fresh = run(plan, "fresh", *map(form.heads_first, (q, k, v))) if out is None and plan.gives_fresh else None
         if fresh is not None:
             return form.heads_first(fresh).contiguous(), lse
         out = q.new_empty(plan.out_shape) if out is None else out
