@@ -73,9 +73,9 @@ std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::strin
 py::dict take_report() {
   const emu::Report report = emu::take_session_report();
   int64_t wavefronts = 0, ideal = 0;
-  for (const emu::BankConflicts& entry : report.bank_conflicts) {
-    wavefronts += entry.wavefronts;
-    ideal += entry.ideal_wavefronts;
+  for (const auto& [instruction, conflicts] : report.bank_conflicts) {
+    wavefronts += conflicts.wavefronts;
+    ideal += conflicts.ideal_wavefronts;
   }
   return py::dict(py::arg("mma") = report.counters.mma, py::arg("wgmma") = report.counters.wgmma,
                   py::arg("barriers") = report.counters.barriers, py::arg("blocks") = report.counters.blocks,

@@ -112,11 +112,6 @@ FFPA_DEVICE void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// prefetch.tensormap: fetches the descriptor, which the first copy would otherwise wait for.
-FFPA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // fence.proxy.async: makes the writes to shared memory that this thread made through the generic proxy (st.shared,
 // stmatrix) visible to its later wgmma and bulk copies. `.shared::cta` is enough, and a full fence costs more.
 FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,21 +1,16 @@
-// Runs a grid on the emulator.
+// What a program around the emulator needs: the options of its launches, and what they found.
 #pragma once
 
-#include <functional>
-
-#include "ptx/emulated/machine/machine.h"
+#include "ptx/emulated/machine/global_memory.h"
+#include "ptx/emulated/machine/options.h"
+#include "ptx/emulated/machine/report.h"
 
 namespace ffpa::emu {
 
-// Runs `kernel` once for every CUDA thread of the grid, and returns what happened. It never throws, aborts or hangs,
-// whatever the kernel does; after a failure the results in global memory are incomplete.
-Report run_grid(const GridShape& shape, const std::function<void()>& kernel, const Options& options);
-
-// The options of launches that bring none of their own (all of them, through launch/launch.cuh), and the sum of their
-// reports.
-Options current_options();
+// The options of all launches from now on.
 void set_current_options(const Options& options);
-void add_to_session(const Report& report);
-Report take_session_report();  // also starts a new report
+
+// Returns the sum of the reports of all launches since the last call.
+Report take_session_report();
 
 }  // namespace ffpa::emu
