@@ -382,8 +382,6 @@ def tma_box(sizes, strides, box, start, swizzled):
 def tma(rank, inner, start, swizzled=True):
     if rank == 2:
         return tma_box([40, 21], [1, 48], [inner, 16], start, swizzled)
-    if rank == 3:
-        return tma_box([40, 7, 3], [1, 48, 7 * 48], [inner, 4, 2], start, swizzled)
     return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
 
 
@@ -507,11 +505,8 @@ EXACT = {
     "tma_load_2d/swizzle_32": tma(2, 16, [8, 2]),
     "tma_load_2d/swizzle_64": tma(2, 32, [16, 9]),
     "tma_load_2d/swizzle_128": tma(2, 64, [-8, 1]),
-    "tma_load_3d/inside": tma(3, 24, [8, 2, 1], swizzled=False),
-    "tma_load_3d/outside": tma(3, 32, [24, 5, 2]),
     "tma_load_4d/inside": tma(4, 24, [8, 2, 0, 0], swizzled=False),
     "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
-    "tma_load_3d_multicast": multicast,
     "tma_load_4d_multicast": multicast,
     "copy_to_block": swap,
     "tma_store_2d/inside": tma_store(2, 24, [8, 2], swizzled=False),

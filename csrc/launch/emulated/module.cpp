@@ -21,16 +21,11 @@ namespace {
 
 using MemoryTuple = std::tuple<uintptr_t, size_t, bool>;  // address, bytes, whether a kernel may write them
 
-emu::Accumulation accumulation_of(int arch, bool exact) {
-  if (!exact) return emu::Accumulation::kPlain;
-  return arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
-}
-
 void configure(int arch, uint64_t seed, bool exact, int os_threads) {
   emu::Options options;
   options.arch = arch;
   options.seed = seed;
-  options.accumulation = accumulation_of(arch, exact);
+  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
   options.os_threads = os_threads;
   emu::set_current_options(options);
 }

@@ -38,19 +38,9 @@ inline void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_
   emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1}, emu::kOwnBlock, site);
 }
 
-inline void tma_load_3d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
-                        CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2}, emu::kOwnBlock, site);
-}
-
 inline void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
                         int c3, CallSite site = CallSite()) {
   emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, emu::kOwnBlock, site);
-}
-
-inline void tma_load_3d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
-                                  int c1, int c2, uint16_t block_mask, CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2}, block_mask, site);
 }
 
 inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,

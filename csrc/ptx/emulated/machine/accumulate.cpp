@@ -8,7 +8,6 @@
 #endif
 #include <vector>
 
-#include "base/math.h"
 #include "base/types.h"
 
 namespace ffpa::emu {
@@ -32,7 +31,7 @@ Unpacked unpack(float value) {
     magnitude |= 1 << Unpacked::kFraction;
     result.exponent = biased_exponent - 127;
   } else {  // subnormal: normalise it
-    const int leading_zeros = Unpacked::kFraction - ilog2(magnitude);
+    const int leading_zeros = __builtin_clz(uint32_t(magnitude)) - (31 - Unpacked::kFraction);
     magnitude <<= leading_zeros;
     result.exponent = -126 - leading_zeros;
   }

@@ -3,12 +3,10 @@
 
 #include <cstdint>
 
-#include "ptx/emulated/machine/options.h"
+#include "ptx/emulated/machine/run.h"
 #include "ptx/emulated/mma.cuh"
 
 namespace ffpa::emu {
-
-enum class AccumulatorType { kFloat, kHalf };
 
 inline constexpr int kMostDepth = 32;
 
@@ -25,5 +23,10 @@ float to_float(InputType type, uint16_t bits);
 
 // Computes tile.c += tile.a · tile.b. Half accumulators are left as values that a half can hold.
 void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model);
+
+// Fragment maps of m16n8k16, with g = lane / 4 and t = lane % 4. wgmma uses the same maps for each warp's 16 rows.
+void scatter_a_fragment(MmaTile& tile, int lane, const uint32_t* a, InputType type);
+void scatter_c_fragment(MmaTile& tile, int lane, const float* d);
+void gather_c_fragment(const MmaTile& tile, int lane, float* d);
 
 }  // namespace ffpa::emu

@@ -77,7 +77,7 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const std::vector<int
     fail("tma", site, "a store to a negative coordinate");
   }
   if (coordinates[0] * kBoxElementBytes % 16 != 0) {
-    fail("tma", site, format("a store from column %d on, which is not a multiple of 16 bytes", coordinates[0]));
+    fail("tma", site, "a store from column %d on, which is not a multiple of 16 bytes", coordinates[0]);
   }
   Lane& lane = *current;
   shared_pointer({*lane.block, source, box_bytes(spec)}, kSourceAlignment, instruction);
@@ -118,9 +118,9 @@ void check_bulk_stores_at_exit(const Lane& lane) {
     const BulkStore& store = machine->bulk_stores[id];
     if (store.step != BulkStep::kIssued) continue;
     const bool committed = store.group < lane.open_store_group;
-    report_error("exit", "s" + to_string(store.site), store.site,
-                 format("a thread exits while its TMA store issued at %s may still read shared memory (%s)",
-                        to_string(store.site).c_str(), committed ? "no wait for its group" : "it is in no group"));
+    report_error("exit", store.site,
+                 "a thread exits while its TMA store issued at %s may still read shared memory (%s)",
+                 to_string(store.site).c_str(), committed ? "no wait for its group" : "it is in no group");
   }
 }
 
@@ -141,9 +141,8 @@ void check_against_bulk_stores(uintptr_t address, uint32_t bytes, GlobalProxy pr
     const char* missing = what_is_missing(store, *current, proxy);
     if (!missing) return;
     fail("race", instruction.site,
-         format("%s: of the %u bytes at %p some are those of the TMA store issued at %s by thread %d (%s)",
-                instruction.name, bytes, reinterpret_cast<void*>(address), to_string(store.site).c_str(),
-                store.lane->thread, missing));
+         "%s: of the %u bytes at %p some are those of the TMA store issued at %s by thread %d (%s)", instruction.name,
+         bytes, reinterpret_cast<void*>(address), to_string(store.site).c_str(), store.lane->thread, missing);
   });
 }
 

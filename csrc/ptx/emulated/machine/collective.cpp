@@ -11,9 +11,8 @@ bool arrive_at_collective(const Instruction& op, void* arguments) {
   if (!warp.arrived) {
     warp.op = op;
   } else if (!(warp.op == op)) {
-    fail("divergence", op.site,
-         format("this lane executes %s while lanes %08x of its warp wait in %s at %s", op.name, warp.arrived,
-                warp.op.name, to_string(warp.op.site).c_str()));
+    fail("divergence", op.site, "this lane executes %s while lanes %08x of its warp wait in %s at %s", op.name,
+         warp.arrived, warp.op.name, to_string(warp.op.site).c_str());
   }
   warp.arguments[lane.index] = arguments;
   warp.arrived |= 1u << lane.index;

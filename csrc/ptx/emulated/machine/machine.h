@@ -16,8 +16,8 @@
 #include "ptx/emulated/machine/bulk_store.h"
 #include "ptx/emulated/machine/context_switch.h"
 #include "ptx/emulated/machine/global_memory.h"
-#include "ptx/emulated/machine/options.h"
 #include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/run.h"
 #include "ptx/emulated/machine/wgmma.h"
 #include "ptx/launch_types.h"
 
@@ -200,8 +200,8 @@ struct ClusterState {
   uint64_t random_state = 1;
   int64_t steps = 0;
 
-  std::vector<std::function<void()>>
-      async_work;  // TMA loads and copies to another block in flight, mbarrier phases that wait for cp.async alone
+  // TMA loads and copies to another block in flight, and mbarrier phases that wait for cp.async alone.
+  std::vector<std::function<void()>> async_work;
   uint32_t async_time = 0;             // kAsyncAgent's time
   std::vector<BulkStore> bulk_stores;  // all stores of the cluster, in the order of issue
   GlobalMarks bulk_footprint;          // 1 + the bulk store that last wrote there
@@ -233,11 +233,11 @@ struct Machine : ClusterState {
 inline thread_local Machine* machine __attribute__((tls_model("initial-exec"))) = nullptr;
 inline thread_local Lane* current __attribute__((tls_model("initial-exec"))) = nullptr;
 
-// Records an error and goes on. Errors of the same kind and key are counted, not repeated.
-void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message);
+// Records an error and goes on. Errors of one kind, place and pattern are counted, not repeated.
+void report_error(const char* kind, CallSite site, const char* pattern, ...) __attribute__((format(printf, 3, 4)));
 
 // Records an error of the current lane and gives up the run: the error leaves no sensible way to go on.
-[[noreturn]] void fail(const char* kind, CallSite site, const std::string& message);
+[[noreturn]] void fail(const char* kind, CallSite site, const char* pattern, ...) __attribute__((format(printf, 3, 4)));
 
 // Fails with "unsupported" unless the emulated GPU is of sm_90 or later.
 void require_sm90(const Instruction& instruction);
@@ -245,7 +245,7 @@ void require_sm90(const Instruction& instruction);
 // Counts one emulated instruction, so that endless loops end.
 inline void count_step(CallSite site) {
   if (++machine->steps > machine->options.max_steps) {
-    fail("hang", site, format("more than %lld emulated instructions", (long long)machine->options.max_steps));
+    fail("hang", site, "more than %lld emulated instructions", (long long)machine->options.max_steps);
   }
 }
 

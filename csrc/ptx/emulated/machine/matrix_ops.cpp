@@ -1,9 +1,8 @@
-#include "ptx/emulated/machine/matrix_ops.h"
-
 #include <cstring>
 
 #include "base/types.h"
 #include "ptx/emulated/ldmatrix.cuh"
+#include "ptx/emulated/machine/accumulate.h"
 #include "ptx/emulated/machine/collective.h"
 #include "ptx/emulated/machine/shared_memory.h"
 #include "ptx/emulated/mma.cuh"
@@ -52,28 +51,6 @@ void scatter_b_fragment(MmaTile& tile, int lane, const uint32_t* b, InputType ty
   }
 }
 
-// Works on 4 float accumulators of each lane.
-void multiply_fragments(InputType input, AccumulatorType accumulator, float* d, const uint32_t* a, uint32_t b0,
-                        uint32_t b1, CallSite site) {
-  struct Arguments {
-    float* d;
-    const uint32_t* a;
-    uint32_t b[2];
-  } arguments{d, a, {b0, b1}};
-  collective({"mma.sync", site}, &arguments, [&](Warp& warp) {
-    MmaTile tile;
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      const auto& mine = arguments_of<Arguments>(warp, lane);
-      scatter_a_fragment(tile, lane, mine.a, input);
-      scatter_b_fragment(tile, lane, mine.b, input);
-      scatter_c_fragment(tile, lane, mine.d);
-    }
-    multiply_accumulate(tile, accumulator, machine->options.accumulation);
-    for (int lane = 0; lane < kWarpSize; ++lane) gather_c_fragment(tile, lane, arguments_of<Arguments>(warp, lane).d);
-    ++machine->report.counters.mma;
-  });
-}
-
 }  // namespace
 
 // Register a[r] holds row g + 8·(r % 2), k = 2t + 8·(r / 2) and the next k.
@@ -97,8 +74,25 @@ void gather_c_fragment(const MmaTile& tile, int lane, float* d) {
   for (int value = 0; value < 4; ++value) d[value] = tile.c[g + 8 * (value / 2)][2 * t + value % 2];
 }
 
-void mma_m16n8k16(InputType input, float* d, const uint32_t* a, uint32_t b0, uint32_t b1, CallSite site) {
-  multiply_fragments(input, AccumulatorType::kFloat, d, a, b0, b1, site);
+void mma_m16n8k16(InputType input, AccumulatorType accumulator, float* d, const uint32_t* a, uint32_t b0, uint32_t b1,
+                  CallSite site) {
+  struct Arguments {
+    float* d;
+    const uint32_t* a;
+    uint32_t b[2];
+  } arguments{d, a, {b0, b1}};
+  collective({"mma.sync", site}, &arguments, [&](Warp& warp) {
+    MmaTile tile;
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      const auto& mine = arguments_of<Arguments>(warp, lane);
+      scatter_a_fragment(tile, lane, mine.a, input);
+      scatter_b_fragment(tile, lane, mine.b, input);
+      scatter_c_fragment(tile, lane, mine.d);
+    }
+    multiply_accumulate(tile, accumulator, machine->options.accumulation);
+    for (int lane = 0; lane < kWarpSize; ++lane) gather_c_fragment(tile, lane, arguments_of<Arguments>(warp, lane).d);
+    ++machine->report.counters.mma;
+  });
 }
 
 }  // namespace ffpa::emu
@@ -143,7 +137,7 @@ void stmatrix_x4(uint32_t row_smem, const uint32_t (&tile)[4], CallSite site) {
 void mma_m16n8k16_f16(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, CallSite site) {
   float values[4];
   for (int i = 0; i < 4; ++i) values[i] = to_float(InputType::kHalf, uint16_t(d[i / 2] >> 16 * (i % 2)));
-  multiply_fragments(InputType::kHalf, AccumulatorType::kHalf, values, a, b0, b1, site);
+  mma_m16n8k16(InputType::kHalf, AccumulatorType::kHalf, values, a, b0, b1, site);
   for (int h = 0; h < 2; ++h) {
     d[h] = pack_bits(half_from_float(values[2 * h]).bits, half_from_float(values[2 * h + 1]).bits);
   }

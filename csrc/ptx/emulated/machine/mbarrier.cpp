@@ -31,7 +31,7 @@ void complete_phase_if_due(Mbarrier& barrier) {
 Mbarrier& find_open_mbarrier(uint32_t address, const Instruction& instruction) {
   Mbarrier& barrier = find_mbarrier(address, instruction);
   if (barrier.pending_arrivals == barrier.copy_arrivals.size()) {
-    fail("mbarrier", instruction.site, format("more than %u arrivals in one phase", barrier.expected_arrivals));
+    fail("mbarrier", instruction.site, "more than %u arrivals in one phase", barrier.expected_arrivals);
   }
   return barrier;
 }
@@ -55,7 +55,7 @@ void arrive(uint32_t address, uint32_t expected_bytes, CallSite site) {
   Mbarrier& barrier = find_open_mbarrier(address, {"mbarrier.arrive", site});
   Warp& warp = *current->warp;
   if (has_exited(*barrier.block)) {
-    fail("cluster", site, format("mbarrier.arrive in block rank %d, which has exited", barrier.block->rank));
+    fail("cluster", site, "mbarrier.arrive in block rank %d, which has exited", barrier.block->rank);
   }
   barrier.pending_bytes += expected_bytes;
   --barrier.pending_arrivals;
@@ -75,15 +75,14 @@ Mbarrier& find_mbarrier(uint32_t address, const Instruction& instruction) {
   shared_pointer({block, address, kMbarrierBytes}, kMbarrierBytes, instruction);
   const auto entry = block.mbarriers.find(address & kOffsetMask);
   if (entry == block.mbarriers.end()) {
-    fail("mbarrier", site,
-         format("%s: there is no initialised mbarrier at 0x%x", instruction.name, address & kOffsetMask));
+    fail("mbarrier", site, "%s: there is no initialised mbarrier at 0x%x", instruction.name, address & kOffsetMask);
   }
   Mbarrier& barrier = entry->second;
   const Warp& warp = *current->warp;
   if (barrier.initialising_warp != warp.cluster_id &&
       barrier.initialised_at > warp.clock.at[barrier.initialising_warp]) {
-    report_error("race", "mbarrier" + to_string(site), site,
-                 format("mbarrier used at %s without a barrier after its initialisation", to_string(site).c_str()));
+    report_error("race", site, "mbarrier used at %s without a barrier after its initialisation",
+                 to_string(site).c_str());
   }
   return barrier;
 }
@@ -103,7 +102,7 @@ void complete_bytes(Block& block, uint32_t barrier, uint32_t bytes, const Vector
 uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site) {
   require_sm90({"mapa", site});
   if (rank >= machine->blocks.size()) {
-    fail("cluster", site, format("mapa: there is no block rank %u in this cluster", rank));
+    fail("cluster", site, "mapa: there is no block rank %u in this cluster", rank);
   }
   return (address & kOffsetMask) | (rank + 1) << 24;
 }
@@ -159,9 +158,9 @@ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site) {
   }
   const int64_t phases = barrier.completed_phases - phases_before;
   if (phases > 1) {
-    report_error("mbarrier", to_string(site), site,
-                 format("the waiter at %s slept through %lld phases: on a GPU its parity may never come again",
-                        to_string(site).c_str(), (long long)phases));
+    report_error("mbarrier", site,
+                 "the waiter at %s slept through %lld phases: on a GPU its parity may never come again",
+                 to_string(site).c_str(), (long long)phases);
   }
   lane.warp->clock.join(barrier.completed);
   maybe_preempt();

@@ -39,7 +39,7 @@ void copy_async(uint32_t destination, const void* source, uint32_t bytes, int so
   const SharedRange target{*lane.block, destination, bytes};
   shared_pointer(target, bytes, instruction);
   if (source_bytes < 0 || source_bytes > int(bytes)) {
-    fail("misaligned", site, format("cp.async: a source size of %d for a copy of %u bytes", source_bytes, bytes));
+    fail("misaligned", site, "cp.async: a source size of %d for a copy of %u bytes", source_bytes, bytes);
   }
   check_global(source, source_bytes, bytes, Access::kReadOnly, instruction);
   machine->report.counters.bytes_global_to_shared += source_bytes;
@@ -122,23 +122,20 @@ void check_global(const void* address, uint32_t bytes, uint32_t alignment, Acces
   const CallSite site = instruction.site;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
   if (begin % alignment) {
-    fail("misaligned", site,
-         format("%s: global address %p is not a multiple of %u", instruction.name, address, alignment));
+    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
   }
   if (bytes == 0) return;
   const Verdict verdict = machine->global->check(begin, bytes, access);
   if (verdict == Verdict::kReadOnly) {
-    fail("gmem-readonly", site,
-         format("%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address));
+    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
   }
   if (verdict == Verdict::kOutside) {
-    fail("gmem-oob", site,
-         format("%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
-                machine->global->describe_neighbour(begin, bytes).c_str()));
+    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
+         machine->global->describe_neighbour(begin, bytes).c_str());
   }
   const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
   if (!alone && access != Access::kAtomic && machine->options.check_races) {
-    fail("race", site, format("%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address));
+    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
   }
   if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
 }

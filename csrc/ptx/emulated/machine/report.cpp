@@ -1,9 +1,11 @@
 #include "ptx/emulated/machine/report.h"
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 
 namespace ffpa::emu {
 
@@ -13,11 +15,17 @@ std::string to_string(CallSite site) {
 }
 
 std::string format(const char* pattern, ...) {
-  char text[1024];
-  va_list arguments;
-  va_start(arguments, pattern);
-  std::vsnprintf(text, sizeof(text), pattern, arguments);
-  va_end(arguments);
+  va_list values;
+  va_start(values, pattern);
+  const std::string text = format(pattern, values);
+  va_end(values);
+  return text;
+}
+
+std::string format(const char* pattern, va_list values) {
+  char* text = nullptr;
+  if (vasprintf(&text, pattern, values) < 0) throw std::bad_alloc();
+  const std::unique_ptr<char, decltype(&std::free)> owner(text, std::free);
   return text;
 }
 

@@ -1,6 +1,7 @@
 // The findings of a run: errors, bank conflicts by source line, and counters.
 #pragma once
 
+#include <cstdarg>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -16,6 +17,7 @@ std::string to_string(CallSite site);
 
 // Works as printf does, into a string.
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+std::string format(const char* pattern, va_list values);
 
 // An instruction of a kernel. Each name is one constant, so names are compared by address.
 struct Instruction {

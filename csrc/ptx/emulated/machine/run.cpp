@@ -67,9 +67,9 @@ class FaultGuard {
     sigaddset(&signals, signal);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     fail("segfault", CallSite("kernel", 0),
-         format("access to %p: a plain pointer out of bounds, or a stack overflow; the last instruction that the warp "
-                "gathered in is %s",
-                info->si_addr, to_string(current->warp->op.site).c_str()));
+         "access to %p: a plain pointer out of bounds, or a stack overflow; the last instruction that the warp "
+         "gathered in is %s",
+         info->si_addr, to_string(current->warp->op.site).c_str());
   }
 
   inline static std::mutex mutex_;
@@ -93,7 +93,7 @@ void lane_entry() {
   try {
     machine->kernel();
   } catch (const std::exception& problem) {
-    fail("launch", CallSite("kernel", 0), format("an exception left the kernel: %s", problem.what()));
+    fail("launch", CallSite("kernel", 0), "an exception left the kernel: %s", problem.what());
   }
   exit_lane();
 }
@@ -172,8 +172,7 @@ void run_cluster(Machine& self, const GridDim& first_block) {
   self.report.counters.blocks += block_count;
   if (self.given_up) return;
   if (!self.async_work.empty()) {
-    report_error("exit", "async", CallSite("kernel", 0),
-                 "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
+    report_error("exit", CallSite("kernel", 0), "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
   }
   finish_bulk_stores();
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);

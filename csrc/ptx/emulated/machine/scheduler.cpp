@@ -26,19 +26,25 @@ uint32_t Machine::random() {  // xorshift64
   return uint32_t(random_state >> 11);
 }
 
-void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message) {
-  machine->report.add({kind, key, message, site});
+void report_error(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  machine->report.add({kind, pattern + to_string(site), format(pattern, values), site});
+  va_end(values);
 }
 
-void fail(const char* kind, CallSite site, const std::string& message) {
-  std::string text = message;
+void fail(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  std::string text = format(pattern, values);
+  va_end(values);
   if (current && current->warp) {
     const GridDim& block = current->block->index;
     text = format("block (%u, %u, %u) thread %d (warp %d, lane %d) at %s: ", block.x, block.y, block.z, current->thread,
                   current->warp->index, current->index, to_string(site).c_str()) +
-           message;
+           text;
   }
-  report_error(kind, to_string(site), site, text);
+  machine->report.add({kind, to_string(site), text, site});
   machine->given_up = true;
   abandon_lane_for(machine->launcher);
 }
@@ -46,7 +52,7 @@ void fail(const char* kind, CallSite site, const std::string& message) {
 void require_sm90(const Instruction& instruction) {
   const int arch = machine->options.arch;
   if (arch >= kSm90) return;
-  fail("unsupported", instruction.site, format("%s needs sm_%d, this is sm_%d", instruction.name, kSm90, arch));
+  fail("unsupported", instruction.site, "%s needs sm_%d, this is sm_%d", instruction.name, kSm90, arch);
 }
 
 namespace {
@@ -115,7 +121,7 @@ Lane* pick() {
     }
     for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
   }
-  fail("deadlock", first_place, text);
+  fail("deadlock", first_place, "%s", text.c_str());
 }
 
 }  // namespace
@@ -145,9 +151,8 @@ void exit_lane() {
   const auto in_flight = [](const PendingCopy& copy) { return !copy.complete; };
   const auto first = std::find_if(current->copies.begin(), current->copies.end(), in_flight);
   if (first != current->copies.end()) {
-    report_error("exit", to_string(first->site), first->site,
-                 format("a thread exits with %zd cp.async not waited for, the first issued at %s",
-                        std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str()));
+    report_error("exit", first->site, "a thread exits with %zd cp.async not waited for, the first issued at %s",
+                 std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str());
   }
   check_bulk_stores_at_exit(*current);
   mark_not_ready(*current);

@@ -65,10 +65,11 @@ struct WordAccess {
   CallSite site;
 
   void report_race(const char* what, const char* missing, int other, CallSite other_site) const {
-    report_error("race", what + to_string(other_site) + to_string(site), site,
-                 format("%s: shared offset %u, %s at %s against %s at %s (%s)", what, word * kWordBytes,
-                        name_of(warp.cluster_id).c_str(), to_string(site).c_str(), name_of(other).c_str(),
-                        to_string(other_site).c_str(), missing));
+    machine->report.add({"race", what + to_string(other_site) + to_string(site),
+                         format("%s: shared offset %u, %s at %s against %s at %s (%s)", what, word * kWordBytes,
+                                name_of(warp.cluster_id).c_str(), to_string(site).c_str(), name_of(other).c_str(),
+                                to_string(other_site).c_str(), missing),
+                         site});
   }
 
   void report_write_under_copy(const ShadowWord& shadow) const {
@@ -103,13 +104,12 @@ uint8_t* shared_pointer(const SharedRange& range, uint32_t alignment, const Inst
   const uint32_t offset = (range.address & kOffsetMask) - kSmemBase;
   const uint32_t limit = range.block.smem_bytes;
   if (range.address % alignment) {
-    fail("misaligned", instruction.site,
-         format("%s: shared address 0x%x is not a multiple of %u", instruction.name, range.address, alignment));
+    fail("misaligned", instruction.site, "%s: shared address 0x%x is not a multiple of %u", instruction.name,
+         range.address, alignment);
   }
   if (offset >= limit || offset + range.bytes > limit) {
-    fail("smem-oob", instruction.site,
-         format("%s: bytes %d to %d of a shared memory of %u", instruction.name, int(offset), int(offset + range.bytes),
-                limit));
+    fail("smem-oob", instruction.site, "%s: bytes %d to %d of a shared memory of %u", instruction.name, int(offset),
+         int(offset + range.bytes), limit);
   }
   return range.block.smem.data() + offset;
 }

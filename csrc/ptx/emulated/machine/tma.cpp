@@ -60,9 +60,9 @@ uint32_t swizzled_address(uint32_t address, Swizzle swizzle) {
 void check_tensor_copy(const TensorMapSpec& spec, const std::vector<int>& coordinates, CallSite site) {
   require_sm90({"cp.async.bulk.tensor", site});
   if (spec.rank != int(coordinates.size())) {
-    fail("tma", site, format("%zu coordinates for a tensor map of rank %d", coordinates.size(), spec.rank));
+    fail("tma", site, "%zu coordinates for a tensor map of rank %d", coordinates.size(), spec.rank);
   }
-  if (const char* problem = problem_with(spec)) fail("tma", site, problem);
+  if (const char* problem = problem_with(spec)) fail("tma", site, "%s", problem);
 }
 
 int64_t check_box(const TensorMapSpec& spec, const std::vector<int>& coordinates, Access access,
@@ -122,14 +122,14 @@ void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t byt
   find_mbarrier(remote_address(barrier_smem, rank, site), instruction);
   const SharedRange to{*machine->blocks[rank], destination_smem, bytes};
   const SharedRange from{*current->block, source_smem, bytes};
-  if (bytes % 16) fail("misaligned", site, format("%s: %u bytes are no multiple of 16", instruction.name, bytes));
+  if (bytes % 16) fail("misaligned", site, "%s: %u bytes are no multiple of 16", instruction.name, bytes);
   uint8_t* target = shared_pointer(to, 16, instruction);
   const uint8_t* source = shared_pointer(from, 16, instruction);
   note_bulk_read_begin(from, site);
   begin_async_write(to, site);
   machine->async_work.push_back([=, issued_at = current->warp->clock] {
     if (has_exited(to.block)) {
-      report_error("cluster", "copy" + to_string(site), site, "a copy lands in a block that has exited");
+      report_error("cluster", site, "a copy lands in a block that has exited");
     }
     std::memcpy(target, source, bytes);
     note_bulk_read_landed(from, land(to, barrier_smem, issued_at));

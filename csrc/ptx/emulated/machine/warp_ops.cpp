@@ -23,13 +23,13 @@ void barrier_round(const Instruction& op, bool waits, int index, int expected) {
   Block& block = *warp.block;
   if (index < 0 || index > 15 || expected <= 0 || expected % kWarpSize || expected > block.threads) {
     fail("barrier", op.site,
-         format("barrier %d with %d threads; the index must be 0 to 15, the count a multiple of 32 up to %d", index,
-                expected, block.threads));
+         "barrier %d with %d threads; the index must be 0 to 15, the count a multiple of 32 up to %d", index, expected,
+         block.threads);
   }
   NamedBarrier& barrier = block.barriers[index];
   if (barrier.arrived_threads && barrier.expected_threads != expected) {
-    fail("barrier", op.site,
-         format("barrier %d with %d threads, others in this round use %d", index, expected, barrier.expected_threads));
+    fail("barrier", op.site, "barrier %d with %d threads, others in this round use %d", index, expected,
+         barrier.expected_threads);
   }
   if (barrier.waiting_warps >> warp.index & 1) fail("barrier", op.site, "this warp arrives twice in one round");
   barrier.expected_threads = expected;

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "base/types.h"
+#include "ptx/emulated/machine/accumulate.h"
 #include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/machine/matrix_ops.h"
 #include "ptx/emulated/machine/shared_memory.h"
 #include "ptx/emulated/machine/tma.h"
 #include "ptx/emulated/register_budget.cuh"
@@ -51,9 +51,8 @@ void check_descriptor(uint64_t bits, const char* operand, CallSite site) {
   const Descriptor descriptor = decode(bits);
   const uint32_t atom_bytes = 8 * swizzle_bytes(descriptor.swizzle);
   if (atom_bytes && descriptor.address % atom_bytes >= uint32_t(swizzle_bytes(descriptor.swizzle))) {
-    fail("wgmma", site,
-         format("descriptor of %s: address 0x%x is not in the first row of a swizzle atom (%u bytes, 8 rows)", operand,
-                descriptor.address, atom_bytes));
+    fail("wgmma", site, "descriptor of %s: address 0x%x is not in the first row of a swizzle atom (%u bytes, 8 rows)",
+         operand, descriptor.address, atom_bytes);
   }
 }
 
@@ -91,9 +90,8 @@ void execute(Warp& warp, QueuedProduct& product) {
   if (operands.a) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
       if (std::memcmp(product.a_registers[lane], product.a[lane], sizeof(product.a[lane]))) {
-        report_error("wgmma", "a" + to_string(product.site), product.site,
-                     format("the A registers of the product at %s were changed before the wait",
-                            to_string(product.site).c_str()));
+        report_error("wgmma", product.site, "the A registers of the product at %s were changed before the wait",
+                     to_string(product.site).c_str());
       }
       scatter_a_fragment(tile, lane, product.a[lane], operands.input);
     }
@@ -137,8 +135,8 @@ void give_back_accumulators(const AccumulatorsInFlight& taken, int per_lane, Cal
     std::memcpy(taken.registers[lane], &taken.values[size_t(lane) * per_lane], per_lane * sizeof(float));
   }
   if (touched) {
-    report_error("wgmma", "d" + to_string(site), site,
-                 format("the accumulators of the product at %s were written before the wait", to_string(site).c_str()));
+    report_error("wgmma", site, "the accumulators of the product at %s were written before the wait",
+                 to_string(site).c_str());
   }
 }
 
@@ -155,8 +153,8 @@ void compare_with_warpgroup(Warp& warp, const WgmmaOperands& operands, CallSite 
   if (theirs.site != mine.site || theirs.n != mine.n || theirs.a_descriptor != mine.a_descriptor ||
       theirs.b_descriptor != mine.b_descriptor) {
     fail("wgmma", site,
-         format("another warp of the warpgroup executes the product at %s with other descriptors or another width here",
-                to_string(theirs.site).c_str()));
+         "another warp of the warpgroup executes the product at %s with other descriptors or another width here",
+         to_string(theirs.site).c_str());
   }
 }
 
@@ -167,7 +165,7 @@ void wgmma(const WgmmaOperands& operands, CallSite site) {
   WgmmaOperands mine = operands;
   collective({"wgmma.mma_async", site}, &mine, [&](Warp& warp) {
     if (warp.block->threads % (kWarpSize * kWarpsPerGroup)) {
-      fail("wgmma", site, format("a block of %d threads is not made of whole warpgroups", warp.block->threads));
+      fail("wgmma", site, "a block of %d threads is not made of whole warpgroups", warp.block->threads);
     }
     WgmmaQueue& queue = warp.wgmma;
     QueuedProduct product;
@@ -187,9 +185,9 @@ void wgmma(const WgmmaOperands& operands, CallSite site) {
     compare_with_warpgroup(warp, mine, site);
     if (!queue.in_flight.count(product.operands.d)) {
       if (!queue.fenced) {
-        report_error("wgmma", "f" + to_string(site), site,
-                     format("no wgmma.fence before the product at %s, whose accumulators the last wait gave back",
-                            to_string(site).c_str()));
+        report_error("wgmma", site,
+                     "no wgmma.fence before the product at %s, whose accumulators the last wait gave back",
+                     to_string(site).c_str());
       }
       take_accumulators(warp, operands.n / 2);
     }
@@ -224,7 +222,7 @@ void wgmma_wait(int pending_groups, CallSite site) {
 void set_max_registers(int registers, CallSite site) {
   sm90_collective({"setmaxnreg", site}, nullptr, [&](Warp&) {
     if (registers % 8 || registers < 24 || registers > 256) {
-      fail("setmaxnreg", site, format("%d registers; must be 24, 32, … 256", registers));
+      fail("setmaxnreg", site, "%d registers; must be 24, 32, … 256", registers);
     }
   });
 }
@@ -236,14 +234,12 @@ void check_wgmma_at_exit(const Block& block) {
     const std::vector<WgmmaRecord>& history = block.wgmma_history[group];
     if (warp.wgmma.issued < history.size()) {
       const CallSite site = history[warp.wgmma.issued].site;
-      report_error("wgmma", "x" + to_string(site), site,
-                   format("warp %d did not execute the product at %s, others of its warpgroup did", warp.index,
-                          to_string(site).c_str()));
+      report_error("wgmma", site, "warp %d did not execute the product at %s, others of its warpgroup did", warp.index,
+                   to_string(site).c_str());
     }
     if (!warp.wgmma.products.empty()) {
       const CallSite site = warp.wgmma.products.front().site;
-      report_error("exit", "w" + to_string(site), site,
-                   format("a warp exits with the product at %s not waited for", to_string(site).c_str()));
+      report_error("exit", site, "a warp exits with the product at %s not waited for", to_string(site).c_str());
     }
   }
 }

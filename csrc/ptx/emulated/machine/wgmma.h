@@ -5,8 +5,8 @@
 #include <map>
 #include <vector>
 
-#include "ptx/emulated/machine/options.h"
 #include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/run.h"
 #include "ptx/emulated/wgmma.cuh"
 
 namespace ffpa::emu {
