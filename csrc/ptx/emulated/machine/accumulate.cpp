@@ -87,7 +87,7 @@ float non_finite_dot_add(const float* a, const float (*b)[8], int depth, int col
   return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
 }
 
-// A row of A or a column of B.
+// An UnpackedLine is a row of A or a column of B; its values count only if all are finite.
 struct UnpackedLine {
   UnpackedLine(const float* first, int distance, int depth) {
     for (int k = 0; k < depth && is_finite; ++k) {

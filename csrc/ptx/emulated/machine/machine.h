@@ -190,7 +190,7 @@ struct Block {
   std::vector<std::vector<WgmmaRecord>> wgmma_history;  // indexed by warpgroup
 };
 
-// What each cluster begins anew.
+// Each cluster begins with a new one of these.
 struct ClusterState {
   std::vector<Warp*> warps;  // indexed by cluster id
   int64_t lanes_alive = 0;
@@ -249,7 +249,7 @@ inline void count_step(CallSite site) {
   }
 }
 
-// --- the scheduler, which decides which lane runs next
+// The functions from here on are the scheduler's, which decides which lane runs next.
 
 // Suspends the current lane until somebody wakes it.
 void block_lane(const Instruction& waiting);

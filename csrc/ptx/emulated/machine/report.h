@@ -19,7 +19,7 @@ std::string to_string(CallSite site);
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 std::string format(const char* pattern, va_list values);
 
-// An instruction of a kernel. Each name is one constant, so names are compared by address.
+// This says which instruction of a kernel is meant. Each name is one constant, so names are compared by address.
 struct Instruction {
   const char* name;
   CallSite site;

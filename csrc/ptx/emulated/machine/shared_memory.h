@@ -23,7 +23,7 @@ struct SharedRange {
 // Returns a host pointer to a range; fails if it is misaligned or out of bounds.
 uint8_t* shared_pointer(const SharedRange& range, uint32_t alignment, const Instruction& instruction);
 
-// Who accesses shared memory: a lane, or all lanes of a warp in a collective.
+// An Accessor of shared memory is a lane, or stands for all lanes of a warp in a collective.
 struct Accessor {
   Accessor(Lane& lane) : warp(*lane.warp), lane(lane.index) {}
   Accessor(Warp& warp) : warp(warp), lane(kWholeWarp) {}
