@@ -11,7 +11,6 @@ namespace ffpa {
 inline constexpr float kInfinity = __builtin_huge_valf();
 inline constexpr int kLargestInt = __INT_MAX__;
 inline constexpr float kLargestFloat = __FLT_MAX__;
-inline constexpr float kSmallestFloat = __FLT_MIN__;  // a normal number above 0
 inline constexpr float kLog2e = 1.4426950408889634f;  // exp(x) = exp2(x * kLog2e)
 inline constexpr float kLn2 = 0.6931471805599453f;    // log(x) = log2(x) * kLn2
 
@@ -23,22 +22,6 @@ FFPA_HOST_DEVICE constexpr Int ceil_div(Int value, Int divisor) {
 template <class Int>
 FFPA_HOST_DEVICE constexpr Int round_up(Int value, Int multiple) {
   return ceil_div(value, multiple) * multiple;
-}
-
-template <class Int>
-FFPA_HOST_DEVICE constexpr bool is_power_of_two(Int value) {
-  return value > 0 && (value & (value - 1)) == 0;
-}
-
-// Returns the largest n with 2^n <= value, for value >= 1.
-template <class Int>
-FFPA_HOST_DEVICE constexpr int ilog2(Int value) {
-  int log = 0;
-  while (value > 1) {
-    value /= 2;
-    ++log;
-  }
-  return log;
 }
 
 template <class T>

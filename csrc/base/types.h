@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "base/compiler.h"
 
@@ -120,22 +121,14 @@ FFPA_HOST_DEVICE Float8 float8_from_float(float value) {
 }
 
 template <class Element>
-FFPA_HOST_DEVICE Element from_float(float value);
-template <>
-FFPA_HOST_DEVICE Half from_float<Half>(float value) {
-  return half_from_float(value);
-}
-template <>
-FFPA_HOST_DEVICE BFloat16 from_float<BFloat16>(float value) {
-  return bfloat16_from_float(value);
-}
-template <>
-FFPA_HOST_DEVICE E4M3 from_float<E4M3>(float value) {
-  return float8_from_float<E4M3>(value);
-}
-template <>
-FFPA_HOST_DEVICE E5M2 from_float<E5M2>(float value) {
-  return float8_from_float<E5M2>(value);
+FFPA_HOST_DEVICE Element from_float(float value) {
+  if constexpr (std::is_same_v<Element, Half>) {
+    return half_from_float(value);
+  } else if constexpr (std::is_same_v<Element, BFloat16>) {
+    return bfloat16_from_float(value);
+  } else {
+    return float8_from_float<Element>(value);
+  }
 }
 
 }  // namespace ffpa

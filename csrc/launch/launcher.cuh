@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "launch/instance.h"
-#include "launch/kernel_arguments.h"
 #include "launch/launch.cuh"
 
 namespace ffpa {
@@ -43,10 +42,8 @@ class Launcher {
     const Params& typed = *static_cast<const Params*>(params);
     *shape = Config::launch_shape(typed);
     const cudaError_t error = allow_all_shared_memory(device);
-    typename KernelArguments<Config>::Type arguments;
-    LaunchStatus status =
-        error == cudaSuccess ? KernelArguments<Config>::make(typed, arguments) : ptx::status_of(error);
-    if (status.ok()) status = launch(*shape, stream, kKernel, arguments);
+    const LaunchStatus status =
+        error == cudaSuccess ? launch_config<Config, kKernel>(typed, *shape, stream) : ptx::status_of(error);
     if (!status.ok()) cudaGetLastError();  // the error is reported here: the next call must not see it again
     return status;
   }

@@ -9,29 +9,17 @@
 namespace ffpa {
 namespace {
 
-class Registry {
- public:
+// The instances by name: those built in, and those loaded since.
+struct Registry {
   Registry() {
     for (int i = 0; i < kBuiltInInstances.count; ++i) {
       const Instance* instance = kBuiltInInstances.instances[i];
-      instances_[instance->name] = instance;
+      instances[instance->name] = instance;
     }
   }
 
-  const Instance* find(const std::string& name) {
-    std::lock_guard lock(mutex_);
-    const auto found = instances_.find(name);
-    return found == instances_.end() ? nullptr : found->second;
-  }
-
-  void add(const std::string& name, const Instance* instance) {
-    std::lock_guard lock(mutex_);
-    instances_[name] = instance;
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<std::string, const Instance*> instances_;
+  std::mutex mutex;
+  std::unordered_map<std::string, const Instance*> instances;
 };
 
 Registry& registry() {
@@ -42,12 +30,13 @@ Registry& registry() {
 }  // namespace
 
 const Instance& find_instance(const std::string& name) {
-  const Instance* instance = registry().find(name);
-  if (instance == nullptr) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().instances.find(name);
+  if (found == registry().instances.end()) {
     throw std::runtime_error("ffpa_attn: no kernel named " + name +
                              " is loaded; `python -m ffpa_attn.doctor` lists those of this installation");
   }
-  return *instance;
+  return *found->second;
 }
 
 }  // namespace ffpa
@@ -64,6 +53,7 @@ const char* ffpa_load_kernel(const char* path, const char* spec, const char* nam
     problem = std::string("ffpa_attn: ") + path + " holds no kernel named " + spec;
     return problem.c_str();
   }
-  ffpa::registry().add(name, static_cast<const ffpa::Instance*>(instance));
+  std::lock_guard lock(ffpa::registry().mutex);
+  ffpa::registry().instances[name] = static_cast<const ffpa::Instance*>(instance);
   return nullptr;
 }

@@ -109,8 +109,8 @@ FFPA_KERNEL(32, 1) void misaligned_shared_kernel(const uint32_t*, uint32_t*) {
 }
 
 FFPA_KERNEL(32, 1) void misaligned_ldmatrix_kernel(const uint32_t*, uint32_t* output) {
-  uint32_t tile[1];
-  ptx::ldmatrix_x1(tile, ptx::dynamic_smem() + ptx::lane_id() * 8);
+  uint32_t tile[2];
+  ptx::ldmatrix_x2(tile, ptx::dynamic_smem() + ptx::lane_id() * 8);
   ptx::st_global_4(output + ptx::lane_id(), tile[0]);
 }
 

@@ -15,26 +15,23 @@ py::dict to_python(const emu::Report& report) {
   py::list errors;
   for (const emu::Error& error : report.errors) {
     errors.append(py::dict(py::arg("kind") = error.kind, py::arg("message") = error.message,
-                           py::arg("file") = error.file, py::arg("line") = error.line, py::arg("count") = error.count));
+                           py::arg("file") = error.site.file, py::arg("line") = error.site.line,
+                           py::arg("count") = error.count));
   }
   py::list bank_conflicts;
-  for (const emu::BankConflicts& entry : report.bank_conflicts) {
-    bank_conflicts.append(py::dict(py::arg("instruction") = entry.instruction, py::arg("file") = entry.site.file,
-                                   py::arg("line") = entry.site.line, py::arg("executions") = entry.executions,
+  for (const auto& [instruction, entry] : report.bank_conflicts) {
+    bank_conflicts.append(py::dict(py::arg("instruction") = instruction.name, py::arg("file") = instruction.site.file,
+                                   py::arg("line") = instruction.site.line, py::arg("executions") = entry.executions,
                                    py::arg("wavefronts") = entry.wavefronts,
                                    py::arg("ideal_wavefronts") = entry.ideal_wavefronts,
                                    py::arg("worst_way") = entry.worst_way));
   }
   const emu::Counters& counters = report.counters;
-  py::dict counts(
-      py::arg("blocks") = counters.blocks, py::arg("mma") = counters.mma, py::arg("wgmma") = counters.wgmma,
-      py::arg("ldmatrix") = counters.ldmatrix, py::arg("stmatrix") = counters.stmatrix,
-      py::arg("shuffles") = counters.shuffles, py::arg("barriers") = counters.barriers,
-      py::arg("async_copies") = counters.async_copies, py::arg("tma_loads") = counters.tma_loads,
-      py::arg("tma_stores") = counters.tma_stores, py::arg("bytes_global_to_shared") = counters.bytes_global_to_shared,
-      py::arg("bytes_global_loaded") = counters.bytes_global_loaded,
-      py::arg("bytes_global_stored") = counters.bytes_global_stored, py::arg("collectives") = counters.collectives,
-      py::arg("context_switches") = counters.context_switches);
+  py::dict counts(py::arg("blocks") = counters.blocks, py::arg("mma") = counters.mma, py::arg("wgmma") = counters.wgmma,
+                  py::arg("barriers") = counters.barriers,
+                  py::arg("bytes_global_to_shared") = counters.bytes_global_to_shared,
+                  py::arg("bytes_global_loaded") = counters.bytes_global_loaded,
+                  py::arg("bytes_global_stored") = counters.bytes_global_stored);
   return py::dict(py::arg("errors") = errors, py::arg("bank_conflicts") = bank_conflicts, py::arg("counters") = counts);
 }
 
@@ -45,15 +42,13 @@ emu::Accumulation accumulation_named(const std::string& name) {
   throw py::value_error("accumulation is plain, ampere or hopper, not " + name);
 }
 
-void configure(int arch, uint64_t seed, int os_threads, bool check_races, bool count_bank_conflicts, bool poison,
-               const std::string& accumulation, int64_t max_steps) {
+void configure(int arch, uint64_t seed, int os_threads, bool check_races, const std::string& accumulation,
+               int64_t max_steps) {
   emu::Options options;
   options.arch = arch;
   options.seed = seed;
   options.os_threads = os_threads;
   options.check_races = check_races;
-  options.count_bank_conflicts = count_bank_conflicts;
-  options.poison = poison;
   options.accumulation = accumulation_named(accumulation);
   options.max_steps = max_steps;
   emu::set_current_options(options);
@@ -103,8 +98,8 @@ py::list case_list() {
 PYBIND11_MODULE(ffpa_emulator_tests, module) {
   module.doc() = "Test kernels in the CPU emulator";
   module.def("configure", &ffpa::configure, py::kw_only(), py::arg("arch") = 80, py::arg("seed") = 0,
-             py::arg("os_threads") = 1, py::arg("check_races") = true, py::arg("count_bank_conflicts") = true,
-             py::arg("poison") = true, py::arg("accumulation") = "plain", py::arg("max_steps") = int64_t(1) << 31);
+             py::arg("os_threads") = 1, py::arg("check_races") = true, py::arg("accumulation") = "plain",
+             py::arg("max_steps") = int64_t(1) << 31);
   module.def("run", &ffpa::run, py::arg("name"), py::arg("inputs"), py::arg("outputs"),
              py::arg("integers") = std::vector<int64_t>(), py::arg("numbers") = std::vector<double>());
   module.def("cases", &ffpa::case_list);

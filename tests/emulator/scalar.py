@@ -43,7 +43,7 @@ def special_registers(_):
     for z in range(2):
         for y in range(2):
             for x in range(3):
-                rows += [[t, x, y, z, 3, 2, 2, 64, t % 32, 0] for t in range(64)]
+                rows += [[t, x, y, z, 3, 2, 2, t % 32, 0] for t in range(64)]
     return np.array(rows, np.uint32).ravel()
 
 
@@ -79,10 +79,6 @@ def cp_async(size):
     return define
 
 
-def cp_async_16_if(words):
-    return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 7).astype(np.uint32).ravel()
-
-
 def cp_async_16_or_zero(words):
     return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 0).astype(np.uint32).ravel()
 
@@ -101,14 +97,8 @@ def ldmatrix(tiles, transposed):
     return define
 
 
-def stmatrix(tiles, transposed):
-    def define(words):
-        fragments = words.reshape(32, tiles).T.copy().view(np.uint16).reshape(tiles, 8, 8)
-        if transposed:
-            fragments = fragments.transpose(0, 2, 1)
-        return np.ascontiguousarray(fragments).view(np.uint32).ravel()
-
-    return define
+def stmatrix_x4(words):
+    return words.reshape(32, 4).T.ravel()
 
 
 def a_matrix(values):
@@ -392,8 +382,6 @@ def tma_box(sizes, strides, box, start, swizzled):
 def tma(rank, inner, start, swizzled=True):
     if rank == 2:
         return tma_box([40, 21], [1, 48], [inner, 16], start, swizzled)
-    if rank == 3:
-        return tma_box([40, 7, 3], [1, 48, 7 * 48], [inner, 4, 2], start, swizzled)
     return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
 
 
@@ -472,19 +460,14 @@ EXACT = {
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
     "ld_global_8": reversed_lanes(2),
     "ld_global_16": reversed_lanes(4),
-    "ld_global_nc_16": reversed_lanes(4),
     "cp_async_4": cp_async(4),
-    "cp_async_8": cp_async(8),
     "cp_async_16": cp_async(16),
-    "cp_async_16_if": cp_async_16_if,
     "cp_async_16_or_zero": cp_async_16_or_zero,
     "cp_async_wait_group": lambda words: words,
-    **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
-    **{f"stmatrix_x{n}{'_trans' * t}": stmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
+    **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (2, 4) for t in (0, 1)},
+    "stmatrix_x4": stmatrix_x4,
     "shfl_xor": shuffle(lambda lane, d: lane ^ d),
     "shfl_idx": shuffle(lambda lane, d: (lane * 7 + d) % 32),
-    "shfl_down": shuffle(lambda lane, d: np.where(lane + d < 32, lane + d, lane)),
-    "shfl_up": shuffle(lambda lane, d: np.where(lane - d >= 0, lane - d, lane)),
     "vote_ballot": vote_ballot,
     "bfind": bfind,
     "pack4/e4m3": pack4(E4M3),
@@ -522,11 +505,8 @@ EXACT = {
     "tma_load_2d/swizzle_32": tma(2, 16, [8, 2]),
     "tma_load_2d/swizzle_64": tma(2, 32, [16, 9]),
     "tma_load_2d/swizzle_128": tma(2, 64, [-8, 1]),
-    "tma_load_3d/inside": tma(3, 24, [8, 2, 1], swizzled=False),
-    "tma_load_3d/outside": tma(3, 32, [24, 5, 2]),
     "tma_load_4d/inside": tma(4, 24, [8, 2, 0, 0], swizzled=False),
     "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
-    "tma_load_3d_multicast": multicast,
     "tma_load_4d_multicast": multicast,
     "copy_to_block": swap,
     "tma_store_2d/inside": tma_store(2, 24, [8, 2], swizzled=False),

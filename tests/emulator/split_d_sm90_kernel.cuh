@@ -112,16 +112,16 @@ void split_d_sm90_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap q_map, const FF
         if (kBug == Sm90Bug::kExpectTooManyBytes) bytes += 16;
         if (kBug == Sm90Bug::kExpectTooFewBytes && is_k) bytes -= kSm90SliceBytes;
         ptx::mbarrier_arrive_expect_tx(full_stage, bytes);
-        if (is_k) ptx::tma_load_3d(base, &q_map, full_stage, slice * kSm90SliceColumns, first_row, head);
+        if (is_k) ptx::tma_load_4d(base, &q_map, full_stage, slice * kSm90SliceColumns, first_row, head, 0);
         const ptx::TensorMap* map = is_k ? &k_map : &v_map;
         const int column = (is_k ? slice : slice - kSlices) * kSm90SliceColumns;
         const uint32_t target = base + kSm90SliceBytes;
         if (kCluster == 1) {
-          ptx::tma_load_3d(target, map, full_stage, column, tile_index * 64, head);
+          ptx::tma_load_4d(target, map, full_stage, column, tile_index * 64, head, 0);
         } else {
           constexpr int kShareRows = 64 / kCluster;
-          ptx::tma_load_3d_multicast(target + rank * (kSm90SliceBytes / kCluster), map, full_stage, column,
-                                     tile_index * 64 + int(rank) * kShareRows, head, (1 << kCluster) - 1);
+          ptx::tma_load_4d_multicast(target + rank * (kSm90SliceBytes / kCluster), map, full_stage, column,
+                                     tile_index * 64 + int(rank) * kShareRows, head, 0, (1 << kCluster) - 1);
         }
       }
     }

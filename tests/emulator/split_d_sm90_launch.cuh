@@ -9,16 +9,19 @@ namespace ffpa::testing {
 inline ptx::TensorMap tensor_map(const uint16_t* base, int head_dim, int rows, int heads, int box_rows) {
   TensorMapSpec spec;
   spec.base = base;
-  spec.rank = 3;
+  spec.rank = 4;
   spec.swizzle = Swizzle::k128Bytes;
   spec.size[0] = head_dim;
   spec.size[1] = rows;
   spec.size[2] = heads;
+  spec.size[3] = 1;
   spec.stride_bytes[1] = uint64_t(head_dim) * 2;
   spec.stride_bytes[2] = uint64_t(rows) * head_dim * 2;
+  spec.stride_bytes[3] = heads * spec.stride_bytes[2];
   spec.box[0] = kSm90SliceColumns;
   spec.box[1] = box_rows;
   spec.box[2] = 1;
+  spec.box[3] = 1;
   ptx::TensorMap map;
   ptx::encode_tensor_map(map, spec);
   return map;

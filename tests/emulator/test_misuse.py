@@ -206,7 +206,7 @@ def test_what_mbarriers_have_since_sm90_is_refused_on_sm80(emulator, name, instr
 
 
 def test_clusters_are_refused_on_sm80(emulator):
-    _, run = emulator.run_case("tma_load_3d_multicast", np.zeros(512, np.uint32), 1024, arch=80)
+    _, run = emulator.run_case("tma_load_4d_multicast", np.zeros(512, np.uint32), 1024, arch=80)
     assert run.kinds == {"launch"}
 
 

@@ -100,7 +100,6 @@ MATH = {
     "ex2": (np.exp2, 2.0),
     "lg2": (np.log2, 2.0),
     "rcp": (np.reciprocal, 1.0),
-    "tanh_approx": (np.tanh, 2.0),
 }
 
 
@@ -120,9 +119,11 @@ def test_tile_product(emulator, name):
     a = a.reshape(64, 16).T if name[0] == "t" else a.reshape(16, 64)
     b = b.reshape(64, 16) if name[1] == "n" else b.reshape(16, 64).T
     np.testing.assert_allclose(output.view(np.float32).reshape(16, 16), a @ b, rtol=1e-5, atol=1e-4)
-    assert result.counters["mma"] == 8 and result.counters["ldmatrix"] == 8
+    assert result.counters["mma"] == 8
     loads = result.conflicts_of("ldmatrix")
-    assert loads and all(entry["wavefronts"] == entry["ideal_wavefronts"] for entry in loads)
+    assert sum(entry["executions"] for entry in loads) == 8 and all(
+        entry["wavefronts"] == entry["ideal_wavefronts"] for entry in loads
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(scalar.EXACT) if "layout" in name])
@@ -188,9 +189,12 @@ def test_every_case_has_a_definition(emulator):
 
 
 def functions_of(directory):
+    """Returns the functions that a side has in namespace ptx: one defines them, the other may declare them."""
     text = "".join(path.read_text() for path in sorted((ROOT / "csrc/ptx" / directory).glob("*.cuh")))
-    helpers = {"shuffle_value", "flush_subnormal", "status_of", "find_tensor_map_encoder"}
-    return set(re.findall(r"^(?:FFPA_DEVICE|inline) [\w:<> ]+?[ &*](\w+)\(", text, re.M)) - helpers
+    text = "".join(re.findall(r"^namespace ffpa::ptx \{$(.*?)^\}  // namespace ffpa::ptx$", text, re.M | re.S))
+    helpers = {"flush_subnormal", "status_of", "find_tensor_map_encoder", "launch_grid"}
+    found = re.findall(r"^(?:(?:FFPA_DEVICE|inline) )?(?!struct)[\w:<>]+[\w:<> ]*[ &*](\w+)\(", text, re.M)
+    return set(found) - helpers
 
 
 def test_both_sides_have_the_same_functions():

@@ -9,9 +9,9 @@ MUTANTS = [
     ),
     *emulator(
         "tma.cpp",
-        ("copies to another block: the source needs no fence", "  note_bulk_read_begin(from, source, bytes, warp, lane, site);\n", ""),
-        ("copies to another block: over what is not read", "  note_write(to, destination, bytes, warp, lane, site, WriteKind::kAsyncIssue);\n  if (machine->options.poison) std::memset(target", "  if (machine->options.poison) std::memset(target"),
-        ("copies to another block: a block that has exited", "if (has_exited(to))", "if (false)"),
+        ("copies to another block: the source needs no fence", "  note_bulk_read_begin(from, site);\n", ""),
+        ("copies to another block: over what is not read", "  begin_async_write(to, site);\n", "  std::memset(target, 0xff, bytes);\n"),
+        ("copies to another block: a block that has exited", "if (has_exited(to.block))", "if (false)"),
     ),
     *emulator(
         "mbarrier.cpp",
@@ -21,9 +21,9 @@ MUTANTS = [
         ("tracked copies: a waiter learns all the thread did", "barrier.copy_arrivals.push_back(", "barrier.arriving.join(current->warp->clock);\n  barrier.copy_arrivals.push_back("),
         ("tracked copies: those issued after the arrival, too", "current->copy_time++", "++current->copy_time"),
         ("tracked copies: arrivals not counted", "if (barrier.pending_arrivals == barrier.copy_arrivals.size()) {", "if (!barrier.pending_arrivals) {"),
-        ("tracked copies: an ordinary arrival last", "land_copies_if_due(barrier, block, address & kOffsetMask);\n  complete", "complete"),
-        ("bytes on sm_80's mbarriers", 'require_arch(kSm90, "mbarrier.arrive.expect_tx", site);', ""),
-        ("other blocks' mbarriers on sm_80", 'require_arch(kSm90, "mapa", site);', ""),
+        ("tracked copies: an ordinary arrival last", "land_copies_if_due(barrier);\n  complete", "complete"),
+        ("bytes on sm_80's mbarriers", 'require_sm90({"mbarrier.arrive.expect_tx", site});', ""),
+        ("other blocks' mbarriers on sm_80", 'require_sm90({"mapa", site});', ""),
     ),
     *emulator(
         "memory_ops.cpp",
@@ -35,8 +35,8 @@ MUTANTS = [
         "shared_memory.cpp",
         ("tracked copies: known to all", "word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)]", "word.copy_time"),
         ("tracked copies: known when it was the last copy", "word.copy_time = 0;", ""),
-        ("tracked copies: a late wait for what is overwritten", "if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;", ""),
-        ("tracked copies: known only until awaited", "word.copy_time = copy_time;\n    if (completion == Completion::kTracked) continue;", "if (completion == Completion::kTracked) {\n      word.copy_time = copy_time;\n      continue;\n    }"),
+        ("tracked copies: a late wait for what is overwritten", "if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane.index) return;", ""),
+        ("tracked copies: known only until awaited", "word.copy_time = copy_time;\n    if (completion == Completion::kTracked) return;", "if (completion == Completion::kTracked) {\n      word.copy_time = copy_time;\n      return;\n    }"),
     ),
     *edits_in(
         "building/cache.py",

@@ -5,7 +5,6 @@
 #include <map>
 #include <string>
 
-#include "launch/kernel_arguments.h"
 #include "launch/launch.cuh"
 
 namespace ffpa {
@@ -23,18 +22,16 @@ inline std::map<std::string, EmulatedInstance>& emulated_instances() {
 
 template <class Config, auto kKernel>
 struct Emulated {
-  static LaunchShape shape(const void* params) {
-    return Config::launch_shape(*static_cast<const typename Config::Params*>(params));
-  }
+  using Params = typename Config::Params;
 
-  static LaunchStatus launch(const void* params) {
-    typename KernelArguments<Config>::Type arguments;
-    const LaunchStatus status =
-        KernelArguments<Config>::make(*static_cast<const typename Config::Params*>(params), arguments);
-    return status.ok() ? ffpa::launch(shape(params), nullptr, kKernel, arguments) : status;
+  static EmulatedInstance instance() {
+    const auto shape = [](const void* params) { return Config::launch_shape(*static_cast<const Params*>(params)); };
+    const auto launch = [](const void* params) {
+      const Params& typed = *static_cast<const Params*>(params);
+      return launch_config<Config, kKernel>(typed, Config::launch_shape(typed), nullptr);
+    };
+    return {sizeof(Params), launch, shape};
   }
-
-  static constexpr EmulatedInstance instance() { return {sizeof(typename Config::Params), &launch, &shape}; }
 };
 
 }  // namespace ffpa

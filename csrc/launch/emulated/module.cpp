@@ -21,16 +21,11 @@ namespace {
 
 using MemoryTuple = std::tuple<uintptr_t, size_t, bool>;  // address, bytes, whether a kernel may write them
 
-emu::Accumulation accumulation_of(int arch, bool exact) {
-  if (!exact) return emu::Accumulation::kPlain;
-  return arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
-}
-
 void configure(int arch, uint64_t seed, bool exact, int os_threads) {
   emu::Options options;
   options.arch = arch;
   options.seed = seed;
-  options.accumulation = accumulation_of(arch, exact);
+  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
   options.os_threads = os_threads;
   emu::set_current_options(options);
 }
@@ -73,9 +68,9 @@ std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::strin
 py::dict take_report() {
   const emu::Report report = emu::take_session_report();
   int64_t wavefronts = 0, ideal = 0;
-  for (const emu::BankConflicts& entry : report.bank_conflicts) {
-    wavefronts += entry.wavefronts;
-    ideal += entry.ideal_wavefronts;
+  for (const auto& [instruction, conflicts] : report.bank_conflicts) {
+    wavefronts += conflicts.wavefronts;
+    ideal += conflicts.ideal_wavefronts;
   }
   return py::dict(py::arg("mma") = report.counters.mma, py::arg("wgmma") = report.counters.wgmma,
                   py::arg("barriers") = report.counters.barriers, py::arg("blocks") = report.counters.blocks,

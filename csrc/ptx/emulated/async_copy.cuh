@@ -3,47 +3,27 @@
 
 #include <cstdint>
 
-#include "ptx/emulated/machine/mbarrier.h"
-#include "ptx/emulated/machine/memory_ops.h"
+#include "ptx/emulated/call_site.cuh"
+
+namespace ffpa::emu {
+void wait_for_copies(int pending_groups);
+}  // namespace ffpa::emu
 
 namespace ffpa::ptx {
 
-inline void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16,
-                        emu::CallSite site = emu::CallSite()) {
-  emu::copy_async(destination_smem, source_gmem, 16, source_bytes, site);
-}
+void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16, CallSite site = CallSite());
+void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site = CallSite());
+void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4, CallSite site = CallSite());
 
-inline void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
-                                emu::CallSite site = emu::CallSite()) {
-  emu::copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
-}
-
-inline void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8,
-                       emu::CallSite site = emu::CallSite()) {
-  emu::copy_async(destination_smem, source_gmem, 8, source_bytes, site);
-}
-
-inline void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4,
-                       emu::CallSite site = emu::CallSite()) {
-  emu::copy_async(destination_smem, source_gmem, 4, source_bytes, site);
-}
-
-inline void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem,
-                           emu::CallSite site = emu::CallSite()) {
-  if (active) emu::copy_async(destination_smem, source_gmem, 16, 16, site);
-}
-
-inline void cp_async_commit_group() { emu::commit_copies(); }
+void cp_async_commit_group();
 
 template <int kPending>
 inline void cp_async_wait_group() {
   emu::wait_for_copies(kPending);
 }
 
-inline void cp_async_wait_all() { emu::wait_for_all_copies(); }
+void cp_async_wait_all();
 
-inline void cp_async_mbarrier_arrive(uint32_t barrier_smem, emu::CallSite site = emu::CallSite()) {
-  emu::mbarrier_arrive_after_copies(barrier_smem, site);
-}
+void cp_async_mbarrier_arrive(uint32_t barrier_smem, CallSite site = CallSite());
 
 }  // namespace ffpa::ptx

@@ -1,19 +1,13 @@
 // Emulated side of ptx/barrier.cuh.
 #pragma once
 
-#include "ptx/emulated/machine/warp_ops.h"
+#include "ptx/emulated/call_site.cuh"
 
 namespace ffpa::ptx {
 
-inline void sync_block(emu::CallSite site = emu::CallSite()) { emu::barrier_sync(0, emu::kWholeBlock, site); }
-
-inline void bar_sync(int barrier, int threads, emu::CallSite site = emu::CallSite()) {
-  emu::barrier_sync(barrier, threads, site);
-}
-
-inline void bar_arrive(int barrier, int threads, emu::CallSite site = emu::CallSite()) {
-  emu::barrier_arrive(barrier, threads, site);
-}
+void sync_block(CallSite site = CallSite());
+void bar_sync(int barrier, int threads, CallSite site = CallSite());
+void bar_arrive(int barrier, int threads, CallSite site = CallSite());
 
 // Lanes see each other's memory at once here; only barriers order accesses in the race check.
 inline void fence_block() {}

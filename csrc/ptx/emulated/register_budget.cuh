@@ -1,17 +1,21 @@
 // Emulated side of ptx/register_budget.cuh.
 #pragma once
 
-#include "ptx/emulated/machine/wgmma.h"
+#include "ptx/emulated/call_site.cuh"
+
+namespace ffpa::emu {
+void set_max_registers(int registers, CallSite site);
+}  // namespace ffpa::emu
 
 namespace ffpa::ptx {
 
 template <int kRegisters>
-inline void increase_registers(emu::CallSite site = emu::CallSite()) {
+inline void increase_registers(CallSite site = CallSite()) {
   emu::set_max_registers(kRegisters, site);
 }
 
 template <int kRegisters>
-inline void decrease_registers(emu::CallSite site = emu::CallSite()) {
+inline void decrease_registers(CallSite site = CallSite()) {
   emu::set_max_registers(kRegisters, site);
 }
 

@@ -16,7 +16,6 @@ inline int block_z() { return int(emu::current->block->index.z); }
 inline int grid_x() { return int(emu::machine->shape.grid.x); }
 inline int grid_y() { return int(emu::machine->shape.grid.y); }
 inline int grid_z() { return int(emu::machine->shape.grid.z); }
-inline int block_threads() { return emu::machine->shape.threads; }
 inline int lane_id() { return emu::current->index; }
 inline uint32_t dynamic_smem() { return emu::kSmemBase; }
 

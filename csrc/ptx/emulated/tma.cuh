@@ -2,11 +2,28 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
-#include "ptx/emulated/machine/bulk_store.h"
-#include "ptx/emulated/machine/tma.h"
+#include "ptx/emulated/call_site.cuh"
 #include "ptx/launch_types.h"
 #include "ptx/tensor_map_spec.h"
+
+namespace ffpa::emu {
+
+inline constexpr uint16_t kOwnBlock = 0;  // block mask that means the own block only
+
+// Coordinates are innermost first.
+void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier, const std::vector<int>& coordinates,
+              uint16_t block_mask, CallSite site);
+void tma_store(const TensorMapSpec& spec, uint32_t source, const std::vector<int>& coordinates, CallSite site);
+
+// The step that a store has reached, as far as its thread's waits guarantee.
+enum class BulkStep { kIssued, kRead, kComplete };
+
+// Brings all but `pending_groups` of the lane's groups to this step.
+void bulk_wait(int pending_groups, BulkStep step, CallSite site);
+
+}  // namespace ffpa::emu
 
 namespace ffpa::ptx {
 
@@ -17,70 +34,46 @@ struct alignas(64) TensorMap {
 
 template <Evict = Evict::kNormal>
 inline void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
-                        emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1};
-  emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 2, emu::kOwnBlock, site);
-}
-
-inline void tma_load_3d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
-                        emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1, c2};
-  emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 3, emu::kOwnBlock, site);
+                        CallSite site = CallSite()) {
+  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1}, emu::kOwnBlock, site);
 }
 
 inline void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
-                        int c3, emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1, c2, c3};
-  emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 4, emu::kOwnBlock, site);
-}
-
-inline void tma_load_3d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
-                                  int c1, int c2, uint16_t block_mask, emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1, c2};
-  emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 3, block_mask, site);
+                        int c3, CallSite site = CallSite()) {
+  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, emu::kOwnBlock, site);
 }
 
 inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
-                                  int c1, int c2, int c3, uint16_t block_mask, emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1, c2, c3};
-  emu::tma_load(destination_smem, map->spec, barrier_smem, coordinates, 4, block_mask, site);
+                                  int c1, int c2, int c3, uint16_t block_mask, CallSite site = CallSite()) {
+  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, block_mask, site);
 }
 
 template <Evict = Evict::kNormal>
-inline void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1,
-                         emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1};
-  emu::tma_store(map->spec, source_smem, coordinates, 2, site);
+inline void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1, CallSite site = CallSite()) {
+  emu::tma_store(map->spec, source_smem, {c0, c1}, site);
 }
 
 inline void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3,
-                         emu::CallSite site = emu::CallSite()) {
-  const int coordinates[] = {c0, c1, c2, c3};
-  emu::tma_store(map->spec, source_smem, coordinates, 4, site);
+                         CallSite site = CallSite()) {
+  emu::tma_store(map->spec, source_smem, {c0, c1, c2, c3}, site);
 }
 
-inline void bulk_commit_group(emu::CallSite site = emu::CallSite()) { emu::bulk_commit_group(site); }
+void bulk_commit_group(CallSite site = CallSite());
 
 template <int kPending>
-inline void bulk_wait_group_read(emu::CallSite site = emu::CallSite()) {
-  emu::bulk_wait_group(kPending, emu::BulkStep::kRead, site);
+inline void bulk_wait_group_read(CallSite site = CallSite()) {
+  emu::bulk_wait(kPending, emu::BulkStep::kRead, site);
 }
 
 template <int kPending>
-inline void bulk_wait_group(emu::CallSite site = emu::CallSite()) {
-  emu::bulk_wait_group(kPending, emu::BulkStep::kComplete, site);
+inline void bulk_wait_group(CallSite site = CallSite()) {
+  emu::bulk_wait(kPending, emu::BulkStep::kComplete, site);
 }
 
-inline void prefetch_tensor_map(const TensorMap*) {}
+// One lane's fence counts for its warp: the race check knows warps, not lanes.
+void fence_proxy_async();
+void fence_proxy_async_global(CallSite site = CallSite());
 
-inline void fence_proxy_async() { emu::fence_proxy_async(); }
-
-inline void fence_proxy_async_global(emu::CallSite site = emu::CallSite()) { emu::fence_proxy_async_global(site); }
-
-inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
-  map.spec = spec;
-  const char* problem = emu::problem_with_tensor_map(spec);
-  return problem ? LaunchStatus{1, problem} : LaunchStatus{};
-}
+LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec);
 
 }  // namespace ffpa::ptx

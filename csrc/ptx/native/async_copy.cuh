@@ -32,29 +32,11 @@ FFPA_DEVICE void cp_async_16_or_zero(bool exists, uint32_t destination_smem, con
       : "memory");
 }
 
-// Only `.ca` exists for 8 and 4 bytes.
-FFPA_DEVICE void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination_smem), "l"(source_gmem),
-               "r"(source_bytes)
-               : "memory");
-}
-
+// Only `.ca` exists for 4 bytes.
 FFPA_DEVICE void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination_smem), "l"(source_gmem),
                "r"(source_bytes)
                : "memory");
-}
-
-// Predicated copy: when `active` is false nothing is read and the destination keeps what it held.
-FFPA_DEVICE void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred active;\n"
-      "  setp.ne.b32 active, %0, 0;\n"
-      "  @active cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n"
-      "}" ::"r"(static_cast<int>(active)),
-      "r"(destination_smem), "l"(source_gmem)
-      : "memory");
 }
 
 // cp.async.commit_group: closes the group of all copies this thread has issued since the last one (maybe none).

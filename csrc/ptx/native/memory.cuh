@@ -81,14 +81,6 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "memory");
 }
 
-// ld.global.nc: loads data that nobody writes while the kernel runs and that is read once, so it need not displace
-// lines of L1. The asm is not volatile, so the compiler may hoist it.
-FFPA_DEVICE void ld_global_nc_16(uint32_t (&value)[4], const void* address) {
-  asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
-      : "l"(address));
-}
-
 FFPA_DEVICE void st_global_2(void* address, uint16_t value) {
   asm volatile("st.global.b16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
 }

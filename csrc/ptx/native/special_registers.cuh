@@ -7,7 +7,7 @@
 
 namespace ffpa::ptx {
 
-// The compiler's own names for %tid, %ctaid, %nctaid and %ntid let it reason about ranges, which asm would hide.
+// The compiler's own names for %tid, %ctaid and %nctaid let it reason about ranges, which asm would hide.
 FFPA_DEVICE int thread_x() { return threadIdx.x; }
 // Reads the thread index again. A persistent kernel would otherwise hold what it derives from its thread index in
 // registers from beginning to end; what it derives from this value is computed anew and lives only while it is needed.
@@ -22,7 +22,6 @@ FFPA_DEVICE int block_z() { return blockIdx.z; }
 FFPA_DEVICE int grid_x() { return gridDim.x; }
 FFPA_DEVICE int grid_y() { return gridDim.y; }
 FFPA_DEVICE int grid_z() { return gridDim.z; }
-FFPA_DEVICE int block_threads() { return blockDim.x; }
 
 // Blocks are one-dimensional, so the lane follows from the thread index and needs no register read.
 FFPA_DEVICE int lane_id() { return threadIdx.x % 32; }

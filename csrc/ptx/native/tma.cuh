@@ -35,15 +35,6 @@ FFPA_DEVICE void tma_load_2d(uint32_t destination_smem, const TensorMap* map, ui
   }
 }
 
-FFPA_DEVICE void tma_load_3d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
-                             int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(destination_smem),
-      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-
 FFPA_DEVICE void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
                              int c2, int c3) {
   asm volatile(
@@ -55,15 +46,6 @@ FFPA_DEVICE void tma_load_4d(uint32_t destination_smem, const TensorMap* map, ui
 
 // A multicast sends the box to the same address in every block whose bit is set in `block_mask`, and completes on the
 // barrier at the same address in each.
-FFPA_DEVICE void tma_load_3d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
-                                       int c1, int c2, uint16_t block_mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination_smem),
-      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2), "h"(block_mask)
-      : "memory");
-}
-
 FFPA_DEVICE void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
                                        int c1, int c2, int c3, uint16_t block_mask) {
   asm volatile(
@@ -110,11 +92,6 @@ FFPA_DEVICE void bulk_wait_group_read() {
 template <int kPending>
 FFPA_DEVICE void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// prefetch.tensormap: fetches the descriptor, which the first copy would otherwise wait for.
-FFPA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // fence.proxy.async: makes the writes to shared memory that this thread made through the generic proxy (st.shared,

@@ -25,20 +25,6 @@ FFPA_DEVICE Value shfl_idx(Value value, int source_lane) {
   return __shfl_sync(kFullWarp, value, source_lane);
 }
 
-// shfl.sync.down: returns the value of lane (lane + delta), or the lane's own past the end.
-template <class Value>
-FFPA_DEVICE Value shfl_down(Value value, int delta) {
-  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
-  return __shfl_down_sync(kFullWarp, value, delta);
-}
-
-// shfl.sync.up: returns the value of lane (lane - delta), or the lane's own before the start.
-template <class Value>
-FFPA_DEVICE Value shfl_up(Value value, int delta) {
-  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
-  return __shfl_up_sync(kFullWarp, value, delta);
-}
-
 // vote.sync.ballot: bit l is the predicate of lane l.
 FFPA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(kFullWarp, predicate); }
 FFPA_DEVICE bool vote_any(bool predicate) { return __any_sync(kFullWarp, predicate); }

@@ -15,23 +15,10 @@ inline constexpr int kRowPitchBytes = 48;  // rows of tiles need not be adjacent
 
 template <int kTiles, bool kTransposed>
 FFPA_DEVICE void load_tiles(uint32_t (&tile)[kTiles], uint32_t row_smem) {
-  if constexpr (kTiles == 1) {
-    kTransposed ? ptx::ldmatrix_x1_trans(tile, row_smem) : ptx::ldmatrix_x1(tile, row_smem);
-  } else if constexpr (kTiles == 2) {
+  if constexpr (kTiles == 2) {
     kTransposed ? ptx::ldmatrix_x2_trans(tile, row_smem) : ptx::ldmatrix_x2(tile, row_smem);
   } else {
     kTransposed ? ptx::ldmatrix_x4_trans(tile, row_smem) : ptx::ldmatrix_x4(tile, row_smem);
-  }
-}
-
-template <int kTiles, bool kTransposed>
-FFPA_DEVICE void store_tiles(uint32_t row_smem, const uint32_t (&tile)[kTiles]) {
-  if constexpr (kTiles == 1) {
-    kTransposed ? ptx::stmatrix_x1_trans(row_smem, tile) : ptx::stmatrix_x1(row_smem, tile);
-  } else if constexpr (kTiles == 2) {
-    kTransposed ? ptx::stmatrix_x2_trans(row_smem, tile) : ptx::stmatrix_x2(row_smem, tile);
-  } else {
-    kTransposed ? ptx::stmatrix_x4_trans(row_smem, tile) : ptx::stmatrix_x4(row_smem, tile);
   }
 }
 
@@ -48,22 +35,6 @@ void ldmatrix_kernel(const uint32_t* input, uint32_t* output) {
   uint32_t tile[kTiles];
   load_tiles<kTiles, kTransposed>(tile, row);
   for (int t = 0; t < kTiles; ++t) ptx::st_global_4(output + lane * kTiles + t, tile[t]);
-}
-
-// Stores registers as rows of 16 bytes.
-template <int kTiles, bool kTransposed>
-FFPA_KERNEL(32, 1)
-void stmatrix_kernel(const uint32_t* input, uint32_t* output) {
-  const int lane = ptx::lane_id();
-  const uint32_t row = ptx::dynamic_smem() + lane * kRowPitchBytes;
-  uint32_t tile[kTiles];
-  for (int t = 0; t < kTiles; ++t) tile[t] = ptx::ld_global_4(input + lane * kTiles + t);
-  store_tiles<kTiles, kTransposed>(row, tile);
-  ptx::sync_warp();
-  if (lane >= kTiles * 8) return;
-  uint32_t value[4];
-  ptx::ld_shared_16(value, row);
-  ptx::st_global_16(output + lane * 4, value);
 }
 
 inline constexpr int kProducts = 64;  // products per kernel: enough to meet every rounding the models differ in
@@ -95,8 +66,6 @@ void mma_kernel(const uint32_t* input, uint32_t* output) {
 inline std::vector<Case> matrix_cases() {
   constexpr int kLdmatrixSmem = 32 * kRowPitchBytes;
   return {
-      warp_case<ldmatrix_kernel<1, false>, kLdmatrixSmem>("ldmatrix_x1", Input::kBits, 4, 1),
-      warp_case<ldmatrix_kernel<1, true>, kLdmatrixSmem>("ldmatrix_x1_trans", Input::kBits, 4, 1),
       warp_case<ldmatrix_kernel<2, false>, kLdmatrixSmem>("ldmatrix_x2", Input::kBits, 4, 2),
       warp_case<ldmatrix_kernel<2, true>, kLdmatrixSmem>("ldmatrix_x2_trans", Input::kBits, 4, 2),
       warp_case<ldmatrix_kernel<4, false>, kLdmatrixSmem>("ldmatrix_x4", Input::kBits, 4, 4),

@@ -20,19 +20,20 @@ namespace ffpa::cases {
 
 inline constexpr int kSm90 = 90;
 
+// Stores registers as rows of 16 bytes.
+FFPA_KERNEL(32, 1) void stmatrix_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t row = ptx::dynamic_smem() + lane * kRowPitchBytes;
+  uint32_t value[4];
+  ptx::ld_global_16(value, input + lane * 4);
+  ptx::stmatrix_x4(row, value);
+  ptx::sync_warp();
+  ptx::ld_shared_16(value, row);
+  ptx::st_global_16(output + lane * 4, value);
+}
+
 inline std::vector<Case> stmatrix_cases() {
-  constexpr int kSmem = 32 * kRowPitchBytes;
-  const auto store_case = [](const char* name, int tiles, LaunchStatus (*run)(const uint32_t*, uint32_t*)) {
-    return Case{name, kSm90, Input::kBits, 32 * tiles, tiles * 8 * 4, 0, run};
-  };
-  return {
-      store_case("stmatrix_x1", 1, run_kernel<stmatrix_kernel<1, false>, 32, kSmem>),
-      store_case("stmatrix_x1_trans", 1, run_kernel<stmatrix_kernel<1, true>, 32, kSmem>),
-      store_case("stmatrix_x2", 2, run_kernel<stmatrix_kernel<2, false>, 32, kSmem>),
-      store_case("stmatrix_x2_trans", 2, run_kernel<stmatrix_kernel<2, true>, 32, kSmem>),
-      store_case("stmatrix_x4", 4, run_kernel<stmatrix_kernel<4, false>, 32, kSmem>),
-      store_case("stmatrix_x4_trans", 4, run_kernel<stmatrix_kernel<4, true>, 32, kSmem>),
-  };
+  return {warp_case<stmatrix_kernel, 32 * kRowPitchBytes>("stmatrix_x4", Input::kBits, 4, 4, kSm90)};
 }
 
 template <class Element>
@@ -88,12 +89,10 @@ void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, i
   const uint32_t smem = ptx::dynamic_smem();
   const uint32_t barrier = smem + kTmaBarrierOffset;
   if (lane == 0) {
-    ptx::prefetch_tensor_map(&map);
     ptx::mbarrier_init(barrier, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(barrier, box_bytes);
     if (kRank == 2) ptx::tma_load_2d(smem, &map, barrier, c0, c1);
-    if (kRank == 3) ptx::tma_load_3d(smem, &map, barrier, c0, c1, c2);
     if (kRank == 4) ptx::tma_load_4d(smem, &map, barrier, c0, c1, c2, c3);
   }
   ptx::sync_warp();
@@ -119,9 +118,7 @@ LaunchStatus run_tma(const uint32_t* input, uint32_t* output) {
 
 // A cluster has two blocks. Each block loads half of a box and multicasts it to both; each tells both when it has read
 // its copy, and overwrites nothing before both have.
-template <int kRank>
-FFPA_KERNEL(32, 1)
-void multicast_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+FFPA_KERNEL(32, 1) void multicast_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
   constexpr uint32_t kBlocks = 2;
   constexpr uint32_t kHalfBytes = 512;  // 4 rows of 64 elements
   const int lane = ptx::lane_id();
@@ -142,8 +139,7 @@ void multicast_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* out
       ptx::mbarrier_arrive_expect_tx(full, kBlocks * kHalfBytes);
       const int row = round * 8 + int(rank) * 4;
       const uint32_t half = smem + rank * kHalfBytes;
-      if (kRank == 3) ptx::tma_load_3d_multicast(half, &map, full, 0, row, 0, 3);
-      if (kRank == 4) ptx::tma_load_4d_multicast(half, &map, full, 0, row, 0, 0, 3);
+      ptx::tma_load_4d_multicast(half, &map, full, 0, row, 0, 0, 3);
     }
     ptx::mbarrier_wait(full, round & 1);
     uint32_t* target = output + (round * kBlocks + rank) * (2 * kHalfBytes / 4);
@@ -158,15 +154,14 @@ void multicast_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* out
   ptx::cluster_wait();
 }
 
-template <int kRank>
-LaunchStatus run_multicast(const uint32_t* input, uint32_t* output) {
+inline LaunchStatus run_multicast(const uint32_t* input, uint32_t* output) {
   TensorMapSpec spec;
   spec.base = input;
-  spec.rank = kRank;
+  spec.rank = 4;
   spec.swizzle = Swizzle::k128Bytes;
   const uint64_t sizes[4] = {64, 16, 1, 1};
   const uint32_t boxes[4] = {64, 4, 1, 1};
-  for (int i = 0; i < kRank; ++i) {
+  for (int i = 0; i < spec.rank; ++i) {
     spec.size[i] = sizes[i];
     spec.box[i] = boxes[i];
     spec.stride_bytes[i] = i == 1 ? 128 : 2048;
@@ -179,7 +174,7 @@ LaunchStatus run_multicast(const uint32_t* input, uint32_t* output) {
   shape.cluster = {2, 1, 1};
   shape.threads = 32;
   shape.smem_bytes = kTmaSmemBytes;
-  return launch(shape, nullptr, multicast_kernel<kRank>, map, output);
+  return launch(shape, nullptr, multicast_kernel, map, output);
 }
 
 inline std::vector<Case> async_cases() {
@@ -195,12 +190,9 @@ inline std::vector<Case> async_cases() {
       tma_case("tma_load_2d/swizzle_32", 16 * 16 / 2, run_tma<2, Swizzle::k32Bytes, 8, 2>),
       tma_case("tma_load_2d/swizzle_64", 32 * 16 / 2, run_tma<2, Swizzle::k64Bytes, 16, 9>),
       tma_case("tma_load_2d/swizzle_128", 64 * 16 / 2, run_tma<2, Swizzle::k128Bytes, -8, 1>),
-      tma_case("tma_load_3d/inside", 24 * 8 / 2, run_tma<3, Swizzle::kNone, 8, 2, 1>),
-      tma_case("tma_load_3d/outside", 32 * 8 / 2, run_tma<3, Swizzle::k64Bytes, 24, 5, 2>),
       tma_case("tma_load_4d/inside", 24 * 16 / 2, run_tma<4, Swizzle::kNone, 8, 2, 0, 0>),
       tma_case("tma_load_4d/outside", 64 * 16 / 2, run_tma<4, Swizzle::k128Bytes, -8, 5, -1, 1>),
-      {"tma_load_3d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<3>},
-      {"tma_load_4d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast<4>},
+      {"tma_load_4d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast},
       {"copy_to_block", kSm90, Input::kBits, 512, 512, 0, run_copy_to_block<CopyBug::kNone>},
   };
 }

@@ -12,11 +12,11 @@ inline constexpr int kGridThreads = 64;
 // The grid has 3 × 2 × 2 blocks of 64 threads; each thread writes who it thinks it is.
 FFPA_KERNEL(kGridThreads, 1) void special_registers_kernel(const uint32_t*, uint32_t* output) {
   const int block = (ptx::block_z() * ptx::grid_y() + ptx::block_y()) * ptx::grid_x() + ptx::block_x();
-  uint32_t* mine = output + (block * ptx::block_threads() + ptx::thread_x()) * 10;
-  const int values[10] = {
-      ptx::thread_x(), ptx::block_x(), ptx::block_y(),       ptx::block_z(), ptx::grid_x(),
-      ptx::grid_y(),   ptx::grid_z(),  ptx::block_threads(), ptx::lane_id(), int(ptx::dynamic_smem() % 1024)};
-  for (int i = 0; i < 10; ++i) ptx::st_global_4(mine + i, uint32_t(values[i]));
+  uint32_t* mine = output + (block * kGridThreads + ptx::thread_x()) * 9;
+  const int values[9] = {ptx::thread_x(), ptx::block_x(), ptx::block_y(),
+                         ptx::block_z(),  ptx::grid_x(),  ptx::grid_y(),
+                         ptx::grid_z(),   ptx::lane_id(), int(ptx::dynamic_smem() % 1024)};
+  for (int i = 0; i < 9; ++i) ptx::st_global_4(mine + i, uint32_t(values[i]));
 }
 
 // Every thread stores a word, and after the barrier reads the word of the thread 33 further on.
@@ -54,7 +54,7 @@ FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* ou
 
 inline std::vector<Case> special_register_cases() {
   return {
-      {"special_registers", 80, Input::kBits, 1, 3 * 2 * 2 * kGridThreads * 10, 0,
+      {"special_registers", 80, Input::kBits, 1, 3 * 2 * 2 * kGridThreads * 9, 0,
        run_kernel<special_registers_kernel, kGridThreads, 1024, 3, 2, 2>},
       {"sync_block", 80, Input::kBits, 128, 128, 0, run_kernel<sync_block_kernel, 128, 512>},
       {"bar_sync", 80, Input::kBits, 32, 32, 0, run_kernel<named_barrier_kernel, 96, 128>},

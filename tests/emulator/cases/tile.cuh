@@ -89,7 +89,7 @@ void guarded_copy_kernel(const uint32_t* input, uint32_t* output) {
                                         thread);
 }
 
-// A matrix of 32 rows goes into shared memory by copies and comes out by ldmatrix, 8 rows of one chunk at a time.
+// A matrix of 32 rows goes into shared memory by copies and comes out by ldmatrix, 16 rows of one chunk at a time.
 inline constexpr int kLayoutRows = 32;
 template <int kRowBytes, bool kPadded>
 FFPA_KERNEL(32, 1)
@@ -103,11 +103,13 @@ void row_layout_kernel(const uint32_t* input, uint32_t* output) {
   tile::copy_tile_async<kLayoutRows, kColumns, 32>(smem, kLayout, matrix, lane);
   ptx::cp_async_wait_all();
   ptx::sync_warp();
-  for (int row = 0; row < kLayoutRows; row += 8) {
+  for (int row = 0; row < kLayoutRows; row += 16) {
     for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
-      uint32_t pair[1];
-      ptx::ldmatrix_x1(pair, smem + kLayout.offset(row + lane % 8, chunk));
-      ptx::st_global_4(output + (row + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pair[0]);
+      uint32_t pairs[2];
+      ptx::ldmatrix_x2(pairs, smem + kLayout.offset(row + lane % 16, chunk));
+      for (int i = 0; i < 2; ++i) {
+        ptx::st_global_4(output + (row + 8 * i + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pairs[i]);
+      }
     }
   }
 }

@@ -22,7 +22,7 @@ FFPA_DEVICE void fill_source(uint32_t smem, const uint32_t* input, int words) {
   ptx::sync_warp();
 }
 
-// Tensors of all ranks, of loads and stores, start at `base` and have 21 rows of 40 elements, 48 apart; higher
+// Tensors of rank 2 and 4, of loads and stores, start at `base` and have 21 rows of 40 elements, 48 apart; higher
 // dimensions are groups of those rows.
 inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
   constexpr uint64_t kRowBytes = 96;
@@ -38,16 +38,13 @@ inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
     spec.stride_bytes[1] = kRowBytes;
   } else {
     spec.size[1] = 7;
-    spec.size[2] = 3;
+    spec.size[2] = 1;
+    spec.size[3] = 2;
     spec.box[1] = 4;
     spec.box[2] = 2;
+    spec.box[3] = 2;
     spec.stride_bytes[1] = kRowBytes;
     spec.stride_bytes[2] = 7 * kRowBytes;
-  }
-  if (rank == 4) {
-    spec.size[3] = 2;
-    spec.size[2] = 1;
-    spec.box[3] = 2;
     spec.stride_bytes[3] = 10 * kRowBytes;
   }
   return spec;

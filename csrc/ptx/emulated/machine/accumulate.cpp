@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+#include <vector>
 
-#include "base/math.h"
 #include "base/types.h"
 
 namespace ffpa::emu {
@@ -28,20 +31,12 @@ Unpacked unpack(float value) {
     magnitude |= 1 << Unpacked::kFraction;
     result.exponent = biased_exponent - 127;
   } else {  // subnormal: normalise it
-    const int leading_zeros = Unpacked::kFraction - ilog2(magnitude);
+    const int leading_zeros = __builtin_clz(uint32_t(magnitude)) - (31 - Unpacked::kFraction);
     magnitude <<= leading_zeros;
     result.exponent = -126 - leading_zeros;
   }
   result.significand = value < 0 ? -magnitude : magnitude;
   return result;
-}
-
-// Returns 2^exponent for the exponents that a product of two 16-bit numbers or a float can have.
-double power_of_two(int exponent) {
-  const uint64_t bits = uint64_t(exponent + 1023) << 52;
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 // Returns significand · 2^shift, truncated toward zero.
@@ -79,7 +74,7 @@ float fused_dot_add(const Unpacked* a, const Unpacked* b, int count, float c_val
     const int exponent = a[k].exponent + b[k].exponent;
     sum += shift_toward_zero(a[k].significand * b[k].significand, bits + exponent - largest - kProductFraction);
   }
-  const double exact = double(sum) * power_of_two(largest - bits);
+  const double exact = std::ldexp(double(sum), largest - bits);
   if (accumulator == AccumulatorType::kHalf) return to_float(half_from_float(float(exact)));
   const float rounded = round_toward_zero(exact);
   return bits == k8BitFraction ? float_from_bits(float_bits(rounded) & ~0u << (23 - k8BitFraction)) : rounded;
@@ -92,33 +87,34 @@ float non_finite_dot_add(const float* a, const float (*b)[8], int depth, int col
   return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
 }
 
+// An UnpackedLine is a row of A or a column of B; its values count only if all are finite.
+struct UnpackedLine {
+  UnpackedLine(const float* first, int distance, int depth) {
+    for (int k = 0; k < depth && is_finite; ++k) {
+      is_finite = std::isfinite(first[k * distance]);
+      if (is_finite) values[k] = unpack(first[k * distance]);
+    }
+  }
+
+  bool is_finite = true;
+  Unpacked values[kMostDepth];
+};
+
 void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
-  Unpacked a[16][kMostDepth], b[8][kMostDepth];
-  bool row_is_finite[16], column_is_finite[8];
-  for (int row = 0; row < 16; ++row) {
-    row_is_finite[row] = true;
-    for (int k = 0; k < tile.depth; ++k) {
-      row_is_finite[row] &= bool(std::isfinite(tile.a[row][k]));
-      if (row_is_finite[row]) a[row][k] = unpack(tile.a[row][k]);
-    }
-  }
-  for (int column = 0; column < 8; ++column) {
-    column_is_finite[column] = true;
-    for (int k = 0; k < tile.depth; ++k) {
-      column_is_finite[column] &= bool(std::isfinite(tile.b[k][column]));
-      if (column_is_finite[column]) b[column][k] = unpack(tile.b[k][column]);
-    }
-  }
+  std::vector<UnpackedLine> a, b;
+  for (int row = 0; row < 16; ++row) a.emplace_back(tile.a[row], 1, tile.depth);
+  for (int column = 0; column < 8; ++column) b.emplace_back(&tile.b[0][column], 8, tile.depth);
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       float& c = tile.c[row][column];
-      if (!row_is_finite[row] || !column_is_finite[column] || !std::isfinite(c)) {
+      if (!a[row].is_finite || !b[column].is_finite || !std::isfinite(c)) {
         c = non_finite_dot_add(tile.a[row], tile.b, tile.depth, column, c);
       } else if (model == Accumulation::kAmpere) {
-        c = fused_dot_add(a[row], b[column], 8, c, 24, accumulator);
-        c = fused_dot_add(a[row] + 8, b[column] + 8, 8, c, 24, accumulator);
+        c = fused_dot_add(a[row].values, b[column].values, 8, c, 24, accumulator);
+        c = fused_dot_add(a[row].values + 8, b[column].values + 8, 8, c, 24, accumulator);
       } else {
-        c = fused_dot_add(a[row], b[column], tile.depth, c, tile.depth == kMostDepth ? k8BitFraction : 25, accumulator);
+        const int bits = tile.depth == kMostDepth ? k8BitFraction : 25;
+        c = fused_dot_add(a[row].values, b[column].values, tile.depth, c, bits, accumulator);
       }
     }
   }
@@ -145,6 +141,17 @@ void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
 }
 
 }  // namespace
+
+float to_float(InputType type, uint16_t bits) {
+  if (type == InputType::kE4M3) return ffpa::to_float(E4M3{uint8_t(bits)});
+  if (type == InputType::kE5M2) return ffpa::to_float(E5M2{uint8_t(bits)});
+  if (type == InputType::kBFloat16) return ffpa::to_float(BFloat16{bits});
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);  // gives the same values; in software this would be a third of the time of a whole mma
+#else
+  return ffpa::to_float(Half{bits});
+#endif
+}
 
 void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
   if (model == Accumulation::kPlain) {

@@ -2,17 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
-#include "base/types.h"
-#include "ptx/emulated/machine/options.h"
+#include "ptx/emulated/machine/run.h"
+#include "ptx/emulated/mma.cuh"
 
 namespace ffpa::emu {
-
-enum class InputType { kHalf, kBFloat16, kE4M3, kE5M2 };
-enum class AccumulatorType { kFloat, kHalf };
 
 inline constexpr int kMostDepth = 32;
 
@@ -25,18 +19,14 @@ struct MmaTile {
   alignas(32) float c[16][8];           // [row][column], input and result
 };
 
-inline float to_float(InputType type, uint16_t bits) {
-  if (type == InputType::kE4M3) return ffpa::to_float(E4M3{uint8_t(bits)});
-  if (type == InputType::kE5M2) return ffpa::to_float(E5M2{uint8_t(bits)});
-  if (type == InputType::kBFloat16) return ffpa::to_float(BFloat16{bits});
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);  // gives the same values; in software this would be a third of the time of a whole mma
-#else
-  return ffpa::to_float(Half{bits});
-#endif
-}
+float to_float(InputType type, uint16_t bits);
 
 // Computes tile.c += tile.a · tile.b. Half accumulators are left as values that a half can hold.
 void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model);
+
+// Fragment maps of m16n8k16, with g = lane / 4 and t = lane % 4. wgmma uses the same maps for each warp's 16 rows.
+void scatter_a_fragment(MmaTile& tile, int lane, const uint32_t* a, InputType type);
+void scatter_c_fragment(MmaTile& tile, int lane, const float* d);
+void gather_c_fragment(const MmaTile& tile, int lane, float* d);
 
 }  // namespace ffpa::emu

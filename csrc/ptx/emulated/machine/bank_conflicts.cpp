@@ -1,24 +1,18 @@
-#include "ptx/emulated/machine/bank_conflicts.h"
-
 #include <algorithm>
-#include <tuple>
+
+#include "ptx/emulated/machine/shared_memory.h"
 
 namespace ffpa::emu {
 namespace {
 
-struct Wavefronts {
-  int total = 0;
-  int ideal = 0;
-  int worst_way = 0;
-};
-
 // Counts wavefronts. Shared memory has 32 banks of 4 bytes. A request of up to 4 bytes per lane is served for all 32
 // lanes together, one of 8 bytes in two halves of the warp, one of 16 bytes in four quarters. Each group takes as many
 // wavefronts as the busiest bank has distinct words; lanes that name the same word share it.
-Wavefronts wavefronts_of(const SharedInstruction& access) {
+BankConflicts conflicts_of(const SharedInstruction& access) {
   constexpr int kBanks = 32;
   const int lanes_per_group = access.bytes_per_lane == 16 ? 8 : access.bytes_per_lane == 8 ? 16 : 32;
-  Wavefronts result;
+  BankConflicts result;
+  result.executions = 1;
   for (int first = 0; first < kWarpSize; first += lanes_per_group) {
     uint32_t words[kBanks][kWarpSize];
     int word_count[kBanks] = {};
@@ -36,8 +30,8 @@ Wavefronts wavefronts_of(const SharedInstruction& access) {
         busiest = std::max(busiest, word_count[bank]);
       }
     }
-    result.total += busiest;
-    result.ideal += busiest > 0;
+    result.wavefronts += busiest;
+    result.ideal_wavefronts += busiest > 0;
     result.worst_way = std::max(result.worst_way, busiest);
   }
   return result;
@@ -46,30 +40,19 @@ Wavefronts wavefronts_of(const SharedInstruction& access) {
 }  // namespace
 
 void count_wavefronts(const SharedInstruction& access) {
-  if (!machine->options.count_bank_conflicts) return;
-  const Wavefronts wavefronts = wavefronts_of(access);
-  BankConflicts& total =
-      machine->bank_conflicts[std::make_tuple(access.site.file, access.site.line, access.instruction)];
-  if (total.executions == 0) {
-    total.instruction = access.instruction;
-    total.site = access.site;
-  }
-  ++total.executions;
-  total.wavefronts += wavefronts.total;
-  total.ideal_wavefronts += wavefronts.ideal;
-  total.worst_way = std::max(total.worst_way, wavefronts.worst_way);
+  machine->report.bank_conflicts[access.instruction].add(conflicts_of(access));
 }
 
-void log_shared_access(const char* instruction, uint32_t address, int bytes, CallSite site) {
-  if (!machine->options.count_bank_conflicts) return;
+void log_shared_access(const Instruction& instruction, uint32_t address, int bytes) {
   auto& logs = current->warp->access_logs;
-  auto log = std::find_if(logs.begin(), logs.end(), [&](const SharedAccessLog& entry) { return entry.site == site; });
+  auto log = std::find_if(logs.begin(), logs.end(),
+                          [&](const SharedAccessLog& entry) { return entry.site == instruction.site; });
   if (log == logs.end()) {
-    logs.push_back({site, {}, {}});
+    logs.push_back({instruction.site, {}, {}});
     log = logs.end() - 1;
   }
   const size_t execution = log->executions[current->index]++;
-  if (execution == log->instructions.size()) log->instructions.push_back({instruction, site, bytes, 0, {}});
+  if (execution == log->instructions.size()) log->instructions.push_back({instruction, bytes});
   SharedInstruction& access = log->instructions[execution];
   access.active_lanes |= 1u << current->index;
   access.address[current->index] = address;

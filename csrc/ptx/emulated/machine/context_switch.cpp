@@ -71,11 +71,9 @@ void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poiso
 #endif
 }
 
-void switch_to(Context& from, Context& to, bool from_is_finished) {
+void switch_to(Context& from, Context& to, [[maybe_unused]] bool from_is_finished) {
 #if FFPA_EMU_ASAN
   __sanitizer_start_switch_fiber(from_is_finished ? nullptr : &from.sanitizer_state, to.stack_low, to.stack_bytes);
-#else
-  (void)from_is_finished;
 #endif
 #if FFPA_EMU_FAST_SWITCH
   ffpa_emu_switch_stacks(&from.stack_pointer, to.stack_pointer);
@@ -87,7 +85,7 @@ void switch_to(Context& from, Context& to, bool from_is_finished) {
 #endif
 }
 
-void finish_first_switch(Context& launcher) {
+void finish_first_switch([[maybe_unused]] Context& launcher) {
 #if FFPA_EMU_ASAN
   // The launcher runs on the OS thread's own stack, whose bounds only the sanitizer knows; the first thread of a run
   // to start learns them here.
@@ -96,8 +94,6 @@ void finish_first_switch(Context& launcher) {
   } else {
     __sanitizer_finish_switch_fiber(nullptr, &launcher.stack_low, &launcher.stack_bytes);
   }
-#else
-  (void)launcher;
 #endif
 }
 

@@ -1,22 +1,13 @@
 #include "ptx/emulated/machine/global_memory.h"
 
-#include <algorithm>
-#include <cstdio>
-#include <mutex>
+#include "ptx/emulated/machine/report.h"
 
 namespace ffpa::emu {
 namespace {
 
-struct Registered {
-  uintptr_t base;
-  size_t bytes;
-  Access access;
-};
-
 struct Registry {
   std::mutex mutex;
-  std::map<uint64_t, Registered> by_id;
-  uint64_t next_id = 1;
+  RangesByBase by_base;
 };
 
 Registry& registry() {
@@ -27,88 +18,62 @@ Registry& registry() {
 }  // namespace
 
 RegisteredRange::RegisteredRange(const void* base, size_t bytes, Access access) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(base);
   std::lock_guard<std::mutex> lock(registry().mutex);
-  id_ = registry().next_id++;
-  registry().by_id[id_] = {reinterpret_cast<uintptr_t>(base), bytes, access};
+  place_ = registry().by_base.insert({begin, {begin + bytes, access}});
 }
 
 RegisteredRange::~RegisteredRange() {
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().by_id.erase(id_);
+  registry().by_base.erase(place_);
 }
 
-bool GlobalWriters::read(uintptr_t address, size_t bytes, uint32_t cluster) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (pages_.empty()) return true;
-  for (uintptr_t at = address, next; at < address + bytes; at = next) {
-    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
-    const auto page = pages_.find(at / kPageBytes);
-    if (page == pages_.end()) continue;
-    for (; at < next; at += kUnitBytes) {
-      const uint32_t writer = page->second[at % kPageBytes / kUnitBytes];
-      if (writer != 0 && writer != cluster + 1) return false;
-    }
-  }
-  return true;
-}
-
-bool GlobalWriters::write(uintptr_t address, size_t bytes, uint32_t cluster) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (uintptr_t at = address, next; at < address + bytes; at = next) {
-    next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
-    Page& page = pages_[at / kPageBytes];
-    for (; at < next; at += kUnitBytes) {
-      uint32_t& writer = page[at % kPageBytes / kUnitBytes];
-      if (writer != 0 && writer != cluster + 1) return false;
-      writer = cluster + 1;
-    }
-  }
-  return true;
-}
-
-GlobalRanges GlobalRanges::snapshot() {
-  GlobalRanges ranges;
+GlobalMemory::GlobalMemory() {
   std::lock_guard<std::mutex> lock(registry().mutex);
-  for (const auto& [id, range] : registry().by_id) {
-    if (range.bytes == 0) continue;
-    ranges.by_base_.insert({range.base, {range.base + range.bytes, range.access}});
-    ranges.longest_ = std::max<uintptr_t>(ranges.longest_, range.bytes);
+  for (const auto& [base, range] : registry().by_base) {
+    if (range.end == base) continue;
+    by_base_.insert({base, range});
+    longest_ = std::max(longest_, range.end - base);
   }
-  return ranges;
 }
 
-const char* GlobalRanges::check(const void* address, size_t bytes, Access wanted) const {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-  const char* verdict = "outside every registered range";
+Verdict GlobalMemory::check(uintptr_t address, size_t bytes, Access wanted) const {
+  Verdict verdict = Verdict::kOutside;
   // Ranges may overlap, so walk back from the last one that starts at or before the access.
-  for (auto it = by_base_.upper_bound(begin); it != by_base_.begin();) {
+  for (auto it = by_base_.upper_bound(address); it != by_base_.begin();) {
     --it;
-    if (begin - it->first >= longest_) break;
-    if (begin + bytes > it->second.end) continue;
-    if (wanted == Access::kReadOnly || it->second.access == Access::kReadWrite) return nullptr;
-    verdict = "in a read-only range";
+    if (address - it->first >= longest_) break;
+    if (address + bytes > it->second.end) continue;
+    if (wanted == Access::kReadOnly || it->second.access == Access::kReadWrite) return Verdict::kFine;
+    verdict = Verdict::kReadOnly;
   }
   return verdict;
 }
 
-void GlobalRanges::describe_neighbour(const void* address, size_t bytes, char* text, size_t text_bytes) const {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+bool GlobalMemory::note_access(uintptr_t address, size_t bytes, Access access, uint32_t cluster) {
+  const bool writes = access == Access::kReadWrite;
+  bool alone = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  writers_.for_each(address, bytes, writes, [&](uint32_t& writer) {
+    alone = alone && (writer == 0 || writer == cluster + 1);
+    if (writes && alone) writer = cluster + 1;
+  });
+  return alone;
+}
+
+std::string GlobalMemory::describe_neighbour(uintptr_t address, size_t bytes) const {
   constexpr uintptr_t kNear = 1 << 20;
-  text[0] = '\0';
-  auto next = by_base_.upper_bound(begin);
+  const auto next = by_base_.upper_bound(address);
   if (next != by_base_.begin()) {
-    const auto previous = std::prev(next);
-    const uintptr_t past = begin + bytes - previous->second.end;
-    if (begin + bytes > previous->second.end && past < kNear) {
-      std::snprintf(text, text_bytes, " (ends %zu bytes past a range of %zu bytes)", size_t(past),
-                    size_t(previous->second.end - previous->first));
-      return;
+    const auto& [base, range] = *std::prev(next);
+    const uintptr_t past = address + bytes - range.end;
+    if (address + bytes > range.end && past < kNear) {
+      return format(" (ends %zu bytes past a range of %zu bytes)", size_t(past), size_t(range.end - base));
     }
   }
-  if (next != by_base_.end() && next->first - begin < kNear) {
-    std::snprintf(text, text_bytes, " (starts %zu bytes before a range of %zu bytes)", size_t(next->first - begin),
-                  size_t(next->second.end - next->first));
-  }
+  if (next == by_base_.end() || next->first - address >= kNear) return "";
+  return format(" (starts %zu bytes before a range of %zu bytes)", size_t(next->first - address),
+                size_t(next->second.end - next->first));
 }
 
 }  // namespace ffpa::emu

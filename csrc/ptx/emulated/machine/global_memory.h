@@ -1,17 +1,24 @@
 // Global memory: the tensors that a kernel may touch. Everything else is out of bounds.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 namespace ffpa::emu {
 
 enum class Access { kReadOnly, kReadWrite, kAtomic };  // kAtomic: read and write, and blocks may do so at once
+
+struct GlobalRange {
+  uintptr_t end;
+  Access access;
+};
+using RangesByBase = std::multimap<uintptr_t, GlobalRange>;
 
 // Registers [base, base + bytes) for the launches that start while this object lives. Ranges may overlap or repeat
 // (views of one tensor): a byte may be accessed if any of them allows it.
@@ -23,47 +30,50 @@ class RegisteredRange {
   RegisteredRange& operator=(const RegisteredRange&) = delete;
 
  private:
-  uint64_t id_;
+  RangesByBase::iterator place_;
 };
 
-// Which cluster of a launch wrote where. Nothing orders the accesses of two clusters, so where one has written, no
-// other may read or write.
-class GlobalWriters {
+// A number for each 2 bytes of global memory: 0 until it is set.
+class GlobalMarks {
  public:
-  // Both return false where another cluster wrote before.
-  bool read(uintptr_t address, size_t bytes, uint32_t cluster);
-  bool write(uintptr_t address, size_t bytes, uint32_t cluster);
+  // Calls visit(mark) for the marks of these bytes, which it may set if `sets`. Else it may miss marks that are 0.
+  template <class Visit>
+  void for_each(uintptr_t address, size_t bytes, bool sets, Visit visit) {
+    for (uintptr_t at = address, next; at < address + bytes; at = next) {
+      next = std::min((at / kPageBytes + 1) * kPageBytes, address + bytes);
+      const auto page = sets ? pages_.try_emplace(at / kPageBytes).first : pages_.find(at / kPageBytes);
+      if (page == pages_.end()) continue;
+      for (; at < next; at += kUnitBytes) visit(page->second[at % kPageBytes / kUnitBytes]);
+    }
+  }
 
  private:
   static constexpr uintptr_t kPageBytes = 4096, kUnitBytes = 2;
-  using Page = std::array<uint32_t, kPageBytes / kUnitBytes>;  // 1 + cluster, or 0 for nobody
-
-  std::mutex mutex_;
-  std::unordered_map<uintptr_t, Page> pages_;
+  std::unordered_map<uintptr_t, std::array<uint32_t, kPageBytes / kUnitBytes>> pages_;
 };
 
-// The ranges registered when a launch begins, sorted for quick lookup. Adjacent tensors do not merge: an access that
-// runs from one into the next is out of bounds.
-class GlobalRanges {
+enum class Verdict { kFine, kReadOnly, kOutside };
+
+// The ranges that are registered when a launch begins. Adjacent tensors do not merge: an access that runs from one into
+// the next is out of bounds. All OS threads of a launch share it.
+class GlobalMemory {
  public:
-  static GlobalRanges snapshot();
+  GlobalMemory();
 
-  // Returns nullptr when the access is fine, else a text that says what is wrong with it.
-  const char* check(const void* address, size_t bytes, Access wanted) const;
+  Verdict check(uintptr_t address, size_t bytes, Access wanted) const;
 
-  GlobalWriters& writers() const { return *writers_; }
+  // Nothing orders the accesses of two clusters, so where one has written, no other may read or write: returns false
+  // where it does.
+  bool note_access(uintptr_t address, size_t bytes, Access access, uint32_t cluster);
 
-  // Writes a text like " (ends 130 bytes past a range of 4096 bytes)", or an empty one when nothing is near.
-  void describe_neighbour(const void* address, size_t bytes, char* text, size_t text_bytes) const;
+  // Returns a text like " (ends 130 bytes past a range of 4096 bytes)", or an empty one when nothing is near.
+  std::string describe_neighbour(uintptr_t address, size_t bytes) const;
 
  private:
-  struct Range {
-    uintptr_t end;
-    Access access;
-  };
-  std::multimap<uintptr_t, Range> by_base_;
+  RangesByBase by_base_;
   uintptr_t longest_ = 0;
-  std::shared_ptr<GlobalWriters> writers_ = std::make_shared<GlobalWriters>();  // shared by all OS threads
+  std::mutex mutex_;
+  GlobalMarks writers_;  // 1 + the cluster that wrote there
 };
 
 }  // namespace ffpa::emu

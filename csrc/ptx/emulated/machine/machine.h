@@ -5,45 +5,57 @@
 // units of a GPU do (cp.async, TMA, wgmma) is deferred to the latest moment the kernel's waits allow.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "ptx/emulated/machine/bulk_store.h"
-#include "ptx/emulated/machine/call_site.h"
 #include "ptx/emulated/machine/context_switch.h"
 #include "ptx/emulated/machine/global_memory.h"
-#include "ptx/emulated/machine/options.h"
 #include "ptx/emulated/machine/report.h"
-#include "ptx/emulated/machine/vector_clock.h"
+#include "ptx/emulated/machine/run.h"
+#include "ptx/emulated/machine/wgmma.h"
+#include "ptx/launch_types.h"
 
 namespace ffpa::emu {
 
 struct Block;
 struct Lane;
 struct Warp;
-struct WgmmaQueue;   // defined in wgmma.cpp
-struct WgmmaRecord;  // defined in wgmma.cpp
 
-inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kAllLanes = ~0u;
 
-struct Dim3 {
-  uint32_t x = 1, y = 1, z = 1;
-  int64_t count() const { return int64_t(x) * y * z; }
+inline constexpr int kMaxWarps = 64;           // warps of one cluster
+inline constexpr int kAsyncAgent = kMaxWarps;  // clock of the TMA unit, which has its own time
+inline constexpr int kClocks = kAsyncAgent + 1 + kMaxWarps;
+inline constexpr int kNobody = 255;
+
+// A warp's cp.async have a time of their own, which only the mbarriers that track them make known: whoever knows the
+// copies of a warp need not know what else it has done. The time of a copy is its lane's next cp.async.mbarrier.arrive,
+// counted from 1. The lanes of a warp share the entry, as if all had arrived equally often.
+inline constexpr int copies_of(int warp) { return kAsyncAgent + 1 + warp; }
+
+// Who has seen which moment of whom, the exact base of the race check: the time of every warp, as far as the owner
+// knows it. A warp's own entry advances whenever others may learn from it; an access made at time t of warp w happened
+// before everything whose clock has at[w] >= t.
+struct VectorClock {
+  uint32_t at[kClocks] = {};
+
+  void join(const VectorClock& other) {
+    for (int i = 0; i < kClocks; ++i) at[i] = std::max(at[i], other.at[i]);
+  }
 };
 
 // One cp.async that has been issued and not waited for.
 struct PendingCopy {
   uint32_t destination;
   const uint8_t* source;
-  int bytes;
-  int source_bytes;
+  uint32_t bytes;
+  uint32_t source_bytes;
   uint32_t group;
   uint32_t time;  // time as copies_of(warp) counts it
   CallSite site;
@@ -55,6 +67,21 @@ struct PendingCopy {
 struct CopyArrival {
   Lane* lane;
   uint32_t time;
+};
+
+struct Mbarrier {
+  Block* block = nullptr;
+  uint32_t offset = 0;  // shared address without the block's rank
+  uint32_t expected_arrivals = 0;
+  uint32_t pending_arrivals = 0;
+  std::vector<CopyArrival> copy_arrivals;  // arrivals in the phase in progress, part of pending_arrivals
+  int64_t pending_bytes = 0;
+  uint32_t phase = 0;  // parity of the phase in progress
+  int64_t completed_phases = 0;
+  VectorClock arriving;   // knowledge that the arrivals of the phase in progress bring
+  VectorClock completed;  // knowledge that a waiter gains
+  int initialising_warp = 0;
+  uint32_t initialised_at = 0;
 };
 
 struct Lane {
@@ -72,22 +99,18 @@ struct Lane {
   uint32_t open_store_group = 0;
 
   // These say what the lane waits for, for the deadlock report and for wake-ups by mbarriers.
-  const char* waiting_in = nullptr;
-  CallSite waiting_at{"", 0};
-  uint32_t waiting_mbarrier = 0;  // shared address with block rank, 0 = none
+  Instruction waiting{"?", {"", 0}};
+  const Mbarrier* waiting_mbarrier = nullptr;
   uint32_t waiting_parity = 0;
 };
-
-enum class WarpOp : int;  // defined in collective.h
 
 // The accesses to shared memory that one source line of a warp made, until the warp's next collective: the k-th
 // executions by all lanes together are one instruction.
 struct SharedInstruction {
-  const char* instruction;
-  CallSite site;
+  Instruction instruction;
   int bytes_per_lane;
-  uint32_t active_lanes;
-  uint32_t address[kWarpSize];
+  uint32_t active_lanes = 0;
+  uint32_t address[kWarpSize] = {};
 };
 struct SharedAccessLog {
   CallSite site;
@@ -105,8 +128,7 @@ struct Warp {
 
   // The collective that the warp is gathering in.
   uint32_t arrived = 0;
-  WarpOp op{};
-  CallSite op_site{"", 0};
+  Instruction op{"", {"", 0}};
   void* arguments[kWarpSize] = {};
 
   VectorClock clock;
@@ -114,11 +136,17 @@ struct Warp {
   uint32_t proxy_epoch = 1;  // advances at fence.proxy.async
 
   std::vector<SharedAccessLog> access_logs;
-  std::shared_ptr<WgmmaQueue> wgmma;
+  WgmmaQueue wgmma;
 
   // Rounds of the cluster barrier that this warp has arrived for, and those that it has waited for.
   int64_t cluster_arrivals = 0;
   int64_t cluster_waits = 0;
+
+  // The warp lets others learn what it has done so far, and its lanes learn it of each other.
+  void advance() {
+    ++clock.at[cluster_id];
+    ++sync_epoch;
+  }
 };
 
 struct NamedBarrier {
@@ -126,19 +154,6 @@ struct NamedBarrier {
   int expected_threads = 0;
   uint64_t waiting_warps = 0;
   VectorClock clock;
-};
-
-struct Mbarrier {
-  uint32_t expected_arrivals = 0;
-  uint32_t pending_arrivals = 0;
-  std::vector<CopyArrival> copy_arrivals;  // arrivals in the phase in progress, part of pending_arrivals
-  int64_t pending_bytes = 0;
-  uint32_t phase = 0;  // parity of the phase in progress
-  int64_t completed_phases = 0;
-  VectorClock arriving;   // knowledge that the arrivals of the phase in progress bring
-  VectorClock completed;  // knowledge that a waiter gains
-  int initialising_warp = 0;
-  uint32_t initialised_at = 0;
 };
 
 // The shadow of 4 bytes of shared memory: who wrote and read them last.
@@ -162,7 +177,7 @@ struct ShadowWord {
 };
 
 struct Block {
-  Dim3 index;
+  GridDim index;
   int rank = 0;  // number within the cluster
   int threads = 0;
   uint32_t smem_bytes = 0;
@@ -171,52 +186,46 @@ struct Block {
   std::vector<uint32_t> read_times;  // [word][warp of the cluster]
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
-  std::map<uint32_t, Mbarrier> mbarriers;                                // keyed by shared address
-  std::vector<std::shared_ptr<std::vector<WgmmaRecord>>> wgmma_history;  // indexed by warpgroup
+  std::map<uint32_t, Mbarrier> mbarriers;               // keyed by their offsets
+  std::vector<std::vector<WgmmaRecord>> wgmma_history;  // indexed by warpgroup
 };
 
-struct GridShape {
-  Dim3 grid;
-  Dim3 cluster;
-  int threads = 32;  // threads per block
-  uint32_t smem_bytes = 0;
-};
-
-struct Machine {
-  Options options;
-  GlobalRanges global;
-  GridShape shape;
-  std::function<void()> kernel;
-
-  uint32_t cluster = 0;                        // number of the cluster that runs now
-  std::vector<std::unique_ptr<Block>> blocks;  // blocks of that cluster
-  std::vector<Warp*> warps;                    // indexed by cluster id
-  std::vector<Lane> lanes;
-  std::vector<char*> stacks;
-  Lane launcher;  // stands for the code that started the run
+// Each cluster begins with a new one of these.
+struct ClusterState {
+  std::vector<Warp*> warps;  // indexed by cluster id
   int64_t lanes_alive = 0;
-
   uint64_t ready_warps = 0;
   Warp* running_warp = nullptr;
   bool given_up = false;
   uint64_t random_state = 1;
   int64_t steps = 0;
 
-  std::vector<std::function<void()>>
-      async_work;  // TMA loads and copies to another block in flight, mbarrier phases that wait for cp.async alone
-  VectorClock async_clock;
+  // TMA loads and copies to another block in flight, and mbarrier phases that wait for cp.async alone.
+  std::vector<std::function<void()>> async_work;
+  uint32_t async_time = 0;             // kAsyncAgent's time
   std::vector<BulkStore> bulk_stores;  // all stores of the cluster, in the order of issue
-  BulkFootprint bulk_footprint;
-  int cluster_arrived_warps = 0;  // arrivals in the round in progress
-  int64_t cluster_rounds = 0;     // completed rounds
+  GlobalMarks bulk_footprint;          // 1 + the bulk store that last wrote there
+  int cluster_arrived_warps = 0;       // arrivals in the round in progress
+  int64_t cluster_rounds = 0;          // completed rounds
   VectorClock cluster_arriving, cluster_completed;
+};
 
+struct Machine : ClusterState {
+  Options options;
+  GlobalMemory* global = nullptr;
+  LaunchShape shape;
+  std::function<void()> kernel;
+
+  uint32_t cluster = 0;                        // number of the cluster that runs now
+  std::vector<std::unique_ptr<Block>> blocks;  // blocks of that cluster
+  std::vector<Lane> lanes;
+  std::vector<char*> stacks;
+  Lane launcher;  // stands for the code that started the run
   Report report;
-  std::map<std::pair<std::string, std::string>, size_t> error_index;  // (kind, key) → position in report.errors
-  std::map<std::tuple<const char*, int, const char*>, BankConflicts> bank_conflicts;
 
   uint32_t random();
   bool random_schedule() const { return options.seed >= 2; }
+  bool by_chance(uint32_t odds) { return random_schedule() && random() % odds == 0; }  // never with seeds 0 and 1
 };
 
 // The machine and lane that run on this OS thread. Lanes never move between OS threads. The initial-exec model makes a
@@ -224,20 +233,37 @@ struct Machine {
 inline thread_local Machine* machine __attribute__((tls_model("initial-exec"))) = nullptr;
 inline thread_local Lane* current __attribute__((tls_model("initial-exec"))) = nullptr;
 
-// Records an error and goes on. Errors of the same kind and key are counted, not repeated.
-void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message);
+// Records an error and goes on. Errors of one kind, place and pattern are counted, not repeated.
+void report_error(const char* kind, CallSite site, const char* pattern, ...) __attribute__((format(printf, 3, 4)));
 
 // Records an error of the current lane and gives up the run: the error leaves no sensible way to go on.
-[[noreturn]] void fail(const char* kind, CallSite site, const std::string& message);
+[[noreturn]] void fail(const char* kind, CallSite site, const char* pattern, ...) __attribute__((format(printf, 3, 4)));
 
-// Fails with "unsupported" unless the emulated GPU is at least this architecture.
-void require_arch(int arch, const char* instruction, CallSite site);
+// Fails with "unsupported" unless the emulated GPU is of sm_90 or later.
+void require_sm90(const Instruction& instruction);
 
 // Counts one emulated instruction, so that endless loops end.
 inline void count_step(CallSite site) {
   if (++machine->steps > machine->options.max_steps) {
-    fail("hang", site, format("more than %lld emulated instructions", (long long)machine->options.max_steps));
+    fail("hang", site, "more than %lld emulated instructions", (long long)machine->options.max_steps);
   }
 }
+
+// The functions from here on are the scheduler's, which decides which lane runs next.
+
+// Suspends the current lane until somebody wakes it.
+void block_lane(const Instruction& waiting);
+
+// Makes lanes of a warp runnable again.
+void wake(Warp& warp, uint32_t lanes);
+
+// Marks a point where, with random seeds, another warp may overtake.
+void maybe_preempt();
+
+// Ends the current lane and never returns.
+[[noreturn]] void exit_lane();
+
+// Runs all lanes of machine->blocks to their end, or until a failure.
+void run_lanes();
 
 }  // namespace ffpa::emu

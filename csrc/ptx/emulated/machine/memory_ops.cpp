@@ -1,11 +1,10 @@
 #include "ptx/emulated/machine/memory_ops.h"
 
-#include <algorithm>
 #include <cstring>
 
-#include "ptx/emulated/machine/bank_conflicts.h"
-#include "ptx/emulated/machine/scheduler.h"
+#include "ptx/emulated/async_copy.cuh"
 #include "ptx/emulated/machine/shared_memory.h"
+#include "ptx/emulated/memory.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -20,7 +19,7 @@ void write_bytes(Block& block, PendingCopy& copy) {
 
 void complete(Lane& lane, PendingCopy& copy, Completion completion) {
   write_bytes(*lane.block, copy);
-  note_copy_complete(*lane.block, copy.destination, copy.bytes, *lane.warp, lane.index, copy.time, completion);
+  note_copy_complete({*lane.block, copy.destination, copy.bytes}, lane, copy.time, completion);
   copy.complete = true;
 }
 
@@ -32,109 +31,113 @@ void land_groups_before(Lane& lane, uint32_t group) {
   lane.copies.erase(lane.copies.begin(), lane.copies.begin() + count);
 }
 
-}  // namespace
-
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access, GlobalProxy proxy,
-                  const char* what, CallSite site) {
-  if (reinterpret_cast<uintptr_t>(address) % alignment) {
-    fail("misaligned", site, format("%s: global address %p is not a multiple of %u", what, address, alignment));
-  }
-  if (bytes == 0) return;
-  const char* problem = machine->global.check(address, bytes, access);
-  if (!problem) {
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-    GlobalWriters& writers = machine->global.writers();
-    const bool alone = access == Access::kReadWrite ? writers.write(begin, bytes, machine->cluster)
-                                                    : writers.read(begin, bytes, machine->cluster);
-    if (!alone && access != Access::kAtomic && machine->options.check_races) {
-      fail("race", site, format("%s: %u bytes at %p, which another block wrote", what, bytes, address));
-    }
-    if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, what, site);
-    return;
-  }
-  const bool read_only = std::strstr(problem, "read-only") != nullptr;
-  char neighbour[128];
-  machine->global.describe_neighbour(address, bytes, neighbour, sizeof(neighbour));
-  fail(read_only ? "gmem-readonly" : "gmem-oob", site,
-       format("%s: %u bytes at %p are %s%s", what, bytes, address, problem, read_only ? "" : neighbour));
-}
-
-void load_shared(void* value, uint32_t address, uint32_t bytes, CallSite site) {
-  count_step(site);
-  Block& block = block_of(address);
-  std::memcpy(value, shared_pointer(block, address, bytes, bytes, "ld.shared", site), bytes);
-  note_read(block, address, bytes, *current->warp, current->index, site);
-  log_shared_access("ld.shared", address, bytes, site);
-}
-
-void store_shared(uint32_t address, const void* value, uint32_t bytes, CallSite site) {
-  count_step(site);
-  Block& block = block_of(address);
-  uint8_t* destination = shared_pointer(block, address, bytes, bytes, "st.shared", site);
-  note_write(block, address, bytes, *current->warp, current->index, site);
-  log_shared_access("st.shared", address, bytes, site);
-  std::memcpy(destination, value, bytes);
-}
-
-void load_global(void* value, const void* address, uint32_t bytes, CallSite site) {
-  count_step(site);
-  check_global(address, bytes, bytes, Access::kReadOnly, GlobalProxy::kGeneric, "ld.global", site);
-  machine->report.counters.bytes_global_loaded += bytes;
-  std::memcpy(value, address, bytes);
-}
-
-void store_global(void* address, const void* value, uint32_t bytes, CallSite site) {
-  count_step(site);
-  check_global(address, bytes, bytes, Access::kReadWrite, GlobalProxy::kGeneric, "st.global", site);
-  machine->report.counters.bytes_global_stored += bytes;
-  std::memcpy(address, value, bytes);
-}
-
-uint32_t add_global(void* address, uint32_t value, CallSite site) {
-  count_step(site);
-  check_global(address, 4, 4, Access::kAtomic, GlobalProxy::kGeneric, "atom.global", site);
-  machine->report.counters.bytes_global_loaded += 4;
-  machine->report.counters.bytes_global_stored += 4;
-  return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
-}
-
-void copy_async(uint32_t destination, const void* source, int bytes, int source_bytes, CallSite site) {
+// Writes `bytes` bytes, of which the bytes from `source_bytes` on are zero.
+void copy_async(uint32_t destination, const void* source, uint32_t bytes, int source_bytes, CallSite site) {
+  const Instruction instruction{"cp.async", site};
   count_step(site);
   Lane& lane = *current;
-  uint8_t* target = shared_pointer(*lane.block, destination, bytes, bytes, "cp.async", site);
-  if (source_bytes < 0 || source_bytes > bytes) {
-    fail("misaligned", site, format("cp.async: a source size of %d for a copy of %d bytes", source_bytes, bytes));
+  const SharedRange target{*lane.block, destination, bytes};
+  shared_pointer(target, bytes, instruction);
+  if (source_bytes < 0 || source_bytes > int(bytes)) {
+    fail("misaligned", site, "cp.async: a source size of %d for a copy of %u bytes", source_bytes, bytes);
   }
-  check_global(source, source_bytes, bytes, Access::kReadOnly, GlobalProxy::kGeneric, "cp.async", site);
-  ++machine->report.counters.async_copies;
+  check_global(source, source_bytes, bytes, Access::kReadOnly, instruction);
   machine->report.counters.bytes_global_to_shared += source_bytes;
-  note_write(*lane.block, destination, bytes, *lane.warp, lane.index, site, WriteKind::kAsyncIssue);
-  log_shared_access("cp.async", destination, bytes, site);
-  if (machine->options.poison) std::memset(target, 0xff, bytes);
+  begin_async_write(target, site);
+  log_shared_access(instruction, destination, bytes);
+  PendingCopy copy{destination,
+                   static_cast<const uint8_t*>(source),
+                   bytes,
+                   uint32_t(source_bytes),
+                   lane.open_copy_group,
+                   lane.copy_time,
+                   site};
   // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
   // copy in four lands at once.
-  const bool lands_now = machine->random_schedule() && machine->random() % 4 == 0;
-  PendingCopy copy{
-      destination, static_cast<const uint8_t*>(source), bytes, source_bytes, lane.open_copy_group, lane.copy_time,
-      site};
-  if (lands_now) write_bytes(*lane.block, copy);
+  if (machine->by_chance(4)) write_bytes(*lane.block, copy);
   // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
   const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination; };
   lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
   lane.copies.push_back(copy);
 }
 
-void commit_copies() { ++current->open_copy_group; }
-
-void wait_for_copies(int pending_groups) {
-  maybe_preempt();
-  Lane& lane = *current;
-  if (int(lane.open_copy_group) > pending_groups) land_groups_before(lane, lane.open_copy_group - pending_groups);
+// Checks and records a load or a store, and returns where the bytes lie.
+uint8_t* access_shared(const SharedRange& range, bool writes, CallSite site) {
+  const Instruction instruction{writes ? "st.shared" : "ld.shared", site};
+  count_step(site);
+  uint8_t* place = shared_pointer(range, range.bytes, instruction);
+  if (writes) {
+    note_write(range, *current, site);
+  } else {
+    note_read(range, *current, site);
+  }
+  log_shared_access(instruction, range.address, int(range.bytes));
+  return place;
 }
 
-void wait_for_all_copies() {
-  maybe_preempt();
-  land_groups_before(*current, current->open_copy_group + 1);
+template <class Value>
+void load_shared(Value& value, uint32_t address, CallSite site) {
+  std::memcpy(&value, access_shared({block_of(address), address, sizeof(value)}, false, site), sizeof(value));
+}
+
+template <class Value>
+void store_shared(uint32_t address, const Value& value, CallSite site) {
+  std::memcpy(access_shared({block_of(address), address, sizeof(value)}, true, site), &value, sizeof(value));
+}
+
+template <class Value>
+void load_global(Value& value, const void* address, CallSite site) {
+  count_step(site);
+  check_global(address, sizeof(value), sizeof(value), Access::kReadOnly, {"ld.global", site});
+  machine->report.counters.bytes_global_loaded += sizeof(value);
+  std::memcpy(&value, address, sizeof(value));
+}
+
+template <class Value>
+void store_global(void* address, const Value& value, CallSite site) {
+  count_step(site);
+  check_global(address, sizeof(value), sizeof(value), Access::kReadWrite, {"st.global", site});
+  machine->report.counters.bytes_global_stored += sizeof(value);
+  std::memcpy(address, &value, sizeof(value));
+}
+
+template <class Value>
+Value shared_value(uint32_t address, CallSite site) {
+  Value value;
+  load_shared(value, address, site);
+  return value;
+}
+
+template <class Value>
+Value global_value(const void* address, CallSite site) {
+  Value value;
+  load_global(value, address, site);
+  return value;
+}
+
+}  // namespace
+
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                  const Instruction& instruction, GlobalProxy proxy) {
+  const CallSite site = instruction.site;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+  if (begin % alignment) {
+    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
+  }
+  if (bytes == 0) return;
+  const Verdict verdict = machine->global->check(begin, bytes, access);
+  if (verdict == Verdict::kReadOnly) {
+    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
+  }
+  if (verdict == Verdict::kOutside) {
+    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
+         machine->global->describe_neighbour(begin, bytes).c_str());
+  }
+  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
+  if (!alone && access != Access::kAtomic && machine->options.check_races) {
+    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
+  }
+  if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
 }
 
 void land_tracked_copies(Lane& lane, uint32_t time) {
@@ -144,4 +147,63 @@ void land_tracked_copies(Lane& lane, uint32_t time) {
   }
 }
 
+void wait_for_copies(int pending_groups) {
+  maybe_preempt();
+  Lane& lane = *current;
+  if (int(lane.open_copy_group) > pending_groups) land_groups_before(lane, lane.open_copy_group - pending_groups);
+}
+
 }  // namespace ffpa::emu
+
+namespace ffpa::ptx {
+using namespace emu;
+
+uint16_t ld_shared_2(uint32_t address, CallSite site) { return shared_value<uint16_t>(address, site); }
+uint32_t ld_shared_4(uint32_t address, CallSite site) { return shared_value<uint32_t>(address, site); }
+void ld_shared_8(uint32_t (&value)[2], uint32_t address, CallSite site) { load_shared(value, address, site); }
+void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite site) { load_shared(value, address, site); }
+
+void st_shared_2(uint32_t address, uint16_t value, CallSite site) { store_shared(address, value, site); }
+void st_shared_4(uint32_t address, uint32_t value, CallSite site) { store_shared(address, value, site); }
+void st_shared_8(uint32_t address, const uint32_t (&value)[2], CallSite site) { store_shared(address, value, site); }
+void st_shared_16(uint32_t address, const uint32_t (&value)[4], CallSite site) { store_shared(address, value, site); }
+
+uint8_t ld_global_1(const void* address, CallSite site) { return global_value<uint8_t>(address, site); }
+uint16_t ld_global_2(const void* address, CallSite site) { return global_value<uint16_t>(address, site); }
+uint32_t ld_global_4(const void* address, CallSite site) { return global_value<uint32_t>(address, site); }
+void ld_global_8(uint32_t (&value)[2], const void* address, CallSite site) { load_global(value, address, site); }
+void ld_global_16(uint32_t (&value)[4], const void* address, CallSite site) { load_global(value, address, site); }
+
+void st_global_2(void* address, uint16_t value, CallSite site) { store_global(address, value, site); }
+void st_global_4(void* address, uint32_t value, CallSite site) { store_global(address, value, site); }
+void st_global_8(void* address, const uint32_t (&value)[2], CallSite site) { store_global(address, value, site); }
+void st_global_16(void* address, const uint32_t (&value)[4], CallSite site) { store_global(address, value, site); }
+
+uint32_t atom_add_global(void* address, uint32_t value, CallSite site) {
+  count_step(site);
+  check_global(address, 4, 4, Access::kAtomic, {"atom.global", site});
+  machine->report.counters.bytes_global_loaded += 4;
+  machine->report.counters.bytes_global_stored += 4;
+  return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
+}
+
+void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
+  copy_async(destination_smem, source_gmem, 16, source_bytes, site);
+}
+
+void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site) {
+  copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
+}
+
+void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
+  copy_async(destination_smem, source_gmem, 4, source_bytes, site);
+}
+
+void cp_async_commit_group() { ++current->open_copy_group; }
+
+void cp_async_wait_all() {
+  maybe_preempt();
+  land_groups_before(*current, current->open_copy_group + 1);
+}
+
+}  // namespace ffpa::ptx

@@ -1,57 +1,64 @@
 #include "ptx/emulated/machine/report.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 
 namespace ffpa::emu {
+
+std::string to_string(CallSite site) {
+  const char* slash = std::strrchr(site.file, '/');
+  return format("%s:%d", slash ? slash + 1 : site.file, site.line);
+}
+
+std::string format(const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  const std::string text = format(pattern, values);
+  va_end(values);
+  return text;
+}
+
+std::string format(const char* pattern, va_list values) {
+  char* text = nullptr;
+  if (vasprintf(&text, pattern, values) < 0) throw std::bad_alloc();
+  const std::unique_ptr<char, decltype(&std::free)> owner(text, std::free);
+  return text;
+}
+
+void BankConflicts::add(const BankConflicts& other) {
+  executions += other.executions;
+  wavefronts += other.wavefronts;
+  ideal_wavefronts += other.ideal_wavefronts;
+  worst_way = std::max(worst_way, other.worst_way);
+}
 
 void Counters::add(const Counters& other) {
   blocks += other.blocks;
   mma += other.mma;
   wgmma += other.wgmma;
-  ldmatrix += other.ldmatrix;
-  stmatrix += other.stmatrix;
-  shuffles += other.shuffles;
   barriers += other.barriers;
-  async_copies += other.async_copies;
-  tma_loads += other.tma_loads;
-  tma_stores += other.tma_stores;
   bytes_global_to_shared += other.bytes_global_to_shared;
   bytes_global_loaded += other.bytes_global_loaded;
   bytes_global_stored += other.bytes_global_stored;
-  collectives += other.collectives;
-  context_switches += other.context_switches;
 }
 
-bool Report::has(const std::string& kind) const {
-  return std::any_of(errors.begin(), errors.end(), [&](const Error& error) { return error.kind == kind; });
+void Report::add(const Error& error) {
+  const auto same = std::find_if(errors.begin(), errors.end(),
+                                 [&](const Error& mine) { return mine.kind == error.kind && mine.key == error.key; });
+  if (same == errors.end()) {
+    errors.push_back(error);
+  } else {
+    same->count += error.count;
+  }
 }
 
 void Report::merge(const Report& other) {
-  for (const Error& error : other.errors) {
-    auto same = std::find_if(errors.begin(), errors.end(), [&](const Error& mine) {
-      return mine.kind == error.kind && mine.message == error.message;
-    });
-    if (same == errors.end()) {
-      errors.push_back(error);
-    } else {
-      same->count += error.count;
-    }
-  }
-  for (const BankConflicts& conflicts : other.bank_conflicts) {
-    auto same = std::find_if(bank_conflicts.begin(), bank_conflicts.end(), [&](const BankConflicts& mine) {
-      return mine.site.line == conflicts.site.line && !std::strcmp(mine.site.file, conflicts.site.file) &&
-             !std::strcmp(mine.instruction, conflicts.instruction);
-    });
-    if (same == bank_conflicts.end()) {
-      bank_conflicts.push_back(conflicts);
-    } else {
-      same->executions += conflicts.executions;
-      same->wavefronts += conflicts.wavefronts;
-      same->ideal_wavefronts += conflicts.ideal_wavefronts;
-      same->worst_way = std::max(same->worst_way, conflicts.worst_way);
-    }
-  }
+  for (const Error& error : other.errors) add(error);
+  for (const auto& [instruction, conflicts] : other.bank_conflicts) bank_conflicts[instruction].add(conflicts);
   counters.add(other.counters);
 }
 

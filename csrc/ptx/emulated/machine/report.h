@@ -1,13 +1,34 @@
 // The findings of a run: errors, bank conflicts by source line, and counters.
 #pragma once
 
+#include <cstdarg>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "ptx/emulated/machine/call_site.h"
+#include "ptx/emulated/call_site.cuh"
 
 namespace ffpa::emu {
+
+// Returns "file.cuh:123", without directories.
+std::string to_string(CallSite site);
+
+// Works as printf does, into a string.
+std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+std::string format(const char* pattern, va_list values);
+
+// This says which instruction of a kernel is meant. Each name is one constant, so names are compared by address.
+struct Instruction {
+  const char* name;
+  CallSite site;
+
+  bool operator==(const Instruction& other) const { return name == other.name && site == other.site; }
+  bool operator<(const Instruction& other) const {
+    return std::tie(site.file, site.line, name) < std::tie(other.site.file, other.site.line, other.name);
+  }
+};
 
 // Kinds of errors:
 //   race         unordered accesses to shared memory, a missing wait, __syncwarp or proxy fence; global memory that one
@@ -24,49 +45,40 @@ namespace ffpa::emu {
 //   segfault     the kernel used a plain pointer or overran its stack
 struct Error {
   std::string kind;
+  std::string key;  // tells errors of one kind apart
   std::string message;
-  std::string file;
-  int line = 0;
+  CallSite site;
   int64_t count = 1;  // how often it occurred; the message describes the first time
 };
 
 // Wavefronts of one source instruction in shared memory; the ideal is what the same bytes need without conflicts.
 struct BankConflicts {
-  const char* instruction;
-  CallSite site;
   int64_t executions = 0;
   int64_t wavefronts = 0;
   int64_t ideal_wavefronts = 0;
   int worst_way = 0;  // most distinct words of one bank in one wavefront group
+
+  void add(const BankConflicts& other);
 };
 
 struct Counters {
   int64_t blocks = 0;
-  int64_t mma = 0;    // mma.sync; a wgmma counts one per 16×8×16 product
-  int64_t wgmma = 0;  // wgmma instructions, counted per warp
-  int64_t ldmatrix = 0;
-  int64_t stmatrix = 0;
-  int64_t shuffles = 0;
-  int64_t barriers = 0;      // completed rounds of bar.sync / sync_block
-  int64_t async_copies = 0;  // cp.async instructions, counted per lane
-  int64_t tma_loads = 0;
-  int64_t tma_stores = 0;
+  int64_t mma = 0;                     // mma.sync; a wgmma counts one per 16×8×16 product
+  int64_t wgmma = 0;                   // wgmma instructions, counted per warp
+  int64_t barriers = 0;                // completed rounds of bar.sync / sync_block
   int64_t bytes_global_to_shared = 0;  // read by cp.async and TMA, without filled zeros
   int64_t bytes_global_loaded = 0;     // read by ld.global
   int64_t bytes_global_stored = 0;     // written by st.global and TMA
-  int64_t collectives = 0;
-  int64_t context_switches = 0;
 
   void add(const Counters& other);
 };
 
 struct Report {
   std::vector<Error> errors;
-  std::vector<BankConflicts> bank_conflicts;
+  std::map<Instruction, BankConflicts> bank_conflicts;
   Counters counters;
 
-  bool ok() const { return errors.empty(); }
-  bool has(const std::string& kind) const;
+  void add(const Error& error);  // errors of the same kind and key are counted, not repeated
   void merge(const Report& other);
   std::string summary() const;  // one line per error
 };

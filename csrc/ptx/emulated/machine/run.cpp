@@ -3,56 +3,114 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <csignal>
 #include <exception>
-#include <mutex>
+#include <set>
 #include <thread>
 
 #include "base/math.h"
-#include "ptx/emulated/machine/fault_guard.h"
-#include "ptx/emulated/machine/scheduler.h"
-#include "ptx/emulated/machine/wgmma.h"
+#include "ptx/emulated/grid_launch.cuh"
+#include "ptx/emulated/machine/machine.h"
 
 namespace ffpa::emu {
 namespace {
 
 constexpr size_t kPageBytes = 4096;
+constexpr size_t kStackBytes = 192 << 10;         // bytes for each CUDA thread
 constexpr size_t kPoisonedStackBytes = 16 << 10;  // more than any kernel's frames take
+constexpr size_t kFaultStackBytes = 256 << 10;
+
+int64_t count_of(const GridDim& extent) { return int64_t(extent.x) * extent.y * extent.z; }
+
+// Returns the coordinates of number `i` in a grid of this extent.
+GridDim place_of(int64_t i, const GridDim& extent) {
+  return {uint32_t(i % extent.x), uint32_t(i / extent.x % extent.y), uint32_t(i / extent.x / extent.y)};
+}
+
+// Turns a SIGSEGV in a kernel (a plain pointer gone wrong, a stack overflow) into an error of the report. Faults
+// outside emulated lanes go to whoever handled them before.
+class FaultGuard {
+ public:
+  // The handler is installed while there is a guard on any thread. Each one gives its OS thread a separate stack to
+  // handle faults on: the stack that faults may be the problem.
+  FaultGuard() : memory_(new char[kFaultStackBytes]) {
+    stack_t stack = {};
+    stack.ss_sp = memory_.get();
+    stack.ss_size = kFaultStackBytes;
+    sigaltstack(&stack, &previous_stack_);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (count_++) return;
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGSEGV, &action, &previous_action_);
+  }
+
+  ~FaultGuard() {
+    sigaltstack(&previous_stack_, nullptr);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--count_ == 0) sigaction(SIGSEGV, &previous_action_, nullptr);
+  }
+
+ private:
+  static void on_fault(int signal, siginfo_t* info, void*) {
+    if (!current || !current->warp) {
+      // The fault is not the emulator's. The instruction faults again and reaches the previous action, now back in
+      // place.
+      sigaction(signal, &previous_action_, nullptr);
+      return;
+    }
+    // `fail` leaves this handler for good, so the signal has to be unblocked by hand.
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, signal);
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    fail("segfault", CallSite("kernel", 0),
+         "access to %p: a plain pointer out of bounds, or a stack overflow; the last instruction that the warp "
+         "gathered in is %s",
+         info->si_addr, to_string(current->warp->op.site).c_str());
+  }
+
+  inline static std::mutex mutex_;
+  inline static int count_ = 0;
+  inline static struct sigaction previous_action_;
+  std::unique_ptr<char[]> memory_;
+  stack_t previous_stack_;
+};
 
 // Allocates a stack with an unreadable page below it.
-char* new_stack(size_t bytes) {
-  void* memory =
-      mmap(nullptr, bytes + kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+char* new_stack() {
+  void* memory = mmap(nullptr, kStackBytes + kPageBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   mprotect(memory, kPageBytes, PROT_NONE);
   return static_cast<char*>(memory) + kPageBytes;
 }
-
-void free_stack(char* stack, size_t bytes) { munmap(stack - kPageBytes, bytes + kPageBytes); }
 
 void lane_entry() {
   finish_first_switch(machine->launcher.context);
   try {
     machine->kernel();
   } catch (const std::exception& problem) {
-    fail("launch", CallSite("kernel", 0), format("an exception left the kernel: %s", problem.what()));
+    fail("launch", CallSite("kernel", 0), "an exception left the kernel: %s", problem.what());
   }
   exit_lane();
 }
 
-void reset_block(Block& block, int rank, const Dim3& index) {
-  const GridShape& shape = machine->shape;
-  const Options& options = machine->options;
+void reset_block(Block& block, int rank, const GridDim& index) {
+  const LaunchShape& shape = machine->shape;
   block.index = index;
   block.rank = rank;
   block.threads = shape.threads;
   block.smem_bytes = shape.smem_bytes;
-  block.smem.assign(shape.smem_bytes, options.poison ? 0xff : 0);
+  block.smem.assign(shape.smem_bytes, 0xff);
   block.mbarriers.clear();
-  block.wgmma_history.assign(shape.threads / kWarpSize / 4, nullptr);
+  block.wgmma_history.assign(shape.threads / kWarpSize / 4, {});
   for (NamedBarrier& barrier : block.barriers) barrier = NamedBarrier{};
-  if (options.check_races) {
+  if (machine->options.check_races) {
     const size_t words = ceil_div<size_t>(shape.smem_bytes, 4);
-    const size_t warps_in_cluster = shape.cluster.count() * shape.threads / kWarpSize;
+    const size_t warps_in_cluster = count_of(shape.cluster) * shape.threads / kWarpSize;
     block.shadow.assign(words, ShadowWord{});
     block.read_times.assign(words * warps_in_cluster, 0);
   }
@@ -78,46 +136,32 @@ void reset_lane(Lane& lane, char* stack, Warp& warp, int index) {
   warp.lanes[index] = &lane;
   // Stacks whose tops are all page-aligned would compete for the same sets of the L1 cache (15 to 29% slower).
   const size_t stagger = size_t(&lane - machine->lanes.data()) % 61 * 1088;
-  const size_t bytes = machine->options.stack_bytes - stagger;
-  prepare(lane.context, stack, bytes, machine->options.poison ? kPoisonedStackBytes : 0, lane_entry);
+  prepare(lane.context, stack, kStackBytes - stagger, kPoisonedStackBytes, lane_entry);
 }
 
-uint64_t hash_seed(uint64_t seed, const Dim3& block) {
+uint64_t hash_seed(uint64_t seed, const GridDim& block) {
   const uint64_t hash = seed * 0x9E3779B97F4A7C15ull + (block.x + 1) * 0xD1B54A32D192ED03ull +
                         (block.y + 1) * 0x94D049BB133111EBull + (block.z + 1) * 0xBF58476D1CE4E5B9ull;
   return hash ? hash : 1;
 }
 
-void run_cluster(Machine& self, const Dim3& first_block) {
-  const GridShape& shape = self.shape;
-  const int block_count = int(shape.cluster.count());
-  const int warps_per_block = shape.threads / kWarpSize;
-  self.warps.clear();
-  self.ready_warps = 0;
-  self.running_warp = nullptr;
-  self.given_up = false;
-  self.steps = 0;
-  self.async_work.clear();
-  self.async_clock = VectorClock{};
-  self.bulk_stores.clear();
-  self.bulk_footprint.clear();
-  self.cluster_arrived_warps = 0;
-  self.cluster_rounds = 0;
-  self.cluster_arriving = self.cluster_completed = VectorClock{};
+void run_cluster(Machine& self, const GridDim& first_block) {
+  const LaunchShape& shape = self.shape;
+  const int block_count = int(count_of(shape.cluster));
+  static_cast<ClusterState&>(self) = {};
   self.random_state = hash_seed(self.options.seed, first_block);
   self.lanes_alive = int64_t(block_count) * shape.threads;
   self.lanes.resize(self.lanes_alive);
-  while (self.stacks.size() < self.lanes.size()) self.stacks.push_back(new_stack(self.options.stack_bytes));
+  while (self.stacks.size() < self.lanes.size()) self.stacks.push_back(new_stack());
   while (int(self.blocks.size()) < block_count) self.blocks.push_back(std::make_unique<Block>());
 
   for (int rank = 0; rank < block_count; ++rank) {
     Block& block = *self.blocks[rank];
-    reset_block(block, rank,
-                {first_block.x + rank % shape.cluster.x, first_block.y + rank / shape.cluster.x % shape.cluster.y,
-                 first_block.z + rank / (shape.cluster.x * shape.cluster.y)});
-    block.warps.resize(warps_per_block);
-    for (int w = 0; w < warps_per_block; ++w) {
-      reset_warp(block.warps[w], block, w);
+    const GridDim within = place_of(rank, shape.cluster);
+    reset_block(block, rank, {first_block.x + within.x, first_block.y + within.y, first_block.z + within.z});
+    block.warps.resize(shape.threads / kWarpSize);
+    for (size_t w = 0; w < block.warps.size(); ++w) {
+      reset_warp(block.warps[w], block, int(w));
       for (int l = 0; l < kWarpSize; ++l) {
         const size_t id = size_t(rank) * shape.threads + w * kWarpSize + l;
         reset_lane(self.lanes[id], self.stacks[id], block.warps[w], l);
@@ -128,38 +172,43 @@ void run_cluster(Machine& self, const Dim3& first_block) {
   self.report.counters.blocks += block_count;
   if (self.given_up) return;
   if (!self.async_work.empty()) {
-    report_error("exit", "async", CallSite("kernel", 0),
-                 "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
+    report_error("exit", CallSite("kernel", 0), "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
   }
   finish_bulk_stores();
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 
 // Runs on one OS thread: takes clusters until there are none left or somebody gives up.
-Report run_clusters(const GridShape& shape, const std::function<void()>& kernel, const Options& options,
-                    const GlobalRanges& global, std::atomic<int64_t>& next_cluster) {
-  const Dim3 clusters{shape.grid.x / shape.cluster.x, shape.grid.y / shape.cluster.y, shape.grid.z / shape.cluster.z};
-  FaultStack fault_stack;
+Report run_clusters(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
+                    GlobalMemory& global, std::atomic<int64_t>& next_cluster) {
+  const GridDim size = shape.cluster;
+  const GridDim clusters{shape.grid.x / size.x, shape.grid.y / size.y, shape.grid.z / size.z};
+  const FaultGuard fault_guard;
   Machine self;
   self.options = options;
-  self.global = global;
+  self.global = &global;
   self.shape = shape;
   self.kernel = kernel;
   machine = &self;
-  for (int64_t i = next_cluster++; i < clusters.count(); i = next_cluster++) {
+  for (int64_t i = next_cluster++; i < count_of(clusters); i = next_cluster++) {
     self.cluster = uint32_t(i);
-    run_cluster(self,
-                {uint32_t(i % clusters.x) * shape.cluster.x, uint32_t(i / clusters.x % clusters.y) * shape.cluster.y,
-                 uint32_t(i / clusters.x / clusters.y) * shape.cluster.z});
-    if (self.given_up) next_cluster = clusters.count();
+    const GridDim place = place_of(i, clusters);
+    run_cluster(self, {place.x * size.x, place.y * size.y, place.z * size.z});
+    if (self.given_up) next_cluster = count_of(clusters);
   }
   machine = nullptr;
-  for (char* stack : self.stacks) free_stack(stack, options.stack_bytes);
-  for (const auto& [key, conflicts] : self.bank_conflicts) self.report.bank_conflicts.push_back(conflicts);
+  for (char* stack : self.stacks) munmap(stack - kPageBytes, kStackBytes + kPageBytes);
   return self.report;
 }
 
-std::string problem_with(const GridShape& shape, const Options& options) {
+// Returns the bytes of dynamic shared memory that one block may ask for.
+uint32_t max_shared_bytes(int arch) {
+  if (arch == 80 || arch == 87) return 163 << 10;
+  const bool is_small = arch == 86 || arch == 89 || arch == 120;
+  return is_small ? 99 << 10 : 227 << 10;
+}
+
+std::string problem_with(const LaunchShape& shape, const Options& options) {
   if (shape.threads <= 0 || shape.threads % kWarpSize || shape.threads > 1024) {
     return format("a block of %d threads; it must be a multiple of 32 up to 1024", shape.threads);
   }
@@ -167,8 +216,8 @@ std::string problem_with(const GridShape& shape, const Options& options) {
     return format("%u bytes of shared memory; sm_%d has %u", shape.smem_bytes, options.arch,
                   max_shared_bytes(options.arch));
   }
-  const int64_t blocks = shape.cluster.count();
-  if (blocks > 1 && options.arch < 90) return format("clusters need sm_90, this is sm_%d", options.arch);
+  const int64_t blocks = count_of(shape.cluster);
+  if (blocks > 1 && options.arch < kSm90) return format("clusters need sm_90, this is sm_%d", options.arch);
   if (blocks < 1 || blocks > 8 || shape.grid.x % shape.cluster.x || shape.grid.y % shape.cluster.y ||
       shape.grid.z % shape.cluster.z) {
     return format("clusters of %u x %u x %u in a grid of %u x %u x %u", shape.cluster.x, shape.cluster.y,
@@ -179,34 +228,22 @@ std::string problem_with(const GridShape& shape, const Options& options) {
                   (long long)(blocks * shape.threads / kWarpSize));
   }
   constexpr uint32_t kMaxGridYZ = 65535;
-  if (shape.grid.count() == 0 || shape.grid.y > kMaxGridYZ || shape.grid.z > kMaxGridYZ) {
+  if (count_of(shape.grid) == 0 || shape.grid.y > kMaxGridYZ || shape.grid.z > kMaxGridYZ) {
     return format("a grid of %u x %u x %u blocks", shape.grid.x, shape.grid.y, shape.grid.z);
   }
   return "";
 }
 
-struct Session {
-  std::mutex mutex;
-  Options options;
-  Report report;
-};
-
-Session& session() {
-  static Session instance;
-  return instance;
-}
-
-}  // namespace
-
-Report run_grid(const GridShape& shape, const std::function<void()>& kernel, const Options& options) {
+// Runs `kernel` once for every CUDA thread of the grid, and returns what happened. It never throws, aborts or hangs,
+// whatever the kernel does; after a failure the results in global memory are incomplete.
+Report report_of(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options) {
   Report total;
   const std::string problem = problem_with(shape, options);
   if (!problem.empty()) {
-    total.errors.push_back({"launch", problem, "", 0, 1});
+    total.add({"launch", problem, problem, {"", 0}});
     return total;
   }
-  const GlobalRanges global = GlobalRanges::snapshot();
-  FaultGuard fault_guard;
+  GlobalMemory global;
   std::atomic<int64_t> next_cluster{0};
   std::mutex total_mutex;
   const auto work = [&] {
@@ -214,7 +251,7 @@ Report run_grid(const GridShape& shape, const std::function<void()>& kernel, con
     try {
       part = run_clusters(shape, kernel, options, global, next_cluster);
     } catch (const std::exception& problem) {
-      part.errors.push_back({"launch", problem.what(), "", 0, 1});
+      part.add({"launch", problem.what(), problem.what(), {"", 0}});
     }
     std::lock_guard<std::mutex> lock(total_mutex);
     total.merge(part);
@@ -226,19 +263,37 @@ Report run_grid(const GridShape& shape, const std::function<void()>& kernel, con
   return total;
 }
 
-Options current_options() {
-  std::lock_guard<std::mutex> lock(session().mutex);
-  return session().options;
+struct Session {
+  std::mutex mutex;
+  Options options;
+  Report report;
+  // Messages of failed launches are kept for whoever asks: failures are few. They are no thread-local, as each module
+  // of the emulator has those in the little space that the loader reserves (machine.h).
+  std::set<std::string> messages;
+};
+
+Session& session() {
+  static Session instance;
+  return instance;
+}
+
+}  // namespace
+
+// Runs the grid under the current options and adds to the session's report. A report with errors is a failed launch.
+LaunchStatus run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
+  std::unique_lock<std::mutex> lock(session().mutex);
+  const Options options = session().options;
+  lock.unlock();
+  const Report report = report_of(shape, kernel, options);
+  lock.lock();
+  session().report.merge(report);
+  if (report.errors.empty()) return {};
+  return {1, session().messages.insert("emulator: " + report.summary()).first->c_str()};
 }
 
 void set_current_options(const Options& options) {
   std::lock_guard<std::mutex> lock(session().mutex);
   session().options = options;
-}
-
-void add_to_session(const Report& report) {
-  std::lock_guard<std::mutex> lock(session().mutex);
-  session().report.merge(report);
 }
 
 Report take_session_report() {

@@ -1,21 +1,36 @@
-// Runs a grid on the emulator.
+// What a program around the emulator needs: the options of its launches, and what they found.
 #pragma once
 
-#include <functional>
+#include <cstdint>
 
-#include "ptx/emulated/machine/machine.h"
+#include "ptx/emulated/machine/global_memory.h"
+#include "ptx/emulated/machine/report.h"
 
 namespace ffpa::emu {
 
-// Runs `kernel` once for every CUDA thread of the grid, and returns what happened. It never throws, aborts or hangs,
-// whatever the kernel does; after a failure the results in global memory are incomplete.
-Report run_grid(const GridShape& shape, const std::function<void()>& kernel, const Options& options);
+// The way mma and wgmma add up products.
+enum class Accumulation {
+  kPlain,   // float additions one after the other: fast, but not what any GPU does
+  kAmpere,  // two steps of 8 products, sums truncated to 24 bits below the largest term: bit-exact for sm_80
+  kHopper,  // one step of 16 products, 25 bits: bit-exact for sm_90
+};
 
-// The options of launches that bring none of their own (all of them, through launch/launch.cuh), and the sum of their
-// reports.
-Options current_options();
+struct Options {
+  int arch = 80;       // compute capability; instructions that it lacks and shared memory beyond it are errors
+  uint64_t seed = 0;   // 0: warps in order, each as far as it gets; 1: in reverse; from 2: random order and preemption
+  int os_threads = 1;  // number of OS threads that clusters (or blocks) are spread over
+  bool check_races = true;
+  Accumulation accumulation = Accumulation::kPlain;
+  int64_t max_steps = int64_t(2) * 1000 * 1000 * 1000;  // instructions of one cluster, after which it counts as hung
+};
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kSm90 = 90;  // the architecture that brought TMA, wgmma and clusters
+
+// The options of all launches from now on.
 void set_current_options(const Options& options);
-void add_to_session(const Report& report);
-Report take_session_report();  // also starts a new report
+
+// Returns the sum of the reports of all launches since the last call.
+Report take_session_report();
 
 }  // namespace ffpa::emu

@@ -1,11 +1,23 @@
-#include "ptx/emulated/machine/scheduler.h"
-
-#include <algorithm>
 #include <cstdlib>
 
-#include "ptx/emulated/machine/bank_conflicts.h"
+#include "ptx/emulated/machine/shared_memory.h"
 
 namespace ffpa::emu {
+namespace {
+
+void resume(Lane& next, bool current_is_finished = false) {
+  Lane& previous = *current;
+  current = &next;
+  switch_to(previous.context, next.context, current_is_finished);
+}
+
+// Leaves the current lane for good.
+[[noreturn]] void abandon_lane_for(Lane& next) {
+  resume(next, true);
+  std::abort();  // unreachable: nobody resumes such a lane
+}
+
+}  // namespace
 
 uint32_t Machine::random() {  // xorshift64
   random_state ^= random_state << 13;
@@ -14,41 +26,36 @@ uint32_t Machine::random() {  // xorshift64
   return uint32_t(random_state >> 11);
 }
 
-void report_error(const char* kind, const std::string& key, CallSite site, const std::string& message) {
-  const auto [entry, is_new] = machine->error_index.insert({{kind, key}, machine->report.errors.size()});
-  if (!is_new) {
-    ++machine->report.errors[entry->second].count;
-    return;
-  }
-  machine->report.errors.push_back({kind, message, site.file, site.line, 1});
+void report_error(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  machine->report.add({kind, pattern + to_string(site), format(pattern, values), site});
+  va_end(values);
 }
 
-void fail(const char* kind, CallSite site, const std::string& message) {
-  std::string text = message;
+void fail(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  std::string text = format(pattern, values);
+  va_end(values);
   if (current && current->warp) {
-    const Dim3& block = current->block->index;
+    const GridDim& block = current->block->index;
     text = format("block (%u, %u, %u) thread %d (warp %d, lane %d) at %s: ", block.x, block.y, block.z, current->thread,
                   current->warp->index, current->index, to_string(site).c_str()) +
-           message;
+           text;
   }
-  report_error(kind, to_string(site), site, text);
+  machine->report.add({kind, to_string(site), text, site});
   machine->given_up = true;
-  return_to_launcher();
+  abandon_lane_for(machine->launcher);
 }
 
-void require_arch(int arch, const char* instruction, CallSite site) {
-  if (machine->options.arch >= arch) return;
-  fail("unsupported", site, format("%s needs sm_%d, this is sm_%d", instruction, arch, machine->options.arch));
+void require_sm90(const Instruction& instruction) {
+  const int arch = machine->options.arch;
+  if (arch >= kSm90) return;
+  fail("unsupported", instruction.site, "%s needs sm_%d, this is sm_%d", instruction.name, kSm90, arch);
 }
 
 namespace {
-
-void resume(Lane& next, bool current_is_finished = false) {
-  Lane& previous = *current;
-  ++machine->report.counters.context_switches;
-  current = &next;
-  switch_to(previous.context, next.context, current_is_finished);
-}
 
 void mark_not_ready(Lane& lane) {
   lane.warp->ready &= ~(1u << lane.index);
@@ -76,16 +83,14 @@ bool run_async_work() {
 }
 
 Lane* pick_lane(Warp& warp) {
-  uint32_t first = 0;
-  if (machine->random_schedule()) first = machine->random() % kWarpSize;
+  const uint32_t first = machine->random_schedule() ? machine->random() % kWarpSize : 0;
   const uint32_t rotated = first ? warp.ready >> first | warp.ready << (kWarpSize - first) : warp.ready;
   return warp.lanes[(__builtin_ctz(rotated) + first) % kWarpSize];
 }
 
 // Picks the next lane to run; nullptr when nobody can run, now or ever.
 Lane* pick() {
-  constexpr uint32_t kEarlyAsyncOdds = 16;  // random seeds land TMA loads at any time, others as late as can be
-  if (machine->random_schedule() && machine->random() % kEarlyAsyncOdds == 0) run_async_work();
+  if (machine->by_chance(16)) run_async_work();  // random seeds land TMA loads at any time, others as late as can be
   for (;;) {
     Warp* warp = machine->running_warp;
     if (!warp || !warp->ready) warp = pick_warp();
@@ -99,7 +104,7 @@ Lane* pick() {
 
 [[noreturn]] void fail_with_deadlock() {
   std::string text = "no thread can run.";
-  CallSite first_place = current->waiting_at;
+  CallSite first_place = current->waiting.site;
   for (Warp* warp : machine->warps) {
     if (!warp->alive) continue;
     text += format(" Block rank %d warp %d:", warp->block->rank, warp->index);
@@ -107,16 +112,16 @@ Lane* pick() {
     std::map<std::string, uint32_t> lanes_by_place;
     for (Lane* lane : warp->lanes) {
       if (!(warp->alive >> lane->index & 1)) continue;
-      std::string place = std::string(lane->waiting_in ? lane->waiting_in : "?") + " at " + to_string(lane->waiting_at);
+      std::string place = lane->waiting.name + (" at " + to_string(lane->waiting.site));
       if (lane->waiting_mbarrier) {
-        place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier & 0xffffff, lane->waiting_parity);
+        place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier->offset, lane->waiting_parity);
       }
       lanes_by_place[place] |= 1u << lane->index;
-      if (first_place.line == 0) first_place = lane->waiting_at;  // happens when the current lane has just exited
+      if (first_place.line == 0) first_place = lane->waiting.site;  // happens when the current lane has just exited
     }
     for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
   }
-  fail("deadlock", first_place, text);
+  fail("deadlock", first_place, "%s", text.c_str());
 }
 
 }  // namespace
@@ -126,18 +131,16 @@ void wake(Warp& warp, uint32_t lanes) {
   if (warp.ready) machine->ready_warps |= uint64_t(1) << warp.cluster_id;
 }
 
-void block_lane(const char* why, CallSite site) {
-  current->waiting_in = why;
-  current->waiting_at = site;
+void block_lane(const Instruction& waiting) {
+  current->waiting = waiting;
   mark_not_ready(*current);
   Lane* next = pick();
   if (!next) fail_with_deadlock();
   if (next != current) resume(*next);
-  current->waiting_in = nullptr;
 }
 
 void maybe_preempt() {
-  if (!machine->random_schedule() || machine->random() % 2) return;
+  if (!machine->by_chance(2)) return;
   machine->running_warp = pick_warp();
   Lane* next = pick();
   if (next && next != current) resume(*next);
@@ -148,25 +151,17 @@ void exit_lane() {
   const auto in_flight = [](const PendingCopy& copy) { return !copy.complete; };
   const auto first = std::find_if(current->copies.begin(), current->copies.end(), in_flight);
   if (first != current->copies.end()) {
-    report_error("exit", to_string(first->site), first->site,
-                 format("a thread exits with %zd cp.async not waited for, the first issued at %s",
-                        std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str()));
+    report_error("exit", first->site, "a thread exits with %zd cp.async not waited for, the first issued at %s",
+                 std::count_if(first, current->copies.end(), in_flight), to_string(first->site).c_str());
   }
   check_bulk_stores_at_exit(*current);
   mark_not_ready(*current);
   warp.alive &= ~(1u << current->index);
   if (!warp.alive) flush_access_logs(warp);
-  current->waiting_in = "exited";
-  if (--machine->lanes_alive == 0) return_to_launcher();
+  if (--machine->lanes_alive == 0) abandon_lane_for(machine->launcher);
   Lane* next = pick();
   if (!next) fail_with_deadlock();
-  resume(*next, true);
-  std::abort();  // unreachable: nobody resumes a finished lane
-}
-
-void return_to_launcher() {
-  resume(machine->launcher, true);
-  std::abort();  // unreachable: nobody resumes an abandoned lane
+  abandon_lane_for(*next);
 }
 
 void run_lanes() {

@@ -1,6 +1,8 @@
 #include "ptx/emulated/machine/shared_memory.h"
 
-#include "ptx/emulated/machine/tensor_box.h"
+#include <cstring>
+
+#include "ptx/emulated/machine/tma.h"
 
 namespace ffpa::emu {
 namespace {
@@ -16,11 +18,19 @@ WordRange words_of(uint32_t address, uint32_t bytes) {
   return {offset / kWordBytes, (offset + bytes + kWordBytes - 1) / kWordBytes};
 }
 
+// Calls visit(number, shadow) for the words of a range, if races are checked.
+template <class Visit>
+void for_each_word(const SharedRange& range, Visit visit) {
+  if (!machine->options.check_races) return;
+  const WordRange words = words_of(range.address, range.bytes);
+  for (uint32_t i = words.first; i < words.end; ++i) visit(i, range.block.shadow[i]);
+}
+
 // Returns which bytes of word i an access touches. Neighbouring halves of a word may belong to different threads.
-uint8_t bytes_in_word(uint32_t address, uint32_t bytes, uint32_t i) {
-  if (bytes >= kWordBytes) return 0xf;  // accesses of that size are aligned
-  const uint32_t first = (address & kOffsetMask) - kSmemBase - i * kWordBytes;
-  return uint8_t(((1u << bytes) - 1) << first);
+uint8_t bytes_in_word(const SharedRange& range, uint32_t i) {
+  if (range.bytes >= kWordBytes) return 0xf;  // accesses of that size are aligned
+  const uint32_t first = (range.address & kOffsetMask) - kSmemBase - i * kWordBytes;
+  return uint8_t(((1u << range.bytes) - 1) << first);
 }
 
 std::string name_of(int warp) {
@@ -33,45 +43,53 @@ bool knows_copy(const ShadowWord& word, const Warp& warp) {
   return word.copy_time && word.copy_time <= warp.clock.at[copies_of(word.writer)];
 }
 
-void remember_read(Block& block, uint32_t i, const Warp& warp, int lane, CallSite site) {
+void remember_read(Block& block, uint32_t i, Accessor by, CallSite site) {
   ShadowWord& word = block.shadow[i];
-  const int self = warp.cluster_id;
-  block.read_times[i * machine->warps.size() + self] = warp.clock.at[self];
+  const int self = by.warp.cluster_id;
+  block.read_times[i * machine->warps.size() + self] = by.warp.clock.at[self];
   word.read_site = site;
   // Lanes of one warp have no clocks of their own: the last reading lane is compared with a later writer of the same
   // warp instead. Collectives need no such care, because all lanes have come to them.
-  if (lane == kWholeWarp) return;
-  const bool second_lane = word.reader == self && word.read_sync_epoch == warp.sync_epoch && word.reader_lane != lane;
+  if (by.lane == Accessor::kWholeWarp) return;
+  const bool second_lane =
+      word.reader == self && word.read_sync_epoch == by.warp.sync_epoch && word.reader_lane != by.lane;
   word.reader = uint8_t(self);
-  word.reader_lane = uint8_t(second_lane ? kWholeWarp : lane);
-  word.read_sync_epoch = warp.sync_epoch;
+  word.reader_lane = uint8_t(second_lane ? Accessor::kWholeWarp : by.lane);
+  word.read_sync_epoch = by.warp.sync_epoch;
 }
 
-void report_race(const char* what, const char* missing, uint32_t word, Warp& warp, CallSite site, int other,
-                 CallSite other_site) {
-  report_error("race", what + to_string(other_site) + to_string(site), site,
-               format("%s: shared offset %u, %s at %s against %s at %s (%s)", what, word * kWordBytes,
-                      name_of(warp.cluster_id).c_str(), to_string(site).c_str(), name_of(other).c_str(),
-                      to_string(other_site).c_str(), missing));
-}
+// An access to a word, as a race report needs it.
+struct WordAccess {
+  uint32_t word;
+  const Warp& warp;
+  CallSite site;
 
-void report_write_under_copy(const Block& block, uint32_t word, Warp& warp, CallSite site) {
-  report_race("write to bytes that a copy to another block may still read", "its phase not waited for", word, warp,
-              site, kAsyncAgent, block.shadow[word].read_site);
-}
+  void report_race(const char* what, const char* missing, int other, CallSite other_site) const {
+    machine->report.add({"race", what + to_string(other_site) + to_string(site),
+                         format("%s: shared offset %u, %s at %s against %s at %s (%s)", what, word * kWordBytes,
+                                name_of(warp.cluster_id).c_str(), to_string(site).c_str(), name_of(other).c_str(),
+                                to_string(other_site).c_str(), missing),
+                         site});
+  }
 
-void report_write_under_bulk_store(const Block& block, uint32_t word, Warp& warp, CallSite site) {
+  void report_write_under_copy(const ShadowWord& shadow) const {
+    report_race("write to bytes that a copy to another block may still read", "its phase not waited for", kAsyncAgent,
+                shadow.read_site);
+  }
+};
+
+void report_write_under_bulk_store(const Block& block, const WordAccess& access) {
   bool found = false;
   for (const BulkStore& store : machine->bulk_stores) {
     const WordRange source = words_of(store.source, box_bytes(store.spec));
-    const bool reads_it =
-        store.step == BulkStep::kIssued && store.lane->block == &block && source.first <= word && word < source.end;
+    const bool reads_it = store.step == BulkStep::kIssued && store.lane->block == &block &&
+                          source.first <= access.word && access.word < source.end;
     if (!reads_it) continue;
     found = true;
-    report_race("write to bytes that a TMA store may still read", "bulk_wait_group_read missing", word, warp, site,
-                store.lane->warp->cluster_id, store.site);
+    access.report_race("write to bytes that a TMA store may still read", "bulk_wait_group_read missing",
+                       store.lane->warp->cluster_id, store.site);
   }
-  if (!found) report_write_under_copy(block, word, warp, site);
+  if (!found) access.report_write_under_copy(block.shadow[access.word]);
 }
 
 }  // namespace
@@ -82,85 +100,78 @@ Block& block_of(uint32_t address) {
   return *machine->blocks[rank_plus_one - 1];
 }
 
-uint8_t* shared_pointer(Block& block, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
-                        CallSite site) {
-  const uint32_t offset = (address & kOffsetMask) - kSmemBase;
-  if (address % alignment) {
-    fail("misaligned", site, format("%s: shared address 0x%x is not a multiple of %u", what, address, alignment));
+uint8_t* shared_pointer(const SharedRange& range, uint32_t alignment, const Instruction& instruction) {
+  const uint32_t offset = (range.address & kOffsetMask) - kSmemBase;
+  const uint32_t limit = range.block.smem_bytes;
+  if (range.address % alignment) {
+    fail("misaligned", instruction.site, "%s: shared address 0x%x is not a multiple of %u", instruction.name,
+         range.address, alignment);
   }
-  if (offset >= block.smem_bytes || offset + bytes > block.smem_bytes) {
-    fail("smem-oob", site,
-         format("%s: bytes %d to %d of a shared memory of %u", what, int(offset), int(offset + bytes),
-                block.smem_bytes));
+  if (offset >= limit || offset + range.bytes > limit) {
+    fail("smem-oob", instruction.site, "%s: bytes %d to %d of a shared memory of %u", instruction.name, int(offset),
+         int(offset + range.bytes), limit);
   }
-  return block.smem.data() + offset;
+  return range.block.smem.data() + offset;
 }
 
-void note_read(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site, Proxy proxy) {
-  if (!machine->options.check_races) return;
-  const int self = warp.cluster_id;
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    ShadowWord& word = block.shadow[i];
+void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy) {
+  const Warp& warp = by.warp;
+  for_each_word(range, [&](uint32_t i, const ShadowWord& word) {
+    const auto report_race = [&](const char* what, const char* missing) {
+      WordAccess{i, warp, site}.report_race(what, missing, word.writer, word.write_site);
+    };
     const bool known = knows_copy(word, warp);
     if (word.in_flight && !known) {
-      report_race("read of bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
-                  word.write_site);
-    } else if (word.writer != kNobody && !known && (word.written_bytes & bytes_in_word(address, bytes, i))) {
-      if (word.writer != self) {
-        if (word.write_time > warp.clock.at[word.writer]) {
-          report_race("read after write", "no barrier between", i, warp, site, word.writer, word.write_site);
-        }
-      } else if (word.write_sync_epoch == warp.sync_epoch && word.writer_lane != lane) {
-        report_race("read after write by another lane", "no __syncwarp between", i, warp, site, word.writer,
-                    word.write_site);
+      report_race("read of bytes that an asynchronous copy still writes", "wait missing");
+    } else if (word.writer != kNobody && !known && (word.written_bytes & bytes_in_word(range, i))) {
+      if (word.writer != warp.cluster_id) {
+        if (word.write_time > warp.clock.at[word.writer]) report_race("read after write", "no barrier between");
+      } else if (word.write_sync_epoch == warp.sync_epoch && word.writer_lane != by.lane) {
+        report_race("read after write by another lane", "no __syncwarp between");
       }
       if (proxy == Proxy::kAsync && word.generic_write && word.writer < kAsyncAgent &&
           machine->warps[word.writer]->proxy_epoch <= word.write_proxy_epoch) {
-        report_race("read through the async proxy of a generic write", "fence.proxy.async missing", i, warp, site,
-                    word.writer, word.write_site);
+        report_race("read through the async proxy of a generic write", "fence.proxy.async missing");
       }
     }
-    remember_read(block, i, warp, lane, site);
-  }
+    remember_read(range.block, i, by, site);
+  });
 }
 
-void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site, WriteKind kind) {
-  if (!machine->options.check_races) return;
+void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind kind) {
+  const Warp& warp = by.warp;
   const int self = warp.cluster_id;
   const size_t warp_count = machine->warps.size();
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    ShadowWord& word = block.shadow[i];
+  for_each_word(range, [&](uint32_t i, ShadowWord& word) {
+    const WordAccess access{i, warp, site};
     const bool known = knows_copy(word, warp);
     if (word.in_flight && !known) {
-      report_race("write to bytes that an asynchronous copy still writes", "wait missing", i, warp, site, word.writer,
-                  word.write_site);
+      access.report_race("write to bytes that an asynchronous copy still writes", "wait missing", word.writer,
+                         word.write_site);
     } else if (word.writer != kNobody && word.writer != self && !known &&
-               word.write_time > warp.clock.at[word.writer] &&
-               (word.written_bytes & bytes_in_word(address, bytes, i))) {
-      report_race("write after write", "no barrier between", i, warp, site, word.writer, word.write_site);
+               word.write_time > warp.clock.at[word.writer] && (word.written_bytes & bytes_in_word(range, i))) {
+      access.report_race("write after write", "no barrier between", word.writer, word.write_site);
     }
     if (word.bulk_reads) {
-      report_write_under_bulk_store(block, i, warp, site);
+      report_write_under_bulk_store(range.block, access);
     } else if (word.copied_time > warp.clock.at[kAsyncAgent]) {
-      report_write_under_copy(block, i, warp, site);
+      access.report_write_under_copy(word);
     }
-    uint32_t* read_times = &block.read_times[i * warp_count];
+    uint32_t* read_times = &range.block.read_times[i * warp_count];
     for (size_t reader = 0; reader < warp_count; ++reader) {
       if (int(reader) == self || read_times[reader] <= warp.clock.at[reader]) continue;
-      report_race(kind == WriteKind::kAsyncIssue ? "asynchronous write after read" : "write after read",
-                  "no barrier between", i, warp, site, int(reader), word.read_site);
+      access.report_race(kind == WriteKind::kAsyncIssue ? "asynchronous write after read" : "write after read",
+                         "no barrier between", int(reader), word.read_site);
       read_times[reader] = 0;
     }
-    if (lane != kWholeWarp && word.reader == self && word.read_sync_epoch == warp.sync_epoch &&
-        word.reader_lane != lane) {
-      report_race("write after read by another lane", "no __syncwarp between", i, warp, site, self, word.read_site);
+    if (by.lane != Accessor::kWholeWarp && word.reader == self && word.read_sync_epoch == warp.sync_epoch &&
+        word.reader_lane != by.lane) {
+      access.report_race("write after read by another lane", "no __syncwarp between", self, word.read_site);
       word.reader = kNobody;
     }
     word.writer = uint8_t(self);
-    word.writer_lane = uint8_t(lane);
-    word.written_bytes = bytes_in_word(address, bytes, i);
+    word.writer_lane = uint8_t(by.lane);
+    word.written_bytes = bytes_in_word(range, i);
     word.write_time = warp.clock.at[self];
     word.write_sync_epoch = warp.sync_epoch;
     word.write_proxy_epoch = warp.proxy_epoch;
@@ -168,65 +179,57 @@ void note_write(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int 
     word.copy_time = 0;
     word.in_flight = kind == WriteKind::kAsyncIssue;
     word.generic_write = kind == WriteKind::kGeneric;
-  }
+  });
 }
 
-void note_bulk_read_begin(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
-  if (!machine->options.check_races) return;
-  note_read(block, address, bytes, warp, lane, site, Proxy::kAsync);
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) ++block.shadow[i].bulk_reads;
+void begin_async_write(const SharedRange& range, CallSite site) {
+  note_write(range, *current, site, WriteKind::kAsyncIssue);
+  std::memset(range.block.smem.data() + ((range.address & kOffsetMask) - kSmemBase), 0xff, range.bytes);
+}
+
+void note_bulk_read_begin(const SharedRange& range, CallSite site) {
+  note_read(range, *current, site, Proxy::kAsync);
+  for_each_word(range, [](uint32_t, ShadowWord& word) { ++word.bulk_reads; });
 }
 
 // Ends the read of a TMA store: a later writer must have learned of this moment.
-void note_bulk_read_end(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, CallSite site) {
-  if (!machine->options.check_races) return;
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    --block.shadow[i].bulk_reads;
-    remember_read(block, i, warp, lane, site);
-  }
+void note_bulk_read_end(const SharedRange& range, Lane& lane, CallSite site) {
+  for_each_word(range, [&](uint32_t i, ShadowWord& word) {
+    --word.bulk_reads;
+    remember_read(range.block, i, lane, site);
+  });
 }
 
-void note_bulk_read_landed(Block& block, uint32_t address, uint32_t bytes, uint32_t landed_at) {
-  if (!machine->options.check_races) return;
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    --block.shadow[i].bulk_reads;
-    block.shadow[i].copied_time = landed_at;
-  }
+void note_bulk_read_landed(const SharedRange& range, uint32_t landed_at) {
+  for_each_word(range, [&](uint32_t, ShadowWord& word) {
+    --word.bulk_reads;
+    word.copied_time = landed_at;
+  });
 }
 
-void note_copy_complete(Block& block, uint32_t address, uint32_t bytes, Warp& warp, int lane, uint32_t copy_time,
-                        Completion completion) {
-  if (!machine->options.check_races) return;
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    ShadowWord& word = block.shadow[i];
+void note_copy_complete(const SharedRange& range, const Lane& lane, uint32_t copy_time, Completion completion) {
+  const Warp& warp = *lane.warp;
+  for_each_word(range, [&](uint32_t, ShadowWord& word) {
     // A warp that knew of the copy from an mbarrier may have overwritten the word before the lane's own wait.
-    if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane) continue;
+    if (!word.in_flight || word.writer != warp.cluster_id || word.writer_lane != lane.index) return;
     word.copy_time = copy_time;
-    if (completion == Completion::kTracked) continue;
+    if (completion == Completion::kTracked) return;
     word.in_flight = false;
     word.write_time = warp.clock.at[warp.cluster_id];
     word.write_sync_epoch = warp.sync_epoch;
-  }
+  });
 }
 
-void note_landed(Block& block, uint32_t address, uint32_t bytes, int writer, int lane, uint32_t time,
-                 uint32_t sync_epoch) {
-  if (!machine->options.check_races) return;
-  const WordRange words = words_of(address, bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) {
-    ShadowWord& word = block.shadow[i];
+void note_landed(const SharedRange& range, uint32_t landed_at) {
+  for_each_word(range, [&](uint32_t, ShadowWord& word) {
     word.in_flight = false;
     word.generic_write = false;
-    word.writer = uint8_t(writer);
-    word.writer_lane = uint8_t(lane);
+    word.writer = uint8_t(kAsyncAgent);
+    word.writer_lane = Accessor::kWholeWarp;
     word.written_bytes = 0xf;
-    word.write_time = time;
-    word.write_sync_epoch = sync_epoch;
-  }
+    word.write_time = landed_at;
+    word.write_sync_epoch = 0;
+  });
 }
 
 }  // namespace ffpa::emu
