@@ -12,9 +12,7 @@
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
 

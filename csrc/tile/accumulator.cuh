@@ -5,8 +5,7 @@
 
 #include "base/compiler.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 

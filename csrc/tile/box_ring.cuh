@@ -17,15 +17,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {

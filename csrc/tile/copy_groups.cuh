@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/compiler.h"
-#include "ptx/async_copy.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 

@@ -16,11 +16,10 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 
-inline constexpr int kMmaM = 16;
 inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 
@@ -77,11 +76,6 @@ FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair(int lane) { return {lane %
 // Loads two B fragments (16 columns of B) with ldmatrix_x4_trans from B stored [k][column], such as V of attention; the
 // registers are those of ldmatrix_b_pair.
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair_trans(int lane) { return {lane % 16, lane / 16}; }
-
-// Load one B fragment with ldmatrix_x2 from [column][k], and with ldmatrix_x2_trans from [k][column]. The instruction
-// ignores the addresses of lanes 16 … 31; they repeat those of lanes 0 … 15, which are always valid.
-FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b(int lane) { return {lane % 8, lane / 8 % 2}; }
-FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_trans(int lane) { return {lane % 16, 0}; }
 
 // Packs two neighbouring C fragments (columns 0 … 7 and 8 … 15) into the A fragment of a following mma.
 template <class Element>

@@ -79,10 +79,6 @@ def cp_async(size):
     return define
 
 
-def cp_async_16_if(words):
-    return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 7).astype(np.uint32).ravel()
-
-
 def cp_async_16_or_zero(words):
     return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 0).astype(np.uint32).ravel()
 
@@ -90,25 +86,19 @@ def cp_async_16_or_zero(words):
 # --- matrices
 
 
-def ldmatrix(tiles, transposed):
+def ldmatrix(transposed):
     def define(words):
-        stored = words.view(np.uint16).reshape(4, 8, 8)[:tiles]  # [tile][row][column]
+        stored = words.view(np.uint16).reshape(4, 8, 8)  # [tile][row][column]
         if transposed:
             stored = stored.transpose(0, 2, 1)
         # Lane l holds row l / 4, columns 2·(l % 4) and the next, of tile t.
-        return np.ascontiguousarray(stored.reshape(tiles, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
+        return np.ascontiguousarray(stored.reshape(4, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
 
     return define
 
 
-def stmatrix(tiles, transposed):
-    def define(words):
-        fragments = words.reshape(32, tiles).T.copy().view(np.uint16).reshape(tiles, 8, 8)
-        if transposed:
-            fragments = fragments.transpose(0, 2, 1)
-        return np.ascontiguousarray(fragments).view(np.uint32).ravel()
-
-    return define
+def stmatrix(words):
+    return words.reshape(32, 4).T.copy().ravel()
 
 
 def a_matrix(values):
@@ -472,19 +462,15 @@ EXACT = {
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
     "ld_global_8": reversed_lanes(2),
     "ld_global_16": reversed_lanes(4),
-    "ld_global_nc_16": reversed_lanes(4),
     "cp_async_4": cp_async(4),
-    "cp_async_8": cp_async(8),
     "cp_async_16": cp_async(16),
-    "cp_async_16_if": cp_async_16_if,
     "cp_async_16_or_zero": cp_async_16_or_zero,
     "cp_async_wait_group": lambda words: words,
-    **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
-    **{f"stmatrix_x{n}{'_trans' * t}": stmatrix(n, bool(t)) for n in (1, 2, 4) for t in (0, 1)},
+    "ldmatrix_x4": ldmatrix(False),
+    "ldmatrix_x4_trans": ldmatrix(True),
+    "stmatrix_x4": stmatrix,
     "shfl_xor": shuffle(lambda lane, d: lane ^ d),
     "shfl_idx": shuffle(lambda lane, d: (lane * 7 + d) % 32),
-    "shfl_down": shuffle(lambda lane, d: np.where(lane + d < 32, lane + d, lane)),
-    "shfl_up": shuffle(lambda lane, d: np.where(lane - d >= 0, lane - d, lane)),
     "vote_ballot": vote_ballot,
     "bfind": bfind,
     "pack4/e4m3": pack4(E4M3),

@@ -100,7 +100,6 @@ MATH = {
     "ex2": (np.exp2, 2.0),
     "lg2": (np.log2, 2.0),
     "rcp": (np.reciprocal, 1.0),
-    "tanh_approx": (np.tanh, 2.0),
 }
 
 

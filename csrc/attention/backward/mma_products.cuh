@@ -14,9 +14,8 @@
 #include "attention/params/backward_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 #include "tile/mma_core.cuh"
 #include "tile/tile_copy.cuh"
 

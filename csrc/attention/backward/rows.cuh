@@ -14,11 +14,8 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
 
 namespace ffpa {
 

@@ -9,9 +9,7 @@
 #include "attention/params/backward_params.h"
 #include "attention/rows/visible_keys.cuh"
 #include "base/compiler.h"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

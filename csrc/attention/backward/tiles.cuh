@@ -11,7 +11,7 @@
 #include "attention/rows/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/special_registers.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -18,11 +18,8 @@
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/cluster.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {

@@ -7,9 +7,8 @@
 #include "attention/params/fp8_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 

@@ -9,11 +9,8 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 

@@ -92,11 +92,6 @@ struct ForwardMmaSplitConfig : Fields {
     return ceil_div(params.n_q, kRows) * params.splits * (Fields::kStreamed ? 1 : column_groups(params));
   }
 
-  // Returns the floats of scratch of one block, in the order of fragments.
-  FFPA_HOST_DEVICE static int64_t scratch_floats(const Params& params) {
-    return int64_t(column_groups(params)) * kRows * kOutWarpPairs * kTeamWarps * 16;
-  }
-
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.grid = grid_of(params, items_of_head(params), Fields::kStreamed ? params.resident_blocks : kLargestInt);

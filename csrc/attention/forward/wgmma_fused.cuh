@@ -21,14 +21,8 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {

@@ -10,8 +10,8 @@
 #include "attention/rows/row_tiles.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/tma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {

@@ -12,11 +12,8 @@
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {

@@ -7,7 +7,7 @@
 #include "attention/params/attention_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -7,9 +7,7 @@
 #include "attention/rows/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -11,8 +11,7 @@
 #include "attention/rows/batch_entry.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

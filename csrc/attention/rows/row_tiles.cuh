@@ -9,7 +9,7 @@
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/kept_value.cuh"
 
 namespace ffpa {

@@ -5,8 +5,8 @@
 #include "attention/params/attention_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 

@@ -1,4 +1,4 @@
-// Emulated side of ptx/async_copy.cuh.
+// Emulated side of ptx/native/async_copy.cuh.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,9 @@ inline void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const vo
   emu::copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
 }
 
-inline void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8,
-                       emu::CallSite site = emu::CallSite()) {
-  emu::copy_async(destination_smem, source_gmem, 8, source_bytes, site);
-}
-
 inline void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4,
                        emu::CallSite site = emu::CallSite()) {
   emu::copy_async(destination_smem, source_gmem, 4, source_bytes, site);
-}
-
-inline void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem,
-                           emu::CallSite site = emu::CallSite()) {
-  if (active) emu::copy_async(destination_smem, source_gmem, 16, 16, site);
 }
 
 inline void cp_async_commit_group() { emu::commit_copies(); }

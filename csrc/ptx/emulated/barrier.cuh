@@ -1,4 +1,4 @@
-// Emulated side of ptx/barrier.cuh.
+// Emulated side of ptx/native/barrier.cuh.
 #pragma once
 
 #include "ptx/emulated/machine/warp_ops.h"
@@ -14,8 +14,5 @@ inline void bar_sync(int barrier, int threads, emu::CallSite site = emu::CallSit
 inline void bar_arrive(int barrier, int threads, emu::CallSite site = emu::CallSite()) {
   emu::barrier_arrive(barrier, threads, site);
 }
-
-// Lanes see each other's memory at once here; only barriers order accesses in the race check.
-inline void fence_block() {}
 
 }  // namespace ffpa::ptx

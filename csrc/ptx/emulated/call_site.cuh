@@ -1,4 +1,4 @@
-// Emulated side of ptx/call_site.cuh.
+// Emulated side of ptx/native/call_site.cuh.
 #pragma once
 
 #include "ptx/emulated/machine/call_site.h"

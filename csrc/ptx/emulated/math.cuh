@@ -1,4 +1,4 @@
-// Emulated side of ptx/math.cuh.
+// Emulated side of ptx/native/math.cuh.
 #pragma once
 
 #include <cmath>
@@ -13,6 +13,4 @@ inline float lg2(float x) { return flush_subnormal(std::log2(flush_subnormal(x))
 inline float rcp(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
 // A fma computes it, because no compiler contracts that further.
 inline float mul_rn(float x, float y) { return std::fma(x, y, -0.0f); }
-inline float tanh_approx(float x) { return std::tanh(x); }
-
 }  // namespace ffpa::ptx

@@ -1,4 +1,4 @@
-// Emulated side of ptx/memory.cuh.
+// Emulated side of ptx/native/memory.cuh.
 #pragma once
 
 #include <cstdint>
@@ -66,10 +66,6 @@ inline void ld_global_8(uint32_t (&value)[2], const void* address, emu::CallSite
 }
 
 inline void ld_global_16(uint32_t (&value)[4], const void* address, emu::CallSite site = emu::CallSite()) {
-  emu::load_global(value, address, 16, site);
-}
-
-inline void ld_global_nc_16(uint32_t (&value)[4], const void* address, emu::CallSite site = emu::CallSite()) {
   emu::load_global(value, address, 16, site);
 }
 

@@ -1,4 +1,4 @@
-// Emulated side of ptx/tma.cuh.
+// Emulated side of ptx/native/tma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -70,8 +70,6 @@ template <int kPending>
 inline void bulk_wait_group(emu::CallSite site = emu::CallSite()) {
   emu::bulk_wait_group(kPending, emu::BulkStep::kComplete, site);
 }
-
-inline void prefetch_tensor_map(const TensorMap*) {}
 
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 

@@ -1,4 +1,4 @@
-// Emulated side of ptx/warp.cuh.
+// Emulated side of ptx/native/warp.cuh.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,6 @@ inline Value shfl_xor(Value value, int lane_mask, emu::CallSite site = emu::Call
 template <class Value>
 inline Value shfl_idx(Value value, int source_lane, emu::CallSite site = emu::CallSite()) {
   return shuffle_value(emu::Shuffle::kIndex, value, source_lane, site);
-}
-
-template <class Value>
-inline Value shfl_down(Value value, int delta, emu::CallSite site = emu::CallSite()) {
-  return shuffle_value(emu::Shuffle::kDown, value, delta, site);
-}
-
-template <class Value>
-inline Value shfl_up(Value value, int delta, emu::CallSite site = emu::CallSite()) {
-  return shuffle_value(emu::Shuffle::kUp, value, delta, site);
 }
 
 inline uint32_t vote_ballot(bool predicate, emu::CallSite site = emu::CallSite()) {

@@ -1,4 +1,10 @@
-// GPU side of ptx/async_copy.cuh.
+// cp.async: copies from global to shared memory that run beside the thread and end at a wait.
+//
+// The bytes are visible to the issuing thread after cp_async_wait_group, and to other threads only after a barrier that
+// follows it. Instead, cp_async_mbarrier_arrive can make an mbarrier wait for them: it arrives when all copies that
+// this thread has issued so far, in committed groups or not, have landed. A thread that has waited for that phase, the
+// issuing one or another, sees the copies. It sees nothing else that the issuing thread did: ordinary stores and loads
+// need an mbarrier_arrive of their own. Either way, a thread exits only when its copies have landed.
 #pragma once
 
 #include <cstdint>
@@ -32,29 +38,11 @@ FFPA_DEVICE void cp_async_16_or_zero(bool exists, uint32_t destination_smem, con
       : "memory");
 }
 
-// Only `.ca` exists for 8 and 4 bytes.
-FFPA_DEVICE void cp_async_8(uint32_t destination_smem, const void* source_gmem, int source_bytes = 8) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination_smem), "l"(source_gmem),
-               "r"(source_bytes)
-               : "memory");
-}
-
+// Only `.ca` exists for 4 bytes.
 FFPA_DEVICE void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination_smem), "l"(source_gmem),
                "r"(source_bytes)
                : "memory");
-}
-
-// Predicated copy: when `active` is false nothing is read and the destination keeps what it held.
-FFPA_DEVICE void cp_async_16_if(bool active, uint32_t destination_smem, const void* source_gmem) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred active;\n"
-      "  setp.ne.b32 active, %0, 0;\n"
-      "  @active cp.async.cg.shared.global.L2::128B [%1], [%2], 16;\n"
-      "}" ::"r"(static_cast<int>(active)),
-      "r"(destination_smem), "l"(source_gmem)
-      : "memory");
 }
 
 // cp.async.commit_group: closes the group of all copies this thread has issued since the last one (maybe none).

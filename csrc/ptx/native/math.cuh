@@ -1,11 +1,14 @@
-// GPU side of ptx/math.cuh.
+// Approximate single-precision functions of the special function unit, and a product that is always rounded by itself.
+//
+// The emulated twins are correctly rounded (to a few ulp), so results on a GPU differ within the bounds the PTX manual
+// states for each instruction; everything else in csrc/ptx agrees bit for bit.
 #pragma once
 
 #include "base/compiler.h"
 
 namespace ffpa::ptx {
 
-// The instructions are listed under "Floating Point Instructions: ex2, lg2, rcp, tanh, mul". The `.ftz` variants are
+// The instructions are listed under "Floating Point Instructions: ex2, lg2, rcp, mul". The `.ftz` variants are
 // one instruction; without `.ftz` the compiler adds a scaling sequence for subnormals, which a softmax has no use for.
 // The asm is not volatile because the functions are pure.
 
@@ -36,14 +39,6 @@ FFPA_DEVICE float mul_rn(float x, float y) {
 FFPA_DEVICE float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Returns tanh(x) with a relative error of at most 2^-11, which is enough for scores that are rounded to 16 bits
-// afterwards, and for nothing else.
-FFPA_DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -1,4 +1,8 @@
-// GPU side of ptx/memory.cuh.
+// Loads and stores of 2, 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers). From
+// global memory, single bytes can be loaded too; there is also an atomic addition on it.
+//
+// Addresses must be multiples of the access size. Values of 8 and 16 bytes are arrays of 32-bit registers, lowest
+// address first.
 #pragma once
 
 #include <cstdint>
@@ -79,14 +83,6 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "l"(address)
                : "memory");
-}
-
-// ld.global.nc: loads data that nobody writes while the kernel runs and that is read once, so it need not displace
-// lines of L1. The asm is not volatile, so the compiler may hoist it.
-FFPA_DEVICE void ld_global_nc_16(uint32_t (&value)[4], const void* address) {
-  asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
-      : "l"(address));
 }
 
 FFPA_DEVICE void st_global_2(void* address, uint16_t value) {

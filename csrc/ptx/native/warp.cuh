@@ -1,4 +1,4 @@
-// GPU side of ptx/warp.cuh.
+// Exchange and synchronisation inside one warp. Every function but bfind must be reached by all 32 lanes together.
 #pragma once
 
 #include <cstdint>
@@ -23,20 +23,6 @@ template <class Value>
 FFPA_DEVICE Value shfl_idx(Value value, int source_lane) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   return __shfl_sync(kFullWarp, value, source_lane);
-}
-
-// shfl.sync.down: returns the value of lane (lane + delta), or the lane's own past the end.
-template <class Value>
-FFPA_DEVICE Value shfl_down(Value value, int delta) {
-  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
-  return __shfl_down_sync(kFullWarp, value, delta);
-}
-
-// shfl.sync.up: returns the value of lane (lane - delta), or the lane's own before the start.
-template <class Value>
-FFPA_DEVICE Value shfl_up(Value value, int delta) {
-  static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
-  return __shfl_up_sync(kFullWarp, value, delta);
 }
 
 // vote.sync.ballot: bit l is the predicate of lane l.

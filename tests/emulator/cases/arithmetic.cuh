@@ -1,10 +1,8 @@
-// Cases for ptx/convert.cuh and ptx/math.cuh.
+// Cases for ptx/native/convert.cuh and ptx/native/math.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/convert.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
@@ -64,7 +62,6 @@ void math_kernel(const uint32_t* input, uint32_t* output) {
     if (kFunction == 0) y = ptx::ex2(x);
     if (kFunction == 1) y = ptx::lg2(x);
     if (kFunction == 2) y = ptx::rcp(x);
-    if (kFunction == 3) y = ptx::tanh_approx(x);
     ptx::st_global_4(output + i * 32 + lane, float_bits(y));
   }
 }
@@ -90,7 +87,6 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),
       warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 8),
       warp_case<math_kernel<2>>("rcp", Input::kPositiveFloats, kValues, kValues, 80, 2),
-      warp_case<math_kernel<3>>("tanh_approx", Input::kFloats, kValues, kValues, 80, 8192),
       {"ex2/special", 80, Input::kBits, 1, 8, 0, run_kernel<ex2_special_kernel, 32, 0>},
   };
 }

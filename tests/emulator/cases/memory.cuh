@@ -1,10 +1,8 @@
-// Cases for ptx/memory.cuh and ptx/async_copy.cuh.
+// Cases for ptx/native/memory.cuh and ptx/native/async_copy.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
@@ -42,17 +40,11 @@ FFPA_KERNEL(32, 1) void memory_8_kernel(const uint32_t* input, uint32_t* output)
   ptx::st_global_8(output + lane * 2, value);
 }
 
-template <bool kReadOnly>
-FFPA_KERNEL(32, 1)
-void memory_16_kernel(const uint32_t* input, uint32_t* output) {
+FFPA_KERNEL(32, 1) void memory_16_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
   uint32_t value[4];
-  if (kReadOnly) {
-    ptx::ld_global_nc_16(value, input + lane * 4);
-  } else {
-    ptx::ld_global_16(value, input + lane * 4);
-  }
+  ptx::ld_global_16(value, input + lane * 4);
   ptx::st_shared_16(smem + lane * 16, value);
   ptx::sync_warp();
   ptx::ld_shared_16(value, smem + (31 - lane) * 16);
@@ -74,8 +66,7 @@ inline std::vector<Case> memory_cases() {
       {"ld_global_2", 80, Input::kBits, 16, 16, 0, run_kernel<memory_2_kernel, 32, 64>},
       warp_case<memory_4_kernel, 128>("ld_global_4", Input::kBits, 1, 1),
       warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),
-      warp_case<memory_16_kernel<false>, 512>("ld_global_16", Input::kBits, 4, 4),
-      warp_case<memory_16_kernel<true>, 512>("ld_global_nc_16", Input::kBits, 4, 4),
+      warp_case<memory_16_kernel, 512>("ld_global_16", Input::kBits, 4, 4),
       warp_case<atom_add_kernel, 0>("atom_add_global", Input::kBits, 1, 1),
   };
 }
@@ -92,21 +83,10 @@ void cp_async_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t* source = input + lane * kWords;
   const int source_bytes = lane % (kBytes + 1);
   if (kBytes == 16) ptx::cp_async_16(mine, source, source_bytes);
-  if (kBytes == 8) ptx::cp_async_8(mine, source, source_bytes);
   if (kBytes == 4) ptx::cp_async_4(mine, source, source_bytes);
   ptx::cp_async_wait_all();
   ptx::sync_warp();
   for (int i = 0; i < kWords; ++i) ptx::st_global_4(output + lane * kWords + i, ptx::ld_shared_4(mine + i * 4));
-}
-
-// Odd lanes are predicated off: their destination keeps what it held.
-FFPA_KERNEL(32, 1) void cp_async_if_kernel(const uint32_t* input, uint32_t* output) {
-  const int lane = ptx::lane_id();
-  const uint32_t mine = ptx::dynamic_smem() + lane * 16;
-  for (int i = 0; i < 4; ++i) ptx::st_shared_4(mine + i * 4, 7);
-  ptx::cp_async_16_if(lane % 2 == 0, mine, input + lane * 4);
-  ptx::cp_async_wait_all();
-  for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
 }
 
 // Odd lanes have no source, and get zeros.
@@ -142,9 +122,7 @@ FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* 
 inline std::vector<Case> async_copy_cases() {
   return {
       warp_case<cp_async_kernel<4>, 128>("cp_async_4", Input::kBits, 1, 1),
-      warp_case<cp_async_kernel<8>, 256>("cp_async_8", Input::kBits, 2, 2),
       warp_case<cp_async_kernel<16>, 512>("cp_async_16", Input::kBits, 4, 4),
-      warp_case<cp_async_if_kernel, 512>("cp_async_16_if", Input::kBits, 4, 4),
       warp_case<cp_async_or_zero_kernel, 512>("cp_async_16_or_zero", Input::kBits, 4, 4),
       warp_case<cp_async_groups_kernel, 2048>("cp_async_wait_group", Input::kBits, 16, 16),
   };

@@ -7,32 +7,27 @@
 #include "cases/matrix.cuh"
 #include "cases/tma_store.cuh"
 #include "cases/wgmma.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
 inline constexpr int kSm90 = 90;
 
+// Stores registers as rows of 16 bytes.
+FFPA_KERNEL(32, 1) void stmatrix_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  const uint32_t row = ptx::dynamic_smem() + lane * kRowPitchBytes;
+  uint32_t tile[4];
+  for (int t = 0; t < 4; ++t) tile[t] = ptx::ld_global_4(input + lane * 4 + t);
+  ptx::stmatrix_x4(row, tile);
+  ptx::sync_warp();
+  uint32_t value[4];
+  ptx::ld_shared_16(value, row);
+  ptx::st_global_16(output + lane * 4, value);
+}
+
 inline std::vector<Case> stmatrix_cases() {
-  constexpr int kSmem = 32 * kRowPitchBytes;
-  const auto store_case = [](const char* name, int tiles, LaunchStatus (*run)(const uint32_t*, uint32_t*)) {
-    return Case{name, kSm90, Input::kBits, 32 * tiles, tiles * 8 * 4, 0, run};
-  };
-  return {
-      store_case("stmatrix_x1", 1, run_kernel<stmatrix_kernel<1, false>, 32, kSmem>),
-      store_case("stmatrix_x1_trans", 1, run_kernel<stmatrix_kernel<1, true>, 32, kSmem>),
-      store_case("stmatrix_x2", 2, run_kernel<stmatrix_kernel<2, false>, 32, kSmem>),
-      store_case("stmatrix_x2_trans", 2, run_kernel<stmatrix_kernel<2, true>, 32, kSmem>),
-      store_case("stmatrix_x4", 4, run_kernel<stmatrix_kernel<4, false>, 32, kSmem>),
-      store_case("stmatrix_x4_trans", 4, run_kernel<stmatrix_kernel<4, true>, 32, kSmem>),
-  };
+  return {warp_case<stmatrix_kernel, 32 * kRowPitchBytes>("stmatrix_x4", Input::kBits, 4, 4, kSm90)};
 }
 
 template <class Element>
@@ -88,7 +83,6 @@ void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, i
   const uint32_t smem = ptx::dynamic_smem();
   const uint32_t barrier = smem + kTmaBarrierOffset;
   if (lane == 0) {
-    ptx::prefetch_tensor_map(&map);
     ptx::mbarrier_init(barrier, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(barrier, box_bytes);

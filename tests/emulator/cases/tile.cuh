@@ -2,13 +2,7 @@
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
@@ -103,11 +97,11 @@ void row_layout_kernel(const uint32_t* input, uint32_t* output) {
   tile::copy_tile_async<kLayoutRows, kColumns, 32>(smem, kLayout, matrix, lane);
   ptx::cp_async_wait_all();
   ptx::sync_warp();
-  for (int row = 0; row < kLayoutRows; row += 8) {
-    for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
-      uint32_t pair[1];
-      ptx::ldmatrix_x1(pair, smem + kLayout.offset(row + lane % 8, chunk));
-      ptx::st_global_4(output + (row + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pair[0]);
+  for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
+    uint32_t pairs[kLayoutRows / 8];
+    ptx::ldmatrix_x4(pairs, smem + kLayout.offset(lane, chunk));
+    for (int i = 0; i < kLayoutRows / 8; ++i) {
+      ptx::st_global_4(output + (i * 8 + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pairs[i]);
     }
   }
 }

@@ -1,9 +1,8 @@
-// Cases for ptx/warp.cuh.
+// Cases for ptx/native/warp.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
@@ -18,8 +17,6 @@ void shuffle_kernel(const uint32_t* input, uint32_t* output) {
     float result = 0;
     if (kKind == 0) result = ptx::shfl_xor(value, distance);
     if (kKind == 1) result = ptx::shfl_idx(value, lane * 7 + distance);
-    if (kKind == 2) result = ptx::shfl_down(value, distance);
-    if (kKind == 3) result = ptx::shfl_up(value, distance);
     ptx::st_global_4(output + lane * 5 + i, float_bits(result));
   }
 }
@@ -46,8 +43,6 @@ inline std::vector<Case> warp_cases() {
   return {
       warp_case<shuffle_kernel<0>>("shfl_xor", Input::kBits, 1, 5),
       warp_case<shuffle_kernel<1>>("shfl_idx", Input::kBits, 1, 5),
-      warp_case<shuffle_kernel<2>>("shfl_down", Input::kBits, 1, 5),
-      warp_case<shuffle_kernel<3>>("shfl_up", Input::kBits, 1, 5),
       warp_case<vote_kernel>("vote_ballot", Input::kBits, 1, 4),
       warp_case<bfind_kernel>("bfind", Input::kBits, 1, 3),
   };

@@ -12,20 +12,8 @@ struct ShuffleArguments {
 };
 
 int source_lane(Shuffle kind, int lane, int argument) {
-  int source = 0;
-  switch (kind) {
-    case Shuffle::kIndex:
-      return argument & (kWarpSize - 1);
-    case Shuffle::kXor:
-      source = lane ^ argument;
-      break;
-    case Shuffle::kDown:
-      source = lane + argument;
-      break;
-    case Shuffle::kUp:
-      source = lane - argument;
-      break;
-  }
+  if (kind == Shuffle::kIndex) return argument & (kWarpSize - 1);
+  const int source = lane ^ argument;
   return source >= 0 && source < kWarpSize ? source : lane;
 }
 

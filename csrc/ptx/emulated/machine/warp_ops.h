@@ -7,7 +7,7 @@
 
 namespace ffpa::emu {
 
-enum class Shuffle { kIndex, kXor, kDown, kUp };
+enum class Shuffle { kIndex, kXor };
 
 uint32_t shuffle(Shuffle kind, uint32_t value, int argument, CallSite site);
 uint32_t ballot(bool predicate, CallSite site);
