@@ -18,7 +18,7 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "base/math.h"
 #include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
@@ -42,6 +43,27 @@ FFPA_HOST_DEVICE constexpr Coordinate b_coordinate(int lane, int value) {
 // Returns (row, column) of value 0 … 3 of a C fragment.
 FFPA_HOST_DEVICE constexpr Coordinate c_coordinate(int lane, int value) {
   return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2};
+}
+
+// Calls function(m, h) for the rows that a lane has values of in kM C fragments, one below the other: fragment m has
+// two, row 16m + 8h + lane / 4 each.
+template <int kM, class Function>
+FFPA_DEVICE void for_each_row(const Function& function) {
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) function(m, h);
+  }
+}
+
+// Combine what the four lanes of a row have of it; each of them gets the result.
+FFPA_DEVICE float sum_of_lanes(float value) {
+  value += ptx::shfl_xor(value, 1);
+  return value + ptx::shfl_xor(value, 2);
+}
+FFPA_DEVICE float largest_of_lanes(float value) {
+  value = larger_of(value, ptx::shfl_xor(value, 1));
+  return larger_of(value, ptx::shfl_xor(value, 2));
 }
 
 // The columns of C fragments side by side: value e of fragment n is in first_column(lane) + column_of(n) + e % 2.

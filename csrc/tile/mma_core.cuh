@@ -13,7 +13,6 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/instructions.cuh"
-#include "tile/accumulator.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"

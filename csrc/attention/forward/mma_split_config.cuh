@@ -5,7 +5,6 @@
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/work_items.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -93,11 +92,8 @@ struct ForwardMmaSplitConfig : Fields {
   }
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid = grid_of(params, items_of_head(params), Fields::kStreamed ? params.resident_blocks : kLargestInt);
-    shape.threads = kThreads;
-    shape.smem_bytes = smem_bytes(params);
-    return shape;
+    const int most_blocks = Fields::kStreamed ? params.resident_blocks : kLargestInt;
+    return {grid_of(params, items_of_head(params), most_blocks), kThreads, smem_bytes(params)};
   }
 };
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/instructions.cuh"

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/batch_entry.cuh"
 #include "attention/rows/packed_tiles.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"

@@ -3,8 +3,8 @@
 
 #include "cases/case.h"
 #include "ptx/instructions.cuh"
-#include "tile/accumulator.cuh"
 #include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/stage_ring.cuh"
 #include "tile/tile_copy.cuh"
@@ -88,7 +88,6 @@ inline constexpr int kLayoutRows = 32;
 template <int kRowBytes, bool kPadded>
 FFPA_KERNEL(32, 1)
 void row_layout_kernel(const uint32_t* input, uint32_t* output) {
-  static_assert(tile::RowLayout::supports(kRowBytes, kPadded), "a width that kernels may have");
   constexpr tile::RowLayout kLayout(kRowBytes, kPadded);
   constexpr int kColumns = kRowBytes / 2;
   const int lane = ptx::lane_id();
