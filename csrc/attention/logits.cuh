@@ -10,7 +10,7 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/math.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -12,9 +12,7 @@
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
 
@@ -61,11 +59,8 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const RowTile& rows,
 FFPA_DEVICE void finish_rows(const AttentionParams& params, const RowTile& rows, int row, RowState& state, int lane) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float sum = state.sum[h];
-    sum += ptx::shfl_xor(sum, 1);
-    sum += ptx::shfl_xor(sum, 2);
     const int r = rows.first + row + tile::c_coordinate(lane, 2 * h).row;
-    state.sum[h] = finish_row(params, rows, r, state.reference[h], sum, lane % 4 == 0,
+    state.sum[h] = finish_row(params, rows, r, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane % 4 == 0,
                               [&](float logit) { return score_of_logit(params, logit); });
   }
 }

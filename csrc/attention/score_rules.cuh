@@ -18,13 +18,11 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa {

@@ -6,9 +6,8 @@
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/tma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {

@@ -1,6 +1,6 @@
 // Storage types for floating point numbers of 16 and 8 bits, and their conversions in plain integer arithmetic.
 //
-// Kernels hold such data as packed uint32_t registers and convert with ptx/convert.cuh. These types name a tensor's
+// Kernels hold such data as packed uint32_t registers and convert with instructions. These types name a tensor's
 // element (as a template argument) and give the host and the tests the definition that the instructions are held to.
 #pragma once
 

@@ -17,6 +17,15 @@ struct LaunchShape {
   uint32_t* counter = nullptr;  // counter in global memory, or null; 0 when the kernel starts
 };
 
+// Returns the shape of a kernel whose blocks take items until none are left: as many blocks, or clusters of blocks, as
+// there are items, and no more than the GPU runs at a time.
+inline LaunchShape persistent_shape(int items, int resident_blocks, int threads, uint32_t smem_bytes,
+                                    uint32_t* counter = nullptr, int cluster_blocks = 1) {
+  const int most = resident_blocks > cluster_blocks ? resident_blocks / cluster_blocks : 1;
+  const uint32_t clusters = uint32_t(items < most ? items : most), of_cluster = uint32_t(cluster_blocks);
+  return {{clusters * of_cluster}, threads, smem_bytes, {of_cluster}, counter};
+}
+
 struct LaunchStatus {
   int code = 0;              // 0, a cudaError_t, or 1 in emulation
   const char* message = "";  // valid until this thread's next launch

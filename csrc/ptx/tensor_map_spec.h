@@ -27,3 +27,11 @@ struct TensorMapSpec {
 };
 
 }  // namespace ffpa
+
+namespace ffpa::ptx {
+
+// The treatment of a copy's lines in the L2 cache. kSoon is for data that passes through once, or that comes from far
+// away: its lines are the first to make room for others.
+enum class Evict { kNormal, kSoon };
+
+}  // namespace ffpa::ptx

@@ -17,15 +17,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {
@@ -36,10 +28,20 @@ inline constexpr uint32_t kBoxBytes = kBox * kBoxRowBytes;
 inline constexpr uint32_t kAtomBytes = 8 * kBoxRowBytes;
 
 inline constexpr int kConsumerGroups = 2;
-inline constexpr int kGroupThreads = 128;
+inline constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / 32;
+inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
+inline constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
+inline constexpr uint32_t kMostSmemBytes = 227 * 1024;  // bytes that a block can have where there is wgmma
 
 // Major says along which of its dimensions a box is contiguous.
 using Major = ptx::OperandMajor;
+
+// All threads of all blocks of the cluster meet.
+FFPA_DEVICE void meet_cluster() {
+  ptx::sync_warp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
 
 template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1, int kReadingGroups = kConsumerGroups>
 struct BoxRing {
@@ -77,9 +79,7 @@ struct BoxRing {
     if constexpr (kClusterBlocks == 1) {
       ptx::sync_block();
     } else {
-      ptx::sync_warp();
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
+      meet_cluster();
     }
   }
 };
@@ -142,10 +142,7 @@ class BoxProducer {
                           {0, 0, 0, 0});
       }
     }
-    ptx::fence_proxy_async();
-    ptx::sync_warp();
-    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));
-    at_.advance();
+    end_writes();
   }
 
   // Brings a step of zeros, for a product over nothing.
@@ -158,13 +155,18 @@ class BoxProducer {
     for (uint32_t offset = lane_ * 16; offset < Ring::kSlotBytes; offset += 32 * 16) {
       ptx::st_shared_16(slot + offset, {0, 0, 0, 0});
     }
+    end_writes();
+  }
+
+ private:
+  // The slot is full: all lanes have written what no copy brings.
+  FFPA_DEVICE void end_writes() {
     ptx::fence_proxy_async();
     ptx::sync_warp();
     if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));
     at_.advance();
   }
 
- private:
   static FFPA_DEVICE uint32_t bytes_of(int boxes_b, int rows_b) {
     return Ring::kBoxesA * kBoxBytes + boxes_b * rows_b * kBoxRowBytes;
   }
@@ -309,14 +311,15 @@ class BoxConsumer {
 // C fragments of a warp, 16 rows × kBox columns, packed as [fragment][half of rows].
 using PackedRows = uint32_t[kBox / 4];
 
+inline constexpr int kStoredRows = 16;  // rows of a warp, and of a box of the map that they are stored through
+
 // Writes a warp's rows to global memory, 16 rows at a time: through the warp's own shared memory and TMA. The rows go
 // to its kParts parts in turn. No warp waits for another one.
 template <int kParts>
 class RowStores {
-  static constexpr uint32_t kPartBytes = 16 * kBoxRowBytes;
+  static constexpr uint32_t kPartBytes = kStoredRows * kBoxRowBytes;
 
  public:
-  static constexpr int kRows = 16;  // rows of one box of the tensor map
   static constexpr uint32_t kBytes = kParts * kPartBytes;
 
   FFPA_DEVICE RowStores(uint32_t smem, int lane) : smem_(smem), lane_(lane) {}
@@ -353,9 +356,6 @@ class RowStores {
   int lane_;
   uint32_t part_ = 0;  // the part to fill next
 };
-
-inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
-inline constexpr int kGroupWarps = kGroupThreads / 32;
 
 // Gives each warp its role by its number in the block: one warp of the first warpgroup runs produce(), or kProducers of
 // them run produce(warp); the warps of the other warpgroups run consume(warpgroup, warp in it). Each role gets the

@@ -5,9 +5,7 @@
 
 #include "base/compiler.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa::tile {

@@ -16,11 +16,11 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/convert.cuh"
+#include "base/math.h"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 
-inline constexpr int kMmaM = 16;
 inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 
@@ -43,6 +43,27 @@ FFPA_HOST_DEVICE constexpr Coordinate b_coordinate(int lane, int value) {
 // Returns (row, column) of value 0 … 3 of a C fragment.
 FFPA_HOST_DEVICE constexpr Coordinate c_coordinate(int lane, int value) {
   return {lane / 4 + 8 * (value / 2), 2 * (lane % 4) + value % 2};
+}
+
+// Calls function(m, h) for the rows that a lane has values of in kM C fragments, one below the other: fragment m has
+// two, row 16m + 8h + lane / 4 each.
+template <int kM, class Function>
+FFPA_DEVICE void for_each_row(const Function& function) {
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) function(m, h);
+  }
+}
+
+// Combine what the four lanes of a row have of it; each of them gets the result.
+FFPA_DEVICE float sum_of_lanes(float value) {
+  value += ptx::shfl_xor(value, 1);
+  return value + ptx::shfl_xor(value, 2);
+}
+FFPA_DEVICE float largest_of_lanes(float value) {
+  value = larger_of(value, ptx::shfl_xor(value, 1));
+  return larger_of(value, ptx::shfl_xor(value, 2));
 }
 
 // The columns of C fragments side by side: value e of fragment n is in first_column(lane) + column_of(n) + e % 2.
@@ -77,11 +98,6 @@ FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair(int lane) { return {lane %
 // Loads two B fragments (16 columns of B) with ldmatrix_x4_trans from B stored [k][column], such as V of attention; the
 // registers are those of ldmatrix_b_pair.
 FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_pair_trans(int lane) { return {lane % 16, lane / 16}; }
-
-// Load one B fragment with ldmatrix_x2 from [column][k], and with ldmatrix_x2_trans from [k][column]. The instruction
-// ignores the addresses of lanes 16 … 31; they repeat those of lanes 0 … 15, which are always valid.
-FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b(int lane) { return {lane % 8, lane / 8 % 2}; }
-FFPA_HOST_DEVICE constexpr Coordinate ldmatrix_b_trans(int lane) { return {lane % 16, 0}; }
 
 // Packs two neighbouring C fragments (columns 0 … 7 and 8 … 15) into the A fragment of a following mma.
 template <class Element>

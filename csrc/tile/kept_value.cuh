@@ -8,8 +8,7 @@
 
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 

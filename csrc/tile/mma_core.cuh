@@ -12,10 +12,7 @@
 
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/barrier.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/special_registers.cuh"
-#include "tile/accumulator.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"

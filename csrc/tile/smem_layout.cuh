@@ -36,10 +36,6 @@ class RowLayout {
                     : row_bytes % 64 == 0  ? 3
                                            : 1) {}
 
-  FFPA_HOST_DEVICE static constexpr bool supports(int row_bytes, bool padded = false) {
-    return row_bytes > 0 && (padded ? row_bytes % 16 == 0 : row_bytes == 32 || row_bytes % 64 == 0);
-  }
-
   FFPA_HOST_DEVICE constexpr uint32_t offset(int row, int chunk) const {
     return uint32_t(row * pitch_ + ((chunk ^ ((row >> row_shift_) & chunk_mask_)) * kChunkBytes));
   }

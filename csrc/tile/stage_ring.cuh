@@ -11,10 +11,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/call_site.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::tile {
 

@@ -5,9 +5,7 @@
 
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/call_site.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {

@@ -59,17 +59,12 @@ void launch(const Instance& instance, const void* params, std::size_t params_byt
   if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
 }
 
-}  // namespace
-}  // namespace ffpa
-
-// These functions are no operators: programs that come with a model can call every operator there is, and here they
-// would write wherever they like. Each returns null, or a message that its thread must read before its next call.
-
-// Finds the kernel of this name, loaded with this library or since.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(const char* name, const void** kernel) {
+// Does it, and returns null, or a message that the thread must read before its next call.
+template <class Function>
+const char* problem_of(const Function& does) {
   static thread_local std::string problem;
   try {
-    *kernel = &ffpa::find_instance(name);
+    does();
   } catch (const std::exception& error) {
     problem = error.what();
     return problem.c_str();
@@ -77,15 +72,20 @@ extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(c
   return nullptr;
 }
 
+}  // namespace
+}  // namespace ffpa
+
+// These functions are no operators: programs that come with a model can call every operator there is, and here they
+// would write wherever they like.
+
+// Finds the kernel of this name, loaded with this library or since.
+extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(const char* name, const void** kernel) {
+  return ffpa::problem_of([&] { *kernel = &ffpa::find_instance(name); });
+}
+
 // Enqueues a kernel with its Config's Params on PyTorch's current stream of `device`.
 extern "C" __attribute__((visibility("default"))) const char* ffpa_launch(const void* kernel, const void* params,
                                                                           std::size_t params_bytes, int device) {
-  static thread_local std::string problem;
-  try {
-    ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device);
-  } catch (const std::exception& error) {
-    problem = error.what();
-    return problem.c_str();
-  }
-  return nullptr;
+  return ffpa::problem_of(
+      [&] { ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device); });
 }

@@ -7,12 +7,7 @@
 
 #include "base/math.h"
 #include "launch/launch.cuh"
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/stage_ring.cuh"
 
 namespace ffpa::testing {

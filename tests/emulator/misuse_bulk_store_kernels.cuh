@@ -1,12 +1,7 @@
 // Kernels that misuse TMA stores, each in one way. The map has rows of 64 elements, 128 bytes, and boxes of one row.
 #pragma once
 
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::testing {
 

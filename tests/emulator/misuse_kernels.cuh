@@ -1,13 +1,7 @@
 // Kernels that misuse one thing each, for the detectors that no attention kernel would trip.
 #pragma once
 
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::testing {
 
@@ -109,8 +103,8 @@ FFPA_KERNEL(32, 1) void misaligned_shared_kernel(const uint32_t*, uint32_t*) {
 }
 
 FFPA_KERNEL(32, 1) void misaligned_ldmatrix_kernel(const uint32_t*, uint32_t* output) {
-  uint32_t tile[2];
-  ptx::ldmatrix_x2(tile, ptx::dynamic_smem() + ptx::lane_id() * 8);
+  uint32_t tile[4];
+  ptx::ldmatrix_x4(tile, ptx::dynamic_smem() + ptx::lane_id() * 8);
   ptx::st_global_4(output + ptx::lane_id(), tile[0]);
 }
 

@@ -1,13 +1,7 @@
 // Kernels that misuse sm_90a instructions, each in one way.
 #pragma once
 
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::testing {
 

@@ -86,19 +86,19 @@ def cp_async_16_or_zero(words):
 # --- matrices
 
 
-def ldmatrix(tiles, transposed):
+def ldmatrix(transposed):
     def define(words):
-        stored = words.view(np.uint16).reshape(4, 8, 8)[:tiles]  # [tile][row][column]
+        stored = words.view(np.uint16).reshape(4, 8, 8)  # [tile][row][column]
         if transposed:
             stored = stored.transpose(0, 2, 1)
         # Lane l holds row l / 4, columns 2·(l % 4) and the next, of tile t.
-        return np.ascontiguousarray(stored.reshape(tiles, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
+        return np.ascontiguousarray(stored.reshape(4, 32, 2).transpose(1, 0, 2)).view(np.uint32).ravel()
 
     return define
 
 
-def stmatrix_x4(words):
-    return words.reshape(32, 4).T.ravel()
+def stmatrix(words):
+    return words.reshape(32, 4).T.copy().ravel()
 
 
 def a_matrix(values):
@@ -464,8 +464,9 @@ EXACT = {
     "cp_async_16": cp_async(16),
     "cp_async_16_or_zero": cp_async_16_or_zero,
     "cp_async_wait_group": lambda words: words,
-    **{f"ldmatrix_x{n}{'_trans' * t}": ldmatrix(n, bool(t)) for n in (2, 4) for t in (0, 1)},
-    "stmatrix_x4": stmatrix_x4,
+    "ldmatrix_x4": ldmatrix(False),
+    "ldmatrix_x4_trans": ldmatrix(True),
+    "stmatrix_x4": stmatrix,
     "shfl_xor": shuffle(lambda lane, d: lane ^ d),
     "shfl_idx": shuffle(lambda lane, d: (lane * 7 + d) % 32),
     "vote_ballot": vote_ballot,

@@ -8,17 +8,7 @@
 
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/math.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa::testing {

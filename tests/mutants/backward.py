@@ -9,7 +9,7 @@ MUTANTS = [
         ("box ring: products before their boxes", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n", ""),
         ("box ring: a slot given back while products read it", "release(slot_before(2));", "release(slot_before(1));"),
         ("box ring: rows that must not count stay", "if (live >> row & 1) continue;", "continue;"),
-        ("box ring: zeros without a proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // Brings a step of zeros", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));\n    at_.advance();\n  }\n\n  // Brings a step of zeros"),
+        ("box ring: zeros without a proxy fence", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(ring_.full(at_.slot));"),
         ("row stores: rows are overwritten before they are read", "    if (lane_ == 0) ptx::bulk_wait_group_read<kParts - 1>();  // the copy has read the rows that lay in this part\n", ""),
         ("row stores: copies before all lanes have written", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) {\n      send(part_smem);", "    ptx::fence_proxy_async();\n    if (lane_ == 0) {\n      send(part_smem);"),
         ("row stores: always the first part", "    part_ = (part_ + 1) % kParts;\n", ""),
@@ -97,7 +97,7 @@ MUTANTS = [
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
     ),
     *backward(
-        "csrc/attention/backward/score_tile_queue.cuh",
+        "csrc/attention/backward/wgmma_scores.cuh",
         ("tile queue: a tile is overwritten while it is used", "    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);\n", ""),
         ("tile queue: a tile is used before it is there", "    ptx::mbarrier_wait(full(place_), parity_);\n", ""),
     ),

@@ -44,13 +44,11 @@ MUTANTS = [
         ("two-phase: V behind a packed sequence as it is", "live_box_rows(rows.n_k() - key, params_.is_packed())", "~uint64_t{0}"),
         ("two-phase: nothing for rows without keys", "      if (chunk.steps() == 0) producer.bring_zeros();\n", "      if (chunk.steps() == 0) continue;\n"),
         ("two-phase: every second column group", "      column += now * tile::kBox;", "      column += 2 * now * tile::kBox;"),
-        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= Config::Stores::kRows", ""),
+        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows", ""),
         ("two-phase: boxes of a last chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_last"),
         ("two-phase: boxes of the first chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_first"),
         ("two-phase: the block ends before its copies", "    stores.wait();\n  }", "  }"),
         ("two-phase: few columns computed as many", "if (boxes == Config::kValueBoxes) {", "if (boxes > 0) {"),
-        ("two-phase: heads of a group mixed up", "rows.head() / params_.group, map_batch(rows)", "rows.head() % (params_.heads_q / params_.group), map_batch(rows)"),
-        ("two-phase: the tensor's batch entry for packed sequences", "return params_.is_packed() ? 0 : rows.batch();", "return rows.batch();"),
     ),
     *fused(
         "csrc/attention/forward/wgmma_fused.cuh",
@@ -82,15 +80,15 @@ MUTANTS = [
     ),
     *fused(
         "csrc/attention/forward/wgmma_steps.cuh",
-        ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= Stores::kRows) {", ") {"),
+        ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows) {", ") {"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
         ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
-        ("fused: maxima of a thread's keys", 'return larger_of(largest, ptx::shfl_xor(largest, 2));', 'return largest;'),
+        ("fused: maxima of a thread's keys", 'return tile::largest_of_lanes(largest);', 'return largest;'),
     ),
     *pair(
         "csrc/attention/forward/wgmma_pair.cuh",
-        ("pair: a block ends before the other", "    meet();  // no block ends while the other still copies or arrives there\n", ""),
+        ("pair: a block ends before the other", "    tile::meet_cluster();  // no block ends while the other still copies or arrives there\n", ""),
         ("pair: the block ends before its copies", "    stores.wait();\n", ""),
         ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),
         ("pair: S of the first keys in both blocks", "place, first_key(tile, rank_));", "place, first_key(tile, 0));"),
@@ -133,7 +131,7 @@ MUTANTS = [
     ),
     *fused(
         "csrc/attention/row_state.cuh",
-        ("row state: sums of a thread's keys", "    sum += ptx::shfl_xor(sum, 2);\n", ""),
+        ("row state: sums of a thread's keys", "tile::sum_of_lanes(state.sum[h])", "state.sum[h]"),
         ("row state: sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
         ("row state: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
         ("row state: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
@@ -141,6 +139,8 @@ MUTANTS = [
     ),
     *two_phase(
         "csrc/attention/rows/row_tile.cuh",
+        ("two-phase: heads of a group mixed up", "rows.head() / params.group,", "rows.head() % (params.heads_q / params.group),"),
+        ("two-phase: the tensor's batch entry for packed sequences", "rows.head() / params.group, params.is_packed() ? 0 : rows.batch()", "rows.head() / params.group, rows.batch()"),
         ("two-phase: rows behind the keys", "begin < end ? Run{begin / step * step, end} : Run{0, 0}", "Run{begin / step * step, max_of(end, begin / step * step)}"),
     ),
     *two_phase(

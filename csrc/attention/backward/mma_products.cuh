@@ -14,9 +14,8 @@
 #include "attention/params/backward_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 #include "tile/mma_core.cuh"
 #include "tile/tile_copy.cuh"
 
@@ -33,11 +32,7 @@ struct BackwardMmaProductsConfig : Fields {
   static_assert(Core::kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(Tiles(params).count(), params.attention.resident_blocks));
-    shape.threads = kThreads;
-    shape.smem_bytes = Core::kSmemBytes;
-    return shape;
+    return persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads, Core::kSmemBytes);
   }
 };
 
@@ -62,7 +57,7 @@ class BackwardMmaProducts {
     FFPA_NO_UNROLL
     while (more) {
       typename Core::Sums sums;
-      core_.multiply(ring_, sums, steps_of(tile), [&] { bring_step(tile); });
+      core_.multiply(ring_, sums, steps_of_product<Tiles>(params_, tile, Core::kStep), [&] { bring_step(tile); });
       const ProductTile done = tile;
       more = tiles.next(tile);
       if (more) begin(tile);
@@ -71,18 +66,6 @@ class BackwardMmaProducts {
   }
 
  private:
-  FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (kOfQ) return run_over_chunk(params_, rows_of_product<Tiles>(params_, tile), Core::kStep).steps(Core::kStep);
-    const BatchEntry entry = batch_entry(attention_, tile.batch);
-    const HeadRange heads = heads_of_chunk(params_, tile.batch);
-    int steps = 0;
-    FFPA_NO_UNROLL
-    for (int head = heads.first; head < heads.end; ++head) {
-      steps += run_over_head<Tiles>(params_, tile, entry, head, Core::kStep).steps(Core::kStep);
-    }
-    return steps;
-  }
-
   // ---- steps on their way into shared memory ----
 
   FFPA_DEVICE void begin(const ProductTile& tile) {
@@ -132,9 +115,7 @@ class BackwardMmaProducts {
                              const RowRange& range, int column, int columns_of_all) {
     steps_left_ = run.steps(Core::kStep);
     a_ = {a, params_.workspace_columns(), Core::kRows, Core::kStep};
-    b_ = {x.data + batch * x.batch_stride + head * x.head_stride + int64_t(range.begin + run.begin) * x.row_stride +
-              column,
-          x.row_stride, range.end - range.begin - run.begin, columns_of_all - column};
+    b_ = window_of(x, batch, head, range, run.begin, column, columns_of_all);
   }
 
   FFPA_DEVICE void bring_step(const ProductTile& tile) {

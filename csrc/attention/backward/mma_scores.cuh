@@ -18,10 +18,8 @@
 #include "attention/params/backward_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
 #include "tile/mma_core.cuh"
@@ -43,11 +41,7 @@ struct BackwardMmaScoresConfig : Fields {
   static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(score_tiles(params), params.attention.resident_blocks));
-    shape.threads = kThreads;
-    shape.smem_bytes = kSmemBytes;
-    return shape;
+    return persistent_shape(score_tiles(params), params.attention.resident_blocks, kThreads, kSmemBytes);
   }
 };
 
@@ -109,16 +103,12 @@ class BackwardMmaScores {
   // ---- steps of Q and K, then of dO and V, on their way into shared memory ----
 
   FFPA_DEVICE void begin(const ScoreTile& tile) {
-    const auto of_tile = [&](const TensorView& x, int head, int first, int begin, int end, int columns) {
-      const int64_t row = begin + first;
-      return tile::GmemWindow{x.data + tile.rows.batch() * x.batch_stride + head * x.head_stride + row * x.row_stride,
-                              x.row_stride, end - begin - first, columns};
-    };
-    const RowRange &q = tile.rows.entry.q, &k = tile.rows.entry.k;
-    a_ = of_tile(attention_.q, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_qk);
-    b_ = of_tile(attention_.k, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_qk);
-    next_a_ = of_tile(params_.grad_out, tile.rows.head(), tile.rows.first, q.begin, q.end, attention_.d_v).origin;
-    next_b_ = of_tile(attention_.v, tile.head_kv, tile.first_key, k.begin, k.end, attention_.d_v).origin;
+    const RowTile& rows = tile.rows;
+    const RowRange &q = rows.entry.q, &k = rows.entry.k;
+    a_ = window_of(attention_.q, rows.batch(), rows.head(), q, rows.first, 0, attention_.d_qk);
+    b_ = window_of(attention_.k, rows.batch(), tile.head_kv, k, tile.first_key, 0, attention_.d_qk);
+    next_a_ = row_of(params_.grad_out, rows.batch(), rows.head(), q.begin + rows.first);
+    next_b_ = row_of(attention_.v, rows.batch(), tile.head_kv, k.begin + tile.first_key);
     FFPA_NO_UNROLL
     for (int step = 0; step < ring_.ahead(); ++step) bring_step();
   }

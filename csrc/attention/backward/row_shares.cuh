@@ -10,14 +10,10 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa {
@@ -48,16 +44,14 @@ FFPA_DEVICE RowShare share_of_row(float largest, float sum, float lse) {
 template <class Element>
 FFPA_DEVICE void multiply_from_gmem(float (&products)[4], const AttentionParams& params, const RowTile& rows, int key,
                                     int lane) {
-  const auto row_of = [&](const TensorView& x, int head, int row) {
-    return x.data + rows.batch() * x.batch_stride + head * x.head_stride + row * x.row_stride;
-  };
   const RowRange &q = rows.entry.q, &k = rows.entry.k;
   const int row = rows.first + tile::a_coordinate(lane, 0).row;
   const uint16_t* a_rows[2];
   FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) a_rows[h] = row_of(params.q, rows.head(), q.begin + min_of(row + 8 * h, rows.last));
+  for (int h = 0; h < 2; ++h)
+    a_rows[h] = row_of(params.q, rows.batch(), rows.head(), q.begin + min_of(row + 8 * h, rows.last));
   const int b_row = min_of(key + tile::b_coordinate(lane, 0).column, rows.n_k() - 1);
-  const uint16_t* b = row_of(params.k, rows.head() / params.group, k.begin + b_row);
+  const uint16_t* b = row_of(params.k, rows.batch(), rows.head() / params.group, k.begin + b_row);
   FFPA_NO_UNROLL
   for (int step = 0; step < params.d_qk; step += tile::kMmaK) {
     const auto pair = [&](const uint16_t* row_gmem, int half) {

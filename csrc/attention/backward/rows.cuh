@@ -8,17 +8,13 @@
 #include "attention/backward/row_shares.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
-#include "attention/rows/batch_entry.cuh"
 #include "attention/rows/packed_tiles.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
 
 namespace ffpa {
 
@@ -31,10 +27,7 @@ struct BackwardRowsConfig : Fields {
   static_assert(kWarpRows == 16, "a warp writes two bytes of a word of live rows");
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(int64_t(params.all_heads()) * params.live_words());
-    shape.threads = kThreads;
-    return shape;
+    return {{uint32_t(int64_t(params.all_heads()) * params.live_words())}, kThreads};
   }
 };
 
@@ -65,10 +58,8 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
       live |= uint32_t(!attention.is_packed()) << i;
       continue;
     }
-    const auto row_of = [&](const TensorView& x) {
-      return x.data + batch * x.batch_stride + head * x.head_stride + (entry.q.begin + row) * x.row_stride;
-    };
-    const uint16_t *out = row_of(attention.out), *grad_out = row_of(params.grad_out);
+    const uint16_t* out = row_of(attention.out, batch, head, entry.q.begin + row);
+    const uint16_t* grad_out = row_of(params.grad_out, batch, head, entry.q.begin + row);
     float delta = 0;
     for (int column = lane * 8; column < attention.d_v; column += 32 * 8) {
       uint32_t a[4], b[4];

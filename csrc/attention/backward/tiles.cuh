@@ -5,13 +5,11 @@
 #include <cstdint>
 
 #include "attention/params/backward_params.h"
-#include "attention/rows/batch_entry.cuh"
 #include "attention/rows/packed_tiles.cuh"
 #include "attention/rows/row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/special_registers.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 
@@ -384,6 +382,20 @@ FFPA_DEVICE Run run_over_head(const BackwardParams& params, const ProductTile& t
   const int first = all.first_of(head), end = all.first_of(head + 1);
   return run_over_rows(entry, first_key_of_product<Tiles>(params, tile), Tiles::kRows,
                        max_of(params.first_tile - first, 0), min_of(params.end_tile, end) - first, step);
+}
+
+// Returns the number of steps that a tile is summed over.
+template <class Tiles>
+FFPA_DEVICE int steps_of_product(const BackwardParams& params, const ProductTile& tile, int step) {
+  if (Tiles::kOfQ) return run_over_chunk(params, rows_of_product<Tiles>(params, tile), step).steps(step);
+  const BatchEntry entry = batch_entry(params.attention, tile.batch);
+  const HeadRange heads = heads_of_chunk(params, tile.batch);
+  int steps = 0;
+  FFPA_NO_UNROLL
+  for (int head = heads.first; head < heads.end; ++head) {
+    steps += run_over_head<Tiles>(params, tile, entry, head, step).steps(step);
+  }
+  return steps;
 }
 
 // Returns the row of the workspace where row 0 of the head lies, or would lie if the chunk held it.

@@ -18,11 +18,8 @@
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/cluster.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
@@ -40,18 +37,13 @@ struct BackwardWgmmaProductsConfig : Fields {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
 
   // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers.
-  static constexpr int kWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<2>;
   static constexpr bool kStoresBoxes = Fields::kColumns > 192;
-  static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? kWarps * Stores::kBytes : 0);
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? tile::kConsumerWarps * Stores::kBytes : 0);
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.cluster.x = kClusterBlocks;
-    shape.grid.x = kClusterBlocks * min_of(Tiles(params).count(), params.attention.resident_blocks / kClusterBlocks);
-    shape.threads = kThreads;
-    shape.smem_bytes = kBarriersAt + Ring::kBarrierBytes;
-    return shape;
+    return persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads,
+                            kBarriersAt + Ring::kBarrierBytes, nullptr, kClusterBlocks);
   }
 
   struct Arguments {
@@ -72,9 +64,9 @@ struct BackwardWgmmaProductsConfig : Fields {
     const auto view = [](const GradientView& x) {
       return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
     };
-    const LaunchStatus of_gradients[] = {map_queries(arguments.dq, a, view(params.dq), a.d_qk, Stores::kRows),
-                                         map_keys(arguments.dk, a, view(params.dk), a.d_qk, Stores::kRows),
-                                         map_keys(arguments.dv, a, view(params.dv), a.d_v, Stores::kRows)};
+    const LaunchStatus of_gradients[] = {map_queries(arguments.dq, a, view(params.dq), a.d_qk, tile::kStoredRows),
+                                         map_keys(arguments.dk, a, view(params.dk), a.d_qk, tile::kStoredRows),
+                                         map_keys(arguments.dv, a, view(params.dv), a.d_v, tile::kStoredRows)};
     return first_failure(of_gradients);
   }
 };
@@ -116,16 +108,6 @@ class BackwardWgmmaProducts {
     while (tiles.next(tile)) function(tile);
   }
 
-  // Calls function(head of the group, run over its rows) for all heads that dK or dV is summed over.
-  template <class Function>
-  FFPA_DEVICE void for_each_run(const ProductTile& tile, const BatchEntry& entry, const Function& function) const {
-    const HeadRange heads = heads_of_chunk(params_, tile.batch);
-    FFPA_NO_UNROLL
-    for (int head = heads.first; head < heads.end; ++head) {
-      function(head, run_over_head<Tiles>(params_, tile, entry, head, tile::kBox));
-    }
-  }
-
   // ---- the producer's warp ----
 
   FFPA_DEVICE void produce() const {
@@ -136,11 +118,14 @@ class BackwardWgmmaProducts {
         return;
       }
       const BatchEntry entry = batch_entry(attention_, tile.batch);
+      const HeadRange heads = heads_of_chunk(params_, tile.batch);
       bool any = false;
-      for_each_run(tile, entry, [&](int head_of_group, const Run& run) {
+      FFPA_NO_UNROLL
+      for (int head = heads.first; head < heads.end; ++head) {
+        const Run run = run_over_head<Tiles>(params_, tile, entry, head, tile::kBox);
         any |= run.begin < run.end;
-        bring_rows(producer, tile, entry, head_of_group, run);
-      });
+        bring_rows(producer, tile, entry, head, run);
+      }
       if (!any) producer.bring_zeros();
     });
   }
@@ -230,19 +215,11 @@ class BackwardWgmmaProducts {
     constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
     for_each_tile([&](const ProductTile& tile) {
       Sums sums;
-      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, max_of(steps_of(tile), 1));
+      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(
+          sums, max_of(steps_of_product<Tiles>(params_, tile, tile::kBox), 1));
       finish(tile, group, sums, stores);
     });
     stores.wait();
-  }
-
-  FFPA_DEVICE int steps_of(const ProductTile& tile) const {
-    if (Config::kOfQ)
-      return run_over_chunk(params_, rows_of_product<Tiles>(params_, tile), tile::kBox).steps(tile::kBox);
-    int steps = 0;
-    const BatchEntry entry = batch_entry(attention_, tile.batch);
-    for_each_run(tile, entry, [&](int, const Run& run) { steps += run.steps(tile::kBox); });
-    return steps;
   }
 
   FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums, typename Config::Stores& stores) const {

@@ -7,9 +7,8 @@
 #include "attention/params/fp8_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 
@@ -25,11 +24,8 @@ struct ForwardArrangeValuesConfig : Fields {
   static FFPA_HOST_DEVICE int column_blocks(const Params& params) { return ceil_div(params.columns, kColumns); }
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(params.arranged_keys / kKeys) * uint32_t(column_blocks(params)) *
-                   uint32_t(params.batch * params.heads);
-    shape.threads = kThreads;
-    return shape;
+    const uint32_t blocks_of_head = uint32_t(params.arranged_keys / kKeys) * uint32_t(column_blocks(params));
+    return {{blocks_of_head * uint32_t(params.batch * params.heads)}, kThreads};
   }
 };
 

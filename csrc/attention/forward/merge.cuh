@@ -5,15 +5,12 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
-#include "attention/rows/batch_entry.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
 
 namespace ffpa {
 
@@ -24,12 +21,7 @@ struct ForwardMergeConfig : Fields {
   static constexpr int kThreads = 128;
   static constexpr int kColumns = 4;  // columns of a thread at a time
 
-  static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(params.all_rows());
-    shape.threads = kThreads;
-    return shape;
-  }
+  static LaunchShape launch_shape(const Params& params) { return {{uint32_t(params.all_rows())}, kThreads}; }
 };
 
 template <class Config>
@@ -64,8 +56,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   }
   const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
 
-  uint16_t* out_gmem = params.out.data + batch * params.out.batch_stride + head * params.out.head_stride +
-                       (rows.begin + row) * params.out.row_stride;
+  uint16_t* out_gmem = row_of(params.out, batch, head, rows.begin + row);
   for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v;
        column += Config::kThreads * Config::kColumns) {
     float out[4] = {0, 0, 0, 0};

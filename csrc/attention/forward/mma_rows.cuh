@@ -14,23 +14,13 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
-#include "attention/rows/work_items.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
-#include "tile/accumulator.cuh"
-#include "tile/copy_groups.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"
@@ -75,6 +65,24 @@ struct ForwardMmaRowsConfig : Fields {
   }
 };
 
+// Waits until at most `pending` (0, 2, 4 or 6) of this thread's latest copy groups are in flight.
+FFPA_DEVICE void wait_for_copy_groups(int pending) {
+  switch (pending) {
+    case 2:
+      ptx::cp_async_wait_group<2>();
+      break;
+    case 4:
+      ptx::cp_async_wait_group<4>();
+      break;
+    case 6:
+      ptx::cp_async_wait_group<6>();
+      break;
+    default:
+      ptx::cp_async_wait_group<0>();
+      break;
+  }
+}
+
 template <class Config>
 FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
 void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
@@ -117,7 +125,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   };
   // Waits for the next tile: the oldest of the 2 · stages - 1 tiles whose copies run, in the order of use, K V K V ….
   const auto wait_for_next_tile = [&] {
-    tile::wait_for_copy_groups(2 * stages - 2);
+    wait_for_copy_groups(2 * stages - 2);
     ptx::sync_block();
   };
 
@@ -144,14 +152,10 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   tile::Accumulator<typename Config::AccPv> o[kM][kOutN];
   float reference[kM][2];
   float row_sum[kM][2];  // sum over this thread's keys alone
-  FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      reference[m][h] = -kLargestFloat;
-      row_sum[m][h] = 0;
-    }
-  }
+  tile::for_each_row<kM>([&](int m, int h) {
+    reference[m][h] = -kLargestFloat;
+    row_sum[m][h] = 0;
+  });
   // This growth is in base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room for it.
   constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
@@ -226,8 +230,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
         float most = larger_of(s[m][0][2 * h], s[m][0][2 * h + 1]);
         FFPA_UNROLL
         for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
-        most = larger_of(most, ptx::shfl_xor(most, 1));
-        tile_max[m][h] = larger_of(most, ptx::shfl_xor(most, 2));
+        tile_max[m][h] = tile::largest_of_lanes(most);
         mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
         large |= is_large(tile_max[m][h], factor);
       }
@@ -289,9 +292,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      float sum = row_sum[m][h];
-      sum += ptx::shfl_xor(sum, 1);
-      sum += ptx::shfl_xor(sum, 2);
+      const float sum = tile::sum_of_lanes(row_sum[m][h]);
       const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
       const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
       const int row = block.first_row() + row_of_block;

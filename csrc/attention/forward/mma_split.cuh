@@ -21,19 +21,12 @@
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
-#include "attention/rows/work_items.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
-#include "tile/accumulator.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/stage_ring.cuh"
@@ -132,14 +125,10 @@ class ForwardMmaSplit {
     key_feed_.tile = value_feed_.tile = first_tile_;
     key_feed_.step = key_feed_.group = value_feed_.group = 0;
     value_feed_.step = key_steps_;
-    FFPA_UNROLL
-    for (int m = 0; m < kScoreM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        row_max_[m][h] = -kInfinity;
-        row_sum_[m][h] = 0;
-      }
-    }
+    tile::for_each_row<kScoreM>([&](int m, int h) {
+      row_max_[m][h] = -kInfinity;
+      row_sum_[m][h] = 0;
+    });
 
     if (first_tile_ == end_tile_) return;
     if (params_.q_resident) {  // Q belongs to the first step's copies
@@ -271,27 +260,17 @@ class ForwardMmaSplit {
   FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
     float maxima[kScoreM][2];
     bool large = false;
-    FFPA_UNROLL
-    for (int m = 0; m < kScoreM; ++m) {
+    tile::for_each_row<kScoreM>([&](int m, int h) {
+      float maximum = -kInfinity;
       FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        float& maximum = maxima[m][h];
-        maximum = -kInfinity;
-        FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          maximum = larger_of(maximum, larger_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-        }
-        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 1));
-        maximum = larger_of(maximum, ptx::shfl_xor(maximum, 2));
-        large |= is_large(maximum, factor);
+      for (int n = 0; n < kScoreN; ++n) {
+        maximum = larger_of(maximum, larger_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
       }
-    }
+      maxima[m][h] = tile::largest_of_lanes(maximum);
+      large |= is_large(maxima[m][h], factor);
+    });
     if (ptx::vote_any(large)) make_logits(scores, maxima, to_logits, factor);
-    FFPA_UNROLL
-    for (int m = 0; m < kScoreM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) publish(m, h, maxima[m][h] * factor);
-    }
+    tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, maxima[m][h] * factor); });
   }
 
   // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until
@@ -300,37 +279,33 @@ class ForwardMmaSplit {
   static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
 
   FFPA_DEVICE void compute_probabilities(const Scores& scores, float factor_of_scores) {
-    FFPA_UNROLL
-    for (int m = 0; m < kScoreM; ++m) {
+    tile::for_each_row<kScoreM>([&](int m, int h) {
+      const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+      float maximum = row_max_[m][h];
       FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-        float maximum = row_max_[m][h];
-        FFPA_UNROLL
-        for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
-          maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
-        }
-        if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
-        const float reference = maximum == -kInfinity ? 0.0f : maximum;  // P = 0 where the row has seen no key yet
-        const float factor = ptx::ex2(row_max_[m][h] - reference);
-        row_max_[m][h] = maximum;
-        if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
-          ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(factor));
-        }
-        float sum = 0;
-        FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          const float p0 = ptx::ex2(scores[m][n][2 * h] * factor_of_scores - reference);
-          const float p1 = ptx::ex2(scores[m][n][2 * h + 1] * factor_of_scores - reference);
-          sum += p0 + p1;
-          const int chunk = score_key() / tile::kChunkElements + n;
-          const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
-          ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
-                           ptx::pack<Element>(p0, p1));
-        }
-        row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // sum over this thread's keys alone
+      for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
+        maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
       }
-    }
+      if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
+      const float reference = maximum == -kInfinity ? 0.0f : maximum;  // P = 0 where the row has seen no key yet
+      const float factor = ptx::ex2(row_max_[m][h] - reference);
+      row_max_[m][h] = maximum;
+      if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
+        ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(factor));
+      }
+      float sum = 0;
+      FFPA_UNROLL
+      for (int n = 0; n < kScoreN; ++n) {
+        const float p0 = ptx::ex2(scores[m][n][2 * h] * factor_of_scores - reference);
+        const float p1 = ptx::ex2(scores[m][n][2 * h + 1] * factor_of_scores - reference);
+        sum += p0 + p1;
+        const int chunk = score_key() / tile::kChunkElements + n;
+        const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
+        ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
+                         ptx::pack<Element>(p0, p1));
+      }
+      row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // sum over this thread's keys alone
+    });
   }
 
   // ---- 3. O = αO + P V ----
@@ -338,14 +313,10 @@ class ForwardMmaSplit {
   FFPA_DEVICE void rescale(Out& out) const {
     float factor[kOutM][2];
     bool any = false;
-    FFPA_UNROLL
-    for (int m = 0; m < kOutM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        factor[m][h] = statistic(factor_smem_, out_row(m, h));
-        any |= factor[m][h] != 1;
-      }
-    }
+    tile::for_each_row<kOutM>([&](int m, int h) {
+      factor[m][h] = statistic(factor_smem_, out_row(m, h));
+      any |= factor[m][h] != 1;
+    });
     if (!ptx::vote_any(any)) return;
     FFPA_UNROLL
     for (int m = 0; m < kOutM; ++m) {

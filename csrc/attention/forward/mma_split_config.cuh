@@ -5,7 +5,6 @@
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/placed_row_tile.cuh"
-#include "attention/rows/work_items.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -92,17 +91,9 @@ struct ForwardMmaSplitConfig : Fields {
     return ceil_div(params.n_q, kRows) * params.splits * (Fields::kStreamed ? 1 : column_groups(params));
   }
 
-  // Returns the floats of scratch of one block, in the order of fragments.
-  FFPA_HOST_DEVICE static int64_t scratch_floats(const Params& params) {
-    return int64_t(column_groups(params)) * kRows * kOutWarpPairs * kTeamWarps * 16;
-  }
-
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid = grid_of(params, items_of_head(params), Fields::kStreamed ? params.resident_blocks : kLargestInt);
-    shape.threads = kThreads;
-    shape.smem_bytes = smem_bytes(params);
-    return shape;
+    const int most_blocks = Fields::kStreamed ? params.resident_blocks : kLargestInt;
+    return {grid_of(params, items_of_head(params), most_blocks), kThreads, smem_bytes(params)};
   }
 };
 

@@ -16,17 +16,11 @@
 #include "attention/forward/two_phase_tiles.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
 #include "tile/mma_core.cuh"
@@ -258,13 +252,9 @@ class ForwardMmaTwoPhase {
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
-        float scores[1][kGroup][4];
-        FFPA_UNROLL
-        for (int n = 0; n < kGroup; ++n) sums[m][first + n].get(scores[0][n]);
-        products_to_scores<Fragments>(scores, params_, rows, all_seen, rows.first + first_row() + m * 16,
+        products_to_scores<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows,
+                                      all_seen, rows.first + first_row() + m * 16,
                                       key + scores_.warp_column() + Fragments::column_of(first), lane_);
-        FFPA_UNROLL
-        for (int n = 0; n < kGroup; ++n) sums[m][first + n].set(scores[0][n]);
       }
     }
     return scale_of_scores();
@@ -274,18 +264,14 @@ class ForwardMmaTwoPhase {
   // scores become logits, and their factor 1.
   FFPA_DEVICE bool follow(Scores& scores, const LogitScale& to_logits, float& factor, RowState& state) const {
     OfRows parts;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
+    tile::for_each_row<kM>([&](int m, int h) {
+      parts[m][h] = -kInfinity;
       FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        parts[m][h] = -kInfinity;
-        FFPA_UNROLL
-        for (int n = 0; n < ScoreCore::kN; ++n) {
-          const float (&c)[4] = scores[m][n].c;
-          parts[m][h] = larger_of(parts[m][h], larger_of(c[2 * h], c[2 * h + 1]));
-        }
+      for (int n = 0; n < ScoreCore::kN; ++n) {
+        const float (&c)[4] = scores[m][n].c;
+        parts[m][h] = larger_of(parts[m][h], larger_of(c[2 * h], c[2 * h + 1]));
       }
-    }
+    });
     float maximum[2];
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
@@ -321,28 +307,24 @@ class ForwardMmaTwoPhase {
     uint16_t* gmem =
         scratch().p() + row * params_.chunk_keys + column + scores_.warp_column() + Fragments::first_column(lane_);
     OfRows parts;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
+    tile::for_each_row<kM>([&](int m, int h) {
+      const float reference = of_row(references, m, h);
+      parts[m][h] = 0;
       FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const float reference = of_row(references, m, h);
-        parts[m][h] = 0;
+      for (int group = 0; group < kGroups; ++group) {
+        uint32_t chunk[kGroup];
         FFPA_UNROLL
-        for (int group = 0; group < kGroups; ++group) {
-          uint32_t chunk[kGroup];
-          FFPA_UNROLL
-          for (int n = 0; n < kGroup; ++n) {
-            const float (&c)[4] = scores[m][group * kGroup + n].c;
-            const float p0 = ptx::ex2(c[2 * h] * factor - reference);
-            const float p1 = ptx::ex2(c[2 * h + 1] * factor - reference);
-            parts[m][h] += p0 + p1;
-            chunk[n] = ptx::pack<Element>(p0, p1);
-          }
-          ptx::st_global_16(gmem + Fragments::column_of(group * kGroup), chunk);
+        for (int n = 0; n < kGroup; ++n) {
+          const float (&c)[4] = scores[m][group * kGroup + n].c;
+          const float p0 = ptx::ex2(c[2 * h] * factor - reference);
+          const float p1 = ptx::ex2(c[2 * h + 1] * factor - reference);
+          parts[m][h] += p0 + p1;
+          chunk[n] = ptx::pack<Element>(p0, p1);
         }
-        gmem += int64_t{8} * params_.chunk_keys;
+        ptx::st_global_16(gmem + Fragments::column_of(group * kGroup), chunk);
       }
-    }
+      gmem += int64_t{8} * params_.chunk_keys;
+    });
     float sum[2];
     gather(parts, sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL

@@ -12,8 +12,7 @@
 #include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragment_output.cuh"
 
 namespace ffpa {

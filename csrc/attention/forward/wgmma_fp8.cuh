@@ -26,22 +26,13 @@
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/box_ring.cuh"
 #include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
@@ -74,8 +65,7 @@ struct ForwardWgmmaFp8Config : Fields {
   // fit; Q; two tiles of P; the ones that P is multiplied with for its sums; references of P; sums of the rows, for
   // each warpgroup; barriers of the rings, of Q, of P and of turns; for each warp, the rows in work and their scales;
   // the row tiles.
-  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
-  static constexpr int kProducers = tile::kConsumerGroups, kKeepers = kProducers + kConsumerWarps;
+  static constexpr int kProducers = tile::kConsumerGroups, kKeepers = kProducers + tile::kConsumerWarps;
   using Queries = QueryBoxes<kBoxes, 1>;
   using KeptScales = tile::KeptValue<RowScales>;
   static constexpr int kTilesOfP = 2;
@@ -86,9 +76,8 @@ struct ForwardWgmmaFp8Config : Fields {
                                           tile::kConsumerGroups * kSumBytes + Queries::kBarrierBytes +
                                           kTurnBarrierBytes + kKeepers * (KeptRows::kBytes + KeptScales::kBytes) +
                                           ItemQueue<>::kBytes;
-  static constexpr uint32_t kMostBytes = 227 * 1024;
   static constexpr uint32_t kSlotBytes = tile::kConsumerGroups * (kKeySteps * tile::kBoxBytes + 3 * 8);
-  static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 8);
+  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / kSlotBytes), 8);
   static_assert(kChunkColumns <= kKeys, "a slot holds a chunk of V, too");
   using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;
 
@@ -103,15 +92,12 @@ struct ForwardWgmmaFp8Config : Fields {
   static constexpr uint32_t kScalesAt = kKeptAt + kKeepers * KeptRows::kBytes;
   static constexpr uint32_t kItemsAt = kScalesAt + kKeepers * KeptScales::kBytes;
   static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
-  static_assert(kSmemBytes <= kMostBytes, "what a block has");
+  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params.attention).count(), params.attention.resident_blocks));
-    shape.threads = kThreads;
-    shape.smem_bytes = kSmemBytes;
-    shape.counter = reinterpret_cast<uint32_t*>(params.attention.scratch);
-    return shape;
+    const AttentionParams& attention = params.attention;
+    return persistent_shape(RowTiles<kRows>(attention).count(), attention.resident_blocks, kThreads, kSmemBytes,
+                            reinterpret_cast<uint32_t*>(attention.scratch));
   }
 
   struct Arguments {
@@ -160,11 +146,11 @@ class ForwardWgmmaFp8 {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(Config::kConsumerWarps + Config::kProducers - 1);
+      ItemQueue<>(items_smem()).init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
         ptx::mbarrier_init(p_full(group), tile::kGroupWarps);
-        ptx::mbarrier_init(p_empty(group), Config::kConsumerWarps);
+        ptx::mbarrier_init(p_empty(group), tile::kConsumerWarps);
         ptx::mbarrier_init(turn(group), tile::kGroupWarps);
         ring(group).init();
       }
@@ -412,8 +398,7 @@ class ForwardWgmmaFp8 {
   FFPA_DEVICE void finish(float (&factor)[2], State& state, const RowTile& rows, const WarpPlace& at) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      state.sum[h] += ptx::shfl_xor(state.sum[h], 1);
-      state.sum[h] += ptx::shfl_xor(state.sum[h], 2);
+      state.sum[h] = tile::sum_of_lanes(state.sum[h]);
       if (lane_ % 4 == 0) {
         ptx::st_shared_8(sum_of(at.group, row_of(h, at)), {float_bits(state.sum[h]), float_bits(state.reference[h])});
       }

@@ -16,19 +16,12 @@
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
@@ -53,48 +46,31 @@ struct ForwardWgmmaFusedConfig : Fields {
 
   // Shared memory holds slots of the ring, as many as fit; Q; for each warp, rows of O on their way; barriers of the
   // ring and of Q; for each warp, the rows in work; the block's row tiles.
-  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
-  static constexpr uint32_t kOtherBytes = Queries::kBytes + kConsumerWarps * Stores::kBytes + Queries::kBarrierBytes +
-                                          (1 + kConsumerWarps) * KeptRows::kBytes + ItemQueue<>::kBytes;
-  static constexpr uint32_t kMostBytes = 227 * 1024, kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
-  static constexpr int kSlots = min_of(int((kMostBytes - kOtherBytes - 16) / kSlotBytes), 16);
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + tile::kConsumerWarps * Stores::kBytes +
+                                          Queries::kBarrierBytes + (1 + tile::kConsumerWarps) * KeptRows::kBytes +
+                                          ItemQueue<>::kBytes;
+  static constexpr uint32_t kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
+  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / kSlotBytes), 16);
   using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
 
   static constexpr uint32_t kQueryAt = Ring::kBytes;
   static constexpr uint32_t kStoresAt = kQueryAt + Queries::kBytes;
-  static constexpr uint32_t kBarriersAt = kStoresAt + kConsumerWarps * Stores::kBytes;
+  static constexpr uint32_t kBarriersAt = kStoresAt + tile::kConsumerWarps * Stores::kBytes;
   static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
   static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + Queries::kBarrierBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
   static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
-  static_assert(kSmemBytes <= kMostBytes, "what a block has");
+  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
-    shape.threads = kThreads;
-    shape.smem_bytes = kSmemBytes;
-    shape.counter = reinterpret_cast<uint32_t*>(params.scratch);
-    return shape;
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+                            reinterpret_cast<uint32_t*>(params.scratch));
   }
 
-  struct Arguments {
-    Params params;
-    RowTiles<kRows> row_tiles;
-    ptx::TensorMap q, k, v, out;
-  };
-
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    arguments.params = params;
-    arguments.row_tiles = RowTiles<kRows>(params);
-    const LaunchStatus statuses[] = {map_queries(arguments.q, params, params.q, params.d_qk),
-                                     map_keys(arguments.k, params, params.k, params.d_qk),
-                                     map_keys(arguments.v, params, params.v, params.d_v),
-                                     map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows)};
-    return first_failure(statuses);
-  }
+  using Arguments = WgmmaForwardArguments<kRows>;
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) { return arguments.fill(params); }
 };
 
 template <class Config>
@@ -121,7 +97,7 @@ class ForwardWgmmaFused {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      ItemQueue<>(items_smem()).init(tile::kConsumerWarps);
       queries().init();
       ring_.init();
     }
@@ -130,7 +106,6 @@ class ForwardWgmmaFused {
   }
 
  private:
-  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
   FFPA_DEVICE KeptRows kept_rows(int warp) const {
     return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
   }
@@ -150,10 +125,10 @@ class ForwardWgmmaFused {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
         [&] {
           const RowTile rows = kept.get();
-          queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+          queries().bring(arguments_.q, place_of_row(params_, rows, rows.first), parity);
           parity ^= 1;
           const TileRange tiles = visible_tiles(rows, kKeys);
-          const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+          const MapPlace place = place_of_keys(params_, rows);
           const int n_k = rows.n_k();
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile) {
@@ -249,16 +224,7 @@ class ForwardWgmmaFused {
       for (int part = 0; part < Config::kParts; ++part) {
         const uint64_t k = slots_.next();
         ptx::wgmma_fence();
-        FFPA_UNROLL
-        for (int box = 0; box < Config::kPartBoxes; ++box) {
-          const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kPartBoxes + box, group));
-          FFPA_UNROLL
-          for (int depth = 0; depth < tile::kBox / 16; ++depth) {
-            using Sums = float[tile::kBox / 2];
-            ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores[step]), q + depth * 2,
-                                               k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
-          }
-        }
+        add_scores<Element>(scores[step], queries(), part * Config::kPartBoxes, Config::kPartBoxes, group, k);
       }
     }
     ptx::wgmma_commit_group();

@@ -13,33 +13,83 @@
 
 #include <cstdint>
 
-#include "attention/forward/wgmma_pair_config.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
+#include "ptx/launch_types.h"
 #include "tile/box_ring.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace ffpa {
+
+// Fields has Dtype; kColumns, the most columns of Q, K, V and O.
+template <class Fields>
+struct ForwardWgmmaPairConfig : Fields {
+  using Params = AttentionParams;
+  static constexpr int kBlocks = 2;  // blocks of a cluster
+  static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
+  static constexpr int kBlockKeys = tile::kBox, kKeys = kBlocks * kBlockKeys;
+  static constexpr int kOwnColumns = Fields::kColumns / kBlocks;  // columns of O in a block
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;    // boxes of a row of Q and K
+  // A slot with K has kKeyBoxes boxes, and a tile of K takes kKeyParts slots. A slot with V has kValueBoxes boxes of
+  // kValueRows keys, and the keys of a block take kValueParts slots.
+  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);
+  static constexpr int kValueRows = 32, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);
+  static constexpr int kValueParts = kBlockKeys / kValueRows;
+  static constexpr uint32_t kValueBoxBytes = kValueRows * tile::kBoxRowBytes;
+  static_assert(kOwnColumns % 32 == 0 && kOwnColumns <= 256, "an instruction has all of a block's columns");
+  static constexpr int kThreads = tile::kCoreThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
+
+  // Shared memory holds slots of the ring, as many as fit; Q; P for the other block, or O on its way; P from the other
+  // block; notes for it and from it; barriers of the ring, of Q and of messages; for each warp, the rows in work; the
+  // row tiles.
+  static constexpr int kReadingWarps = kBlocks * (tile::kConsumerWarps + 1) - 1;  // of row tiles that one warp takes
+  using Stores = tile::RowStores<1>;
+  using Queries = QueryBoxes<kBoxes>;
+  using Items = ItemQueue<kBlocks>;
+  static constexpr uint32_t kWarpPBytes = 16 * tile::kBoxRowBytes, kPBytes = tile::kConsumerWarps * kWarpPBytes;
+  static_assert(Stores::kBytes == kWarpPBytes, "O leaves from where P did");
+  static constexpr uint32_t kWarpNoteBytes = 16 * 4, kNoteBytes = tile::kConsumerWarps * kWarpNoteBytes;
+  static constexpr uint32_t kMessageBarrierBytes = 2 * tile::kConsumerGroups * 8;
+  static constexpr uint32_t kOtherBytes = Queries::kBytes + 2 * kPBytes + 2 * kNoteBytes + Queries::kBarrierBytes +
+                                          kMessageBarrierBytes + (1 + tile::kConsumerWarps) * KeptRows::kBytes +
+                                          Items::kBytes;
+  static constexpr uint32_t kRingSlotBytes = kKeyBoxes * tile::kBoxBytes;
+  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / (kRingSlotBytes + 3 * 8)), 8);
+  static_assert(kValueBoxes * kValueBoxBytes <= kRingSlotBytes, "a slot holds a part of V, too");
+  using Ring = tile::BoxRing<0, kKeyBoxes, kSlots>;
+
+  static constexpr uint32_t kQueryAt = Ring::kBytes;
+  static constexpr uint32_t kSentPAt = kQueryAt + Queries::kBytes, kPAt = kSentPAt + kPBytes;
+  static constexpr uint32_t kSentNotesAt = kPAt + kPBytes, kNotesAt = kSentNotesAt + kNoteBytes;
+  static constexpr uint32_t kBarriersAt = kNotesAt + kNoteBytes;
+  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
+  static constexpr uint32_t kMessageBarriersAt = kQueryBarriersAt + Queries::kBarrierBytes;
+  static constexpr uint32_t kKeptAt = round_up(kMessageBarriersAt + kMessageBarrierBytes, 16u);
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + Items::kBytes;
+  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
+
+  static LaunchShape launch_shape(const Params& params) {
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+                            reinterpret_cast<uint32_t*>(params.scratch), kBlocks);
+  }
+
+  using Arguments = WgmmaForwardArguments<kRows>;
+  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
+    return arguments.fill(params, kValueRows);
+  }
+};
 
 template <class Config>
 class ForwardWgmmaPair {
@@ -73,13 +123,12 @@ class ForwardWgmmaPair {
       }
       ring_.init();
     }
-    meet();
+    tile::meet_cluster();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
-    meet();  // no block ends while the other still copies or arrives there
+    tile::meet_cluster();  // no block ends while the other still copies or arrives there
   }
 
  private:
-  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
   FFPA_DEVICE KeptRows kept_rows(int warp) const {
     return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
   }
@@ -92,12 +141,6 @@ class ForwardWgmmaPair {
     return ring_.slots_smem + Config::kMessageBarriersAt + group * 8;
   }
   FFPA_DEVICE uint32_t message_empty(int group) const { return message_full(tile::kConsumerGroups + group); }
-
-  static FFPA_DEVICE void meet() {
-    ptx::sync_warp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  }
 
   // Returns the first of the keys of a tile that a block has S of.
   static FFPA_DEVICE int first_key(int tile, int rank) { return tile * kKeys + rank * Config::kBlockKeys; }
@@ -120,10 +163,10 @@ class ForwardWgmmaPair {
     uint32_t parity = 1;
     for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next_item, [&] {
       const RowTile rows = kept.get();
-      queries().bring(arguments_.q, {rows.entry.q.begin + rows.first, rows.head(), map_batch(rows)}, parity);
+      queries().bring(arguments_.q, place_of_row(params_, rows, rows.first), parity);
       parity ^= 1;
       const TileRange tiles = visible_tiles(rows, kKeys);
-      const MapPlace place = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+      const MapPlace place = place_of_keys(params_, rows);
       const int n_k = rows.n_k();
       FFPA_NO_UNROLL
       for (int tile = tiles.first; tile <= tiles.end; ++tile) {
@@ -255,16 +298,7 @@ class ForwardWgmmaPair {
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const uint64_t k = slots_.next();
       ptx::wgmma_fence();
-      FFPA_UNROLL
-      for (int box = 0; box < boxes_of_key_part(part); ++box) {
-        const uint64_t q = tile::boxes_descriptor(queries().box(part * Config::kKeyBoxes + box, group));
-        FFPA_UNROLL
-        for (int depth = 0; depth < tile::kBox / 16; ++depth) {
-          using Sums = float[tile::kBox / 2];
-          ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
-                                             k + (box * tile::kBoxBytes + depth * 32) / 16, part + box + depth > 0);
-        }
-      }
+      add_scores<Element>(scores[0], queries(), part * Config::kKeyBoxes, boxes_of_key_part(part), group, k);
       ptx::wgmma_commit_group();
       if (part == 0) continue;
       ptx::wgmma_wait_group<1>();
@@ -429,10 +463,7 @@ class ForwardWgmmaPair {
   // both have the same.
   FFPA_DEVICE void finish(const WarpPlace& at, const RowTile& rows, RowState& state) {
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      state.sum[h] += ptx::shfl_xor(state.sum[h], 1);
-      state.sum[h] += ptx::shfl_xor(state.sum[h], 2);
-    }
+    for (float& sum : state.sum) sum = tile::sum_of_lanes(sum);
     wait_until_read(at.group());
     send(at, state.sum, 0);
     receive(at, Config::kWarpNoteBytes);

@@ -8,18 +8,35 @@
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
+#include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
+
+// The arguments of a forward, with maps of its tensors.
+template <int kRows>
+struct WgmmaForwardArguments {
+  AttentionParams params;
+  RowTiles<kRows> row_tiles;
+  ptx::TensorMap q, k, v, out;
+
+  // `value_rows` is the number of keys in a box of V.
+  LaunchStatus fill(const AttentionParams& of_call, int value_rows = tile::kBox) {
+    params = of_call;
+    row_tiles = RowTiles<kRows>(params);
+    const LaunchStatus statuses[] = {map_queries(q, params, params.q, params.d_qk),
+                                     map_keys(k, params, params.k, params.d_qk),
+                                     map_keys(v, params, params.v, params.d_v, value_rows),
+                                     map_queries(out, params, params.out, params.d_v, tile::kStoredRows)};
+    return first_failure(statuses);
+  }
+};
 
 // Q of a row tile: for each 64 columns a box of each warpgroup, or one of both together. `full` says that Q has landed,
 // `empty` that all warps have their last S of it.
@@ -68,6 +85,23 @@ using ScoreSums = float[kSteps][1][tile::kBox / 8][4];
 template <int kSteps>
 using PackedProbabilities = uint32_t[kSteps * tile::kBox / 16][4];
 
+// Queues scores += Q Kᵀ of 64 keys, over `boxes` boxes of columns from `first_box` on; those of K are at `k`. Box 0 of
+// Q begins the sums.
+template <class Element, class Queries>
+FFPA_DEVICE void add_scores(float (&scores)[1][tile::kBox / 8][4], const Queries& queries, int first_box, int boxes,
+                            int group, uint64_t k) {
+  using Sums = float[tile::kBox / 2];
+  FFPA_UNROLL
+  for (int box = 0; box < boxes; ++box) {
+    const uint64_t q = tile::boxes_descriptor(queries.box(first_box + box, group));
+    FFPA_UNROLL
+    for (int depth = 0; depth < tile::kBox / 16; ++depth) {
+      ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
+                                         k + (box * tile::kBoxBytes + depth * 32) / 16, first_box + box + depth > 0);
+    }
+  }
+}
+
 template <int kSteps, class Function>
 FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Function& function) {
   FFPA_UNROLL
@@ -84,8 +118,7 @@ template <int kSteps>
 FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
   float largest = -kInfinity;
   for_each_of_row(scores, h, [&](float& score) { largest = larger_of(largest, score); });
-  largest = larger_of(largest, ptx::shfl_xor(largest, 1));
-  return larger_of(largest, ptx::shfl_xor(largest, 2));
+  return tile::largest_of_lanes(largest);
 }
 
 // Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
@@ -189,9 +222,8 @@ FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx:
                            const AttentionParams& params, const RowTile& rows, int row, int column,
                            const float (&factor)[2], int lane) {
   const int first = rows.first + row;
-  if (kSums % (tile::kBox / 2) == 0 && rows.last + 1 - first >= Stores::kRows) {
-    const MapPlace place = {rows.entry.q.begin, rows.head(), params.is_packed() ? 0 : rows.batch()};
-    store_rows<Element>(stores, out, factor, map, place, column, first);
+  if (kSums % (tile::kBox / 2) == 0 && rows.last + 1 - first >= tile::kStoredRows) {
+    store_rows<Element>(stores, out, factor, map, place_of_row(params, rows), column, first);
     return;
   }
   auto writer = out_writer<Element, kSums / 4>(params, rows, row, column, lane);

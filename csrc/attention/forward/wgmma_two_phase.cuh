@@ -21,19 +21,12 @@
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
-#include "attention/rows/visible_keys.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
 #include "tile/box_ring.cuh"
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
@@ -56,39 +49,26 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
   // Shared memory holds slots of the ring; for each warp, rows of P̃ on their way; barriers; for each warp, its notes
   // on references and the rows in work; the block's row tiles.
   using Stores = tile::RowStores<2>;
-  static constexpr int kConsumerWarps = tile::kConsumerGroups * tile::kGroupWarps;
-  static constexpr uint32_t kBarriersAt = Ring::kBytes + kConsumerWarps * Stores::kBytes;
+  static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerWarps * Stores::kBytes;
   static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kMovesAt + kConsumerWarps * MovedTiles::kBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + (1 + kConsumerWarps) * KeptRows::kBytes;
+  static constexpr uint32_t kKeptAt = round_up(kMovesAt + tile::kConsumerWarps * MovedTiles::kBytes, 16u);
+  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
   static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
-    LaunchShape shape;
-    shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
-    shape.threads = kThreads;
-    shape.smem_bytes = kSmemBytes;
-    shape.counter = Scratch(params).taken();
-    return shape;
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+                            Scratch(params).taken());
   }
 
-  struct Arguments {
-    Params params;
-    RowTiles<kRows> row_tiles;
-    ptx::TensorMap q, k, v, out, p, rows_of_p;
+  struct Arguments : WgmmaForwardArguments<kRows> {
+    ptx::TensorMap p, rows_of_p;
   };
 
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const Scratch scratch(params);
-    arguments.params = params;
-    arguments.row_tiles = RowTiles<kRows>(params);
     const LaunchStatus statuses[] = {
-        map_queries(arguments.q, params, params.q, params.d_qk),
-        map_keys(arguments.k, params, params.k, params.d_qk),
-        map_keys(arguments.v, params, params.v, params.d_v),
-        map_queries(arguments.out, params, params.out, params.d_v, Stores::kRows),
-        map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
-        map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), Stores::kRows)};
+        arguments.fill(params), map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+        map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
     return first_failure(statuses);
   }
 };
@@ -114,7 +94,7 @@ class ForwardWgmmaTwoPhase {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(Config::kConsumerWarps);
+      ItemQueue<>(items_smem()).init(tile::kConsumerWarps);
       ring_.init();
     }
     ptx::sync_block();
@@ -123,7 +103,6 @@ class ForwardWgmmaTwoPhase {
 
  private:
   FFPA_DEVICE int qk_steps() const { return ceil_div(params_.d_qk, tile::kBox); }
-  FFPA_DEVICE int map_batch(const RowTile& rows) const { return params_.is_packed() ? 0 : rows.batch(); }
   FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
 
   // Calls function(first column, boxes) for the columns of O: kValueBoxes boxes at a time or one fewer.
@@ -170,9 +149,7 @@ class ForwardWgmmaTwoPhase {
   }
 
   FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
-    const int batch = map_batch(rows);
-    const MapPlace q = {rows.entry.q.begin + rows.first, rows.head(), batch};
-    const MapPlace k = {rows.entry.k.begin, rows.head() / params_.group, batch};
+    const MapPlace q = place_of_row(params_, rows, rows.first), k = place_of_keys(params_, rows);
     FFPA_NO_UNROLL
     for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
       FFPA_NO_UNROLL
@@ -192,7 +169,7 @@ class ForwardWgmmaTwoPhase {
   }
 
   FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
-    const MapPlace v = {rows.entry.k.begin, rows.head() / params_.group, map_batch(rows)};
+    const MapPlace v = place_of_keys(params_, rows);
     const int p_row = ptx::block_x() * kRows;
     for_each_columns([&](int column, int boxes) {
       if (chunk.steps() == 0) producer.bring_zeros();
@@ -329,9 +306,8 @@ class ForwardWgmmaTwoPhase {
                           const Chunk& chunk, int row, int column, const RowState& state,
                           const float (&factor)[2]) const {
     const int first = rows.first + row;
-    if (chunk.is_first && chunk.is_last && rows.last + 1 - first >= Config::Stores::kRows) {
-      const MapPlace place = {rows.entry.q.begin, rows.head(), map_batch(rows)};
-      store_rows<Element>(stores, out, state.sum, arguments_.out, place, column, first);
+    if (chunk.is_first && chunk.is_last && rows.last + 1 - first >= tile::kStoredRows) {
+      store_rows<Element>(stores, out, state.sum, arguments_.out, place_of_row(params_, rows), column, first);
       return;
     }
     float* partial = scratch().out(ptx::block_x(), column) + row * 2 * kSums;

@@ -6,11 +6,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -4,12 +4,10 @@
 #pragma once
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/visible_keys.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa {
 

@@ -8,11 +8,11 @@
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/batch_entry.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
+#include "ptx/launch_types.h"
 
 namespace ffpa {
 
@@ -109,5 +109,22 @@ FFPA_DEVICE PlacedRowTile placed_row_tile(const AttentionParams& params, int ite
                   : params.lse + block.batch * params.lse_batch_stride + block.head * params.lse_head_stride + q.begin;
   return block;
 }
+
+// ---- work items ----
+//
+// They are numbered: those of a head, then head after head, then batch entry after batch entry. A block takes the item
+// of its own number, whatever the shape of the grid.
+
+// Returns a grid of one block for each item, or of at most `most` blocks, which then take several items each.
+inline GridDim grid_of(const AttentionParams& params, int items_of_head, int most = kLargestInt) {
+  if (!params.grid_of_heads) return {uint32_t(min_of(items_of_head * params.heads_q * params.batch, most))};
+  const int z = min_of(params.batch, most), y = min_of(params.heads_q, most / z);
+  return {uint32_t(min_of(items_of_head, most / (y * z))), uint32_t(y), uint32_t(z)};
+}
+
+FFPA_DEVICE int block_number() {
+  return ptx::block_x() + ptx::grid_x() * (ptx::block_y() + ptx::grid_y() * ptx::block_z());
+}
+FFPA_DEVICE int blocks_of_grid() { return ptx::grid_x() * ptx::grid_y() * ptx::grid_z(); }
 
 }  // namespace ffpa

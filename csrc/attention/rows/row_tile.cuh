@@ -1,14 +1,106 @@
-// The rows of a query head as persistent kernels take them, and the keys or rows that one of their products runs over.
+// Entries of the batch, tiles of their rows, and which keys these see: what causal, window and alignment come to.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/rows/batch_entry.cuh"
-#include "attention/rows/visible_keys.cuh"
+#include "attention/params/attention_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "ptx/instructions.cuh"
+#include "tile/tile_copy.cuh"
 
 namespace ffpa {
+
+// ---- one entry of the batch: where its rows and keys lie, and which of them meet ----
+//
+// Packed sequences are entries whose place and length are read here, on the device.
+
+// The rows [begin, end) of a packed tensor.
+struct RowRange {
+  int begin, end;
+};
+
+// Returns the rows of a sequence: within the tensor and no more than `longest`, whatever the offsets say.
+FFPA_DEVICE RowRange rows_of_sequence(const PackedRows& packed, int sequence, int longest) {
+  const int begin = clamp(int(ptx::ld_global_4(packed.offsets + sequence)), 0, packed.total);
+  const int end = clamp(int(ptx::ld_global_4(packed.offsets + sequence + 1)), 0, packed.total);
+  return {begin, begin + clamp(end - begin, 0, longest)};
+}
+
+struct BatchEntry {
+  RowRange q, k;
+  int nearest, farthest;  // row r sees the keys from r + nearest to r + farthest that exist
+
+  FFPA_DEVICE int n_q() const { return q.end - q.begin; }
+  FFPA_DEVICE int n_k() const { return k.end - k.begin; }
+};
+
+FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
+  BatchEntry entry = {{0, params.n_q}, {0, params.n_k}, 0, 0};
+  if (params.is_packed()) {
+    entry.q = rows_of_sequence(params.packed_q, batch, params.n_q);
+    entry.k = rows_of_sequence(params.packed_k, batch, params.n_k);
+  }
+  // A window that reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
+  const int64_t diagonal = params.top_left ? 0 : entry.n_k() - entry.n_q();
+  const int64_t all_before = -entry.n_q(), all_after = entry.n_k();
+  entry.nearest = int(params.left < 0 ? all_before : max_of(diagonal - params.left, all_before));
+  entry.farthest = int(params.right < 0 ? all_after : min_of(diagonal + params.right, all_after));
+  return entry;
+}
+
+// ---- which keys a block of rows sees, tile by tile ----
+//
+// A Block is a KeptPlacedRowTile, or anything else that has rows and knows which keys they see.
+
+// The keys that some row of the block sees are [begin, end); there are none if begin >= end.
+template <class Block>
+FFPA_DEVICE int visible_keys_begin(const Block& block) {
+  return max_of(block.first_row() + block.nearest(), 0);
+}
+template <class Block>
+FFPA_DEVICE int visible_keys_end(const Block& block) {
+  if (block.last_row() < block.first_row()) return 0;
+  return min_of(block.last_row() + block.farthest() + 1, block.n_k());
+}
+
+// The tiles of `keys` keys that hold the visible keys: [first, end).
+struct TileRange {
+  int first, end;
+};
+template <class Block>
+FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys) {
+  const int first = visible_keys_begin(block) / keys;
+  return {first, max_of(ceil_div(visible_keys_end(block), keys), first)};
+}
+
+// Returns the block's part of these tiles, where they are cut into `splits` parts.
+template <class Block>
+FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
+  const TileRange all = visible_tiles(block, keys);
+  if (splits == 1) return all;
+  const int tiles = ceil_div(all.end - all.first, splits);
+  const int first_of_part = min_of(all.first + block.split() * tiles, all.end);
+  return {first_of_part, min_of(first_of_part + tiles, all.end)};
+}
+
+// The keys that every row of the block sees are [begin, end); there are none if begin >= end.
+template <class Block>
+FFPA_DEVICE int common_keys_begin(const Block& block) {
+  return block.last_row() + block.nearest();
+}
+template <class Block>
+FFPA_DEVICE int common_keys_end(const Block& block) {
+  return min_of(block.first_row() + block.farthest() + 1, block.n_k());
+}
+
+// Returns whether every row of the block sees each of `count` keys from `key` on.
+template <class Block>
+FFPA_DEVICE bool all_rows_see(const Block& block, int key, int count) {
+  return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
+}
+
+// ---- rows of a query head as persistent kernels take them ----
 
 // A range of rows of one query head.
 struct RowTile {
@@ -49,9 +141,31 @@ FFPA_DEVICE uint64_t live_box_rows(int left, bool is_packed) {
   return left >= 64 || !is_packed ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
 }
 
-// The place of a row of a head in a tensor.
+// ---- where rows lie ----
+
+// Returns the first element of a row. Offsets are 64-bit: a tensor may exceed 2^31 elements.
+FFPA_DEVICE uint16_t* row_of(const TensorView& x, int64_t batch, int64_t head, int64_t row) {
+  return x.data + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
+}
+
+// Returns the window into a head of `x` that begins at row `first` of `range` and at column `column`, of `columns`.
+FFPA_DEVICE tile::GmemWindow window_of(const TensorView& x, int batch, int head, const RowRange& range, int first,
+                                       int column, int columns) {
+  return {row_of(x, batch, head, range.begin + first) + column, x.row_stride, range.end - range.begin - first,
+          columns - column};
+}
+
+// The place of a row of a head in a tensor's map.
 struct MapPlace {
   int row, head, batch;
 };
+
+// Return the places of row `row` of the entry, and of its key 0. Maps of packed sequences have no batch dimension.
+FFPA_DEVICE MapPlace place_of_row(const AttentionParams& params, const RowTile& rows, int row = 0) {
+  return {rows.entry.q.begin + row, rows.head(), params.is_packed() ? 0 : rows.batch()};
+}
+FFPA_DEVICE MapPlace place_of_keys(const AttentionParams& params, const RowTile& rows) {
+  return {rows.entry.k.begin, rows.head() / params.group, params.is_packed() ? 0 : rows.batch()};
+}
 
 }  // namespace ffpa

@@ -4,12 +4,11 @@
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/batch_entry.cuh"
 #include "attention/rows/packed_tiles.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/kept_value.cuh"
 
 namespace ffpa {

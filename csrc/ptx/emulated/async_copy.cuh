@@ -1,4 +1,4 @@
-// Emulated side of ptx/async_copy.cuh.
+// Emulated side of ptx/native/async_copy.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/call_site.cuh: the source line that called an emulated instruction, which every report names.
+// Emulated side of ptx/native/call_site.cuh: the source line that called an emulated instruction, which every report names.
 #pragma once
 
 namespace ffpa::ptx {

@@ -1,4 +1,4 @@
-// Emulated side of ptx/cluster.cuh.
+// Emulated side of ptx/native/cluster.cuh.
 #pragma once
 
 #include <cstdint>

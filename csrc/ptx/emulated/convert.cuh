@@ -1,4 +1,4 @@
-// Emulated side of ptx/convert.cuh.
+// Emulated side of ptx/native/convert.cuh.
 #pragma once
 
 #include <cmath>

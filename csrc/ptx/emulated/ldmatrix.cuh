@@ -1,4 +1,4 @@
-// Emulated side of ptx/ldmatrix.cuh.
+// Emulated side of ptx/native/ldmatrix.cuh.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,6 @@
 
 namespace ffpa::ptx {
 
-void ldmatrix_x2(uint32_t (&tile)[2], uint32_t row_smem, CallSite site = CallSite());
-void ldmatrix_x2_trans(uint32_t (&tile)[2], uint32_t row_smem, CallSite site = CallSite());
 void ldmatrix_x4(uint32_t (&tile)[4], uint32_t row_smem, CallSite site = CallSite());
 void ldmatrix_x4_trans(uint32_t (&tile)[4], uint32_t row_smem, CallSite site = CallSite());
 

@@ -1,4 +1,4 @@
-// Emulated side of ptx/math.cuh.
+// Emulated side of ptx/native/math.cuh.
 #pragma once
 
 #include <cmath>

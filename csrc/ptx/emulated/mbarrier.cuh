@@ -1,4 +1,4 @@
-// Emulated side of ptx/mbarrier.cuh.
+// Emulated side of ptx/native/mbarrier.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/memory.cuh.
+// Emulated side of ptx/native/memory.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/mma.cuh.
+// Emulated side of ptx/native/mma.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/register_budget.cuh.
+// Emulated side of ptx/native/register_budget.cuh.
 #pragma once
 
 #include "ptx/emulated/call_site.cuh"

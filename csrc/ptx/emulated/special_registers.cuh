@@ -1,4 +1,4 @@
-// Emulated side of ptx/special_registers.cuh.
+// Emulated side of ptx/native/special_registers.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/tma.cuh.
+// Emulated side of ptx/native/tma.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/warp.cuh.
+// Emulated side of ptx/native/warp.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Emulated side of ptx/wgmma.cuh.
+// Emulated side of ptx/native/wgmma.cuh.
 #pragma once
 
 #include <cstdint>

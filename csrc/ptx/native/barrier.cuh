@@ -1,4 +1,7 @@
-// GPU side of ptx/barrier.cuh.
+// Barriers between the warps of a block.
+//
+// Barrier 0 belongs to sync_block; 1 … 15 are free. Thread counts are multiples of 32 and the same for everybody who
+// uses a barrier in one round.
 #pragma once
 
 #include "base/compiler.h"
@@ -18,8 +21,5 @@ FFPA_DEVICE void bar_sync(int barrier, int threads) {
 FFPA_DEVICE void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// membar.cta: orders this thread's memory accesses as its block sees them.
-FFPA_DEVICE void fence_block() { __threadfence_block(); }
 
 }  // namespace ffpa::ptx

@@ -1,4 +1,4 @@
-// GPU side of ptx/cluster.cuh.
+// Clusters (sm_90): blocks that run together and see each other's shared memory.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// GPU side of ptx/convert.cuh.
+// Conversions between float and packed pairs of 16-bit elements, products of such pairs, and conversions from float to
+// four packed 8-bit floats. The lowest part of a register is the element with the smallest index.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// GPU side of ptx/mma.cuh.
+// mma.sync m16n8k16: one warp computes D[16×8] += A[16×16] · B[16×8]. tile/fragments.cuh has the (lane, value) maps.
 #pragma once
 
 #include <cstdint>

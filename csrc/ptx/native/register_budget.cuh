@@ -1,4 +1,5 @@
-// GPU side of ptx/register_budget.cuh. The PTX manual has it in "Miscellaneous Instructions: setmaxnreg".
+// setmaxnreg (sm_90a): moves registers from warpgroups that need few to those that need many.
+// The PTX manual has it in "Miscellaneous Instructions: setmaxnreg".
 #pragma once
 
 #include "base/compiler.h"

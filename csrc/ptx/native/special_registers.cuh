@@ -1,4 +1,4 @@
-// GPU side of ptx/special_registers.cuh.
+// The place of a thread: its index, its block's index, the grid's extent, and where its dynamic shared memory starts.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,17 @@
-// GPU side of ptx/tma.cuh. The PTX manual has it in "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+// TMA (sm_90): bulk copies of boxes of a tensor between global and shared memory, by the async proxy.
+//
+// One thread issues a copy. Coordinates count elements, innermost dimension first. Shared addresses are 128-byte
+// aligned, and 1024-byte aligned when a wgmma descriptor with 128-byte swizzle is to name them.
+//
+// A load completes on an mbarrier; the part of the box that lies outside the tensor becomes zero.
+//
+// A store leaves everything outside the tensor alone. It completes in two steps; its thread commits it and waits for
+// each. After bulk_wait_group_read the shared memory may be overwritten; after bulk_wait_group the thread sees what the
+// store wrote, and other threads do after a barrier. The thread exits after the first step at the earliest.
+//   before it:  stores to shared memory, fence_proxy_async by the threads that made them, a barrier, the store
+//   after it:   bulk_wait_group, fence_proxy_async_global, a barrier, loads of the written bytes by its block's threads
+//
+// The PTX manual has it in "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
 #pragma once
 
 #include <cuda.h>

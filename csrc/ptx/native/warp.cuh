@@ -1,4 +1,4 @@
-// GPU side of ptx/warp.cuh.
+// Exchange and synchronisation inside one warp. Every function but bfind must be reached by all 32 lanes together.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,8 @@
-// Cases for ptx/convert.cuh and ptx/math.cuh.
+// Cases for ptx/native/convert.cuh and ptx/native/math.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/convert.cuh"
-#include "ptx/math.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -11,7 +11,7 @@
 #include "base/compiler.h"
 #include "base/types.h"
 #include "launch/launch.cuh"
-#include "ptx/special_registers.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -2,12 +2,7 @@
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

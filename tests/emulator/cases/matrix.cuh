@@ -1,29 +1,17 @@
-// Cases for ptx/ldmatrix.cuh and ptx/mma.cuh.
+// Cases for ptx/native/ldmatrix.cuh and ptx/native/mma.cuh.
 #pragma once
 
 #include <type_traits>
 
 #include "cases/case.h"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
 inline constexpr int kRowPitchBytes = 48;  // rows of tiles need not be adjacent
 
-template <int kTiles, bool kTransposed>
-FFPA_DEVICE void load_tiles(uint32_t (&tile)[kTiles], uint32_t row_smem) {
-  if constexpr (kTiles == 2) {
-    kTransposed ? ptx::ldmatrix_x2_trans(tile, row_smem) : ptx::ldmatrix_x2(tile, row_smem);
-  } else {
-    kTransposed ? ptx::ldmatrix_x4_trans(tile, row_smem) : ptx::ldmatrix_x4(tile, row_smem);
-  }
-}
-
 // Loads rows of 16 bytes, one per lane, into registers.
-template <int kTiles, bool kTransposed>
+template <bool kTransposed>
 FFPA_KERNEL(32, 1)
 void ldmatrix_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
@@ -32,9 +20,9 @@ void ldmatrix_kernel(const uint32_t* input, uint32_t* output) {
   ptx::ld_global_16(value, input + lane * 4);
   ptx::st_shared_16(row, value);
   ptx::sync_warp();
-  uint32_t tile[kTiles];
-  load_tiles<kTiles, kTransposed>(tile, row);
-  for (int t = 0; t < kTiles; ++t) ptx::st_global_4(output + lane * kTiles + t, tile[t]);
+  uint32_t tile[4];
+  kTransposed ? ptx::ldmatrix_x4_trans(tile, row) : ptx::ldmatrix_x4(tile, row);
+  for (int t = 0; t < 4; ++t) ptx::st_global_4(output + lane * 4 + t, tile[t]);
 }
 
 inline constexpr int kProducts = 64;  // products per kernel: enough to meet every rounding the models differ in
@@ -66,10 +54,8 @@ void mma_kernel(const uint32_t* input, uint32_t* output) {
 inline std::vector<Case> matrix_cases() {
   constexpr int kLdmatrixSmem = 32 * kRowPitchBytes;
   return {
-      warp_case<ldmatrix_kernel<2, false>, kLdmatrixSmem>("ldmatrix_x2", Input::kBits, 4, 2),
-      warp_case<ldmatrix_kernel<2, true>, kLdmatrixSmem>("ldmatrix_x2_trans", Input::kBits, 4, 2),
-      warp_case<ldmatrix_kernel<4, false>, kLdmatrixSmem>("ldmatrix_x4", Input::kBits, 4, 4),
-      warp_case<ldmatrix_kernel<4, true>, kLdmatrixSmem>("ldmatrix_x4_trans", Input::kBits, 4, 4),
+      warp_case<ldmatrix_kernel<false>, kLdmatrixSmem>("ldmatrix_x4", Input::kBits, 4, 4),
+      warp_case<ldmatrix_kernel<true>, kLdmatrixSmem>("ldmatrix_x4_trans", Input::kBits, 4, 4),
       warp_case<mma_kernel<Half, false>>("mma_m16n8k16_f32/f16", Input::kHalves, kProducts * 10, kProducts * 4),
       warp_case<mma_kernel<BFloat16, false>>("mma_m16n8k16_f32/bf16", Input::kHalves, kProducts * 10, kProducts * 4),
       warp_case<mma_kernel<Half, true>>("mma_m16n8k16_f16", Input::kHalves, kProducts * 10, kProducts * 2),

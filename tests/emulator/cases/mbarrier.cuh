@@ -1,12 +1,9 @@
-// Cases for the part of ptx/mbarrier.cuh that sm_80 has, and for cp.async that mbarriers track.
+// Cases for the part of ptx/native/mbarrier.cuh that sm_80 has, and for cp.async that mbarriers track.
 #pragma once
 
 #include "cases/case.h"
 #include "copy_ring_kernel.cuh"
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -1,10 +1,8 @@
-// Cases for ptx/memory.cuh and ptx/async_copy.cuh.
+// Cases for ptx/native/memory.cuh and ptx/native/async_copy.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -7,14 +7,7 @@
 #include "cases/matrix.cuh"
 #include "cases/tma_store.cuh"
 #include "cases/wgmma.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/register_budget.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -1,9 +1,8 @@
-// Cases for ptx/special_registers.cuh and ptx/barrier.cuh.
+// Cases for ptx/native/special_registers.cuh and ptx/native/barrier.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/barrier.cuh"
-#include "ptx/memory.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 
@@ -38,7 +37,6 @@ FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* ou
     for (int round = 0; round < kRounds; ++round) {
       if (round > 0) ptx::bar_sync(kEmpty, kPair);
       ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane) + round);
-      ptx::fence_block();
       ptx::bar_arrive(kFull, kPair);
     }
   } else if (warp == 1) {

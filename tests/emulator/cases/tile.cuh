@@ -2,15 +2,9 @@
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/async_copy.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/warp.cuh"
-#include "tile/accumulator.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/stage_ring.cuh"
 #include "tile/tile_copy.cuh"
@@ -94,7 +88,6 @@ inline constexpr int kLayoutRows = 32;
 template <int kRowBytes, bool kPadded>
 FFPA_KERNEL(32, 1)
 void row_layout_kernel(const uint32_t* input, uint32_t* output) {
-  static_assert(tile::RowLayout::supports(kRowBytes, kPadded), "a width that kernels may have");
   constexpr tile::RowLayout kLayout(kRowBytes, kPadded);
   constexpr int kColumns = kRowBytes / 2;
   const int lane = ptx::lane_id();
@@ -103,13 +96,11 @@ void row_layout_kernel(const uint32_t* input, uint32_t* output) {
   tile::copy_tile_async<kLayoutRows, kColumns, 32>(smem, kLayout, matrix, lane);
   ptx::cp_async_wait_all();
   ptx::sync_warp();
-  for (int row = 0; row < kLayoutRows; row += 16) {
-    for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
-      uint32_t pairs[2];
-      ptx::ldmatrix_x2(pairs, smem + kLayout.offset(row + lane % 16, chunk));
-      for (int i = 0; i < 2; ++i) {
-        ptx::st_global_4(output + (row + 8 * i + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pairs[i]);
-      }
+  for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
+    uint32_t pairs[kLayoutRows / 8];
+    ptx::ldmatrix_x4(pairs, smem + kLayout.offset(lane, chunk));
+    for (int i = 0; i < kLayoutRows / 8; ++i) {
+      ptx::st_global_4(output + (i * 8 + lane / 4) * (kRowBytes / 4) + chunk * 4 + lane % 4, pairs[i]);
     }
   }
 }

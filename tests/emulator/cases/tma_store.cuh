@@ -1,12 +1,8 @@
-// Cases for the TMA stores of ptx/tma.cuh, and for what has to be waited for and fenced around them.
+// Cases for the TMA stores of ptx/native/tma.cuh, and for what has to be waited for and fenced around them.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

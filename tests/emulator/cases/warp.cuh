@@ -1,9 +1,8 @@
-// Cases for ptx/warp.cuh.
+// Cases for ptx/native/warp.cuh.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/memory.cuh"
-#include "ptx/warp.cuh"
+#include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
 

@@ -1,11 +1,8 @@
-// Cases for ptx/wgmma.cuh: D[64 × N] = A · B over one swizzle atom of depth, for all widths, types and layouts.
+// Cases for ptx/native/wgmma.cuh: D[64 × N] = A · B over one swizzle atom of depth, for all widths, types and layouts.
 #pragma once
 
 #include "cases/case.h"
-#include "ptx/barrier.cuh"
-#include "ptx/memory.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/instructions.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa::cases {

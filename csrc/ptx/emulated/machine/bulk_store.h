@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ptx/emulated/machine/report.h"
-#include "ptx/tma.cuh"
+#include "ptx/emulated/tma.cuh"
 
 namespace ffpa::emu {
 

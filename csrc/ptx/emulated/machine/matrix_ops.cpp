@@ -13,7 +13,7 @@ namespace {
 constexpr int kTileRows = 8;
 constexpr uint32_t kTileRowBytes = 16;
 
-void ldmatrix(uint32_t* registers, int tiles, bool transposed, uint32_t row_address, CallSite site) {
+void ldmatrix(uint32_t* registers, bool transposed, uint32_t row_address, CallSite site) {
   struct Arguments {
     uint32_t* registers;
     uint32_t row_address;
@@ -22,7 +22,7 @@ void ldmatrix(uint32_t* registers, int tiles, bool transposed, uint32_t row_addr
   collective(instruction, &arguments, [&](Warp& warp) {
     SharedInstruction access{instruction, int(kTileRowBytes)};
     uint16_t rows[kWarpSize][kTileRows];
-    for (int lane = 0; lane < tiles * kTileRows; ++lane) {
+    for (int lane = 0; lane < kWarpSize; ++lane) {
       const SharedRange row{*warp.block, arguments_of<Arguments>(warp, lane).row_address, kTileRowBytes};
       std::memcpy(rows[lane], shared_pointer(row, kTileRowBytes, instruction), kTileRowBytes);
       note_read(row, warp, site);
@@ -31,7 +31,7 @@ void ldmatrix(uint32_t* registers, int tiles, bool transposed, uint32_t row_addr
     }
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const int major = lane / 4, minor = 2 * (lane % 4);
-      for (int t = 0; t < tiles; ++t) {
+      for (int t = 0; t < 4; ++t) {
         const auto& tile = &rows[t * kTileRows];
         arguments_of<Arguments>(warp, lane).registers[t] = transposed
                                                                ? pack_bits(tile[minor][major], tile[minor + 1][major])
@@ -100,14 +100,8 @@ void mma_m16n8k16(InputType input, AccumulatorType accumulator, float* d, const 
 namespace ffpa::ptx {
 using namespace emu;
 
-void ldmatrix_x2(uint32_t (&tile)[2], uint32_t row_smem, CallSite site) { ldmatrix(tile, 2, false, row_smem, site); }
-void ldmatrix_x2_trans(uint32_t (&tile)[2], uint32_t row_smem, CallSite site) {
-  ldmatrix(tile, 2, true, row_smem, site);
-}
-void ldmatrix_x4(uint32_t (&tile)[4], uint32_t row_smem, CallSite site) { ldmatrix(tile, 4, false, row_smem, site); }
-void ldmatrix_x4_trans(uint32_t (&tile)[4], uint32_t row_smem, CallSite site) {
-  ldmatrix(tile, 4, true, row_smem, site);
-}
+void ldmatrix_x4(uint32_t (&tile)[4], uint32_t row_smem, CallSite site) { ldmatrix(tile, false, row_smem, site); }
+void ldmatrix_x4_trans(uint32_t (&tile)[4], uint32_t row_smem, CallSite site) { ldmatrix(tile, true, row_smem, site); }
 
 void stmatrix_x4(uint32_t row_smem, const uint32_t (&tile)[4], CallSite site) {
   struct Arguments {

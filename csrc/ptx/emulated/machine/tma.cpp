@@ -5,7 +5,7 @@
 #include "ptx/emulated/cluster.cuh"
 #include "ptx/emulated/machine/memory_ops.h"
 #include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/tma.cuh"
+#include "ptx/emulated/tma.cuh"
 
 namespace ffpa::emu {
 namespace {
