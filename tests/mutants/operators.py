@@ -49,7 +49,7 @@ MUTANTS = [
         ("again: SDPA's strides", "return fresh.contiguous()", "return fresh"),
         ("again: SDPA where it materialises the scores", "if fresh is not None:", "if True:"),
         ("again: what no LSE is comes from inference", "with torch.inference_mode(False):", "if True:"),
-        ("again: one result for all", "return empty(q) if empty else q.new_empty(plan.out_shape), no_lse", "return plan.memo.setdefault('out', torch.empty_like(q)), no_lse"),
+        ("again: one result for all", "return torch.empty_like(q) if is_like_q else q.new_empty(plan.out_shape), no_lse", "return plan.memo.setdefault('out', torch.empty_like(q)), no_lse"),
     ),
     *edits_in(
         "attention.py",

@@ -113,13 +113,13 @@ def _results(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     if with_lse:
         return lambda q: (q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32))
     no_lse = None
-    empty = torch.empty_like if first_q.is_contiguous() and first_q.shape == plan.out_shape else None
+    is_like_q = first_q.is_contiguous() and first_q.shape == plan.out_shape
 
     def make(q):
         nonlocal no_lse
         if no_lse is None:
             with torch.inference_mode(False):  # calls in any mode may write to it
                 no_lse = q.new_empty(0, dtype=torch.float32)
-        return empty(q) if empty else q.new_empty(plan.out_shape), no_lse
+        return torch.empty_like(q) if is_like_q else q.new_empty(plan.out_shape), no_lse
 
     return make
