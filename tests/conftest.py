@@ -151,6 +151,14 @@ def nvcc() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def no_kinds_of_calls():
+    """A test meets each kind of call for the first time, as if it ran alone."""
+    from ffpa_attn.operators import again
+
+    again._known.clear()
+
+
+@pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """No flag of the caller's environment reaches a test."""
     from ffpa_attn import env

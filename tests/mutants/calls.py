@@ -54,8 +54,9 @@ MUTANTS = [
     ),
     *edits_in(
         "backends/sdpa.py",
-        "tests/backends/test_choice.py",
-        ("unfused SDPA called", "== SDPBackend.MATH.value:", "== 99:"),
+        "tests/backends/test_choice.py tests/operators/test_again.py",
+        ("unfused SDPA called", "chosen != SDPBackend.MATH.value", "True"),
+        ("SDPA: what switches say is asked once", "return (*[switch() for switch in _SWITCHES], *_priorities())", "return ()"),
         ("SDPA for its other diagonal", "and not see.top_left and p.n_q != p.n_k", "and p.n_q > 10**9"),
     ),
     *edits_in(

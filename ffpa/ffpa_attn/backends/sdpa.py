@@ -19,25 +19,41 @@ _MOST_HEADS = 65535  # heads in a grid's second dimension
 torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
 
 
+# PyTorch's global switches, which decide with a kind of call which of its backends it takes.
+_SWITCHES = [
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.are_deterministic_algorithms_enabled,
+]
+_priorities = private_torch.find("torch._C._get_sdp_priority_order") or tuple
+
+
+def _switches() -> tuple:
+    return (*[switch() for switch in _SWITCHES], *_priorities())
+
+
 class SdpaPlan(NamedTuple):
     kernel = "sdpa"
     specs = ()
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
-        result = self.fresh(q, k, v, rule, workspace_cap, memo)
-        if result is None:
-            return ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
         with PlainTorch(q.device):
-            out.copy_(result)
+            result = self.fresh(q, k, v, rule, workspace_cap, memo)
+            if result is not None:
+                out.copy_(result)
+        if result is None:
+            ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
 
     def fresh(self, q, k, v, rule, workspace_cap: int, memo: dict) -> torch.Tensor | None:
         """Returns SDPA's own tensor, or None where it would materialise N^2."""
-        causal = rule.visibility.right == 0
-        # Global switches decide which backend it takes, so ask at every call.
-        if torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale) == SDPBackend.MATH.value:
-            return None
-        with PlainTorch(q.device):
-            return torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale)
+        causal, switches = rule.visibility.right == 0, _switches()
+        fuses = memo.get(switches)
+        if fuses is None:
+            chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale)
+            fuses = memo[switches] = chosen != SDPBackend.MATH.value
+        return torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale) if fuses else None
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:

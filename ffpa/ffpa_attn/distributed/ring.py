@@ -51,9 +51,9 @@ def ring_attention(
     known, wait for it. Ranks whose kinds are different but known compute what is wrong, and are told so no more than
     512 calls later. A group whose ranks may no longer be at the same call raises at every later one.
     """
-    rank, world = sequence_shards.rank_and_world(group)
     given = causal, scale, softcap, return_lse
     q, k, v, rule = sequence_shards.checked(ring_attention, unknown, group, q, k, v, layout, *given)
+    rank, world = sequence_shards.rank_and_world(group)
     if world == 1:
         return ffpa(q, k, v, **rule, return_lse=return_lse)
     out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))

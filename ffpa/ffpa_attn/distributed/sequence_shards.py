@@ -112,6 +112,7 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
     """
     if unknown:
         words.refuse(function, unknown)
+    rank_and_world(group)  # what is no group is refused before ranks compare
     arguments.only_tensors(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):

@@ -33,9 +33,9 @@ def ulysses_attention(
     Hq must be a multiple of W. Where Hkv is none, its heads are sent as often as it takes, and their gradients are
     summed in float32.
     """
-    _, world = sequence_shards.rank_and_world(group)
     given = causal, scale, softcap, return_lse
     q, k, v, options = sequence_shards.checked(ulysses_attention, unknown, group, q, k, v, layout, *given)
+    _, world = sequence_shards.rank_and_world(group)
     if q.shape[1] % world:
         raise ValueError(
             f"`q` has {q.shape[1]} heads; ulysses_attention on {world} ranks needs a multiple of {world}: use a smaller "

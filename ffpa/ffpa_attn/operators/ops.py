@@ -21,6 +21,7 @@ from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
 from ..specs.spec import Problem
 from ..support import progress
+from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
 from . import dispatch_keys, out_of_memory
 from .forms import Dense, Packed, describe, seen
@@ -146,7 +147,10 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
     try:
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-        fresh = run(plan, "fresh", *map(form.heads_first, (q, k, v))) if out is None and plan.gives_fresh else None
+        fresh = None
+        if out is None and plan.gives_fresh:
+            with PlainTorch(q.device):
+                fresh = run(plan, "fresh", *map(form.heads_first, (q, k, v)))
         if fresh is not None:
             return form.heads_first(fresh).contiguous(), lse
         out = q.new_empty(plan.out_shape) if out is None else out
