@@ -14,7 +14,7 @@ from .. import env
 from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
-from . import hopper, mma, reference_plan, sdpa, triton_attention, triton_fp8
+from . import hopper, mma, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 
 Flags = Mapping[str, Any]
 
@@ -105,8 +105,9 @@ _TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest:
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
-    """Returns candidates in order of speed, all measured on an H200 (.dev/measurements.md): up to 64 columns SDPA's
-    kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys; else ours.
+    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md): up to 64 columns SDPA's
+    kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys, or where a GPU has
+    no more row tiles of ours than multiprocessors; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
     beyond only before SDPA and the reference. SDPA and Triton know nothing of stages, accumulators and experiments. For
     8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
@@ -126,7 +127,7 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
         order = "hopper mma sdpa triton reference"
     elif widest <= 64:
         order = "sdpa triton hopper mma reference"
-    elif widest <= 128 and not p.visibility.bounded:
+    elif widest <= 128 and (not p.visibility.bounded or row_tiles.count(p) <= archs.multiprocessors(p.arch)):
         order = "sdpa hopper triton mma reference"
     else:
         order = "hopper sdpa triton mma reference"
