@@ -60,6 +60,7 @@ MUTANTS = [
     *edits_in(
         "operators/ops.py",
         "tests/operators/test_again.py",
+        ("SDPA asked for nothing", 'hasattr(choice.plan, "fresh") and 0 not in out_shape', 'hasattr(choice.plan, "fresh")'),
         ("SDPA's strides", "return form.heads_first(fresh).contiguous(), lse", "return form.heads_first(fresh), lse"),
     ),
     *edits_in(

@@ -195,6 +195,14 @@ def test_sdpa_gives_its_own_tensor(monkeypatch):
     assert ffpa(q, k, v, layout="BNHD").is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 20, 64), (1, 2, 0, 64)])
+def test_sdpa_is_not_asked_for_nothing(shape, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    monkeypatch.setattr(sdpa, "torch_sdpa", None)
+    q, k = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape[0], 2, 20, 64, dtype=torch.bfloat16)
+    assert all(ffpa(q, k, k).shape == shape for _ in range(2))
+
+
 @pytest.mark.parametrize("laid_out", ["as rows first", "as it should be"])
 def test_sdpas_tensor_has_the_strides_that_fakes_have(laid_out, monkeypatch):
     monkeypatch.setenv("FFPA_BACKEND", "sdpa")

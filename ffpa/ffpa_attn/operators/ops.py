@@ -87,8 +87,8 @@ def _decide(form, direction, q, k, v, options, flags) -> Plan:
         progress.say(f"ffpa_attn: {choice}")
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
-    cap, gives_fresh = flags["FFPA_WORKSPACE_MB"] << 20, hasattr(choice.plan, "fresh")
-    return Plan(choice, rule, (*q.shape[:-1], v.shape[-1]), lse_shape, cap, {}, gives_fresh)
+    out_shape, cap = (*q.shape[:-1], v.shape[-1]), flags["FFPA_WORKSPACE_MB"] << 20
+    return Plan(choice, rule, out_shape, lse_shape, cap, {}, hasattr(choice.plan, "fresh") and 0 not in out_shape)
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
