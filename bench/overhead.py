@@ -40,7 +40,7 @@ class HostTime(NamedTuple):
 
 
 class Short(NamedTuple):
-    """Microseconds of a call, ours and those of SDPA's fastest backend."""
+    """It holds microseconds of a call, ours and those of SDPA's fastest backend."""
 
     shape: str
     direction: str

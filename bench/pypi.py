@@ -1,5 +1,5 @@
-"""The ffpa-attn of PyPI as a peer, once for each of its backends. It has this project's import name, so it lives in
-processes of its own.
+"""This is the ffpa-attn of PyPI as a peer, once for each of its backends. It has this project's import name, so it lives
+in processes of its own.
 
 Both processes make the same inputs from the seed; the parent says when to time one call, so that the rounds of all
 providers alternate. Each line is one JSON value: requests to the child's stdin, answers from its stdout.

@@ -1,5 +1,5 @@
-// All instructions that kernels use, one function each. native/ has them in assembly and says what they do, emulated/
-// has the same functions in C++.
+// The instructions that kernels and their tests use are here, one function each. native/ has them in assembly and says
+// what they do, emulated/ has the same functions in C++.
 #pragma once
 
 #include "base/compiler.h"

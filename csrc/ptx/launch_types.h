@@ -18,7 +18,7 @@ struct LaunchShape {
 };
 
 // Returns the shape of a kernel whose blocks take items until none are left: as many blocks, or clusters of blocks, as
-// there are items, and no more than the GPU runs at a time.
+// there are items, and no more than the GPU runs at a time, but at least one.
 inline LaunchShape persistent_shape(int items, int resident_blocks, int threads, uint32_t smem_bytes,
                                     uint32_t* counter = nullptr, int cluster_blocks = 1) {
   const int most = resident_blocks > cluster_blocks ? resident_blocks / cluster_blocks : 1;

@@ -37,10 +37,10 @@ inline constexpr uint32_t kMostSmemBytes = 227 * 1024;  // bytes that a block ca
 using Major = ptx::OperandMajor;
 
 // All threads of all blocks of the cluster meet.
-FFPA_DEVICE void meet_cluster() {
-  ptx::sync_warp();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+FFPA_DEVICE void meet_cluster(ptx::CallSite site = ptx::CallSite()) {
+  ptx::sync_warp(site);
+  ptx::cluster_arrive(site);
+  ptx::cluster_wait(site);
 }
 
 template <int kBoxesOfA, int kBoxesOfB, int kSlots, int kBlocksThatShare = 1, int kReadingGroups = kConsumerGroups>

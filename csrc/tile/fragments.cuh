@@ -56,14 +56,14 @@ FFPA_DEVICE void for_each_row(const Function& function) {
   }
 }
 
-// Combine what the four lanes of a row have of it; each of them gets the result.
-FFPA_DEVICE float sum_of_lanes(float value) {
-  value += ptx::shfl_xor(value, 1);
-  return value + ptx::shfl_xor(value, 2);
+// These combine what the four lanes of a row have of it; each lane gets the result.
+FFPA_DEVICE float sum_of_lanes(float value, ptx::CallSite site = ptx::CallSite()) {
+  value += ptx::shfl_xor(value, 1, site);
+  return value + ptx::shfl_xor(value, 2, site);
 }
-FFPA_DEVICE float largest_of_lanes(float value) {
-  value = larger_of(value, ptx::shfl_xor(value, 1));
-  return larger_of(value, ptx::shfl_xor(value, 2));
+FFPA_DEVICE float largest_of_lanes(float value, ptx::CallSite site = ptx::CallSite()) {
+  value = larger_of(value, ptx::shfl_xor(value, 1, site));
+  return larger_of(value, ptx::shfl_xor(value, 2, site));
 }
 
 // The columns of C fragments side by side: value e of fragment n is in first_column(lane) + column_of(n) + e % 2.

@@ -59,7 +59,7 @@ void launch(const Instance& instance, const void* params, std::size_t params_byt
   if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
 }
 
-// Does it, and returns null, or a message that the thread must read before its next call.
+// Calls `does`, and returns null, or a message that the thread must read before its next call.
 template <class Function>
 const char* problem_of(const Function& does) {
   static thread_local std::string problem;

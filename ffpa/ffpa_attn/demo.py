@@ -1,4 +1,4 @@
-"""What this installation does, in some seconds: `python -m ffpa_attn.demo`.
+"""`python -m ffpa_attn.demo` shows in some seconds what this installation does.
 
 On a GPU it runs D = 512 forward and backward beside PyTorch's own attention and prints times, memory and errors. Without one it runs
 a tile of the same kernels in the emulator, and prints what three GPUs would run.

@@ -70,7 +70,8 @@ bool deadlock_is_reported() {
   LaunchShape shape;
   shape.threads = 64;
   launch(shape, nullptr, testing::deadlock_kernel, nullptr, nullptr);
-  return emu::take_session_report().errors.at(0).kind == "deadlock";
+  const auto report = emu::take_session_report();
+  return !report.errors.empty() && report.errors[0].kind == "deadlock";
 }
 
 }  // namespace

@@ -161,6 +161,41 @@ def test_calls_that_are_not_plain_have_no_kind():
     assert len(again._known) == known
 
 
+def test_a_second_call_has_the_strides_of_the_first(monkeypatch):
+    """A dim of one element may have any stride; a result has the same whether its kind was seen or not."""
+    monkeypatch.setenv("FFPA_BACKEND", "reference")
+    q = torch.randn(1, 4, 20, 64).bfloat16()[:, :1]
+    assert q.is_contiguous() and q.stride(0) != 20 * 64
+    assert len({ffpa(q, q, q).stride() for _ in range(3)}) == 1
+
+
+class Third(float):
+    """A number of a type that may hold anything."""
+
+
+def test_values_that_may_change_are_no_part_of_a_kind():
+    q, k, v = inputs()
+    assert torch.equal(ffpa(q, k, v, scale=Third(0.3)), ffpa(q, k, v, scale=0.3)) and len(again._known) == 1
+
+
+def test_results_are_no_views(monkeypatch):
+    """A view that was made without gradients cannot be changed where gradients are wanted."""
+    monkeypatch.setenv("FFPA_BACKEND", "sdpa")
+    torch_sdpa = sdpa.torch_sdpa
+
+    def a_view(*args, **options):
+        return torch_sdpa(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)[:, :, :1]
+
+    monkeypatch.setattr(sdpa, "torch_sdpa", a_view)
+    one = [x[:, :, :1] for x in inputs()]
+    rows_first = [x.transpose(1, 2) for x in inputs(n=1)]
+    with torch.no_grad():
+        results = [ffpa(*one), ffpa(*one), torch.ops.ffpa_attn.forward(*one, return_lse=False)[0]]
+        monkeypatch.setattr(sdpa, "torch_sdpa", torch_sdpa)
+        results += [ffpa(*rows_first, layout="BNHD") for _ in range(2)]
+    assert not any(x._is_view() for x in results)
+
+
 def test_results_do_not_share_memory():
     q, k, v = inputs()
     results = [ffpa(q, k, v) for _ in range(4)]

@@ -248,6 +248,8 @@ class ForwardMmaTwoPhase {
     const RowTile rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
     if (are_plain(params_, all_seen)) return scale_of_products(params_);
+    static_assert(ScoreCore::kN % kGroup == 0 && sizeof(sums[0][0]) == 4 * sizeof(float),
+                  "A group of fragments is floats.");
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL

@@ -1,4 +1,5 @@
-// Emulated side of ptx/native/call_site.cuh: the source line that called an emulated instruction, which every report names.
+// Emulated side of ptx/native/call_site.cuh: the source line that called an emulated instruction. Every report names
+// it.
 #pragma once
 
 namespace ffpa::ptx {

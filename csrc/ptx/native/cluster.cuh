@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "ptx/native/call_site.cuh"
 
 namespace ffpa::ptx {
 
@@ -17,8 +18,12 @@ FFPA_DEVICE uint32_t cluster_rank() {
 // barrier.cluster, "Parallel Synchronization and Communication Instructions: barrier.cluster": joins all threads of all
 // blocks of the cluster. It is split into two halves so that work fits between them, and `.aligned` because whole warps
 // come here together.
-FFPA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-FFPA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+FFPA_DEVICE void cluster_arrive(CallSite = CallSite()) {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+FFPA_DEVICE void cluster_wait(CallSite = CallSite()) {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // cp.async.bulk: copies from the shared memory of this block to that of block `rank` of the cluster, and completes on
 // the mbarrier at this address there. Whoever has waited for that phase knows that the source has been read, too.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "ptx/native/call_site.cuh"
 
 namespace ffpa::ptx {
 
@@ -13,7 +14,7 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
 // shfl.sync.bfly: returns the value of lane (lane ^ lane_mask).
 template <class Value>
-FFPA_DEVICE Value shfl_xor(Value value, int lane_mask) {
+FFPA_DEVICE Value shfl_xor(Value value, int lane_mask, CallSite = CallSite()) {
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }
@@ -38,6 +39,6 @@ FFPA_DEVICE int bfind(uint32_t bits) {
 }
 
 // bar.warp.sync: memory accesses of the warp's lanes before it are visible to all of them after it.
-FFPA_DEVICE void sync_warp() { __syncwarp(); }
+FFPA_DEVICE void sync_warp(CallSite = CallSite()) { __syncwarp(); }
 
 }  // namespace ffpa::ptx

@@ -167,7 +167,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, like: torch.dtype) -> torch.Tensor
 
 
 class Tile(NamedTuple):
-    """Some key/value heads of a sequence, the query heads that share them, and some of the rows."""
+    """It is some key/value heads of a sequence, with the query heads that share them, and some of the rows."""
 
     seq: Sequence
     heads: slice

@@ -26,6 +26,7 @@ _SWITCHES = [
     torch.backends.cuda.math_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
     torch.are_deterministic_algorithms_enabled,
+    torch.is_deterministic_algorithms_warn_only_enabled,
 ]
 _priorities = private_torch.find("torch._C._get_sdp_priority_order") or tuple
 

@@ -374,8 +374,11 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
 
 
 def output(name: str, x, shape, q) -> None:
-    _has_dtype_of_q(name, x, q)
-    is_where(name, x, "q", q)
+    """Checks a place for a result: a converted copy, which others may pass instead, would be none."""
+    if x.dtype != q.dtype:
+        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
     _has_shape(name, x, shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -43,7 +44,7 @@ class Exchange:
         if self.stream:
             self.passed.append(torch.cuda.current_stream(self.device).record_event())
             self.stream.wait_event(self.passed[0])
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
             wait_for_both = self._start(sent, to, received, source, place)
 
         def wait() -> list[torch.Tensor]:

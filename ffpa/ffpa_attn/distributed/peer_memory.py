@@ -19,7 +19,7 @@ _AT_LEAST = ctypes.c_uint(0)  # wait till a word is no less, in a circle of 2^32
 class Memory:
     """A rank's own memory, zeroed, and the places here of the other ranks' memory.
 
-    A RuntimeError of its making is no failure of the call: messages of torch.distributed do as well.
+    In `shared`, a RuntimeError of its making is no failure of the call: messages of torch.distributed do as well.
     """
 
     def __init__(self, size: int, device: torch.device):

@@ -2,19 +2,21 @@
 
 A kind is all that checks and the choice depend on. Calls of a kind differ in addresses and values alone, so what the
 first of them found out holds for all. Only plain calls have a kind: where the dispatcher has work (`have_work`), where a
-tensor to write into or a mask is given, or where offsets must be checked, calls go through the operators.
+tensor to write into or a mask is given, where rows come before heads, or where offsets must be checked, calls go through
+the operators.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 
 from .. import env
-from ..specs.spec import ROW_ALIGNMENT
+from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
 from .dispatch_keys import have_work
@@ -23,6 +25,7 @@ from .forms import Dense, Packed, seen
 _MOST_KINDS = 4096
 _known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors
 _WINDOW = 3  # the place of `window` among a function's arguments
+_PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
 
 CHOOSE_AGAIN = Unable  # what a call raises that must go the long way once more
 
@@ -65,15 +68,15 @@ def forget(kind: tuple) -> None:
 
 def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
-    plan = ops.plan_of(Packed(*offsets) if offsets else Dense("BHND", None), q, k, v, options)
-    if plan is None:  # Triton could not run it
+    _, _, flags, _, types = kind
+    plan = ops.plan_of(Packed(*offsets) if offsets else Dense("BHND", None), q, k, v, options, flags)
+    if plan is None or not _PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
         return
     if len(_known) >= _MOST_KINDS:
         _known.clear()
     with_lse = options.get("return_lse", True)
     run = _packed(plan, with_lse, *offsets[2:]) if offsets else _dense(plan, with_lse, q)
-    with contextlib.suppress(TypeError):  # an argument, a list for a window, say, has no hash
-        _known[kind] = run
+    _known[kind] = run
 
 
 def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
@@ -81,9 +84,9 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
 
     def run(q, k, v):
         try:
-            fresh = ops.run(plan, "fresh", q, k, v) if plan.gives_fresh else None
+            fresh = ops.fresh_result(plan, q, k, v) if plan.gives_fresh else None
             if fresh is not None:
-                return fresh.contiguous()
+                return fresh
             out, lse = make(q)
             if out.numel():
                 ops.run(plan, "forward", q, k, v, out, lse, None, None)
@@ -113,7 +116,9 @@ def _results(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     if with_lse:
         return lambda q: (q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32))
     no_lse = None
-    is_like_q = first_q.is_contiguous() and first_q.shape == plan.out_shape
+    # A contiguous tensor may have any stride where its size is 1, and empty_like keeps it.
+    strides = (*accumulate(reversed(plan.out_shape[1:]), mul, initial=1),)[::-1]
+    is_like_q = first_q.shape == plan.out_shape and first_q.stride() == strides
 
     def make(q):
         nonlocal no_lse

@@ -58,7 +58,7 @@ _ops = torch.ops.ffpa_attn
 
 
 class Plan(NamedTuple):
-    """What a checked call does, kept for the next call of the same kind."""
+    """It says what a checked call does, and is kept for the next call of the same kind."""
 
     choice: Choice
     rule: reference.Rule
@@ -88,7 +88,8 @@ def _decide(form, direction, q, k, v, options, flags) -> Plan:
     rule = reference.Rule(problem.scale, problem.softcap, problem.visibility)
     lse_shape = form.lse_shape(q) if problem.needs_lse else (0,)
     out_shape, cap = (*q.shape[:-1], v.shape[-1]), flags["FFPA_WORKSPACE_MB"] << 20
-    return Plan(choice, rule, out_shape, lse_shape, cap, {}, hasattr(choice.plan, "fresh") and 0 not in out_shape)
+    gives_fresh = hasattr(choice.plan, "fresh") and form.layout == "BHND" and 0 not in out_shape
+    return Plan(choice, rule, out_shape, lse_shape, cap, {}, gives_fresh)
 
 
 def _ready_choice(problem: Problem, flags) -> Choice:
@@ -133,9 +134,17 @@ def _forward_key(form, q, k, v, out, options, flags) -> tuple:
     return (seen(q), seen(k), seen(v), seen(out), form.key(), flags, *options.items())
 
 
-def plan_of(form, q, k, v, options) -> Plan | None:
+def plan_of(form, q, k, v, options, flags) -> Plan | None:
     """Returns the plan of a forward, if it is kept."""
-    return _plans.get(_forward_key(form, q, k, v, None, options, env.run_flags()))
+    return _plans.get(_forward_key(form, q, k, v, None, options, flags))
+
+
+def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
+    """Returns a result of the backend's own making, laid out as fakes say, and no view, or None if it makes none."""
+    fresh = run(plan, "fresh", q, k, v)
+    if fresh is None or (fresh.is_contiguous() and not fresh._is_view()):
+        return fresh
+    return fresh.clone(memory_format=torch.contiguous_format)
 
 
 def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,9 +159,9 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         fresh = None
         if out is None and plan.gives_fresh:
             with PlainTorch(q.device):
-                fresh = run(plan, "fresh", *map(form.heads_first, (q, k, v)))
+                fresh = fresh_result(plan, q, k, v)
         if fresh is not None:
-            return form.heads_first(fresh).contiguous(), lse
+            return fresh, lse
         out = q.new_empty(plan.out_shape) if out is None else out
         if out.numel():
             run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)

@@ -47,9 +47,8 @@ Fp8Strides = namedtuple("Fp8Strides", "q k v out lse q_scale k_scale v_scale")
 class Fp8How(NamedTuple):
     """This is what the forward is compiled for beside what all are."""
 
-    V_AS_IT_IS: (
-        bool  # k is a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in the order 2, 1, 3
-    )
+    # k is then a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in the order 2, 1, 3.
+    V_AS_IT_IS: bool
     Q_SCALED: bool
     K_SCALE: str  # none, head (or all of it) or block
     V_SCALE: str

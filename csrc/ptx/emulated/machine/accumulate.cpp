@@ -102,6 +102,8 @@ struct UnpackedLine {
 
 void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
   std::vector<UnpackedLine> a, b;
+  a.reserve(16);
+  b.reserve(8);
   for (int row = 0; row < 16; ++row) a.emplace_back(tile.a[row], 1, tile.depth);
   for (int column = 0; column < 8; ++column) b.emplace_back(&tile.b[0][column], 8, tile.depth);
   for (int row = 0; row < 16; ++row) {
