@@ -196,6 +196,18 @@ def test_results_are_no_views(monkeypatch):
     assert not any(x._is_view() for x in results)
 
 
+def test_work_of_the_dispatcher_gives_no_kind():
+    args = (False, "bottom_right", None, (-1, -1), 0.0, None, None, "f32", False)
+    q, k, v = inputs()
+    assert again.kind(q, k, v, args) is not None
+    for changed in (q.clone().requires_grad_(), torch._neg_view(q), q.to("meta")):
+        assert again.kind(changed, k, v, args) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert again.kind(q, k, v, args) is None
+    with torch.autograd.profiler.profile():
+        assert again.kind(q, k, v, args) is None
+
+
 def test_results_do_not_share_memory():
     q, k, v = inputs()
     results = [ffpa(q, k, v) for _ in range(4)]
