@@ -14,7 +14,7 @@ MUTANTS = [
         ("triton: scores that are products still", "return tl.fma(x, factor, 0.0)", "return x * factor"),
         ("triton: far rows gone over once", "tl.max(far.to(tl.int32), 0) > 0", "tl.max(far.to(tl.int32), 0) > 1"),
         ("triton: a first tile far below", "-FAR if FAST else -INF", "-INF"),
-        ("triton: the base changed before the difference", "exponents = (s - reference[:, None]) * unit", "exponents = s * unit - (reference * unit)[:, None]"),
+        ("triton: the base changed before the difference", "p = tl.exp2((s - reference[:, None]) * unit)", "p = tl.exp2(s * unit - (reference * unit)[:, None])"),
     ),
     *edits_in(
         "triton_ops/backward_kernels.py",
@@ -23,10 +23,10 @@ MUTANTS = [
         ("triton: far rows of rounded LSEs", "own = all_here & ", "own = (total < 0) & "),
         ("triton: a sum that a larger score does not lower", "total * tl.exp2((row_max - new_max) * LOG2E)", "total"),
         ("triton: far rows where a float says nothing", "tl.abs(lse) > FAR / LOG2E", "tl.abs(lse) > 2048 * FAR / LOG2E"),
-        ("triton: far rows of the first head alone", "range(0, call.group * count, _LSES)", "range(0, count, _LSES)"),
-        ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if HOW.PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
-        ("triton: dQ of far rows of the first head alone", "range(part, call.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
-        ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, HOW.KEYS), parts)", "for block in range(part, part + 1, parts)"),
+        ("triton: far rows of the first head alone", "range(0, heads * count, _LSES)", "range(0, count, _LSES)"),
+        ("triton: far rows of the next sequence", "BLOCK: tl.constexpr = 1 if PACKED else STATISTICS_ROWS", "BLOCK: tl.constexpr = STATISTICS_ROWS"),
+        ("triton: dQ of far rows of the first head alone", "range(part, sizes.group * row_blocks, parts)", "range(part, row_blocks, parts)"),
+        ("triton: far keys of one part", "for block in range(part, tl.cdiv(at.n_k, KEYS), parts)", "for block in range(part, part + 1, parts)"),
     ),
     *large_scores(
         "csrc/attention/logits.cuh",

@@ -6,7 +6,6 @@ what products may read that is no tile]. With gfx942, which is not CUDA's, and c
 alone, and its mfma.
 """
 
-import itertools
 import json
 import re
 import subprocess
@@ -52,7 +51,7 @@ EVERY_RULE = {
 }
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
-    **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n"), "i32"),
+    **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
     **dict.fromkeys(("more_out_step", "more_lse_step", "parts"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
@@ -75,50 +74,27 @@ _POINTERS = {
         "*fp32",
     ),
 }
-_STRIDES = forward_kernels.Strides(*["i32"] * 3)
 _STRUCTURES = {
-    "call": forward_kernels.Call(*["i32"] * 6, "fp32", "fp32", "i32", "i32", forward_kernels.MaskStrides(*["i32"] * 4)),
+    "mask_strides": forward_kernels.MaskStrides(*["i32"] * 4),
+    "sizes": forward_kernels.Sizes(*["i32"] * 6),
+    "rule": forward_kernels.Rule("fp32", "fp32", "i32", "i32"),
     "batches": "i32",
 }
-
-
-_LAUNCHED = {  # what launches say whatever the options
-    "shares_kernel": {"RAW": False},
-    "far_gradients_kernel": {"RAW": False, "CAPPED": False, "MASK": "none"},
-    "fp8_forward_kernel": {"PACKED": False, "MASK": "none"},
-    "persistent_forward_kernel": {"PACKED": False, "MASK": "none", "TMA": False},
-}
-
-
-def strides_of(kernel):
-    """Returns the type of an argument `strides`."""
-    if "HOW" not in kernel.arg_names:
-        return _STRIDES
-    structures = {"backward_kernels": backward_kernels.BackwardStrides, "fp8_kernels": fp8_kernels.Fp8Strides}
-    structure = structures.get(kernel.__module__.rpartition(".")[2], forward_kernels.ForwardStrides)
-    return structure(*[_STRIDES] * len(structure._fields))
 
 
 def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
     """Compiles a kernel; `odd`: rows are apart by odd multiples of 16 bytes."""
     constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
-    how = {name: value for name, value in constants.items() if name in forward_kernels.How._fields}
-    how |= _LAUNCHED.get(kernel.__name__, {})
-    if "HOW" in kernel.arg_names:
-        constants["HOW"] = forward_kernels.How(**how)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
     element = "fp8e4nv" if fp8 else "bf16"
-    by_tma = "HOW" in kernel.arg_names and how["TMA"]
-    blocks = {"q": tiles.rows, "grad": tiles.rows, "k": tiles.keys, "v": tiles.keys} if by_tma else {}
+    blocks = {"q": tiles.rows, "grad": tiles.rows, "k": tiles.keys, "v": tiles.keys} if constants.get("TMA") else {}
 
     def type_of(name: str):
         if name in constants:
             return "constexpr"
         if name in _STRUCTURES:
             return _STRUCTURES[name]
-        if name == "strides":
-            return strides_of(kernel)
         if name.endswith("strides"):
             return forward_kernels.Strides("i32", "i32", "i32")
         if name in blocks:
@@ -132,16 +108,12 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
         return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
-    if "mask" in signature:
-        signature["mask"] = {"bool": "*u8", "additive": "*fp32"}.get(how["MASK"], signature["mask"])
+    signature |= {"bool": {"mask": "*u8"}, "additive": {"mask": "*fp32"}}.get(constants.get("MASK"), {})
     attributes = {}
     for i, name in enumerate(kernel.arg_names):  # a launch finds it so: rows begin at 16 bytes
         aligned = [["tt.divisibility", 16]]
         if isinstance(signature[name], forward_kernels.Strides):
             attributes |= {} if odd else {(i, j): aligned for j in range(3)}
-        elif name == "strides":
-            places = itertools.product(range(len(signature[name])), range(3))
-            attributes |= {} if odd else {(i, *place): aligned for place in places}
         elif signature[name] == "*bf16":
             attributes[(i,)] = aligned
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -199,15 +171,14 @@ def main(arch: str, d: int) -> dict[str, list[int]]:
     )  # fmt: skip
     forward, backward = (
         triton_attention.plan(
-            problem._replace(direction=direction, mask="additive" if d == 72 else None), env.run_flags()
+            problem._replace(direction=direction, mask=None if rules is PLAIN else "additive"), env.run_flags()
         )
         for direction in ("forward", "backward")
     )
     persistent = triton_attention.plan(problem, {**env.run_flags(), "FFPA_TRITON_CORES": 24})
     width = forward.widths[0]
     options = {"D_QK": d, "D_V": d, "WIDTH_QK": width, "WIDTH_V": width, "SLICE": persistent.slice_rows}
-    rules = rules | {"TMA": forward.descriptors and not rules["PACKED"]}
-    options |= rules
+    options |= rules | {"TMA": forward.descriptors and not rules["PACKED"]}
     in_8_bits = triton_fp8.plan(problem._replace(dtype="e4m3"), env.run_flags())
     options |= {
         "D": d,
@@ -215,8 +186,10 @@ def main(arch: str, d: int) -> dict[str, list[int]]:
         "FIRST": False,
         "WIDTH": width,
         "GRAD_LSE": True,
-        "FP8": fp8_kernels.Fp8How(rules["TMA"], True, "block", "block", 8, float("inf")),
+        "P_EXPONENT": 8,
+        "LARGEST_OUT": float("inf"),
     }
+    options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
     kernels = (
         (forward_kernels.forward_kernel, forward.over_rows),
         (backward_kernels.rows_gradient_kernel, backward.over_rows),

@@ -20,15 +20,29 @@ import torch
 from .. import env
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.launch import Launch, Memo, Tiles, describer, has_descriptor, has_rows, launch, running, strides
+from ..triton_ops.launch import (
+    Launch,
+    Memo,
+    Tiles,
+    describer,
+    has_descriptor,
+    has_rows,
+    launch,
+    running,
+    strides,
+)
 from ..triton_ops.tiles import DEFAULT, MEASURED
-from .reference import align_mask
 from .reference_plan import mask_gradient
 
 MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # rows and keys: twice their sum is counted in 32 bits
 _MOST_ROWS = 128  # rows of a tile
 _SLACK_BYTES = 1 << 10
+_MASK_BYTES = {
+    None: 0,
+    "bool": 0,
+    "additive": 4,
+}  # bytes of an element in stages, float32's: elements below 4 bytes are not copied there
 _FAR_PROGRAMS = 512  # about so many programs look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as they are without a cap
 
@@ -36,6 +50,7 @@ _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as t
 # These are tiles, with the rows of a slice. They take half the shared memory of the smallest GPU, and one stage, so
 # that loads of scratch stay where its barriers are.
 _PERSISTENT = {64: (Tiles(128, 64, 4, 1), 64), 128: (Tiles(128, 64, 4, 1), 32), 256: (Tiles(128, 32, 4, 1), 32)}
+
 
 _gave_up: list[tuple[tuple, str]] = []  # kinds of calls whose kernels cannot run in this process, and why
 _LEAST_RELEASE = (3, 6)
@@ -102,8 +117,7 @@ def smem_bytes(tiles: Tiles, widths: tuple[int, int], work: str, mask: str | Non
     own, others = (tiles.keys, tiles.rows) if work == "keys" else (tiles.rows, tiles.keys)
     resident = own * (widths[0] if work in ("forward", "fp8") else sum(widths))
     size = 1 if work == "fp8" else 2
-    of_mask = 4 if mask == "additive" else 0  # float32's: elements below 4 bytes are not copied to stages
-    of_pair = max(size, (tiles.stages - 1) * of_mask)
+    of_pair = max(size, (tiles.stages - 1) * _MASK_BYTES[mask])
     return (resident + tiles.stages * others * sum(widths)) * size + own * others * of_pair + _SLACK_BYTES
 
 
@@ -154,7 +168,8 @@ def _persistent_plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
 
 def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
     """Says why Triton cannot run the problem, whatever the tiles, or None."""
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         return reason
     if p.device != "cuda" and not flags["TRITON_INTERPRET"]:
         return "Triton runs CPU tensors in its interpreter alone; set TRITON_INTERPRET=1 before it is imported"
@@ -174,7 +189,8 @@ def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonPlan | str:
     """Returns what runs the problem, or why Triton cannot."""
-    if reason := refusal(p, flags):
+    reason = refusal(p, flags)
+    if reason:
         return reason
     if p.direction == "forward" and flags["FFPA_TRITON_CORES"]:
         return _persistent_plan(p, flags)
@@ -196,83 +212,89 @@ def _dense(x: torch.Tensor, packed: bool) -> torch.Tensor:
     return x.unsqueeze(0) if packed else x
 
 
-def call_of(rule, heads: int, heads_kv: int, longest: tuple[int, int], total: tuple[int, int], mask=None):
-    """Returns the numbers of a call, as a kernel computes with them. Caps too small or too large for it are what they
-    come to. A side of no window does not depend on lengths: that would be another number to compile for.
-    """
-    from ..triton_ops.forward_kernels import Call, MaskStrides
-
-    scale, cap = float(rule.scale), float(rule.softcap if rule.softcap < _LARGEST_CAP else 0.0)
-    if 0 < cap < _LEAST_CAP:
-        scale, cap = 0.0, 0.0
-    see = rule.visibility
-    sides = (_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
-    mask_strides = [0] * 4
-    if mask is not None:
-        mask_strides = [0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True)]
-    return Call(heads, heads // heads_kv, *longest, *total, scale, cap, *sides, MaskStrides(*mask_strides))
+def scale_and_cap(rule) -> tuple[float, float]:
+    """Returns both as a kernel computes with them: caps too small or too large for it are what they come to."""
+    if 0 < rule.softcap < _LEAST_CAP:
+        return 0.0, 0.0
+    return float(rule.scale), float(rule.softcap if rule.softcap < _LARGEST_CAP else 0.0)
 
 
-class Kind:
+def sides(see) -> tuple[int, int]:
+    """Returns a window's sides; without one they do not depend on lengths: no other number to compile for."""
+    return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
+
+
+class _Kind:
     """What all kernels, and all calls of a kind, are given alike."""
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
         """Takes q, k, v [B, H, N, D], and in `more` other tensors that are read by rows."""
-        from ..triton_ops.forward_kernels import How
+        from ..triton_ops.forward_kernels import MaskStrides, Rule, Sizes
 
         packed = offsets is not None
         batch, self.heads, total_q, d_qk = q.shape
         self.heads_kv, total_k, d_v = v.shape[1:]
-        total = total_q, total_k
+        longest_q, longest_k = offsets[2:] if packed else (total_q, total_k)
         self.sequences = len(offsets[0]) - 1 if packed else batch
-        self.longest_q, self.longest_k = longest = tuple(map(min, offsets[2:] if packed else total, total))
-        self.call = call_of(rule, self.heads, self.heads_kv, longest, total, mask)
-        see, scale, cap = rule.visibility, self.call.scale, self.call.softcap
-        tma = plan.descriptors and not packed and all(map(has_descriptor, (q, k, v, *more)))
+        self.longest_q, self.longest_k = min(longest_q, total_q), min(longest_k, total_k)
+        see, (scale, cap) = rule.visibility, scale_and_cap(rule)
+        mask_strides = MaskStrides(0, 0, 0, 0)
+        if mask is not None:
+            steps = zip(mask.shape, mask.stride(), strict=True)
+            mask_strides = MaskStrides(*(0 if size == 1 else stride for size, stride in steps))
+        sizes = Sizes(self.heads, self.heads // self.heads_kv, self.longest_q, self.longest_k, total_q, total_k)
+        self.numbers = mask_strides, sizes, Rule(scale, cap, *sides(see))
+        self.tma = plan.descriptors and not packed and all(map(has_descriptor, (q, k, v, *more)))
         self.hides = packed or see.bounded
+        left, right = sides(see)
         shift = 0 if see.top_left else total_k - total_q
         # Some rows see no key if the last key of the first row, or the first key of the last one, does not exist.
-        outside = shift + self.call.right < 0 or total_q - 1 + shift - self.call.left >= total_k
-        self.blind = see.bounded if packed else outside
+        self.blind = see.bounded if packed else shift + right < 0 or total_q - 1 + shift - left >= total_k
         self._describers: dict[Tiles, list] = {}
-        raw = mask is None and not cap and scale >= LEAST_SCALE
-        kind_of_mask = "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "additive"
-        self.how = How(packed, see.top_left, raw, cap > 0, kind_of_mask, tma, d_qk, d_v, *plan.widths)
+        self.options = {
+            "PACKED": packed,
+            "TOP_LEFT": see.top_left,
+            "RAW": mask is None and not cap and scale >= LEAST_SCALE,
+            "CAPPED": cap > 0,
+            "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "additive",
+            "TMA": self.tma,
+            "D_QK": d_qk,
+            "D_V": d_v,
+            "WIDTH_QK": plan.widths[0],
+            "WIDTH_V": plan.widths[1],
+        }
 
     @property
     def empty(self) -> bool:
         return not self.sequences or not self.longest_q
 
-    def options(self, tiles: Tiles, **more) -> dict:
-        """Returns what a kernel of such tiles is compiled for."""
-        return {"HOW": self.how._replace(ROWS=tiles.rows, KEYS=tiles.keys, **more)}
-
-    def over_rows(self, tiles: Tiles, strides, **more) -> Launch:
+    def over_rows(self, tiles: Tiles, numbers: Sequence, **options) -> Launch:
         """Returns the launch of a kernel whose programs own rows."""
         programs = -(-self.longest_q // tiles.rows) * self.heads * self.sequences
         edges = self.hides or self.longest_k % tiles.keys != 0
-        return Launch(programs, (strides, self.call), self.options(tiles, EDGES=edges, **more), tiles)
+        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
 
-    def over_keys(self, tiles: Tiles, strides) -> Launch:
-        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
-        edges = self.hides or self.longest_q % tiles.rows != 0
-        return Launch(programs, (strides, self.call), self.options(tiles, EDGES=edges, BLIND=self.blind), tiles)
-
-    def far(self, tiles: Tiles, strides, **more) -> Launch:
+    def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
         """Returns the launch of a kernel whose programs take turns at a head's blocks, if any of its rows are far."""
         heads = self.heads_kv * self.sequences
         parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
         edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
-        options = self.options(tiles, EDGES=edges, RAW=False, **more)
-        return Launch(heads * parts, (parts, strides, self.call), options, tiles)
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(heads * parts, (parts, *numbers, *self.numbers), options, tiles)
+
+    def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
+        edges = self.hides or self.longest_q % tiles.rows != 0
+        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+        return Launch(programs, (*numbers, *self.numbers), options, tiles)
 
     def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
         """Returns the tensors as a kernel of such tiles reads them."""
-        if not self.how.TMA:
+        if not self.tma:
             return q, k, v, *by_rows
         describers = self._describers.get(tiles)
         if describers is None:
-            qk, d_v = self.how.WIDTH_QK, self.how.WIDTH_V
+            qk, d_v = self.options["WIDTH_QK"], self.options["WIDTH_V"]
             describers = [describer(q, tiles.rows, qk), describer(k, tiles.keys, qk), describer(v, tiles.keys, d_v)]
             describers += [describer(x, tiles.rows, d_v) for x in by_rows]
             self._describers[tiles] = describers
@@ -281,8 +303,10 @@ class Kind:
 
 def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Returns [B, H, Nq, Nk], of size 1 where it is broadcast; bools become bytes."""
-    mask = align_mask(mask)
-    return mask if mask is None or mask.dtype != torch.bool else mask.view(torch.uint8)
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 # ---- the plan, and how it runs ----
@@ -323,22 +347,22 @@ class TritonPlan(NamedTuple):
         lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
         mask = _mask_of(mask)
         if "kind" not in memo:
-            memo["kind"] = Kind(self, q, k, v, mask, offsets, rule, ())
-        kind: Kind = memo["kind"]
+            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, ())
+        kind: _Kind = memo["kind"]
         if not out.numel() or kind.empty:
             return
-
-        def how() -> Launch:
-            of_tensors = forward_kernels.ForwardStrides(*strides(q, k, v, out, lse))
-            return kind.over_rows(self.over_rows, of_tensors, LSE=with_lse)
-
         with running(q.device):
             if self.cores:
                 return persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+            tiles = self.over_rows
             cu_q, cu_k = offsets[:2] if packed else (lse, lse)
-            sources = kind.sources(self.over_rows, q, k, v)
-            tensors = *sources, out, lse, out if mask is None else mask, cu_q, cu_k
-            launch(memo, forward_kernels.forward_kernel, tensors, how)
+            tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
+            launch(
+                memo,
+                forward_kernels.forward_kernel,
+                tensors,
+                lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
+            )
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""
@@ -366,8 +390,8 @@ class TritonPlan(NamedTuple):
         with_lse = grad_lse is not None
         grad_lse = _dense(grad_lse, packed) if with_lse else lse
         if "kind" not in memo:
-            memo["kind"] = Kind(self, q, k, v, mask, offsets, rule, (grad,))
-        kind: Kind = memo["kind"]
+            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, (grad,))
+        kind: _Kind = memo["kind"]
         nothing = kind.empty or not kind.longest_k
         if packed or nothing:  # rows of no sequence get zeros
             for gradient in (dq, dk, dv):
@@ -376,32 +400,49 @@ class TritonPlan(NamedTuple):
             return
         cu_q, cu_k = offsets[:2] if packed else (lse, lse)
         rest = out if mask is None else mask, cu_q, cu_k
+        over_rows, over_keys = self.over_rows, self.over_keys
 
         def how_statistics() -> Launch:
-            how, tiles = kind.how, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
-            options = {"RAW": how.RAW, "GRAD_LSE": with_lse, "D_V": how.D_V, "WIDTH_V": how.WIDTH_V}
-            numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.call
-            return Launch(blocks, numbers, options, tiles)
-
-        def of_tensors() -> kernels.BackwardStrides:
-            return kernels.BackwardStrides(*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv))
+            numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
+            return Launch(
+                blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
+            )
 
         with running(q.device):
-            tensors = out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta
-            launch(memo, kernels.statistics_kernel, tensors, how_statistics)
+            launch(
+                memo,
+                kernels.statistics_kernel,
+                (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
+                how_statistics,
+            )
             far = kind.sources(self.far, q, k, v, grad)
-            tensors = *far[:2], naturals, shares, largest, *rest
-            launch(memo, kernels.shares_kernel, tensors, lambda: kind.far(self.far, of_tensors()))
-            if not kind.how.RAW:
+            launch(
+                memo,
+                kernels.shares_kernel,
+                (*far[:2], naturals, shares, largest, *rest),
+                lambda: kind.far(self.far, [*strides(q, k), statistics_strides]),
+            )
+            if not kind.options["RAW"]:
                 exponents = naturals
-            tensors = *kind.sources(self.over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
-            launch(memo, kernels.keys_gradient_kernel, tensors, lambda: kind.over_keys(self.over_keys, of_tensors()))
-            tensors = *kind.sources(self.over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
-            launch(memo, kernels.rows_gradient_kernel, tensors, lambda: kind.over_rows(self.over_rows, of_tensors()))
-            if kind.how.RAW:
+            tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
+            launch(
+                memo,
+                kernels.keys_gradient_kernel,
+                tensors,
+                lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
+            )
+            tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
+            launch(
+                memo,
+                kernels.rows_gradient_kernel,
+                tensors,
+                lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
+            )
+            if kind.options["RAW"]:
                 tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
-
-                def how_far() -> Launch:
-                    return kind.far(self.far, of_tensors(), BLIND=kind.blind)
-
-                launch(memo, kernels.far_gradients_kernel, tensors, how_far)
+                launch(
+                    memo,
+                    kernels.far_gradients_kernel,
+                    tensors,
+                    lambda: kind.far(self.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
+                )

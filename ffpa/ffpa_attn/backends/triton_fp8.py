@@ -23,7 +23,7 @@ from ..triton_ops.launch import (
     strides,
 )
 from . import triton_attention
-from .triton_attention import TritonPlan, call_of, tiles_of
+from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
 
 _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below a type's largest value
 _LEAST_DEPTH = 32  # the least depth of a product of fp8 values
@@ -39,8 +39,8 @@ class TritonFp8Plan(TritonPlan):
         """Runs on q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side), scales [B, H, blocks
         of 128 rows], shared ones expanded, or None, and lse [B, H, N] or None.
         """
-        from ..triton_ops.forward_kernels import How
-        from ..triton_ops.fp8_kernels import Fp8How, Fp8Strides, arrange_values_kernel, fp8_forward_kernel
+        from ..triton_ops.forward_kernels import Rule, Sizes
+        from ..triton_ops.fp8_kernels import arrange_values_kernel, fp8_forward_kernel
 
         q_scale, k_scale, v_scale = scales
         batch, heads, n_q, d_qk = q.shape
@@ -63,23 +63,33 @@ class TritonFp8Plan(TritonPlan):
         sources = q, k_read, v_read
 
         def how_to_arrange() -> Launch:
-            numbers = *strides(v), v.stride(3), heads_kv, n_k
+            numbers = *strides(v), v.stride(3), heads_kv, n_k, blocks * FP8_BLOCK
             return Launch(blocks * heads_kv * batch, numbers, {"D": d_v, "WIDTH": widths[1]}, _ARRANGED)
 
         def how() -> Launch:
-            see, call = rule.visibility, call_of(rule, heads, heads_kv, (n_q, n_k), (n_q, n_k))
-            raw = not call.softcap and call.scale >= LEAST_SCALE
-            largest = torch.finfo(out.dtype).max if out.dtype.itemsize == 1 else float("inf")
-            kinds = q_scale is not None, _kind_of(k_scale), _kind_of(v_scale)
-            options = How(False, see.top_left, raw, call.softcap > 0, "none", by_tma, d_qk, d_v, *widths)._replace(
-                EDGES=see.bounded or n_k % tiles.keys != 0,
-                LSE=lse is not None,
-                FP8=Fp8How(v_as_it_is, *kinds, _P_EXPONENT[q.dtype], largest),
-                ROWS=tiles.rows,
-                KEYS=tiles.keys,
-            )
-            numbers = Fp8Strides(*strides(q, k, v_read, out, lse_there, *scales)), call
-            return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, {"HOW": options}, tiles)
+            see, (scale, cap) = rule.visibility, scale_and_cap(rule)
+            sizes = Sizes(heads, heads // heads_kv, n_q, n_k, n_q, n_k)
+            tensors = q, k, v_read, out, lse_there, *scales
+            options = {
+                "TOP_LEFT": see.top_left,
+                "EDGES": see.bounded or n_k % tiles.keys != 0,
+                "RAW": not cap and scale >= LEAST_SCALE,
+                "CAPPED": cap > 0,
+                "LSE": lse is not None,
+                "TMA": by_tma,
+                "V_AS_IT_IS": v_as_it_is,
+                "Q_SCALED": q_scale is not None,
+                "K_SCALE": _kind_of(k_scale),
+                "V_SCALE": _kind_of(v_scale),
+                "P_EXPONENT": _P_EXPONENT[q.dtype],
+                "LARGEST_OUT": torch.finfo(out.dtype).max if out.dtype.itemsize == 1 else float("inf"),
+                "D_QK": d_qk,
+                "D_V": d_v,
+                "WIDTH_QK": widths[0],
+                "WIDTH_V": widths[1],
+            }
+            numbers = *strides(*tensors), sizes, Rule(scale, cap, *sides(see))
+            return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, options, tiles)
 
         with running(q.device):
             if not v_as_it_is:
@@ -95,7 +105,8 @@ class TritonFp8Plan(TritonPlan):
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:
     """Returns what runs the problem, or why Triton cannot."""
-    if reason := triton_attention.refusal(p, flags):
+    reason = triton_attention.refusal(p, flags)
+    if reason:
         return reason
     widths = max(_LEAST_DEPTH, triton_attention.width(p.d_qk)), triton_attention.width(p.d_v)
     tiles = tiles_of("fp8", p, widths)
@@ -153,6 +164,10 @@ def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
     x8 = torch.empty_like(x, dtype=dtype)
     with running(x.device):
-        memo = memo_of("divided", dtype, *kind_of(x, x8))
-        launch(memo, quantize_kernel, (x, scale.contiguous(), x8), lambda: _over_blocks(x, x8))
+        launch(
+            memo_of("divided", dtype, *kind_of(x, x8)),
+            quantize_kernel,
+            (x, scale.contiguous(), x8),
+            lambda: _over_blocks(x, x8),
+        )
     return x8

@@ -8,7 +8,6 @@ Nothing here is CUDA's alone: dots, exponentials, loops, and tiles read by point
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import NamedTuple
 
 import triton
@@ -22,51 +21,63 @@ FAR = tl.constexpr(2.0**14)  # an exponent of 2, beyond which a float leaves mor
 # ---- what a launch hands over ----
 
 
-# Strides of [B, H, N, D], [B, H, N] or a mask [B, H, Nq, Nk] are counted in elements; columns lie side by side, and what
-# is broadcast has a stride of 0.
-Strides = namedtuple("Strides", "batch head row")
-MaskStrides = namedtuple("MaskStrides", "batch head row key")
-ForwardStrides = namedtuple("ForwardStrides", "q k v out lse")
+class Strides(NamedTuple):
+    """Strides of [B, H, N, D] or [B, H, N], in elements; columns lie side by side."""
 
-# These are the numbers of a call: there are `group` heads of Q to one of K; lengths of packed sequences are those of the
-# longest ones, and of all.
-Call = namedtuple("Call", "heads group longest_q longest_k total_q total_k scale softcap left right mask_strides")
+    batch: tl.tensor
+    head: tl.tensor
+    row: tl.tensor
 
 
-class How(NamedTuple):
-    """This is what a kernel is compiled for."""
+class MaskStrides(NamedTuple):
+    """Strides of a mask; they are 0 where it is broadcast."""
 
-    PACKED: bool
-    TOP_LEFT: bool
-    RAW: bool  # scores are products still
-    CAPPED: bool
-    MASK: str  # none, bool or additive
-    TMA: bool
-    D_QK: int
-    D_V: int
-    WIDTH_QK: int  # columns of a tile
-    WIDTH_V: int
-    EDGES: bool = True  # some pairs are hidden in some tiles
-    BLIND: bool = False  # the rule blinds some rows
-    LSE: bool = False
-    FP8: tuple | None = None  # what fp8_kernels are compiled for
-    SLICE: int = 0  # rows of the persistent kernel's tiles that are on chip at once
-    ROWS: int = 0
-    KEYS: int = 0
+    batch: tl.tensor
+    head: tl.tensor
+    row: tl.tensor
+    key: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call; of packed sequences, those of the longest ones, and of all."""
+
+    heads: tl.tensor  # heads of Q
+    group: tl.tensor  # heads of Q to one of K
+    longest_q: tl.tensor
+    longest_k: tl.tensor
+    total_q: tl.tensor
+    total_k: tl.tensor
+
+
+class Rule(NamedTuple):
+    scale: tl.tensor
+    softcap: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
 
 
 # ---- where things are ----
 
 
-# A Sequence is one head of an entry of the batch, or of a packed sequence. The diagonal of row r is key r + shift.
-Sequence = namedtuple("Sequence", "batch start_q n_q start_k n_k shift")
+class Sequence(NamedTuple):
+    """One head of one sequence, which is an entry of the batch, or packed."""
 
-# The rows of a head come with a pointer to the first, or with a descriptor of the whole tensor and where the head begins.
-Rows = namedtuple("Rows", "source batch head stride length")
+    batch: tl.tensor
+    start_q: tl.tensor
+    n_q: tl.tensor
+    start_k: tl.tensor
+    n_k: tl.tensor
+    shift: tl.tensor  # the diagonal of row r is key r + shift
 
-# What a block meets of the others (rows or keys) is the range, in whole tiles, that all of it meet, and a range that
-# some meet.
-Met = namedtuple("Met", "all_begin all_end begin end")
+
+class Rows(NamedTuple):
+    """The rows of a head: a pointer to the first, or a descriptor of the whole tensor and where the head begins."""
+
+    source: tl.tensor
+    batch: tl.tensor
+    head: tl.tensor
+    stride: tl.tensor
+    length: tl.tensor
 
 
 @triton.jit
@@ -86,24 +97,12 @@ def _span(offsets, sequence, longest, total, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _sequence(offsets_q, offsets_k, call, sequence, HOW: tl.constexpr):
-    start_q, n_q = _span(offsets_q, sequence, call.longest_q, call.total_q, HOW.PACKED)
-    start_k, n_k = _span(offsets_k, sequence, call.longest_k, call.total_k, HOW.PACKED)
-    batch = sequence if not HOW.PACKED else tl.zeros([], tl.int32)
-    shift = 0 if HOW.TOP_LEFT else n_k - n_q
+def _sequence(offsets_q, offsets_k, sizes, sequence, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr):
+    start_q, n_q = _span(offsets_q, sequence, sizes.longest_q, sizes.total_q, PACKED)
+    start_k, n_k = _span(offsets_k, sequence, sizes.longest_k, sizes.total_k, PACKED)
+    batch = sequence if not PACKED else tl.zeros([], tl.int32)
+    shift = 0 if TOP_LEFT else n_k - n_q
     return Sequence(batch, start_q, n_q, start_k, n_k, shift)
-
-
-@triton.jit
-def _own_rows(offsets_q, offsets_k, call, HOW: tl.constexpr):
-    """Returns the (sequence, head, first row) of a program that owns rows. Causal rows at the end see the most: they
-    go first.
-    """
-    row_blocks = tl.cdiv(call.longest_q, HOW.ROWS)
-    program = tl.program_id(0)
-    head = program // row_blocks % call.heads
-    first_row = (row_blocks - 1 - program % row_blocks) * HOW.ROWS
-    return _sequence(offsets_q, offsets_k, call, program // row_blocks // call.heads, HOW), head, first_row
 
 
 @triton.jit
@@ -140,58 +139,46 @@ def _real(columns, D: tl.constexpr):
 
 
 @triton.jit
-def _pointers(x, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """Returns (where they lie, which of them there are) of [ROWS, COLUMNS] from row `first` on."""
-    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    there = (rows < x.length)[:, None]
-    if COLUMNS != D:
-        there = there & _real(columns, D)[None, :]
-    return x.source + rows.to(tl.int64)[:, None] * x.stride + columns[None, :], there
-
-
-@triton.jit
 def _load(x, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
     """Loads [ROWS, COLUMNS] from row `first` on; what lies outside is 0."""
     if TMA:
         tile = x.source.load([x.batch, x.head, first, 0]).reshape([ROWS, COLUMNS])
     else:
-        pointers, there = _pointers(x, first, ROWS, COLUMNS, D)
-        tile = tl.load(pointers, mask=there, other=0.0)
+        rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        pointers = x.source + rows.to(tl.int64)[:, None] * x.stride + columns[None, :]
+        if COLUMNS == D:
+            tile = tl.load(pointers, mask=(rows < x.length)[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=(rows < x.length)[:, None] & _real(columns, D)[None, :], other=0.0)
     return tile
 
 
 @triton.jit
 def _store(x, first, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
-    pointers, there = _pointers(x, first, ROWS, COLUMNS, D)
-    tl.store(pointers, values.to(x.source.dtype.element_ty), mask=there)
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    pointers = x.source + rows.to(tl.int64)[:, None] * x.stride + columns[None, :]
+    tl.store(
+        pointers, values.to(x.source.dtype.element_ty), mask=(rows < x.length)[:, None] & _real(columns, D)[None, :]
+    )
 
 
 @triton.jit
-def _meet(first, block: tl.constexpr, other_end, before, after, tile: tl.constexpr):
-    """Returns what a block from `first` on meets. One meets the others from before to after it."""
+def _tiles(first, block: tl.constexpr, other_end, before, after, tile: tl.constexpr):
+    """Returns what a block meets of the others (rows or keys): the range, in whole tiles, that all of `block` from
+    `first` on meet, and where the range that some meet begins and ends. One meets the others from before to after it.
+    """
     begin = tl.maximum(first - before, 0) // tile * tile
     end = tl.maximum(tl.minimum(first + block + after, other_end), begin)
     all_begin = (tl.maximum(first + block - 1 - before, 0) + tile - 1) // tile * tile
     all_begin = tl.minimum(tl.maximum(all_begin, begin), tl.cdiv(end, tile) * tile)
     all_end = tl.maximum(tl.minimum(first + 1 + after, other_end) // tile * tile, all_begin)
-    return Met(all_begin, all_end, begin, end)
+    return all_begin, all_end, begin, end
 
 
 @triton.jit
-def _range(met, EDGE: tl.constexpr):
-    """Returns where the whole tiles begin and end, or the edges, as one range that leaves out what is between them."""
-    begin, end = met.all_begin, met.all_end
-    if EDGE:
-        begin, end = met.begin, met.end - (met.all_end - met.all_begin)
-    return begin, end
-
-
-@triton.jit
-def _tile_at(first, met, EDGE: tl.constexpr):
-    """Returns where the tile lies that is at `first` in such a range."""
-    if EDGE:
-        first = tl.where(first < met.all_begin, first, first + (met.all_end - met.all_begin))
-    return first
+def _edge_tile(first, all_begin, all_end):
+    """The edges are gone through as one range, which leaves out what is between all_begin and all_end."""
+    return tl.where(first < all_begin, first, first + (all_end - all_begin))
 
 
 # ---- scores ----
@@ -213,9 +200,9 @@ def _slope_of_tanh(x):
 
 
 @triton.jit
-def _unit(call, HOW: tl.constexpr):
+def _unit(rule, RAW: tl.constexpr):
     """Returns the factor from a score of _scores to its exponent of 2. RAW scores are products; it scales them, too."""
-    return call.scale * LOG2E if HOW.RAW else LOG2E
+    return rule.scale * LOG2E if RAW else LOG2E
 
 
 @triton.jit
@@ -225,61 +212,39 @@ def _rounded_product(x, factor):
 
 
 @triton.jit
-def _visible(s, rows, keys, at, call):
+def _visible(s, rows, keys, at, rule):
     """Returns scores, -INF where a row does not see a key: [rows, keys], or transposed (of rows that are there, or
     whose P is 0). It compares bounds for what a thread has few of with what it has many of: that takes the fewest
     registers.
     """
     if rows.shape[1] == 1:
-        last = tl.minimum(rows + (at.shift + call.right), at.n_k - 1)
-        seen = (keys >= rows + (at.shift - call.left)) & (keys <= last)
+        last = tl.minimum(rows + (at.shift + rule.right), at.n_k - 1)
+        seen = (keys >= rows + (at.shift - rule.left)) & (keys <= last)
     else:
-        seen = (rows >= keys - (at.shift + call.right)) & (rows <= keys - (at.shift - call.left))
+        seen = (rows >= keys - (at.shift + rule.right)) & (rows <= keys - (at.shift - rule.left))
     return tl.where(seen, s, -INF)
 
 
 @triton.jit
-def _mask_of(mask, at, head, call):
-    """Returns the mask of a head."""
-    return mask + at.batch.to(tl.int64) * call.mask_strides.batch + head.to(tl.int64) * call.mask_strides.head
-
-
-@triton.jit
-def _scores(s, rows, keys, at, call, mask, HOW: tl.constexpr, EDGE: tl.constexpr):
+def _scores(
+    s, rows, keys, at, rule, mask, mask_strides, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr
+):  # fmt: skip
     """Makes scores of products. rows and keys broadcast to the shape of s. EDGE: some of these pairs are hidden."""
-    if HOW.CAPPED:
-        s = _rounded_product(_tanh(s * (call.scale / call.softcap)), call.softcap)
-    elif not HOW.RAW:
-        s = _rounded_product(s, call.scale)
-    if HOW.MASK != "none":
-        pointers = mask + rows.to(tl.int64) * call.mask_strides.row + keys.to(tl.int64) * call.mask_strides.key
+    if CAPPED:
+        s = _rounded_product(_tanh(s * (rule.scale / rule.softcap)), rule.softcap)
+    elif not RAW:
+        s = _rounded_product(s, rule.scale)
+    if MASK != "none":
+        pointers = mask + rows.to(tl.int64) * mask_strides.row + keys.to(tl.int64) * mask_strides.key
         inside = (rows < at.n_q) & (keys < at.n_k)
-        if HOW.MASK == "bool":
+        if MASK == "bool":
             s = tl.where(tl.load(pointers, mask=inside, other=0) != 0, s, -INF)
         else:
             added = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
             s = tl.where(added == -INF, -INF, s + added)  # -INF hides a pair, whatever the score is
     if EDGE:
-        s = _visible(s, rows, keys, at, call)
+        s = _visible(s, rows, keys, at, rule)
     return s
-
-
-@triton.jit
-def _softmax(s, row_max, unit, EXPONENT: tl.constexpr, FAST: tl.constexpr, GUARDED: tl.constexpr):
-    """Returns (P times 2^EXPONENT of a tile of scores, the new maximum, by what earlier sums are multiplied). FAST: the
-    maximum is an exponent of 2, -FAR or more; else it is in units of scores. GUARDED: rows may have seen no key yet.
-    """
-    if FAST:
-        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
-        p = tl.exp2(s * unit - (new_max - EXPONENT)[:, None])
-        alpha = tl.exp2(row_max - new_max)
-    else:
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        reference = tl.where(new_max == -INF, 0.0, new_max) if GUARDED else new_max
-        exponents = (s - reference[:, None]) * unit
-        p = tl.exp2(exponents + EXPONENT if EXPONENT else exponents)
-        alpha = tl.exp2((row_max - reference) * unit)
-    return p, new_max, alpha
 
 
 # ---- forward ----
@@ -287,61 +252,96 @@ def _softmax(s, row_max, unit, EXPONENT: tl.constexpr, FAST: tl.constexpr, GUARD
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q_tile, k, v, first, rows, at, call, mask, HOW: tl.constexpr, FAST: tl.constexpr, EDGE: tl.constexpr
+    acc, row_max, row_sum, q_tile, k, v, first, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr,
+    TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, EDGE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one more tile of keys."""
-    k_tile = _load(k, first, HOW.KEYS, HOW.WIDTH_QK, HOW.D_QK, HOW.TMA)
+    """Adds one more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in units of scores."""
+    unit = _unit(rule, RAW)
+    k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
     s = tl.dot(q_tile, tl.trans(k_tile))
-    keys = first + tl.arange(0, HOW.KEYS)
-    s = _scores(s, rows[:, None], keys[None, :], at, call, mask, HOW, EDGE)
-    p, new_max, alpha = _softmax(s, row_max, _unit(call, HOW), 0, FAST, EDGE or HOW.MASK != "none")
+    keys = first + tl.arange(0, KEYS)
+    s = _scores(s, rows[:, None], keys[None, :], at, rule, mask, mask_strides, RAW, CAPPED, MASK, EDGE)
+    if FAST:
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+    else:
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        reference = new_max
+        if EDGE or MASK != "none":
+            reference = tl.where(new_max == -INF, 0.0, new_max)  # rows may have seen no key yet
+        p = tl.exp2((s - reference[:, None]) * unit)
+        alpha = tl.exp2((row_max - reference) * unit)
     row_sum = row_sum * alpha + tl.sum(p, 1)
-    v_tile = _load(v, first, HOW.KEYS, HOW.WIDTH_V, HOW.D_V, HOW.TMA)
+    v_tile = _load(v, first, KEYS, acc.shape[1], D_V, TMA)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
     return acc, new_max, row_sum
 
 
 @triton.jit
-def _attend_all(q_tile, k, v, first_row, rows, at, call, mask, HOW: tl.constexpr, FAST: tl.constexpr):
-    """Goes over all keys that the rows see: (O times the sum, the maximum as _softmax has it, the sum)."""
-    acc = tl.full([HOW.ROWS, HOW.WIDTH_V], 0.0, tl.float32)
-    row_max = tl.full([HOW.ROWS], -FAR if FAST else -INF, tl.float32)
-    row_sum = tl.full([HOW.ROWS], 0.0, tl.float32)
-    met = _meet(first_row + at.shift, HOW.ROWS, at.n_k, call.left, call.right, HOW.KEYS)
-    for EDGE in tl.static_range(1 + HOW.EDGES):
-        begin, end = _range(met, EDGE)
-        for step in tl.range(begin, end, HOW.KEYS, disable_licm=EDGE):
-            first = _tile_at(step, met, EDGE)
+def _attend_all(
+    q_tile, k, v, first_row, rows, at, rule, mask, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr, TMA: tl.constexpr,
+    EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH_V: tl.constexpr,
+):  # fmt: skip
+    """Goes over all keys that the rows see: (O times the sum, the maximum as _attend has it, the sum)."""
+    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+    for first in range(all_begin, all_end, KEYS):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, k, v, first, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, RAW, CAPPED, MASK,
+            FAST, False, KEYS,
+        )  # fmt: skip
+    if EDGES:
+        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q_tile, k, v, first, rows, at, call, mask, HOW, FAST, EDGE
-            )
+                acc, row_max, row_sum, q_tile, k, v, _edge_tile(edge, all_begin, all_end), rows, at, rule, mask, mask_strides,
+                D_QK, D_V, TMA, RAW, CAPPED, MASK, FAST, True, KEYS,
+            )  # fmt: skip
     return acc, row_max, row_sum
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, lse, mask, offsets_q, offsets_k, strides, call, HOW: tl.constexpr):
-    at, head, first_row = _own_rows(offsets_q, offsets_k, call, HOW)
+def forward_kernel(
+    q, k, v, out, lse, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, out_strides, lse_strides, mask_strides,
+    sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
+    MASK: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(sizes.longest_q, ROWS)
+    program = tl.program_id(0)
+    head = program // row_blocks % sizes.heads
+    first_row = (row_blocks - 1 - program % row_blocks) * ROWS  # causal rows at the end see the most: they go first
+    at = _sequence(offsets_q, offsets_k, sizes, program // row_blocks // sizes.heads, PACKED, TOP_LEFT)
     if first_row < at.n_q:
-        head_kv = head // call.group
-        q_rows = _rows(q, strides.q, at.batch, head, at.start_q, at.n_q, HOW.TMA)
-        k_rows = _rows(k, strides.k, at.batch, head_kv, at.start_k, at.n_k, HOW.TMA)
-        v_rows = _rows(v, strides.v, at.batch, head_kv, at.start_k, at.n_k, HOW.TMA)
-        out_rows = _rows(out, strides.out, at.batch, head, at.start_q, at.n_q, False)
-        mask = _mask_of(mask, at, head, call)
+        head_kv = head // sizes.group
+        q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+        k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+        out_rows = _rows(out, out_strides, at.batch, head, at.start_q, at.n_q, False)
+        mask += at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
 
-        q_tile = _load(q_rows, first_row, HOW.ROWS, HOW.WIDTH_QK, HOW.D_QK, HOW.TMA)
-        rows = first_row + tl.arange(0, HOW.ROWS)
-        acc, row_max, row_sum = _attend_all(q_tile, k_rows, v_rows, first_row, rows, at, call, mask, HOW, HOW.RAW)
+        q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
+        rows = first_row + tl.arange(0, ROWS)
+        acc, row_max, row_sum = _attend_all(
+            q_tile, k_rows, v_rows, first_row, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, EDGES, RAW, CAPPED, MASK,
+            RAW, ROWS, KEYS, WIDTH_V,
+        )  # fmt: skip
         top = row_max
-        if HOW.RAW:
+        if RAW:
             top = row_max / LOG2E
             far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
             if tl.max(far.to(tl.int32), 0) > 0:  # these rows are far, or see no key
-                acc, row_max, row_sum = _attend_all(q_tile, k_rows, v_rows, first_row, rows, at, call, mask, HOW, False)
-                top = row_max * call.scale
+                acc, row_max, row_sum = _attend_all(
+                    q_tile, k_rows, v_rows, first_row, rows, at, rule, mask, mask_strides, D_QK, D_V, TMA, EDGES, RAW, CAPPED,
+                    MASK, False, ROWS, KEYS, WIDTH_V,
+                )  # fmt: skip
+                top = row_max * rule.scale
         seen = row_sum != 0  # NaN counts as seen
-        values = acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None]
-        _store(out_rows, first_row, values, HOW.ROWS, HOW.WIDTH_V, HOW.D_V)
-        if HOW.LSE:
+        _store(out_rows, first_row, acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], ROWS, WIDTH_V, D_V)
+        if LSE:
             value = tl.where(seen, top + tl.log(tl.where(seen, row_sum, 1.0)), -INF)
-            tl.store(lse + _offset(strides.lse, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)
+            tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)

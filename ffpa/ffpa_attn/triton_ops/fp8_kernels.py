@@ -11,9 +11,6 @@ order.
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -22,17 +19,15 @@ from .forward_kernels import (
     INF,
     LOG2E,
     Rows,
+    _edge_tile,
     _load,
-    _meet,
     _offset,
-    _own_rows,
-    _range,
     _rounded_product,
     _rows,
-    _softmax,
+    _sequence,
     _store,
     _tanh,
-    _tile_at,
+    _tiles,
     _visible,
 )
 
@@ -41,52 +36,43 @@ LEAST_SCALE = tl.constexpr(2.0**-100)  # the same as spec.LEAST_SCALE: a float h
 _SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 
-Fp8Strides = namedtuple("Fp8Strides", "q k v out lse q_scale k_scale v_scale")
-
-
-class Fp8How(NamedTuple):
-    """This is what the forward is compiled for beside what all are."""
-
-    # k is then a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in the order 2, 1, 3.
-    V_AS_IT_IS: bool
-    Q_SCALED: bool
-    K_SCALE: str  # none, head (or all of it) or block
-    V_SCALE: str
-    P_EXPONENT: int  # P is times 2 to this
-    LARGEST_OUT: float
-
-
 @triton.jit
-def _block(heads, n, ROWS: tl.constexpr):
-    """Returns the (batch, head, first row) of a program, of which each block of ROWS rows has one."""
-    blocks = tl.cdiv(n, ROWS)
+def arrange_values_kernel(
+    v,
+    arranged,
+    v_strides,
+    v_column_stride,
+    heads,
+    n,
+    arranged_n,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Writes [B, H, N, D] as [B, H, D, arranged_n], with keys in the order of P and zeros past the end."""
+    blocks = arranged_n // KEYS
     program = tl.program_id(0)
-    batch, head = program // blocks // heads, program // blocks % heads
-    return batch.to(tl.int64), head.to(tl.int64), program % blocks * ROWS
+    head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
+    first = program % blocks * KEYS
+    keys, columns = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
+    base = v + batch * v_strides.batch + head * v_strides.head
+    pointers = base + keys.to(tl.int64)[:, None] * v_strides.row + columns.to(tl.int64)[None, :] * v_column_stride
+    tile = tl.load(pointers, mask=(keys < n)[:, None] & (columns < D)[None, :], other=0.0)
+    tile = tile.reshape([KEYS // 16, 2, 4, 2, WIDTH]).permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])
+    target = arranged + ((batch * heads + head) * D + columns)[:, None] * arranged_n + keys[None, :]
+    tl.store(target, tl.trans(tile), mask=(columns < D)[:, None])
 
 
 @triton.jit
 def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns (where they lie, which of them there are) of the rows of the program's block, from column `first` on."""
-    batch, head, first_row = _block(heads, n, ROWS)
-    rows, columns = first_row + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(n, ROWS)
+    program = tl.program_id(0)
+    head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
+    rows, columns = program % blocks * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
     base = x + batch * strides.batch + head * strides.head
     pointers = base + rows.to(tl.int64)[:, None] * strides.row + columns.to(tl.int64)[None, :] * column_stride
     return pointers, (rows < n)[:, None] & (columns < D)[None, :]
-
-
-@triton.jit
-def arrange_values_kernel(
-    v, arranged, v_strides, v_column_stride, heads, n, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
-):
-    """Writes [B, H, N, D] as [B, H, D, whole KEYS], with keys in the order of P and zeros past the end."""
-    pointers, there = _of_columns(v, v_strides, v_column_stride, heads, n, 0, D, KEYS, WIDTH)
-    tile = tl.load(pointers, mask=there, other=0.0)
-    tile = tile.reshape([KEYS // 16, 2, 4, 2, WIDTH]).permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])
-    batch, head, first = _block(heads, n, KEYS)
-    keys, columns = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    target = arranged + ((batch * heads + head) * D + columns)[:, None] * (tl.cdiv(n, KEYS) * KEYS) + keys[None, :]
-    tl.store(target, tl.trans(tile), mask=(columns < D)[:, None])
 
 
 @triton.jit
@@ -104,9 +90,19 @@ def block_maxima_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x, scale, x8, x_strides, x8_strides, x_column_stride, x8_column_stride, heads, n, D: tl.constexpr, ROWS: tl.constexpr,
+    x,
+    scale,
+    x8,
+    x_strides,
+    x8_strides,
+    x_column_stride,
+    x8_column_stride,
+    heads,
+    n,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-):  # fmt: skip
+):
     """Divides x by the scale of its block, and stores 8-bit floats."""
     divisor = tl.load(scale + tl.program_id(0))
     for first in range(0, D, KEYS):
@@ -130,112 +126,141 @@ def _as_arranged(p, ROWS: tl.constexpr, KEYS: tl.constexpr):
     return p.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, KEYS])
 
 
-# A block of rows has a scale of its scores (without K's, where blocks of K have one each), and pointers to those of K and
-# V, whose blocks are so far apart.
-Scales = namedtuple("Scales", "scores k v k_block v_block")
-
-
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scales, first, rows, at, call, HOW: tl.constexpr, FAST: tl.constexpr,
-    EDGE: tl.constexpr,
+    acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first, rows, at, rule,
+    FAST: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, EDGE: tl.constexpr,
+    P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one more tile of keys."""
-    if HOW.FP8.V_AS_IT_IS:
-        k_tile = k.source.load([k.head + first // 16, 0, 0, 0, 0]).reshape([HOW.KEYS, HOW.WIDTH_QK])
+    """Adds one more tile of keys. FAST: row_max is an exponent of 2, -FAR or more; else it is in units of scores."""
+    if V_AS_IT_IS:
+        k_tile = k.source.load([k.head + first // 16, 0, 0, 0, 0]).reshape([KEYS, q_tile.shape[1]])
     else:
-        k_tile = _load(k, first, HOW.KEYS, HOW.WIDTH_QK, HOW.D_QK, HOW.TMA)
-    if HOW.TMA:  # this comes right after K, so that both are waited for at once
-        v_tile = v.source.load([v.batch, v.head, 0, first]).reshape([HOW.WIDTH_V, HOW.KEYS])
+        k_tile = _load(k, first, KEYS, q_tile.shape[1], D_QK, TMA)
+    if TMA:  # this comes right after K, so that both are waited for at once
+        v_tile = v.source.load([v.batch, v.head, 0, first]).reshape([acc.shape[1], KEYS])
     else:
-        v_rows = Rows(v.source + first, v.batch, v.head, v.stride, v.length)
-        v_tile = _load(v_rows, 0, HOW.WIDTH_V, HOW.KEYS, HOW.KEYS, False)
+        v_tile = _load(Rows(v.source + first, v.batch, v.head, v.stride, v.length), 0, acc.shape[1], KEYS, KEYS, False)
     s = tl.dot(q_tile, tl.trans(k_tile))
-    natural = scales.scores
-    if HOW.FP8.K_SCALE == "block":
-        natural *= tl.load(scales.k + first // SCALE_BLOCK * scales.k_block)
-    if HOW.CAPPED:
-        s = _rounded_product(_tanh(s * (natural / call.softcap)), call.softcap)
+    natural = scale
+    if K_SCALE == "block":
+        natural *= tl.load(k_scales + first // SCALE_BLOCK * k_block)
+    if CAPPED:
+        s = _rounded_product(_tanh(s * (natural / rule.softcap)), rule.softcap)
     elif not FAST:
         s = _rounded_product(s, natural)
     if EDGE:
-        s = _visible(s, rows[:, None], _keys(first, HOW.KEYS, HOW.FP8.V_AS_IT_IS)[None, :], at, call)
-    # 0 times the -INF of hidden keys would be NaN.
-    unit = tl.maximum(natural, LEAST_SCALE) * LOG2E if FAST else LOG2E
-    p, new_max, alpha = _softmax(s, row_max, unit, HOW.FP8.P_EXPONENT, FAST, EDGE)
-    p_tile = _as_arranged(p.to(q_tile.dtype), HOW.ROWS, HOW.KEYS)
-    row_sum = row_sum * alpha[:, None] + tl.dot(p_tile, ones, max_num_imprecise_acc=HOW.KEYS)
-    if HOW.LSE:
+        s = _visible(s, rows[:, None], _keys(first, KEYS, V_AS_IT_IS)[None, :], at, rule)
+    if FAST:
+        unit = tl.maximum(natural, LEAST_SCALE) * LOG2E  # 0 times the -INF of hidden keys would be NaN
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.exp2(s * unit - (new_max - P_EXPONENT)[:, None])
+        alpha = tl.exp2(row_max - new_max)
+    else:
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        reference = new_max
+        if EDGE:
+            reference = tl.where(new_max == -INF, 0.0, new_max)
+        p = tl.exp2((s - reference[:, None]) * LOG2E + P_EXPONENT)
+        alpha = tl.exp2((row_max - reference) * LOG2E)
+    p_tile = _as_arranged(p.to(q_tile.dtype), q_tile.shape[0], KEYS)
+    row_sum = row_sum * alpha[:, None] + tl.dot(p_tile, ones, max_num_imprecise_acc=KEYS)
+    if LSE:
         exact_sum = exact_sum * alpha + tl.sum(p, 1)
-    product = tl.dot(p_tile, tl.trans(v_tile), max_num_imprecise_acc=HOW.KEYS)
-    if HOW.FP8.V_SCALE == "block":
-        product *= tl.load(scales.v + first // SCALE_BLOCK * scales.v_block)
+    product = tl.dot(p_tile, tl.trans(v_tile), max_num_imprecise_acc=KEYS)
+    if V_SCALE == "block":
+        product *= tl.load(v_scales + first // SCALE_BLOCK * v_block)
     return acc * alpha[:, None] + product, new_max, row_sum, exact_sum
 
 
 @triton.jit
-def _attend_all(q_tile, k, v, ones, scales, first_row, rows, at, call, HOW: tl.constexpr, FAST: tl.constexpr):
-    """Goes over all keys rows see: (O times the sum, the maximum of _softmax, the sum of the rounded P, that of P)."""
-    acc = tl.full([HOW.ROWS, HOW.WIDTH_V], 0.0, tl.float32)
-    row_max = tl.full([HOW.ROWS], -FAR if FAST else -INF, tl.float32)
-    row_sum = tl.full([HOW.ROWS, _SUM_COLUMNS], 0.0, tl.float32)
-    exact_sum = tl.full([HOW.ROWS], 0.0, tl.float32)
-    met = _meet(first_row + at.shift, HOW.ROWS, at.n_k, call.left, call.right, HOW.KEYS)
-    for EDGE in tl.static_range(1 + HOW.EDGES):
-        begin, end = _range(met, EDGE)
-        for step in tl.range(begin, end, HOW.KEYS, disable_licm=EDGE):
-            first = _tile_at(step, met, EDGE)
+def _attend_all(
+    q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first_row, rows, at, rule, EDGES: tl.constexpr,
+    FAST: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, V_AS_IT_IS: tl.constexpr, D_QK: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Goes over all keys rows see: (O times the sum, the maximum of _attend, the sum of the rounded P, that of P)."""
+    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    row_max = tl.full([ROWS], -FAR if FAST else -INF, tl.float32)
+    row_sum = tl.zeros([ROWS, _SUM_COLUMNS], tl.float32)
+    exact_sum = tl.zeros([ROWS], tl.float32)
+    all_begin, all_end, begin, end = _tiles(first_row + at.shift, ROWS, at.n_k, rule.left, rule.right, KEYS)
+    for first in range(all_begin, all_end, KEYS):
+        acc, row_max, row_sum, exact_sum = _attend(
+            acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block, first, rows, at,
+            rule, FAST, CAPPED, LSE, TMA, K_SCALE, V_SCALE, False, P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
+        )  # fmt: skip
+    if EDGES:
+        for edge in tl.range(begin, end - (all_end - all_begin), KEYS, disable_licm=True):
             acc, row_max, row_sum, exact_sum = _attend(
-                acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scales, first, rows, at, call, HOW, FAST, EDGE
-            )
+                acc, row_max, row_sum, exact_sum, q_tile, k, v, ones, scale, k_scales, v_scales, k_block, v_block,
+                _edge_tile(edge, all_begin, all_end), rows, at, rule, FAST, CAPPED, LSE, TMA, K_SCALE, V_SCALE, True,
+                P_EXPONENT, V_AS_IT_IS, D_QK, KEYS,
+            )  # fmt: skip
     return acc, row_max, row_sum, exact_sum
 
 
 @triton.jit
-def fp8_forward_kernel(q, k, v, out, lse, q_scales, k_scales, v_scales, strides, call, HOW: tl.constexpr):
-    """Attends; v is transposed."""
-    at, head, first_row = _own_rows(lse, lse, call, HOW)
-    head_kv = head // call.group
-    q_rows = _rows(q, strides.q, at.batch, head, at.start_q, at.n_q, HOW.TMA)
-    k_rows = _rows(k, strides.k, at.batch, head_kv, at.start_k, at.n_k, HOW.TMA)
-    if HOW.FP8.V_AS_IT_IS:
+def fp8_forward_kernel(
+    q, k, v, out, lse, q_scales, k_scales, v_scales, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    q_scale_strides, k_scale_strides, v_scale_strides, sizes, rule,
+    TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr,
+    TMA: tl.constexpr, V_AS_IT_IS: tl.constexpr, Q_SCALED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, LARGEST_OUT: tl.constexpr, D_QK: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """v is transposed. V_AS_IT_IS: k is a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in
+    the order 2, 1, 3. K_SCALE and V_SCALE are none, head (or all of it) or block. P_EXPONENT: P is times 2 to this.
+    """
+    row_blocks = tl.cdiv(sizes.longest_q, ROWS)
+    program = tl.program_id(0)
+    head = program // row_blocks % sizes.heads
+    first_row = (row_blocks - 1 - program % row_blocks) * ROWS
+    at = _sequence(lse, lse, sizes, program // row_blocks // sizes.heads, False, TOP_LEFT)
+    head_kv = head // sizes.group
+    q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+    k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
+    if V_AS_IT_IS:
         sixteens = at.n_k // 16
-        k_rows = Rows(k, at.batch, (at.batch * (call.heads // call.group) + head_kv) * sixteens, sixteens, at.n_k)
-    v_columns = _rows(v, strides.v, at.batch, head_kv, at.start_k, HOW.D_V, HOW.TMA)
-    out_rows = _rows(out, strides.out, at.batch, head, at.start_q, at.n_q, False)
-    k_scales += _offset(strides.k_scale, at.batch, head_kv, at.start_k)
-    v_scales += _offset(strides.v_scale, at.batch, head_kv, at.start_k)
-    scale = call.scale
-    if HOW.FP8.Q_SCALED:
-        scale *= tl.load(q_scales + _offset(strides.q_scale, at.batch, head, first_row // SCALE_BLOCK))
-    if HOW.FP8.K_SCALE == "head":
+        k_rows = Rows(k, at.batch, (at.batch * (sizes.heads // sizes.group) + head_kv) * sixteens, sixteens, at.n_k)
+    v_columns = _rows(v, v_strides, at.batch, head_kv, at.start_k, D_V, TMA)
+    out_rows = _rows(out, out_strides, at.batch, head, at.start_q, at.n_q, False)
+    k_scales += _offset(k_scale_strides, at.batch, head_kv, at.start_k)
+    v_scales += _offset(v_scale_strides, at.batch, head_kv, at.start_k)
+    scale = rule.scale
+    if Q_SCALED:
+        scale *= tl.load(q_scales + _offset(q_scale_strides, at.batch, head, first_row // SCALE_BLOCK))
+    if K_SCALE == "head":
         scale *= tl.load(k_scales)
-    scales = Scales(scale, k_scales, v_scales, strides.k_scale.row, strides.v_scale.row)
 
-    q_tile = _load(q_rows, first_row, HOW.ROWS, HOW.WIDTH_QK, HOW.D_QK, HOW.TMA)
-    ones = tl.trans(tl.full([_SUM_COLUMNS, HOW.KEYS], 1.0, tl.float32).to(q_tile.dtype))
-    rows = first_row + tl.arange(0, HOW.ROWS)
+    q_tile = _load(q_rows, first_row, ROWS, WIDTH_QK, D_QK, TMA)
+    ones = tl.trans(tl.full([_SUM_COLUMNS, KEYS], 1.0, tl.float32).to(q_tile.dtype))
+    rows = first_row + tl.arange(0, ROWS)
     acc, row_max, row_sum, exact_sum = _attend_all(
-        q_tile, k_rows, v_columns, ones, scales, first_row, rows, at, call, HOW, HOW.RAW
-    )
+        q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row, v_scale_strides.row, first_row, rows,
+        at, rule, EDGES, RAW, CAPPED, LSE, TMA, K_SCALE, V_SCALE, P_EXPONENT, V_AS_IT_IS, D_QK, WIDTH_V, ROWS, KEYS,
+    )  # fmt: skip
     top = row_max
-    if HOW.RAW:
+    if RAW:
         top = row_max / LOG2E
         far = (tl.abs(row_max) >= FAR) & (rows < at.n_q)
         if tl.max(far.to(tl.int32), 0) > 0:  # these rows are far, or see no key
             acc, row_max, row_sum, exact_sum = _attend_all(
-                q_tile, k_rows, v_columns, ones, scales, first_row, rows, at, call, HOW, False
-            )
+                q_tile, k_rows, v_columns, ones, scale, k_scales, v_scales, k_scale_strides.row, v_scale_strides.row, first_row,
+                rows, at, rule, EDGES, False, CAPPED, LSE, TMA, K_SCALE, V_SCALE, P_EXPONENT, V_AS_IT_IS, D_QK, WIDTH_V, ROWS,
+                KEYS,
+            )  # fmt: skip
             top = row_max
     total = tl.max(row_sum, 1)  # the columns are all alike
     seen = total != 0
     values = acc * (1.0 / tl.where(seen, total, 1.0))[:, None]
-    if HOW.FP8.V_SCALE == "head":
+    if V_SCALE == "head":
         values *= tl.load(v_scales)
-    if HOW.FP8.LARGEST_OUT < INF:
-        values = tl.where(values > HOW.FP8.LARGEST_OUT, HOW.FP8.LARGEST_OUT, values)
-        values = tl.where(values < -HOW.FP8.LARGEST_OUT, -HOW.FP8.LARGEST_OUT, values)  # a NaN stays NaN
-    _store(out_rows, first_row, values, HOW.ROWS, HOW.WIDTH_V, HOW.D_V)
-    if HOW.LSE:
-        value = tl.where(seen, top + (tl.log(tl.where(seen, exact_sum, 1.0)) - HOW.FP8.P_EXPONENT / LOG2E), -INF)
-        tl.store(lse + _offset(strides.lse, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)
+    if LARGEST_OUT < INF:
+        values = tl.where(
+            values > LARGEST_OUT, LARGEST_OUT, tl.where(values < -LARGEST_OUT, -LARGEST_OUT, values)
+        )  # a NaN stays NaN
+    _store(out_rows, first_row, values, ROWS, WIDTH_V, D_V)
+    if LSE:
+        value = tl.where(seen, top + (tl.log(tl.where(seen, exact_sum, 1.0)) - P_EXPONENT / LOG2E), -INF)
+        tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)
