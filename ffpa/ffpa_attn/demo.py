@@ -6,18 +6,19 @@ a tile of the same kernels in the emulator, and prints what three GPUs would run
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.utils.benchmark import Timer
 
 from . import env
 from .attention import explain, ffpa
 from .building.toolchain import BuildError
 
 _HEADS, _N, _D = 32, 4096, 512
+_CALLS = 7
 
 
 def _float64(q, k, v, grad) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,8 +30,16 @@ def _float64(q, k, v, grad) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """Returns the median of some blocks of calls; the first calls are not counted."""
-    return 1e3 * Timer("call()", globals={"call": call}).blocked_autorange().median
+    """Returns the median of device events; the first call is not counted."""
+    times = []
+    for _ in range(_CALLS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
 
 
 def _on_a_gpu() -> None:

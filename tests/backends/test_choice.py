@@ -101,6 +101,9 @@ class TestSmallHeadDims:
         [
             ({}, "sdpa"),
             ({"visibility": Visibility(-1, 0, False)}, "hopper"),
+            ({"visibility": Visibility(-1, 0, False), "n_q": 512, "n_k": 512}, "sdpa"),  # 128 row tiles
+            ({"visibility": Visibility(-1, 0, False), "n_q": 640, "n_k": 640}, "hopper"),  # 160
+            ({"visibility": Visibility(-1, 0, False), "n_q": 512, "n_k": 512, "needs_lse": True}, "hopper"),
             ({"d_qk": 136}, "hopper"),
             ({"d_qk": 256, "d_v": 256}, "hopper"),
             ({"needs_lse": True}, "hopper"),

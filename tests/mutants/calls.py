@@ -78,6 +78,7 @@ MUTANTS = [
         "backends/choice.py",
         "tests/backends/test_choice.py",
         ("choice: Triton's forward where it is not measured", 'elif p.arch != "sm_90":', "elif False:"),
+        ("choice: one round of row tiles is ours", " or row_tiles.count(p) <= archs.multiprocessors(p.arch)", ""),
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
     ),
     *edits_in(

@@ -113,7 +113,7 @@ FFPA_DEVICE PlacedRowTile placed_row_tile(const AttentionParams& params, int ite
 // ---- work items ----
 //
 // They are numbered: those of a head, then head after head, then batch entry after batch entry. A block takes the item
-// of its own number, whatever the shape of the grid.
+// that has the block's own number, whatever the shape of the grid.
 
 // Returns a grid of one block for each item, or of at most `most` blocks, which then take several items each.
 inline GridDim grid_of(const AttentionParams& params, int items_of_head, int most = kLargestInt) {

@@ -267,8 +267,8 @@ struct Session {
   std::mutex mutex;
   Options options;
   Report report;
-  // Messages of failed launches are kept for whoever asks: failures are few. They are no thread-local, as each module
-  // of the emulator has those in the little space that the loader reserves (machine.h).
+  // Messages of failed launches are kept for whoever asks: failures are few. They are no thread-local, since the loader
+  // reserves little space for those of each emulated module (machine.h).
   std::set<std::string> messages;
 };
 
