@@ -72,10 +72,10 @@ class KeptScoreTile {
   uint32_t smem_;
 };
 
-// The queue passes tiles from the warp that brings their operands to the warpgroups that multiply. Shared memory has two
-// places, and a tile stays in one while it is worked on: registers belong to sums, and one warp does the arithmetic that
-// finds a tile. A place has two mbarriers: `full` says that its tile is there, `empty` that all warps are done with the
-// last one.
+// The queue passes tiles from the warp that brings their operands to the warpgroups that multiply. Shared memory has
+// two places, and a tile stays in one while it is worked on: registers belong to sums, and one warp does the arithmetic
+// that finds a tile. A place has two mbarriers: `full` says that its tile is there, `empty` that all warps are done
+// with the last one.
 class ScoreTileQueue {
  public:
   static constexpr int kPlaces = 2;
