@@ -1,4 +1,4 @@
-"""Measures what calls cost beside PyTorch's own: `python bench/overhead.py` prints tables.
+"""Measures what calls cost beside PyTorch's own: `python bench/overhead.py` prints tables, and `--quick` shows that it can.
 
 Host time is that of a loop that does not wait for the GPU; without a GPU the kernels are replaced by a function that does
 nothing. On a GPU two more tables have calls of short sequences: their time on the GPU behind a full queue, which hides
@@ -79,7 +79,7 @@ def _gradients(function: Callable, q, k, v, grad) -> None:
     torch.autograd.grad(function(q, k, v), (q, k, v), grad)
 
 
-def measure(device: str, rounds: int = 15, calls: int = 200, n: int = 128, head_dims=_HEAD_DIMS) -> list[HostTime]:
+def measure(device: str, rounds: int, calls: int, n: int = 128, head_dims=_HEAD_DIMS) -> list[HostTime]:
     found = []
     for d in head_dims:
         plain = [torch.randn(1, 8, n, d, dtype=torch.bfloat16, device=device) for _ in range(3)]
@@ -173,12 +173,11 @@ def short_table(found: list[Short]) -> str:
 
 if __name__ == "__main__":
     env.let_stdout_write_anything()
+    quick = sys.argv[1:] == ["--quick"]
+    rounds, calls, head_dims = (1, 20, (64,)) if quick else (15, 200, _HEAD_DIMS)
     if torch.cuda.is_available():
-        print(torch.cuda.get_device_name(), table(measure("cuda")), short_table(list(measure_short())), sep="\n\n")
+        print(torch.cuda.get_device_name(), table(measure("cuda", rounds, calls, head_dims=head_dims)), sep="\n\n")
+        print(short_table(list(measure_short(_SHORT[:1] if quick else _SHORT))))
     else:
         with _no_kernels():
-            print(
-                "No GPU: without kernels.",
-                table(measure("cpu", rounds=5, calls=100, n=16, head_dims=(64,))),
-                sep="\n\n",
-            )
+            print("No GPU: without kernels.", table(measure("cpu", rounds, calls, n=16, head_dims=(64,))), sep="\n\n")

@@ -476,6 +476,6 @@ def test_host_overhead():
 
 
 def test_host_overhead_runs_as_a_program():
-    command = [sys.executable, overhead.__file__]
+    command = [sys.executable, overhead.__file__, "--quick"]
     done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
     assert done.returncode == 0 and "| forward with grad |" in done.stdout, done.stderr

@@ -10,6 +10,21 @@
 
 namespace ffpa::tile {
 
+// Transposes four values of each of the four lanes of a row: lane t gets value t of each, in the order of lanes.
+FFPA_DEVICE void exchange(uint32_t (&values)[4], int lane) {
+  FFPA_UNROLL
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool is_upper = lane & distance;
+    FFPA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      uint32_t &low = values[i], &high = values[i + distance];
+      const uint32_t received = ptx::shfl_xor(is_upper ? low : high, distance);
+      (is_upper ? low : high) = received;
+    }
+  }
+}
+
 // Writes 16 rows of a matrix of Element or of floats, fragment after fragment. `rows` and `columns` count what exists
 // from the first element on; `columns` is a multiple of 8.
 template <class Element, int kFragments>
@@ -35,14 +50,10 @@ class RowWriter {
         }
         continue;
       }
-      // Each of the four lanes of a row has 4 of a fragment's 16 bytes; each lane collects one fragment out of four.
-      const uint32_t mine = ptx::pack<Element>(values[2 * h], values[2 * h + 1]);
-      FFPA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t piece = ptx::shfl_idx(mine, lane_ / 4 * 4 + i);
-        if (lane_ % 4 == n % 4) chunk_[h][i] = piece;
-      }
+      // Each of the four lanes of a row has 4 of a fragment's 16 bytes; each lane gets one fragment out of four.
+      chunk_[h][n % 4] = ptx::pack<Element>(values[2 * h], values[2 * h + 1]);
       if (n % 4 < 3 && n < kFragments - 1) continue;
+      exchange(chunk_[h], lane_);
       uint16_t* row_gmem = static_cast<uint16_t*>(first_gmem_) + at.row * row_stride_;
       const int fragment = n / 4 * 4 + lane_ % 4;
       if (at.row < rows_ && fragment < kFragments && fragment * 8 < columns_) {

@@ -15,15 +15,17 @@ import test_numerics
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import env
-from ffpa_attn.backends import backward, backward_chunks, reference
+from ffpa_attn.backends import backward, backward_chunks, backward_short, reference
 from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
 from ffpa_attn.backends.backward_mask import MaskGradient
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
 from ffpa_attn.testing import emulate
 
-ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> architecture that emulates it
-BACKENDS = pytest.mark.parametrize("backend", list(ARCHS))
+# Backends, and the architecture that emulates each; "short" is mma where the keys fit one tile.
+ARCHS = {"hopper": "sm_90a", "mma": "sm_80", "short": "sm_90a"}
+BACKENDS = pytest.mark.parametrize("backend", ["hopper", "mma"])
+BACKENDS_AND_SHORT = pytest.mark.parametrize("backend", list(ARCHS))
 PROBLEM = Problem(
     "backward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.1, 0.0, None, True, None, "f32", None
 )  # fmt: skip
@@ -48,6 +50,8 @@ def forced(monkeypatch):
             pytest.skip("needs a Hopper GPU")
         reports, run = [], ops._backward
         ops._plans.clear()
+        if backend == "mma":
+            monkeypatch.setattr(backward_short, "plan", lambda p: "it is left out")
 
         def run_there(*args):
             with contextlib.ExitStack() as stack:
@@ -55,7 +59,7 @@ def forced(monkeypatch):
                     stack.enter_context(garbage_in_new_memory())
                     found = stack.enter_context(emulate(ARCHS[backend], seed=seed))
                     stack.callback(lambda: reports.extend(found))
-                stack.enter_context(env.overridden("FFPA_BACKEND", backend))
+                stack.enter_context(env.overridden("FFPA_BACKEND", "mma" if backend == "short" else backend))
                 return run(*args)
 
         monkeypatch.setattr(ops, "_backward", run_there)
@@ -267,7 +271,7 @@ def test_masks_shared_in_every_way(backend, device, forced, monkeypatch):
         torch.testing.assert_close(got.double(), of_pairs.double().sum_to_size(mask.shape), atol=1e-5, rtol=1e-5)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
 def test_a_mask_of_nothing(n_q, n_k, backend, device, forced):
     forced(backend, device)
@@ -545,7 +549,7 @@ def test_bits_repeat(backend, device, forced):
             assert all(torch.equal(a, b) for a, b in zip(first, gradients_of(case, device, cap_mb), strict=True))
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 def test_fp32_gradients(layout, backend, device, forced):
     """Partial results are summed up from gradients in fp32: the 16-bit gradients are these, rounded."""
@@ -556,7 +560,7 @@ def test_fp32_gradients(layout, backend, device, forced):
         assert x.dtype == torch.float32 and torch.equal(x.to(y.dtype), y)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 def test_the_lse_of_more_keys(backend, device, forced):
     """Ring attention runs a backward over some keys, with out and LSE of all of them; the parts add up."""
     forced(backend, device)
@@ -574,7 +578,7 @@ def test_the_lse_of_more_keys(backend, device, forced):
         torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i], atol=2e-3, rtol=1e-2)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("what", ["sum", "expanded heads", "expanded rows", "padded rows", "off 16 bytes"])
 def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
     """dO of a sum is one number; that of a broadcast, one row."""
@@ -603,7 +607,7 @@ def test_strides_of_what_autograd_hands_over(what, backend, device, forced):
         compare.assert_close(name, *three)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("dim", [0, 2], ids=["batch", "keys"])
 def test_heads_that_share_memory(dim, backend, device, forced):
     """K and V are expanded: all their strides there are 0."""
@@ -643,7 +647,7 @@ def test_tiles_of_products(backend, tile, dtype, device, forced, monkeypatch):
     assert all(f"_columns{tile.columns}" in name for name in products) and bool(products) == (device == "cpu")
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
     """The row is the first of a step, whatever a step is; row 64 sees the last key."""
     forced(backend, device)
@@ -651,15 +655,16 @@ def test_the_last_row_that_sees_a_tile_of_keys(backend, device, forced):
     test_numerics.test_gradients(case, device)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_rows_without_keys_pass_on_nothing(softcap, backend, device, forced):
     """Whatever Q, dO and dLSE hold in such rows, neither their own gradients nor those of keys see it."""
     forced(backend, device)
-    case = Case(heads_q=2, heads_kv=1, n_q=300, n_k=90, d=264, mask="bool-some-rows-empty")
+    n_q = 100 if backend == "short" else 300
+    case = Case(heads_q=2, heads_kv=1, n_q=n_q, n_k=90, d=264, mask="bool-some-rows-empty")
     q, k, v, mask = make_inputs(case, device)
     q, k, v = (x.clone() for x in (q, k, v))
-    dead = ~mask.expand(1, 2, 300, 90).any(-1)
+    dead = ~mask.expand(1, 2, n_q, 90).any(-1)
     assert dead.any()
 
     def run(garbage: float):
@@ -674,15 +679,16 @@ def test_rows_without_keys_pass_on_nothing(softcap, backend, device, forced):
     assert not dirty[0][dead].any()
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("garbage", ["q", "grad"])
 def test_rows_that_an_lse_leaves_out(garbage, softcap, backend, device, forced):
     """A caller's -inf says that a row counts for nothing, though it sees all keys of its tile."""
     forced(backend, device)
-    case = Case(heads_q=2, heads_kv=1, n_q=256, n_k=256, d=72)
+    n = 128 if backend == "short" else 256
+    case = Case(heads_q=2, heads_kv=1, n_q=n, n_k=n, d=72)
     q, k, v, _ = make_inputs(case, device)
-    dead = torch.zeros(1, 2, 256, dtype=torch.bool, device=q.device)
+    dead = torch.zeros(1, 2, n, dtype=torch.bool, device=q.device)
     dead[:, :, 5], dead[:, 1, 100::30] = True, True
     out, lse = ffpa_attn.ffpa(q, k, v, softcap=softcap, return_lse=True)
     lse = lse.masked_fill(dead, -float("inf"))
@@ -700,10 +706,10 @@ def test_rows_that_an_lse_leaves_out(garbage, softcap, backend, device, forced):
     assert not dirty[0][dead].any() and all(x.isfinite().all() and x.any() for x in dirty)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 def test_fp16_products_beyond_its_range(backend, device, forced):
     """dP - δ may be more than 65504 where P is so small that dS is not: gradients scaled up, one large value."""
-    case = Case(heads_q=1, heads_kv=1, n_q=64, n_k=256, d=64, dtype=torch.float16)
+    case = Case(heads_q=1, heads_kv=1, n_q=64, n_k=128 if backend == "short" else 256, d=64, dtype=torch.float16)
     q, k, v, _ = make_inputs(case, device)
     v = v.clone()
     v[:, :, 7] = 64.0
@@ -718,20 +724,20 @@ def test_fp16_products_beyond_its_range(backend, device, forced):
         torch.testing.assert_close(a.cpu(), b, atol=2e-2 * float(b.abs().max()), rtol=2e-2)
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_sequences_do_not_see_each_other(softcap, backend, device, forced):
     """NaN in one packed sequence stays there, though tiles reach beyond the ends of sequences."""
     forced(backend, device)
-    lengths_q, lengths_k = (140, 0, 150), (270, 9, 160)
+    lengths_q, lengths_k = ((40, 0, 50), (60, 9, 30)) if backend == "short" else ((140, 0, 150), (270, 9, 160))
     generator = torch.Generator().manual_seed(0)
 
     def tensor(lengths, heads):
         return torch.randn(sum(lengths), heads, 264, generator=generator).to(device, torch.bfloat16)
 
     q, k, v = tensor(lengths_q, 2), tensor(lengths_k, 1), tensor(lengths_k, 1)
-    cu = offsets(lengths_q, device), offsets(lengths_k, device), 150, 270
-    second_q, second_k = slice(140, None), slice(279, None)
+    cu = offsets(lengths_q, device), offsets(lengths_k, device), max(lengths_q), max(lengths_k)
+    second_q, second_k = slice(lengths_q[0], None), slice(sum(lengths_k[:2]), None)
 
     def run():
         out, lse = ffpa_attn.ffpa_varlen(q, k, v, *cu, causal=True, softcap=softcap, return_lse=True)
@@ -743,11 +749,12 @@ def test_sequences_do_not_see_each_other(softcap, backend, device, forced):
     for x, rows in ((q, second_q), (k, second_k), (v, second_k)):
         x[rows] = torch.nan
     dirty = run()
-    for x, y, rows in zip(clean, dirty, (slice(0, 140), slice(0, 270), slice(0, 270)), strict=True):
+    first_q, first_k = slice(0, lengths_q[0]), slice(0, lengths_k[0])
+    for x, y, rows in zip(clean, dirty, (first_q, first_k, first_k), strict=True):
         assert torch.equal(x[rows], y[rows])
 
 
-@BACKENDS
+@BACKENDS_AND_SHORT
 def test_no_sequences(backend, device, forced):
     """There are no sequences, whatever the longest of them may be."""
     forced(backend, device)
@@ -758,7 +765,7 @@ def test_no_sequences(backend, device, forced):
 
 
 @pytest.mark.large(gigabytes=26)
-@BACKENDS
+@BACKENDS_AND_SHORT
 def test_more_than_31_bits_of_offsets(backend, device, forced):
     """Tensors have 4.3 GB; inputs share most of their memory. What the last batch entry gets, it gets alone."""
     if device == "cpu":

@@ -24,6 +24,7 @@ def attention_of_8_bits() -> None:
 # Each row has the backend, whether it computes P first where it may, and a call.
 CALLS = [
     ("mma", False, lambda: attention(64, 8, 8, gradients=True)),
+    ("mma", False, lambda: attention(64, 8, 136, gradients=True)),  # keys of two tiles
     ("mma", False, lambda: attention(512, 8, 8)),
     ("mma", False, lambda: attention(64, 1, 2000)),  # few rows: parts of the keys are merged
     ("mma", True, lambda: attention(640, 8, 8)),

@@ -193,10 +193,11 @@ class BackwardMmaScores {
         if (plain) {
           exponents_of_plain<Element>(scores, attention_.score_factor, lse2[m]);
         } else {
+          const int row = tile.rows.first + core_.warp_row() + m * 16;
           exponents_by_rules<Element, Fragments>(
-              scores, params_, tile.rows, all_seen, tile.rows.first + core_.warp_row() + m * 16,
+              scores, attention_, tile.rows, all_seen, row,
               tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup), lse2[m], core_.lane(),
-              slopes[group]);
+              slopes[group], [&](RowShare(&shares)[2]) { load_shares(params_, tile.rows, row, core_.lane(), shares); });
         }
         finish_p<Element>(scores, p[group]);
       }

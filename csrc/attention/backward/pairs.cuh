@@ -83,12 +83,11 @@ FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, con
 
 // Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
 // The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
-// values are [fragment][half of rows], a pair of keys each.
-template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
-FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardParams& params, const Block& rows,
-                                    bool all_seen, int row, int key, const float (&lse2)[2], int lane,
-                                    uint32_t* slopes) {
-  const AttentionParams& attention = params.attention;
+// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows.
+template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN, class GetShares>
+FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
+                                    bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes,
+                                    const GetShares& get_shares) {
   if (attention.softcap > 0) {
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
@@ -103,7 +102,7 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const BackwardPar
   }
   products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
   RowShare shares[2];
-  if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) load_shares(params, rows, row, lane, shares);
+  if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) get_shares(shares);
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const bool far = is_far(lse2[h]), blind = lse2[h] == kInfinity;

@@ -268,9 +268,10 @@ class BackwardWgmmaScores {
         } else {
           FFPA_UNROLL
           for (int part = 0; part < kBoxFragments; part += kPartFragments) {
-            exponents_by_rules<Element>(pairs_of<kPartFragments>(sums, fragment + part), params_, tile, all_seen,
-                                        tile.first_row() + row, tile.first_key() + (fragment + part) * 8, lse2, lane_,
-                                        slopes + part * 2);
+            exponents_by_rules<Element>(
+                pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen, tile.first_row() + row,
+                tile.first_key() + (fragment + part) * 8, lse2, lane_, slopes + part * 2,
+                [&](RowShare(&shares)[2]) { load_shares(params_, tile, tile.first_row() + row, lane_, shares); });
           }
         }
         tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);

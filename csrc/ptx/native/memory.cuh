@@ -85,6 +85,9 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "memory");
 }
 
+// prefetch.global.L2: asks for the line that holds this address, which must be valid. Nothing waits for it.
+FFPA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 FFPA_DEVICE void st_global_2(void* address, uint16_t value) {
   asm volatile("st.global.b16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
 }

@@ -6,6 +6,7 @@ the workspace (backward_chunks.py). `plan` is pure: shape and cap alone decide t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -138,7 +139,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     )
 
 
-def _as_read(x: torch.Tensor) -> torch.Tensor:
+def as_read(x: torch.Tensor) -> torch.Tensor:
     """Returns dO in rows that can be read where they lie, which autograd's may not have: that of a sum is one number.
     Heads that share their rows go on sharing them.
     """
@@ -168,24 +169,33 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
 
 Memo = dict[int, list[Launch]]  # number of multiprocessors -> launches of `specs`
 _OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
-_INPUTS = (*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse")
+INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse"), READ)
 _GRADIENTS = "dq.data", "dk.data", "dv.data"
 _WORKSPACE = "statistics", "p", "ds", "partial"
+
+
+def gradients(offsets) -> dict[str, str]:
+    """Returns how a kernel uses the gradients' memory: in packed ones, rows of no sequence are written before."""
+    return dict.fromkeys(_GRADIENTS, CHANGE if offsets else WRITE)
+
+
+def describe(q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, **settings) -> ctypes.Structure:
+    """Returns BackwardParams without addresses; `settings` are fields of its AttentionParams that a plan decides."""
+    params = structs.struct("BackwardParams")()
+    attention_call.describe(params.attention, q, k, v, out, mask, offsets, rule, **settings)
+    for name, x in (("grad_out", grad_out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        attention_call.strides(getattr(params, name), x)
+    params.float_gradients = dq.dtype == torch.float32
+    return params
 
 
 def _launches(plan: BackwardPlan, q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, blocks: int) -> list[Launch]:
     """Returns the launches of a plan's kernels, which take inputs, live rows, gradients and workspace, in the order in
     which these are named here, and the place of a chunk.
     """
-    params = structs.struct("BackwardParams")()
-    attention_call.describe(params.attention, q, k, v, out, mask, offsets, rule, resident_blocks=blocks)
-    for name, x in (("grad_out", grad_out), ("dq", dq), ("dk", dk), ("dv", dv)):
-        attention_call.strides(getattr(params, name), x)
-    params.float_gradients = dq.dtype == torch.float32
-
-    inputs = dict.fromkeys(_INPUTS, READ) | {"live_rows": CHANGE}
-    gradients = CHANGE if offsets else WRITE  # rows of no sequence are written before
-    first = inputs | dict.fromkeys(_GRADIENTS, gradients) | dict.fromkeys(_WORKSPACE, WRITE)
+    params = describe(q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, resident_blocks=blocks)
+    inputs = INPUTS | {"live_rows": CHANGE}
+    first = inputs | gradients(offsets) | dict.fromkeys(_WORKSPACE, WRITE)
     later = inputs | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
     uses = (first, later, later, later)
     return [Launch(*of, q.device, "first_entry") for of in zip(plan.specs, (params,) * 4, uses, strict=True)]
@@ -215,7 +225,7 @@ def _gradients(
     live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
-    grad_out, lse, grad_lse = _as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    grad_out, lse, grad_lse = as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     blocks = multiprocessors(q.device)
     launches = memo.get(blocks)
     if launches is None:

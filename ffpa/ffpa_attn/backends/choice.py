@@ -15,6 +15,7 @@ from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
 from . import hopper, mma, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
+from .backward_short import ShortPlan
 
 Flags = Mapping[str, Any]
 
@@ -109,7 +110,7 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys, or where a GPU has
     no more row tiles of ours than multiprocessors; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
-    beyond only before SDPA and the reference. SDPA and Triton know nothing of stages, accumulators and experiments. For
+    beyond only before SDPA and the reference; where a tile has all keys, one launch of ours comes first. SDPA and Triton know nothing of stages, accumulators and experiments. For
     8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
@@ -117,8 +118,8 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     if p.dtype in FP8_DTYPES:
         order = "reference" if p.device != "cuda" else "triton hopper" if widest <= 128 else "hopper triton"
     elif p.device == "cuda" and p.direction == "backward":
-        narrow = widest <= _TRITON_BACKWARD_COLUMNS
-        order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
+        first = "mma" if isinstance(answers["mma"], ShortPlan) else "triton" if widest <= _TRITON_BACKWARD_COLUMNS else ""
+        order = " ".join(dict.fromkeys(f"{first} hopper mma triton sdpa reference".split()))
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":

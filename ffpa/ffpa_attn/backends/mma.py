@@ -7,12 +7,13 @@ from typing import Any
 
 from ..launching import availability
 from ..specs.spec import FP8_DTYPES, Problem
-from . import backward, levels, two_phase
+from . import backward, backward_short, levels, two_phase
 from .backward import BackwardPlan
+from .backward_short import ShortPlan
 from .levels import LevelPlan
 from .two_phase import TwoPhasePlan
 
-Plan = LevelPlan | BackwardPlan | TwoPhasePlan
+Plan = LevelPlan | BackwardPlan | ShortPlan | TwoPhasePlan
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
@@ -32,7 +33,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.direction == "backward":
-        return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
+        short = backward_short.plan(p)
+        return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20) if isinstance(short, str) else short
     if p.level is None and not two_phase.why_slower(p, "mma", flags):
         plan = two_phase.plan(p, "mma", flags)
         if not isinstance(plan, str):

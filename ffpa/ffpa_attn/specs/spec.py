@@ -264,6 +264,21 @@ class BackwardMmaProducts(KernelSpec):
 
 
 @dataclass(frozen=True)
+class BackwardMmaShort(KernelSpec):
+    """This backward has all keys of a key/value head in one tile, and P and dS in shared memory; any head dim."""
+
+    family = "backward_mma_short"
+    arch = "sm_80"
+
+    dtype: str
+    tile: int  # rows of a row tile, and keys
+
+    @property
+    def allowed_spill_bytes(self) -> int:
+        return 96
+
+
+@dataclass(frozen=True)
 class ForwardWgmmaFused(KernelSpec):
     """This forward has O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
 
@@ -335,6 +350,7 @@ class ForwardWgmmaFp8(KernelSpec):
 FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
+SHORT_TILES = (64, 128)
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
 
@@ -425,6 +441,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
             kernels += [
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
+        kernels += [BackwardMmaShort(dtype, tile) for tile in SHORT_TILES[: 1 if few else None]]
         kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
         kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
         kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]

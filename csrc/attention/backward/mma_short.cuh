@@ -1,0 +1,625 @@
+// Computes all gradients of a key/value head whose keys fit into one tile, in one block of threads and one launch: P
+// and dS never leave shared memory. A row tile is kTile rows of a query head. A warp has 16 rows of it and 64 keys, or
+// 16 lines of a gradient and some columns:
+//
+//   for each row tile       S = Q Kᵀ,  P = exp2(S - LSE),  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  with δ = dO·O - dLSE
+//   over all row tiles      dV = Pᵀ dO (along with dP, if there is one row tile),  dK = scale · dSᵀ Q
+//   for each row tile       dQ = scale · dS K
+//
+// All else passes through a ring of slots (tile/stage_ring.cuh), step by step: kStep columns of two matrices for S and
+// dP, kColumns of one matrix for a gradient, which finds its lines in L2. The steps are worked out at first, and wait
+// in shared memory: what leads from one to the next would take registers from sums.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward/pairs.cuh"
+#include "attention/backward/row_shares.cuh"
+#include "attention/logits.cuh"
+#include "attention/params/backward_params.h"
+#include "attention/rows/row_tile.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/instructions.cuh"
+#include "ptx/launch_types.h"
+#include "tile/fragment_output.cuh"
+#include "tile/fragments.cuh"
+#include "tile/multiply.cuh"
+#include "tile/smem_layout.cuh"
+#include "tile/stage_ring.cuh"
+#include "tile/tile_copy.cuh"
+
+namespace ffpa {
+
+// Fields has Dtype; kTile, rows and keys of a tile.
+template <class Fields>
+struct BackwardMmaShortConfig : Fields {
+  using Params = BackwardParams;
+  using Fields::kTile;
+  static constexpr int kAcross = kTile / 64;  // warps that have the same rows, and 64 keys each
+  static constexpr int kWarpRows = 16;
+  static constexpr int kThreads = kTile / kWarpRows * kAcross * 32;
+  static constexpr int kBlocksPerSm = kTile == 64 ? 3 : 1;
+  using Ring = tile::StageRing<kThreads>;
+
+  static constexpr int kStep = 64;               // columns of a step for S or dP
+  static constexpr int kColumns = 64 * kAcross;  // columns of a step for a gradient
+  static constexpr uint32_t kSlotBytes = 2 * kTile * kStep * 2;
+  static constexpr uint32_t kPairBytes = kTile * kTile * 2;  // bytes of P, or of dS, of a row tile
+  static_assert(kTile * kColumns * 2 <= kSlotBytes, "a step for a gradient fits a slot");
+
+  // Shared memory holds the slots; the ring's barriers; P and dS of each row tile; a bit for each row and key; steps.
+  static constexpr uint32_t kRingBytes = 128, kStepBytes = 16;
+  static_assert(Ring::kBarrierBytes <= kRingBytes);
+
+  FFPA_HOST_DEVICE static constexpr int pair_steps(int d_qk, int d_v) {
+    return ceil_div(d_qk, kStep) + ceil_div(d_v, kStep);
+  }
+  FFPA_HOST_DEVICE static constexpr int steps(int d_qk, int d_v) {
+    return pair_steps(d_qk, d_v) + 2 * ceil_div(d_qk, kColumns) + ceil_div(d_v, kColumns);
+  }
+
+  static LaunchShape launch_shape(const Params& params) {
+    const AttentionParams& attention = params.attention;
+    const int row_tiles = attention.group * ceil_div(attention.n_q, kTile);
+    const uint32_t of_row_tile = 2 * kPairBytes + kTile / 8 + steps(attention.d_qk, attention.d_v) * kStepBytes;
+    LaunchShape shape;
+    shape.grid = {uint32_t(attention.batch * params.heads_kv())};
+    shape.threads = kThreads;
+    shape.smem_bytes = attention.stages * kSlotBytes + kRingBytes + row_tiles * of_row_tile + 2 * kTile / 8;
+    return shape;
+  }
+};
+
+template <class Config>
+class BackwardMmaShort {
+  using Element = typename Config::Dtype;
+  static constexpr int kTile = Config::kTile, kStep = Config::kStep, kColumns = Config::kColumns;
+  static constexpr int kAcross = Config::kAcross, kM = Config::kWarpRows / 16;
+  static constexpr int kFragments = 8;  // fragments of keys that a warp has
+  static constexpr int kGroup = 4;      // fragments of keys whose P is computed together
+  using Sums = tile::Accumulator<float>[kM][kFragments];
+  template <int kWidth>
+  using Gradient = tile::Accumulator<float>[kM][kWidth / kAcross / 8];  // a warp's lines, and its part of the columns
+  using OutOfStep = uint32_t[kM][kStep / 16][4];  // a step's columns of O, for the rows of a warp, as B fragments
+  using Packed = uint32_t[2 * kGroup];            // [fragment][half of rows], a pair of keys each
+
+  FFPA_HOST_DEVICE static constexpr tile::RowLayout pairs_layout() { return tile::RowLayout(kTile * 2); }
+  template <int kWidth>
+  FFPA_HOST_DEVICE static constexpr tile::RowLayout columns_layout() {
+    return tile::RowLayout(kWidth * 2);
+  }
+
+  enum class Part : int { kS, kDp, kDv, kDk, kDq };
+
+  // A step: the rows of Q or dO that it brings, with the same columns of K or V for S and dP; or the keys for dQ.
+  struct Step {
+    Part part;
+    int tile;    // row tile, counted in the block
+    bool ends;   // whether it is the last one of a sum
+    int lines;   // existing rows of the row tile
+    int column;  // first column
+    int chunks;  // existing columns / 8, no more than a step has
+    const uint16_t* lines_gmem;
+
+    FFPA_DEVICE bool is_for_pairs() const { return part <= Part::kDp; }
+    FFPA_DEVICE bool is_over_rows() const { return part == Part::kDv || part == Part::kDk; }
+    FFPA_DEVICE bool is_of_v() const { return part == Part::kDp || part == Part::kDv; }
+  };
+
+  // The rows of a row tile: their head, and the first one.
+  struct Rows {
+    int head, first;
+  };
+
+  // The numbers of the rows that a lane has values of.
+  struct RowNumbers {
+    float lse[kM][2];  // natural; +inf where the row does not exist or sees no key
+    bool plain[kM];    // whether P comes from products by one multiply-add
+  };
+
+ public:
+  FFPA_DEVICE explicit BackwardMmaShort(const BackwardParams& params)
+      : params_(params),
+        attention_(params.attention),
+        thread_(ptx::thread_x()),
+        lane_(ptx::lane_id()),
+        warp_row_(thread_ / 32 / kAcross * Config::kWarpRows),
+        part_(thread_ / 32 % kAcross),
+        batch_(ptx::block_x() / params.heads_kv()),
+        head_kv_(ptx::block_x() % params.heads_kv()),
+        q_(batch_entry(attention_, batch_).q),
+        k_(batch_entry(attention_, batch_).k),
+        row_tiles_(ceil_div(n_q(), kTile) * attention_.group),
+        ring_(ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes, ptx::dynamic_smem(), attention_.stages,
+              Config::kSlotBytes),
+        pair_steps_(row_tiles_ * Config::pair_steps(attention_.d_qk, attention_.d_v)),
+        steps_(pair_steps_ + row_tiles_ * (steps_of_v() + 2 * ceil_div(attention_.d_qk, kColumns))),
+        steps_smem_(live_smem() + round_up((row_tiles_ + 1) * kTile / 8, 16)) {}
+
+  FFPA_DEVICE void run() {
+    if (row_tiles_ == 0 || n_k() == 0) return;  // of a packed sequence, whose gradients are zero already
+    ring_.init(thread_);
+    work_out_steps();
+    ptx::sync_block();
+    bring_step(0);
+    find_live_lines();
+    ptx::sync_block();
+    FFPA_NO_UNROLL
+    for (int i = 1; i < ahead(); ++i) bring_step(i);
+    find_pairs();
+    ptx::sync_block();  // P and dS of all warps are there
+    find_gradients();
+  }
+
+ private:
+  FFPA_DEVICE int ahead() const { return attention_.stages - 1; }  // steps that are brought ahead
+
+  // ---- row tiles ----
+
+  FFPA_DEVICE int n_q() const { return q_.end - q_.begin; }
+  FFPA_DEVICE int n_k() const { return k_.end - k_.begin; }
+  FFPA_DEVICE Rows rows_of(int tile) const {
+    const int of_head = ceil_div(n_q(), kTile), head = tile / of_head;
+    return {head_kv_ * attention_.group + head, (tile - head * of_head) * kTile};
+  }
+  FFPA_DEVICE RowTile row_tile(const Rows& rows, int offset, int count) const {
+    const int first = rows.first + offset;
+    return {batch_entry(attention_, batch_), batch_, rows.head, first, min_of(first + count, n_q()) - 1};
+  }
+  FFPA_DEVICE int64_t lse_row(const Rows& rows, int row) const {
+    return batch_ * attention_.lse_batch_stride + rows.head * attention_.lse_head_stride + q_.begin + rows.first + row;
+  }
+  static FFPA_DEVICE float load_float(const float* x) { return float_from_bits(ptx::ld_global_4(x)); }
+
+  // Says whether dV is computed along with dP: no sum over row tiles has to wait for it.
+  FFPA_DEVICE bool has_one_tile() const { return row_tiles_ == 1; }
+  FFPA_DEVICE int steps_of_v() const { return has_one_tile() ? 0 : ceil_div(attention_.d_v, kColumns); }
+
+  // ---- steps, in order: for S and dP of each row tile, then for dV, dK, and dQ ----
+
+  // Returns step `number`. Those of gradients go from the last columns to the first: the later lines were brought, the
+  // more of them are still in L2.
+  FFPA_DEVICE Step step_of(int number) const {
+    const int d_qk = attention_.d_qk, d_v = attention_.d_v;
+    Step step;
+    int column, width = kStep;
+    if (number < pair_steps_) {
+      const int qk_steps = ceil_div(d_qk, kStep), of_tile = qk_steps + ceil_div(d_v, kStep);
+      step.tile = number / of_tile;
+      const int i = number - step.tile * of_tile;
+      step.part = i < qk_steps ? Part::kS : Part::kDp;
+      column = (i < qk_steps ? i : i - qk_steps) * kStep;
+    } else {
+      const int of_v = steps_of_v(), of_qk = ceil_div(d_qk, kColumns);
+      int i = number - pair_steps_;
+      const int columns = i / row_tiles_;
+      step.tile = i - columns * row_tiles_;
+      step.part = columns < of_v ? Part::kDv : columns < of_v + of_qk ? Part::kDk : Part::kDq;
+      const int end = step.part == Part::kDv ? of_v : step.part == Part::kDk ? of_v + of_qk : of_v + 2 * of_qk;
+      column = (end - 1 - columns) * kColumns;
+      width = kColumns;
+    }
+    const Rows rows = rows_of(step.tile);
+    const int left = (step.is_of_v() ? d_v : d_qk) - column;
+    const int first = q_.begin + rows.first;
+    step.column = column;
+    step.chunks = min_of(left, width) / tile::kChunkElements;
+    step.lines = min_of(n_q() - rows.first, kTile);
+    step.ends = step.is_for_pairs() ? left <= width : !step.is_over_rows() || step.tile + 1 == row_tiles_;
+    step.lines_gmem = column + (step.part == Part::kDq ? row_of(attention_.k, batch_, head_kv_, k_.begin)
+                                : step.is_of_v()       ? row_of(params_.grad_out, batch_, rows.head, first)
+                                                       : row_of(attention_.q, batch_, rows.head, first));
+    return step;
+  }
+
+  FFPA_DEVICE void work_out_steps() const {
+    FFPA_NO_UNROLL
+    for (int number = thread_; number < steps_; number += Config::kThreads) {
+      const Step step = step_of(number);
+      const uint64_t gmem = reinterpret_cast<uint64_t>(step.lines_gmem);
+      ptx::st_shared_16(steps_smem_ + number * Config::kStepBytes,
+                        {uint32_t(gmem), uint32_t(gmem >> 32),
+                         uint32_t(step.part) | uint32_t(step.ends) << 3 | step.tile << 4 | step.chunks << 16,
+                         uint32_t(step.column | step.lines << 16)});
+    }
+  }
+  FFPA_DEVICE Step get(int number) const {
+    uint32_t words[4];
+    ptx::ld_shared_16(words, steps_smem_ + number * Config::kStepBytes);
+    return {Part(words[2] & 7),
+            int(words[2] >> 4 & 0xfff),
+            bool(words[2] >> 3 & 1),
+            int(words[3] >> 16),
+            int(words[3] & 0xffff),
+            int(words[2] >> 16),
+            reinterpret_cast<const uint16_t*>(words[0] | uint64_t(words[1]) << 32)};
+  }
+
+  // Brings a later step while this one is under way, and returns this one.
+  FFPA_DEVICE Step begin_step(int number) {
+    bring_step(number + ahead());
+    return get(number);
+  }
+
+  // ---- which lines count ----
+  //
+  // Rows that see no key, and keys that no row sees, may hold anything: where they are summed over, they come as zeros.
+  // Each row of each row tile has a bit, and after them each key.
+
+  FFPA_DEVICE void find_live_lines() const {
+    if (thread_ >= kTile) return;
+    const auto write = [&](int tile, bool is_live) {
+      const uint32_t live = ptx::vote_ballot(is_live);
+      if (lane_ == 0) ptx::st_shared_4(live_smem() + (tile * kTile + thread_) / 8, live);
+    };
+    const RowTile rows = {batch_entry(attention_, batch_), batch_, 0, 0, n_q() - 1};
+    write(row_tiles_, thread_ >= visible_keys_begin(rows) && thread_ < visible_keys_end(rows));
+    FFPA_NO_UNROLL
+    for (int tile = 0; tile < row_tiles_; ++tile) {
+      const Rows of_tile = rows_of(tile);
+      const bool exists = of_tile.first + thread_ < n_q();
+      write(tile, exists && load_float(attention_.lse + lse_row(of_tile, thread_)) != -kInfinity);
+    }
+  }
+  FFPA_DEVICE uint32_t live_smem() const { return p_of(row_tiles_); }
+  FFPA_DEVICE bool is_live(int tile, int line) const {
+    return ptx::ld_shared_4(live_smem() + (tile * kTile + line) / 32 * 4) >> (line % 32) & 1;
+  }
+
+  // ---- steps on their way into shared memory ----
+
+  // Starts the copies of a step, if there is one.
+  FFPA_DEVICE void bring_step(int number) {
+    if (number >= steps_) return;
+    const Step step = get(number);
+    const uint32_t slot = ring_.begin_fill();
+    const int columns = step.chunks * tile::kChunkElements;
+    const int64_t k_stride = attention_.k.row_stride;
+    const tile::GmemWindow keys = {row_of(attention_.k, batch_, head_kv_, k_.begin) + step.column, k_stride, n_k(),
+                                   columns};
+    if (step.part == Part::kS) {
+      bring<kStep>(slot, {step.lines_gmem, attention_.q.row_stride, step.lines, columns});
+      bring<kStep>(slot + Config::kSlotBytes / 2, keys);
+    } else if (step.part == Part::kDp) {
+      bring_live<kStep>(slot, {step.lines_gmem, params_.grad_out.row_stride, step.lines, columns}, step.tile);
+      prefetch_out(step);
+      bring<kStep>(slot + Config::kSlotBytes / 2, {row_of(attention_.v, batch_, head_kv_, k_.begin) + step.column,
+                                                   attention_.v.row_stride, n_k(), columns});
+    } else {
+      const int64_t v_stride = params_.grad_out.row_stride, q_stride = attention_.q.row_stride;
+      const bool of_keys = step.part == Part::kDq;
+      const int64_t stride = of_keys ? k_stride : step.is_of_v() ? v_stride : q_stride;
+      bring_live<kColumns>(slot, {step.lines_gmem, stride, kTile, columns}, of_keys ? row_tiles_ : step.tile);
+    }
+    ring_.end_fill();
+  }
+  // Lets L2 fetch a step's columns of O, a row a thread.
+  FFPA_DEVICE void prefetch_out(const Step& step) const {
+    if (thread_ >= step.lines) return;
+    const Rows rows = rows_of(step.tile);
+    ptx::prefetch_l2(row_of(attention_.out, batch_, rows.head, q_.begin + rows.first + thread_) + step.column);
+  }
+  template <int kWidth>
+  FFPA_DEVICE void bring(uint32_t smem, const tile::GmemWindow& window) const {
+    tile::copy_chunks_async<kTile, kWidth, Config::kThreads>(
+        smem, columns_layout<kWidth>(), window, thread_,
+        [&](int line, int chunk) { return line < window.rows && chunk * tile::kChunkElements < window.columns; },
+        ptx::CallSite());
+  }
+  template <int kWidth>
+  FFPA_DEVICE void bring_live(uint32_t smem, const tile::GmemWindow& window, int lines) const {
+    tile::copy_chunks_async<kTile, kWidth, Config::kThreads>(
+        smem, columns_layout<kWidth>(), window, thread_,
+        [&](int line, int chunk) { return chunk * tile::kChunkElements < window.columns && is_live(lines, line); },
+        ptx::CallSite());
+  }
+
+  // ---- P and dS of a row tile ----
+
+  FFPA_DEVICE uint32_t p_of(int tile) const {
+    return ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes + Config::kRingBytes +
+           tile * 2 * Config::kPairBytes;
+  }
+  FFPA_DEVICE uint32_t ds_of(int tile) const { return p_of(tile) + Config::kPairBytes; }
+
+  FFPA_DEVICE void find_pairs() {
+    int number = 0;
+    FFPA_NO_UNROLL
+    for (int tile = 0; tile < row_tiles_; ++tile) {
+      const Rows rows = rows_of(tile);
+      RowNumbers numbers = numbers_of(rows);
+      {
+        Sums sums;
+        FFPA_NO_UNROLL
+        for (bool more = true; more; ++number) {
+          more = !begin_step(number).ends;
+          multiply(sums, ring_.begin_use());
+          ring_.end_use();
+        }
+        finish_p_of(tile, rows, sums, numbers);
+      }
+      if (has_one_tile()) ptx::sync_block();  // P of all warps is there
+      Sums sums;
+      tile::Accumulator<float> deltas[kM];
+      FFPA_NO_UNROLL
+      for (bool more = true; more; ++number) {
+        const Step step = begin_step(number);
+        more = !step.ends;
+        OutOfStep out;
+        load_out(out, rows, step.column);
+        const uint32_t slot = ring_.begin_use();
+        multiply(sums, slot);
+        add_deltas(deltas, slot, out);
+        if (has_one_tile()) {
+          Gradient<kStep> dv;
+          add_to_gradient<true, kStep>(dv, p_of(tile), slot);
+          write<kStep>(step, Part::kDv, dv);
+        }
+        ring_.end_use();
+      }
+      finish_ds_of(tile, rows, sums, numbers, deltas);
+    }
+  }
+
+  // Return the row of the row tile that a lane has in half `h` of C fragment `m`, and the place of its LSE, or of that
+  // of the last row.
+  FFPA_DEVICE int row_of_lane(int m, int h) const { return warp_row_ + m * 16 + tile::c_coordinate(lane_, 2 * h).row; }
+  FFPA_DEVICE int64_t lse_of_lane(const Rows& rows, int m, int h) const {
+    return lse_row(rows, min_of(row_of_lane(m, h), n_q() - 1 - rows.first));
+  }
+
+  FFPA_DEVICE RowNumbers numbers_of(const Rows& rows) const {
+    RowNumbers numbers;
+    tile::for_each_row<kM>([&](int m, int h) {
+      const float lse = load_float(attention_.lse + lse_of_lane(rows, m, h));
+      numbers.lse[m][h] = rows.first + row_of_lane(m, h) >= n_q() || lse == -kInfinity ? kInfinity : lse;
+    });
+    return numbers;
+  }
+
+  // Adds the product of kStep columns of two matrices to S or dP.
+  FFPA_DEVICE void multiply(Sums& sums, uint32_t slot) const {
+    constexpr tile::RowLayout kLayout = columns_layout<kStep>();
+    const uint32_t a_smem = a_of_step(slot);
+    const tile::Coordinate b = tile::ldmatrix_b_pair(lane_);
+    const uint32_t b_smem = slot + Config::kSlotBytes / 2 + kLayout.offset(part_ * 64 + b.row, b.column);
+    tile::add_product<Element, 1, kStep / 16>(
+        sums,
+        [&](uint32_t (&fragment)[4], int m, int depth) {
+          ptx::ldmatrix_x4(fragment, kLayout.moved(a_smem, m * 16, depth * 2));
+        },
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
+          ptx::ldmatrix_x4(fragments, kLayout.moved(b_smem, pair * 16, depth * 2));
+        });
+  }
+  FFPA_DEVICE uint32_t a_of_step(uint32_t slot) const {
+    const tile::Coordinate a = tile::ldmatrix_a(lane_);
+    return slot + columns_layout<kStep>().offset(warp_row_ + a.row, a.column);
+  }
+
+  // Loads a step's columns of O, for the rows of the warp, as B fragments of Oᵀ: dO·O is the diagonal of dO Oᵀ. Each
+  // half of the rows of dO meets the same half of those of O.
+  FFPA_DEVICE void load_out(OutOfStep& out, const Rows& rows, int first_column) const {
+    const tile::Coordinate at = {tile::b_coordinate(lane_, 0).column, tile::b_coordinate(lane_, 0).row};
+    tile::for_each_row<kM>([&](int m, int half) {
+      const int row = min_of(rows.first + warp_row_ + m * 16 + 8 * half + at.row, n_q() - 1);
+      const uint16_t* line = row_of(attention_.out, batch_, rows.head, q_.begin + row) + first_column + at.column;
+      FFPA_UNROLL
+      for (int i = 0; i < kStep / 8; ++i) {
+        const bool exists = first_column + 8 * i < attention_.d_v;
+        out[m][i / 2][2 * half + i % 2] = exists ? ptx::ld_global_4(line + 8 * i) : 0u;
+      }
+    });
+  }
+  FFPA_DEVICE void add_deltas(tile::Accumulator<float> (&deltas)[kM], uint32_t slot, const OutOfStep& out) const {
+    const uint32_t a_smem = a_of_step(slot);
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FFPA_UNROLL
+      for (int depth = 0; depth < kStep / 16; ++depth) {
+        const uint32_t (&b)[4] = out[m][depth];
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, columns_layout<kStep>().moved(a_smem, m * 16, depth * 2));
+        deltas[m].template multiply_add<Element>({a[0], 0, a[2], 0}, b[0], b[1]);
+        deltas[m].template multiply_add<Element>({0, a[1], 0, a[3]}, b[2], b[3]);
+      }
+    }
+  }
+
+  // Calls function(smem, i) for each packed pair i of a group in fragment m of rows, and where it lies in a matrix of
+  // pairs.
+  template <class Function>
+  FFPA_DEVICE void for_pairs(uint32_t matrix_smem, int m, int group, const Function& function) const {
+    const tile::Coordinate at = tile::c_coordinate(lane_, 0);
+    FFPA_UNROLL
+    for (int i = 0; i < 2 * kGroup; ++i) {
+      const int row = warp_row_ + m * 16 + at.row + i % 2 * 8, chunk = part_ * kFragments + group * kGroup + i / 2;
+      function(matrix_smem + pairs_layout().offset(row, chunk) + at.column * 2, i);
+    }
+  }
+  FFPA_DEVICE void store(uint32_t matrix_smem, int m, int group, const Packed& pairs) const {
+    for_pairs(matrix_smem, m, group, [&](uint32_t smem, int i) { ptx::st_shared_4(smem, pairs[i]); });
+  }
+  static FFPA_DEVICE void get(float (&values)[1][kGroup][4], const Sums& sums, int m, int group) {
+    FFPA_UNROLL
+    for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(values[0][n]);
+  }
+
+  // With a softcap, P times its slopes waits in the place of dS.
+  FFPA_DEVICE bool has_softcap() const { return attention_.softcap > 0; }
+
+  FFPA_DEVICE void finish_p_of(int tile, const Rows& of_tile, const Sums& sums, RowNumbers& numbers) const {
+    const RowTile rows = row_tile(of_tile, 0, kTile);
+    const bool all_seen = all_rows_see(rows, 0, kTile) && rows.last - rows.first == kTile - 1;
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      const int row = warp_row_ + m * 16;
+      const float (&lse)[2] = numbers.lse[m];
+      const float lse2[2] = {in_base_2_or_none(lse[0]), in_base_2_or_none(lse[1])};
+      numbers.plain[m] = is_plain(attention_, all_seen, lse2);
+      RowShare own;  // of the row that has the lane's number
+      if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
+        const float low = ptx::shfl_idx(lse[0], lane_ % 8 * 4), high = ptx::shfl_idx(lse[1], lane_ % 8 * 4);
+        own = share_of_rows<Element>(attention_, row_tile(of_tile, row, 16), lane_ / 8 % 2 == 0 ? low : high, lane_);
+      }
+      const auto get_shares = [&](RowShare(&shares)[2]) {
+        FFPA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          const int source = lane_ / 4 + 8 * h;
+          shares[h] = {ptx::shfl_idx(own.reference, source), ptx::shfl_idx(own.share, source)};
+        }
+      };
+      FFPA_UNROLL
+      for (int group = 0; group < kFragments / kGroup; ++group) {
+        float scores[1][kGroup][4];
+        Packed p, slopes;
+        get(scores, sums, m, group);
+        if (numbers.plain[m]) {
+          exponents_of_plain<Element>(scores, attention_.score_factor, lse2);
+        } else {
+          exponents_by_rules<Element>(scores, attention_, rows, all_seen, rows.first + row,
+                                      part_ * 64 + group * kGroup * 8, lse2, lane_, slopes, get_shares);
+        }
+        finish_p<Element>(scores, p);
+        store(p_of(tile), m, group, p);
+        if (!has_softcap()) continue;
+        apply_slopes<Element>(p, slopes);
+        store(ds_of(tile), m, group, p);
+      }
+    }
+  }
+  static FFPA_DEVICE float in_base_2_or_none(float lse) { return lse == kInfinity ? lse : in_base_2(lse); }
+
+  FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers,
+                                const tile::Accumulator<float> (&deltas)[kM]) const {
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      float delta[2], values[4];
+      deltas[m].get(values);
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int row = lane_ / 4;  // of the four lanes of a row, lane row / 2 has the row's own column
+        const float own = row % 2 == 0 ? values[2 * h] : values[2 * h + 1];
+        delta[h] = ptx::shfl_idx(own, row * 4 + row / 2);
+        if (params_.grad_lse != nullptr) delta[h] -= load_float(params_.grad_lse + lse_of_lane(rows, m, h));
+      }
+      FFPA_UNROLL
+      for (int group = 0; group < kFragments / kGroup; ++group) {
+        float dp[1][kGroup][4];
+        Packed p, ds;
+        get(dp, sums, m, group);
+        for_pairs(has_softcap() ? ds_of(tile) : p_of(tile), m, group,
+                  [&](uint32_t smem, int i) { p[i] = ptx::ld_shared_4(smem); });
+        finish_ds<Element>(dp, p, numbers.plain[m], delta, ds);
+        store(ds_of(tile), m, group, ds);
+      }
+    }
+  }
+
+  // ---- gradients ----
+
+  FFPA_DEVICE void find_gradients() {
+    Gradient<kColumns> sums;
+    FFPA_NO_UNROLL
+    for (int number = pair_steps_; number < steps_; ++number) {
+      const Step step = begin_step(number);
+      const uint32_t slot = ring_.begin_use();
+      if (step.is_over_rows()) {
+        add_to_gradient<true, kColumns>(sums, step.part == Part::kDk ? ds_of(step.tile) : p_of(step.tile), slot);
+      } else {
+        add_to_gradient<false, kColumns>(sums, ds_of(step.tile), slot);
+      }
+      ring_.end_use();
+      if (!step.ends) continue;
+      write<kColumns>(step, step.part, sums);
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        FFPA_UNROLL
+        for (tile::Accumulator<float>& sum : sums[m]) sum = {};
+      }
+    }
+  }
+
+  // Adds the product of P or dS, or of its transpose, and the first matrix in a slot.
+  template <bool kTransposed, int kWidth>
+  FFPA_DEVICE void add_to_gradient(Gradient<kWidth>& sums, uint32_t pairs_smem, uint32_t slot) const {
+    constexpr tile::RowLayout kPairs = pairs_layout(), kLayout = columns_layout<kWidth>();
+    constexpr int kOwnColumns = kWidth / kAcross;
+    const tile::Coordinate a = kTransposed ? tile::ldmatrix_a_trans(lane_) : tile::ldmatrix_a(lane_);
+    const tile::Coordinate b = tile::ldmatrix_b_pair_trans(lane_);
+    const uint32_t a_smem =
+        pairs_smem + (kTransposed ? kPairs.moved(kPairs.offset(a.row, a.column), 0, warp_row_ / tile::kChunkElements)
+                                  : kPairs.offset(warp_row_ + a.row, a.column));
+    const uint32_t b_smem = kLayout.moved(slot + kLayout.offset(b.row, b.column), 0, part_ * kOwnColumns / 8);
+    tile::add_product<Element, 1, kTile / 16>(
+        sums,
+        [&](uint32_t (&fragment)[4], int m, int depth) {
+          if (kTransposed) {
+            ptx::ldmatrix_x4_trans(fragment, kPairs.moved(a_smem, depth * 16, m * 2));
+          } else {
+            ptx::ldmatrix_x4(fragment, kPairs.moved(a_smem, m * 16, depth * 2));
+          }
+        },
+        [&](uint32_t (&fragments)[4], int depth, int pair) {
+          ptx::ldmatrix_x4_trans(fragments, kLayout.moved(b_smem, depth * 16, pair * 2));
+        });
+  }
+
+  FFPA_DEVICE void* result_of(const GradientView& x, int64_t head, int64_t row, int column) const {
+    const int64_t at = batch_ * x.batch_stride + head * x.head_stride + row * x.row_stride + column;
+    return static_cast<uint8_t*>(x.data) + at * (params_.float_gradients ? 4 : 2);
+  }
+
+  // Writes what a step has given of the gradient that `part` is about.
+  template <int kWidth>
+  FFPA_DEVICE void write(const Step& step, Part part, const Gradient<kWidth>& sums) const {
+    const bool of_q = part == Part::kDq, of_v = part == Part::kDv;
+    const int64_t q_stride = params_.dq.row_stride, k_stride = params_.dk.row_stride, v_stride = params_.dv.row_stride;
+    const int64_t row_stride = of_q ? q_stride : of_v ? v_stride : k_stride;
+    const float scale = of_v ? kUnitOfP<Element> : attention_.scale;
+    constexpr int kOwnColumns = kWidth / kAcross;
+    const Rows rows = rows_of(step.tile);
+    const int first_column = part_ * kOwnColumns, column = step.column + first_column;
+    const int head = of_q ? rows.head : head_kv_, row = (of_q ? q_.begin + rows.first : k_.begin) + warp_row_;
+    void* of_q_gmem = result_of(params_.dq, head, row, column);
+    void* of_k_gmem = result_of(params_.dk, head, row, column);
+    void* of_v_gmem = result_of(params_.dv, head, row, column);
+    uint8_t* gmem = static_cast<uint8_t*>(of_q ? of_q_gmem : of_v ? of_v_gmem : of_k_gmem);
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      tile::RowWriter<Element, kOwnColumns / 8> writer(gmem + m * 16 * row_stride * (params_.float_gradients ? 4 : 2),
+                                                       row_stride, (of_q ? step.lines : n_k()) - warp_row_ - m * 16,
+                                                       step.chunks * tile::kChunkElements - first_column,
+                                                       params_.float_gradients, lane_);
+      FFPA_UNROLL
+      for (int n = 0; n < kOwnColumns / 8; ++n) {
+        float values[4];
+        sums[m][n].get(values);
+        FFPA_UNROLL
+        for (float& value : values) value *= scale;
+        writer.put(n, values);
+      }
+    }
+  }
+
+  const BackwardParams& params_;
+  const AttentionParams& attention_;
+  int thread_, lane_;
+  int warp_row_;  // first row of the warp in a row tile, and its first key for dK and dV
+  int part_;      // which keys of a row tile the warp has, and which columns of a gradient
+  int batch_, head_kv_;
+  RowRange q_, k_;  // rows and keys of the batch entry
+  int row_tiles_;
+  typename Config::Ring ring_;
+  int pair_steps_, steps_;  // steps for S and dP, and all steps
+  uint32_t steps_smem_;
+};
+
+template <class Config>
+FFPA_KERNEL(Config::kThreads, Config::kBlocksPerSm)
+void backward_mma_short(FFPA_GRID_CONSTANT const BackwardParams params) {
+  BackwardMmaShort<Config>(params).run();
+}
+
+}  // namespace ffpa
