@@ -43,8 +43,8 @@ def compiled(p: Problem) -> set[tuple]:
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():  # whoever imports the kernels first decides for all who interpret them later
             stack.enter_context(env.overridden("TRITON_INTERPRET", "1"))
-        for module in ("backends.triton_attention", "triton_ops.persistent_kernels"):
-            stack.enter_context(mock.patch(f"ffpa_attn.{module}.launch", launch))
+        for name in ("backends.triton_attention.launch", "triton_ops.persistent_kernels.launch_alone"):
+            stack.enter_context(mock.patch(f"ffpa_attn.{name}", launch))
         stack.enter_context(mock.patch.object(triton_attention, "running", lambda device: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))
         stack.enter_context(

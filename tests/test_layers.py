@@ -23,7 +23,8 @@ ATTENTION_ROOMS = {"params": 0, "rows": 1, "": 2, "forward": 3, "backward": 3}
 FLOORS = (
     ("env", "specs", "support"),
     ("building", "checks"),
-    ("launching", "triton_ops"),
+    ("launching",),
+    ("triton_ops",),
     ("backends",),
     ("operators",),
     ("attention", "fp8"),

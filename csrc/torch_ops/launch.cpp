@@ -3,13 +3,18 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
+#include "attention/params/compiled_kernel.h"
 #include "launch/registry.h"
+#include "ptx/native/driver.h"
 
 namespace ffpa {
 namespace {
@@ -59,6 +64,72 @@ void launch(const Instance& instance, const void* params, std::size_t params_byt
   if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
 }
 
+// ---- kernels that Triton compiled ----
+
+constexpr int kMostParameters = 128;
+constexpr int kMostImageBytes = 4096;
+
+// Throws where the kernel's parameters are not as many, or not of the sizes, that Python took from Triton. Triton has
+// just launched it here, so the thread has a context.
+void check(const CompiledKernel& kernel) {
+  const auto refuse = [&](const std::string& why) {
+    throw std::runtime_error(std::string("ffpa_attn: ") + kernel.name + " cannot be launched from here: " + why);
+  };
+  if (kernel.parameters > kMostParameters || kernel.image_bytes > kMostImageBytes) refuse("it has too many parameters");
+  const auto function = static_cast<CUfunction>(kernel.function);
+  std::size_t offset = 0, bytes = 0;
+  for (int i = 0; i < kernel.parameters; ++i) {
+    const LaunchStatus status = ptx::parameter_info.once(function, std::size_t(i), &offset, &bytes);
+    if (!status.ok()) refuse(std::string("of a parameter the driver says: ") + status.message);
+    if (bytes != std::size_t(kernel.bytes[i])) {
+      refuse("parameter " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes, not " +
+             std::to_string(kernel.bytes[i]));
+    }
+  }
+  if (ptx::parameter_info.once(function, std::size_t(kernel.parameters), &offset, &bytes).ok()) {
+    refuse("it has more than " + std::to_string(kernel.parameters) + " parameters");
+  }
+}
+
+// Launches the kernel as Triton does: the driver lays parameters out itself, from a pointer to each.
+LaunchStatus launch_compiled(const CompiledKernel& kernel, const uint64_t* tensors, void* stream) {
+  alignas(128) unsigned char image[kMostImageBytes];
+  std::memcpy(image, kernel.image, kernel.image_bytes);
+  const auto address_of = [&](const AddressParameter& of) { return tensors[of.tensor] + of.offset; };
+  for (int i = 0; i < kernel.addresses; ++i) {
+    const uint64_t address = address_of(kernel.address[i]);
+    std::memcpy(image + kernel.address[i].place, &address, sizeof(address));
+  }
+  constexpr cuuint32_t kEachElement[] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < kernel.maps; ++i) {
+    const MapParameter& map = kernel.map[i];
+    const LaunchStatus status = ptx::encode_tiled(
+        reinterpret_cast<CUtensorMap*>(image + map.base.place), static_cast<CUtensorMapDataType>(map.type), map.rank,
+        reinterpret_cast<void*>(address_of(map.base)), map.size, map.stride_bytes, map.box, kEachElement,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(map.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (!status.ok()) return status;
+  }
+  void* parameters[kMostParameters];
+  for (int i = 0; i < kernel.parameters; ++i) parameters[i] = image + kernel.place[i];
+  return ptx::launch_function(static_cast<CUfunction>(kernel.function), kernel.programs, 1, 1, kernel.threads, 1, 1,
+                              kernel.smem_bytes, static_cast<CUstream>(stream), parameters, nullptr);
+}
+
+void launch_all_compiled(const CompiledKernel* kernels, int count, const uint64_t* tensors, int device) {
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = current_stream(device);
+  for (int i = 0; i < count; ++i) {
+    const LaunchStatus status = launch_compiled(kernels[i], tensors, stream);
+    if (status.ok()) continue;
+    std::ostringstream text;
+    text << "ffpa_attn: launching Triton's " << kernels[i].name << " failed: " << status.message << "; grid "
+         << kernels[i].programs << ", " << kernels[i].threads << " threads, " << kernels[i].smem_bytes
+         << " bytes of shared memory, device " << device;
+    throw std::runtime_error(text.str());
+  }
+}
+
 // Calls `does`, and returns null, or a message that the thread must read before its next call.
 template <class Function>
 const char* problem_of(const Function& does) {
@@ -88,4 +159,17 @@ extern "C" __attribute__((visibility("default"))) const char* ffpa_launch(const 
                                                                           std::size_t params_bytes, int device) {
   return ffpa::problem_of(
       [&] { ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device); });
+}
+
+// Says whether kernels that Triton compiled take the parameters that Python describes.
+extern "C" __attribute__((visibility("default"))) const char* ffpa_check_compiled(const ffpa::CompiledKernel* kernels,
+                                                                                  int count) {
+  return ffpa::problem_of([&] { std::for_each(kernels, kernels + count, ffpa::check); });
+}
+
+// Enqueues such kernels, one after another, on PyTorch's current stream of `device`. `tensors` are addresses.
+extern "C" __attribute__((visibility("default"))) const char* ffpa_launch_compiled(const ffpa::CompiledKernel* kernels,
+                                                                                   int count, const uint64_t* tensors,
+                                                                                   int device) {
+  return ffpa::problem_of([&] { ffpa::launch_all_compiled(kernels, count, tensors, device); });
 }

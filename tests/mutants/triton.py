@@ -50,9 +50,9 @@ MUTANTS = [
         ("triton: a first row without keys overlooked", "shift + right < 0", "shift + right < -1"),
         ("triton: a last row without keys overlooked", "total_q - 1 + shift - left >= total_k", "total_q - 1 + shift - left > total_k"),
         ("triton: packed rows without keys overlooked", "self.blind = see.bounded if packed", "self.blind = False if packed"),
-        ("triton: statistics end with the rows", "padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS", "padded = -(-grad.shape[2] // _STATISTICS_ROWS) * _STATISTICS_ROWS"),
+        ("triton: statistics end with the rows", "self.padded_q = (-(-total_q // _MOST_ROWS) + packed) * _MOST_ROWS", "self.padded_q = -(-total_q // 64) * 64"),
         ("triton: edges taken for whole tiles", "edges = self.hides or self.longest_k % tiles.keys != 0", "edges = self.hides"),
-        ("triton: a caller's strided gradient taken as it lies", "    if not has_rows(grad):", "    if False:"),
+        ("triton: a caller's strided gradient taken as it lies", 'memo["has rows"] = has_rows(grad)', 'memo["has rows"] = True'),
     ),
     *edits_in(
         "triton_ops/persistent_kernels.py",
@@ -67,6 +67,41 @@ MUTANTS = [
         ("persistent: the last slice forgotten", "rows_end = tl.minimum(ROWS, at.n_q - first_row)", "rows_end = tl.minimum(ROWS, at.n_q - first_row) // SLICE * SLICE"),
     ),
     *edits_in("backends/triton_attention.py", "tests/triton_ops/test_triton_persistent.py", ("persistent: cap ignored", "min(flags[\"FFPA_TRITON_CORES\"], most_cores)", "flags[\"FFPA_TRITON_CORES\"]")),
+    *edits_in(
+        "triton_ops/parameters.py",
+        "tests/triton_ops/test_at_once.py",
+        ("at once: a descriptor's strides in elements", "stride * bytes_each", "stride"),
+        ("at once: one address of scratch", "[bytes(8)] * 2", "[bytes(8)]"),
+        ("at once: metadata that nobody knows", "if not more.items() <= _USUAL_MAP.items() or", "if"),
+    ),
+    *edits_in(
+        "triton_ops/launch.py",
+        "tests/triton_ops/test_at_once.py",
+        ("at once: a profiler hears nothing", "at_once.launch is None or _is_heard():", "at_once.launch is None:"),
+    ),
+    *edits_in(
+        "launching/compiled.py",
+        "tests/triton_ops/test_at_once.py",
+        ("at once: a descriptor anywhere", "bytes(-len(data) % len(content))", "bytes(-len(data) % 8)"),
+    ),
+    *edits_in(
+        "csrc/torch_ops/launch.cpp",
+        "tests/launching/test_compiled.py",
+        ("at once: parts begin where their tensor does", "tensors[of.tensor] + of.offset", "tensors[of.tensor]"),
+        ("at once: nobody asks for the sizes of parameters", "if (bytes != std::size_t(kernel.bytes[i])) {", "if (false) {"),
+    ),
+    *edits_in(
+        "csrc/ptx/native/driver.h",
+        "tests/launching/test_compiled.py",
+        ("at once: a thread without a context", "if (status.ok() || ", "if (true || "),
+    ),
+    *edits_in(
+        "backends/triton_attention.py",
+        "tests/triton_ops/test_at_once.py",
+        ("at once: shares where delta lies", '"shares": 2 * rows', '"shares": 3 * rows'),
+        ("at once: exponents of kernels that read LSEs", '"exponents": 0 if raw else rows', '"exponents": 0'),
+        ("at once: v and k in turn", "out grad grad_lse lse q k v dq", "out grad grad_lse lse q v k dq"),
+    ),
     *edits_in(
         "triton_ops/merge_kernels.py",
         "tests/triton_ops/test_triton.py -k 'compile and sm_90'",

@@ -97,10 +97,13 @@ def compiled_offline(*words):
 @pytest.mark.parametrize("d", ["64", "256", "72"])
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_kernels_compile_for_gpus(arch, d):
-    """Kernels compile to tensor cores, within the GPU's shared memory: the GPU itself need not be there."""
+    """Kernels compile to tensor cores, within the GPU's shared memory, and take the parameters that we launch them with:
+    the GPU itself need not be there.
+    """
     found = compiled_offline(arch, d)
     assert len(found) == 12
-    for name, (shared_bytes, products, hasty_stores) in found.items():
+    for name, (shared_bytes, products, hasty_stores, difference) in found.items():
+        assert not difference, name
         assert shared_bytes <= archs.shared_memory_bytes(arch), name
         assert hasty_stores == 0 or not name.startswith("merge"), "its stores are to what other warps may yet read"
         assert products > 0 or name.startswith(("statistics", "arrange", "block_maxima", "quantize", "merge")), name

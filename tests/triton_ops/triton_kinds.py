@@ -170,7 +170,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     ):
         result = triton_offline.compiled(kernel, tiles, arch, options, odd=kind.source != "descriptors")
         if arch == "sm_90":
-            sass = triton_offline.disassembled(result)
+            sass = triton_offline.dumped(result, "nvdisasm", "-c")
             wrong = sass_descriptors.wrong(sass, result.asm["ptx"], result.metadata.shared)
             found += [f"{kernel.__name__}: {line}" for line in wrong[:1]]
         # A narrow tile of K, which is all that this kernel copies, has fewer bytes for each thread.

@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python tests/triton_ops/triton_offline.py sm_90 64` prints one
 JSON object, kernel -> [bytes of shared memory, how many wgmma or mma.sync, how many stores that no barrier parts from a
-load before them], for the tiles that a plan would take at 64 columns (or 256; at 72, with every rule). `sm_90 odd`
+load before them, how the parameters that we would launch it with differ from those it has], for the tiles that a plan
+would take at 64 columns (or 256, where a group has one head; at 72, with every rule). `sm_90 odd`
 takes rows apart by odd multiples of 16 bytes, narrow values, and one stage: kernel -> [how many copies of 16 bytes,
 what products may read that is no tile]. With gfx942, which is not CUDA's, and columns, it takes the persistent kernel
 alone, and its mfma.
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ffpa"))
 
@@ -19,12 +21,14 @@ import sass_descriptors
 import triton
 from ffpa_attn import env
 from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
+from ffpa_attn.launching.compiled import image
 from ffpa_attn.specs.spec import Problem, Visibility
 from ffpa_attn.triton_ops import (
     backward_kernels,
     forward_kernels,
     fp8_kernels,
     merge_kernels,
+    parameters,
     persistent_kernels,
 )
 from ffpa_attn.triton_ops.launch import Tiles
@@ -51,7 +55,7 @@ EVERY_RULE = {
 }
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
-    **dict.fromkeys(("x_column_stride", "x8_column_stride", "v_column_stride", "heads", "n", "arranged_n"), "i32"),
+    **dict.fromkeys(("x_column_stride", "x8_column_stride", "column_stride", "heads", "n", "arranged_n"), "i32"),
     **dict.fromkeys(("more_out_step", "more_lse_step", "parts"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
     "x8": "*fp8e4nv",
@@ -82,8 +86,8 @@ _STRUCTURES = {
 }
 
 
-def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
-    """Compiles a kernel; `odd`: rows are apart by odd multiples of 16 bytes."""
+def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False, ungrouped: bool = False):
+    """Compiles a kernel; `odd`: rows are apart by odd multiples of 16 bytes. `ungrouped`: Triton makes a constant of 1."""
     constants = options | {"ROWS": tiles.rows, "KEYS": tiles.keys, "LSE": options.get("LSE", True)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     fp8 = kernel.__name__.endswith(("fp8_forward_kernel", "arrange_values_kernel"))
@@ -105,7 +109,7 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
             elif fp8 and name == "v":
                 block = f"1,1,{width},{tiles.keys}"
             return f"tensordesc<{element}[{block}]>"
-        return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "arranged") else "*bf16")
+        return _POINTERS.get(name, f"*{element}" if name in ("q", "k", "v", "values", "arranged") else "*bf16")
 
     signature = {name: type_of(name) for name in kernel.arg_names}
     signature |= {"bool": {"mask": "*u8"}, "additive": {"mask": "*fp32"}}.get(constants.get("MASK"), {})
@@ -116,10 +120,36 @@ def compiled(kernel, tiles: Tiles, arch: str, options: dict, odd: bool = False):
             attributes |= {} if odd else {(i, j): aligned for j in range(3)}
         elif signature[name] == "*bf16":
             attributes[(i,)] = aligned
+    if ungrouped and "sizes" in signature:
+        place = kernel.arg_names.index("sizes"), forward_kernels.Sizes._fields.index("group")
+        signature["sizes"] = signature["sizes"]._replace(group="constexpr")
+        constants[place] = 1
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     cuda = arch.startswith("sm_")
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32) if cuda else GPUTarget("hip", arch, 64)
     return triton.compile(source, target=target, options=tiles.options)
+
+
+def difference(result, kernel) -> str:
+    """Says how the parameters that we would launch a kernel with differ from those of its machine code."""
+
+    def argument(kind):
+        if isinstance(kind, tuple):
+            return tuple(map(argument, kind))
+        if not kind.startswith("tensordesc"):
+            return 3
+        rank = kind.count(",") + 1
+        return SimpleNamespace(shape=[16] * rank, strides=[16] * (rank - 1) + [1], padding="zero")
+
+    made = SimpleNamespace(metadata=result.metadata, src=result.src, function=1)
+    arguments = [argument(result.src.signature[name]) for name in kernel.arg_names]
+    read = parameters.read(made, kernel.arg_names, 1, arguments)
+    if isinstance(read, str):
+        return read
+    found = re.findall(r"Ordinal *: (0x\w+)\s+Offset *: 0x\w+\s+Size *: (0x\w+)", dumped(result, "cuobjdump", "-elf"))
+    has = [int(size, 16) for _, size in sorted((int(ordinal, 16), size) for ordinal, size in found)]
+    gives = image(read.parameters)[2]
+    return "" if has == gives and has else f"it has {has}, and is given {gives}"
 
 
 def hasty_stores(ptx: str) -> int:
@@ -128,11 +158,12 @@ def hasty_stores(ptx: str) -> int:
     return sum("l" in between for between in re.findall(r"([lb]*)s", order) if "b" not in between[between.rfind("l") :])
 
 
-def disassembled(result) -> str:
+def dumped(result, tool: str, *options: str) -> str:
+    """Returns what one of CUDA's tools says of a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(result.asm["cubin"])
         cubin.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name]
+        command = [getattr(triton.knobs.nvidia, tool).path, *options, cubin.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -156,12 +187,12 @@ def of_odd_rows(arch: str) -> dict[str, list]:
         for kernel, tiles in kernels:
             result = compiled(kernel, tiles, arch, PLAIN | {"PACKED": True} | options, odd=True)
             copies = len(re.findall(r"cp\.async\.c\w\.shared\.global .*, 0x10", result.asm["ptx"]))
-            wrong = sass_descriptors.wrong(disassembled(result), result.asm["ptx"], result.metadata.shared)
+            wrong = sass_descriptors.wrong(dumped(result, "nvdisasm", "-c"), result.asm["ptx"], result.metadata.shared)
             found[kernel.__name__] = [copies, wrong]
     return found
 
 
-def main(arch: str, d: int) -> dict[str, list[int]]:
+def main(arch: str, d: int) -> dict[str, list]:
     cuda = arch.startswith("sm_")
     found = {}
     rules = EVERY_RULE if d == 72 else PLAIN
@@ -205,11 +236,12 @@ def main(arch: str, d: int) -> dict[str, list[int]]:
         (persistent_kernels.persistent_forward_kernel, persistent.over_rows),
     )
     for kernel, tiles in kernels if cuda else kernels[-1:]:
-        result = compiled(kernel, tiles, arch, options)
+        result = compiled(kernel, tiles, arch, options, ungrouped=d == 256)
         assembly = result.asm["ptx" if cuda else "amdgcn"]
         products = sum(assembly.count(name) for name in ("wgmma.mma_async", "mma.sync", "v_mfma"))
         hasty = hasty_stores(assembly) if cuda else 0
-        found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, hasty]
+        different = difference(result, kernel) if cuda else ""
+        found[f"{kernel.__name__} D={d}"] = [result.metadata.shared, products, hasty, different]
     return found
 
 

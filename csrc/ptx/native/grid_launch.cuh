@@ -4,10 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "ptx/launch_types.h"
+#include "ptx/native/driver.h"
 
 namespace ffpa::ptx {
-
-inline LaunchStatus status_of(cudaError_t error) { return {static_cast<int>(error), cudaGetErrorString(error)}; }
 
 // Launches on `stream` (a cudaStream_t) and does not synchronise. More than 48 KB of shared memory must have been
 // allowed once before (launch/launcher.cuh): allowing just what each launch needs would take it away from other

@@ -15,13 +15,12 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 #include "base/compiler.h"
 #include "ptx/launch_types.h"
+#include "ptx/native/driver.h"
 #include "ptx/tensor_map_spec.h"
 
 namespace ffpa::ptx {
@@ -115,36 +114,8 @@ FFPA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::c
 // after it.
 FFPA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-struct TensorMapEncoder {
-  void* function;
-  LaunchStatus status;
-};
-
-// Fetches the driver's encoder through the runtime, so that nothing links with libcuda.
-inline TensorMapEncoder find_tensor_map_encoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  constexpr unsigned kFirstVersion = 12000;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return {nullptr, {static_cast<int>(error), cudaGetErrorString(error)}};
-  if (found != cudaDriverEntryPointSuccess) return {nullptr, {1, "the driver has no cuTensorMapEncodeTiled"}};
-  return {function, {}};
-}
-
 // Encodes `spec` into `map`, on the host.
 inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static std::atomic<void*> known{nullptr};  // set once it is found; a failed search may succeed later
-  void* encode = known.load(std::memory_order_relaxed);
-  if (encode == nullptr) {
-    const TensorMapEncoder found = find_tensor_map_encoder();
-    if (!found.status.ok()) return found.status;
-    known.store(encode = found.function, std::memory_order_relaxed);
-  }
-
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   if (spec.swizzle == Swizzle::k128Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   if (spec.swizzle == Swizzle::k64Bytes) swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
@@ -157,21 +128,10 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
     element_stride[i] = 1;
     if (i > 0) stride[i - 1] = spec.stride_bytes[i];
   }
-  const auto encoded = [&] {
-    return reinterpret_cast<Encode>(encode)(
-        &map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
-        const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult result = encoded();
-  // A thread that has not called the runtime yet has no context, which the driver needs. Setting the thread's device
-  // makes its context current.
-  int device = 0;
-  if (result != CUDA_SUCCESS && cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
-    result = encoded();
-  }
-  if (result != CUDA_SUCCESS) return {static_cast<int>(result), "cuTensorMapEncodeTiled refused the tensor map"};
-  return {};
+  return encode_tiled(&map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                      spec.rank, const_cast<void*>(spec.base), size, stride, box, element_stride,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace ffpa::ptx

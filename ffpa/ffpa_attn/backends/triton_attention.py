@@ -28,6 +28,8 @@ from ..triton_ops.launch import (
     has_descriptor,
     has_rows,
     launch,
+    launched,
+    prepare,
     running,
     strides,
 )
@@ -229,6 +231,7 @@ class _Kind:
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
         """Takes q, k, v [B, H, N, D], and in `more` other tensors that are read by rows."""
+        from ..triton_ops.backward_kernels import STATISTICS_ROWS
         from ..triton_ops.forward_kernels import MaskStrides, Rule, Sizes
 
         packed = offsets is not None
@@ -237,6 +240,10 @@ class _Kind:
         longest_q, longest_k = offsets[2:] if packed else (total_q, total_k)
         self.sequences = len(offsets[0]) - 1 if packed else batch
         self.longest_q, self.longest_k = min(longest_q, total_q), min(longest_k, total_k)
+        # Tiles of rows need not end where rows do, as a sequence may begin anywhere.
+        self.padded_q = (-(-total_q // _MOST_ROWS) + packed) * _MOST_ROWS
+        self.padded_rows = batch * self.heads * self.padded_q
+        self.statistics_blocks = self.padded_rows // STATISTICS_ROWS.value
         see, (scale, cap) = rule.visibility, scale_and_cap(rule)
         mask_strides = MaskStrides(0, 0, 0, 0)
         if mask is not None:
@@ -336,12 +343,16 @@ class TritonPlan(NamedTuple):
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets."""
-        from ..triton_ops import forward_kernels, persistent_kernels
-
         packed = offsets is not None
         if packed:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
+        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+        if not self.cores and launched(memo, q, k, v, out, lse, out if mask is None else mask, cu_q, cu_k):
+            return
+        from ..triton_ops import forward_kernels, persistent_kernels
+
+        device = q.device
         q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
         with_lse = lse.dim() > 1
         lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
@@ -351,11 +362,10 @@ class TritonPlan(NamedTuple):
         kind: _Kind = memo["kind"]
         if not out.numel() or kind.empty:
             return
-        with running(q.device):
-            if self.cores:
-                return persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+        if self.cores:
+            return persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+        with running(device):
             tiles = self.over_rows
-            cu_q, cu_k = offsets[:2] if packed else (lse, lse)
             tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
             launch(
                 memo,
@@ -363,6 +373,7 @@ class TritonPlan(NamedTuple):
                 tensors,
                 lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
             )
+        prepare(memo, device, [forward_kernels.forward_kernel], "q k v out lse mask offsets_q offsets_k")
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""
@@ -370,27 +381,16 @@ class TritonPlan(NamedTuple):
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
     def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
-        from ..triton_ops import backward_kernels as kernels
-        from ..triton_ops.forward_kernels import Strides
-
         packed = offsets is not None
-        if not has_rows(grad):  # the gradient of a sum is one number, expanded
+        if "has rows" not in memo:
+            memo["has rows"] = has_rows(grad)
+        if not memo["has rows"]:  # the gradient of a sum is one number, expanded
             grad = grad.contiguous()
-        q, k, v, grad, out, dq, dk, dv, lse = (
-            _dense(x, packed) for x in (q, k, v, grad, out, dq, dk, dv, lse.contiguous())
-        )
-        mask = _mask_of(mask)
-        # Tiles of rows need not end where rows do, as a sequence may begin anywhere.
-        padded = (-(-grad.shape[2] // _MOST_ROWS) + packed) * _MOST_ROWS
-        rows = lse.shape[0] * lse.shape[1] * padded
-        blocks = rows // kernels.STATISTICS_ROWS.value
-        statistics = torch.empty(4 * rows + blocks, dtype=torch.float32, device=q.device)
-        exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
-        statistics_strides = Strides(lse.shape[1] * padded, padded, 1)
-        with_lse = grad_lse is not None
-        grad_lse = _dense(grad_lse, packed) if with_lse else lse
+        lse = lse.contiguous()
         if "kind" not in memo:
-            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, (grad,))
+            memo["kind"] = _Kind(
+                self, *(_dense(x, packed) for x in (q, k, v)), _mask_of(mask), offsets, rule, (_dense(grad, packed),)
+            )
         kind: _Kind = memo["kind"]
         nothing = kind.empty or not kind.longest_k
         if packed or nothing:  # rows of no sequence get zeros
@@ -398,15 +398,34 @@ class TritonPlan(NamedTuple):
                 gradient.zero_()
         if nothing:
             return
+        statistics = torch.empty(4 * kind.padded_rows + kind.statistics_blocks, dtype=torch.float32, device=q.device)
+        with_lse = grad_lse is not None
         cu_q, cu_k = offsets[:2] if packed else (lse, lse)
+        tensors = out, grad, grad_lse if with_lse else lse, lse, q, k, v, dq, dk, dv
         rest = out if mask is None else mask, cu_q, cu_k
+        if not launched(memo, *tensors, *rest, statistics):
+            self._launch_gradients(*(_dense(x, packed) for x in tensors), *rest, statistics, with_lse, kind, memo)
+
+    def _launch_gradients(
+        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: _Kind,
+        memo: Memo,
+    ) -> None:  # fmt: skip
+        """Launches one kernel after another, and prepares to launch them all at once."""
+        from ..triton_ops import backward_kernels as kernels
+        from ..triton_ops.forward_kernels import Strides
+
+        rows, blocks, raw = kind.padded_rows, kind.statistics_blocks, kind.options["RAW"]
+        exponents, naturals, shares, delta, largest = statistics.split((rows,) * 4 + (blocks,))
+        statistics_strides = Strides(kind.heads * kind.padded_q, kind.padded_q, 1)
+        if not raw:
+            exponents = naturals
+        rest = _mask_of(mask), cu_q, cu_k
         over_rows, over_keys = self.over_rows, self.over_keys
 
         def how_statistics() -> Launch:
             numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
-            return Launch(
-                blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
-            )
+            tiles = Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
+            return Launch(blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, tiles)
 
         with running(q.device):
             launch(
@@ -422,8 +441,6 @@ class TritonPlan(NamedTuple):
                 (*far[:2], naturals, shares, largest, *rest),
                 lambda: kind.far(self.far, [*strides(q, k), statistics_strides]),
             )
-            if not kind.options["RAW"]:
-                exponents = naturals
             tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
             launch(
                 memo,
@@ -438,7 +455,7 @@ class TritonPlan(NamedTuple):
                 tensors,
                 lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
             )
-            if kind.options["RAW"]:
+            if raw:
                 tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
                 launch(
                     memo,
@@ -446,3 +463,23 @@ class TritonPlan(NamedTuple):
                     tensors,
                     lambda: kind.far(self.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
                 )
+        each = [
+            kernels.statistics_kernel,
+            kernels.shares_kernel,
+            kernels.keys_gradient_kernel,
+            kernels.rows_gradient_kernel,
+        ]
+        begins = {
+            "exponents": 0 if raw else rows,
+            "naturals": rows,
+            "shares": 2 * rows,
+            "delta": 3 * rows,
+            "largest": 4 * rows,
+        }
+        prepare(
+            memo,
+            q.device,
+            [*each, kernels.far_gradients_kernel] if raw else each,
+            "out grad grad_lse lse q k v dq dk dv mask offsets_q offsets_k statistics",
+            {name: ("statistics", 4 * first) for name, first in begins.items()},
+        )

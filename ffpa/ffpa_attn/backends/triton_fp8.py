@@ -18,7 +18,10 @@ from ..triton_ops.launch import (
     has_descriptor,
     kind_of,
     launch,
+    launch_alone,
+    launched,
     memo_of,
+    prepare,
     running,
     strides,
 )
@@ -52,15 +55,18 @@ class TritonFp8Plan(TritonPlan):
         blocks = -(-n_k // FP8_BLOCK)
         # A tensor that there is none of is neither read nor written: any other will do.
         lse_there, *scales = (out if x is None else x for x in (lse, q_scale, k_scale, v_scale))
-        by_tma = self.descriptors and has_descriptor(q)
-        k_read = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
-        v_as_it_is = k_read is not None
-        if v_as_it_is:
-            v_read = v.mT
-        else:
-            by_tma &= has_descriptor(k)
-            k_read, v_read = k, torch.empty(batch, heads_kv, d_v, blocks * FP8_BLOCK, dtype=v.dtype, device=v.device)
-        sources = q, k_read, v_read
+        if "reads" not in memo:
+            by_tma = self.descriptors and has_descriptor(q)
+            in_sixteens = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
+            v_as_it_is = in_sixteens is not None
+            memo["reads"] = v_as_it_is, by_tma and (v_as_it_is or has_descriptor(k))
+        v_as_it_is, by_tma = memo["reads"]
+        v_read = v.mT
+        if not v_as_it_is:
+            v_read = torch.empty(batch, heads_kv, d_v, blocks * FP8_BLOCK, dtype=v.dtype, device=v.device)
+        if launched(memo, v, q, k, v_read, out, lse_there, *scales):
+            return None
+        sources = q, _in_sixteens(k) if v_as_it_is else k, v_read
 
         def how_to_arrange() -> Launch:
             numbers = *strides(v), v.stride(3), heads_kv, n_k, blocks * FP8_BLOCK
@@ -101,6 +107,9 @@ class TritonFp8Plan(TritonPlan):
                     memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
                 sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
             launch(memo, fp8_forward_kernel, (*sources, out, lse_there, *scales), how)
+        kernels = (fp8_forward_kernel,) if v_as_it_is else (arrange_values_kernel, fp8_forward_kernel)
+        names = "values q k v out lse q_scales k_scales v_scales"
+        prepare(memo, q.device, kernels, names, {"arranged": ("v", 0)})
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:
@@ -153,8 +162,7 @@ def block_maxima(x: torch.Tensor) -> torch.Tensor:
     from ..triton_ops.fp8_kernels import block_maxima_kernel
 
     maxima = x.new_empty((*x.shape[:2], -(-x.shape[2] // FP8_BLOCK)), dtype=torch.float32)
-    with running(x.device):
-        launch(memo_of("maxima", *kind_of(x)), block_maxima_kernel, (x, maxima), lambda: _over_blocks(x))
+    launch_alone(memo_of("maxima", *kind_of(x)), block_maxima_kernel, (x, maxima), lambda: _over_blocks(x))
     return maxima
 
 
@@ -163,11 +171,6 @@ def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     from ..triton_ops.fp8_kernels import quantize_kernel
 
     x8 = torch.empty_like(x, dtype=dtype)
-    with running(x.device):
-        launch(
-            memo_of("divided", dtype, *kind_of(x, x8)),
-            quantize_kernel,
-            (x, scale.contiguous(), x8),
-            lambda: _over_blocks(x, x8),
-        )
+    memo = memo_of("divided", dtype, *kind_of(x, x8))
+    launch_alone(memo, quantize_kernel, (x, scale.contiguous(), x8), lambda: _over_blocks(x, x8))
     return x8

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from ..triton_ops import launch as triton_launch
-from ..triton_ops.launch import Launch, Tiles, kind_of, launch, memo_of, running, strides
+from ..triton_ops.launch import Launch, Tiles, kind_of, launch_alone, memo_of, strides
 from . import triton_attention
 
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
@@ -50,5 +50,4 @@ def _by_triton(out, top, total, more_out, more_lse, first: bool) -> None:
         options = {"D": d, "MORE": len(more_out), "FIRST": first}
         return Launch(-(-n // TILES.rows) * heads * batch, numbers, options, TILES)
 
-    with running(out.device):
-        launch(memo_of("merged", first, *kind_of(*tensors)), merge_kernel, tensors, how)
+    launch_alone(memo_of("merged", first, *kind_of(*tensors)), merge_kernel, tensors, how)

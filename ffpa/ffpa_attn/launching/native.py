@@ -173,6 +173,22 @@ def launcher(name: str, device: int) -> Callable[[bytes], None]:
     return enqueue
 
 
+def compiled_launcher(kernels: ctypes.Array, device: int) -> Callable[[bytes], None]:
+    """Returns what enqueues kernels that Triton compiled (structs CompiledKernel), one after another, on PyTorch's
+    current stream, given the addresses of a call's tensors. It raises where they take other parameters.
+    """
+    count = len(kernels)
+    _raise(_function("ffpa_check_compiled", ctypes.c_void_p, ctypes.c_int)(kernels, count))
+    run = _function("ffpa_launch_compiled", ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
+
+    def enqueue(addresses: bytes) -> None:
+        problem = run(kernels, count, addresses, device)
+        if problem:
+            _raise(problem)
+
+    return enqueue
+
+
 def make_ready(spec: KernelSpec, gpu: str) -> bool:
     """Says whether the kernel can be launched, compiled if need be; if not, `why_not` has it, and nobody retries."""
     handled = sys.exc_info()[1]

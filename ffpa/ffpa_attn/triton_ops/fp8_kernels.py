@@ -38,10 +38,10 @@ _SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 @triton.jit
 def arrange_values_kernel(
-    v,
+    values,
     arranged,
-    v_strides,
-    v_column_stride,
+    values_strides,
+    column_stride,
     heads,
     n,
     arranged_n,
@@ -55,8 +55,8 @@ def arrange_values_kernel(
     head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
     first = program % blocks * KEYS
     keys, columns = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    base = v + batch * v_strides.batch + head * v_strides.head
-    pointers = base + keys.to(tl.int64)[:, None] * v_strides.row + columns.to(tl.int64)[None, :] * v_column_stride
+    base = values + batch * values_strides.batch + head * values_strides.head
+    pointers = base + keys.to(tl.int64)[:, None] * values_strides.row + columns.to(tl.int64)[None, :] * column_stride
     tile = tl.load(pointers, mask=(keys < n)[:, None] & (columns < D)[None, :], other=0.0)
     tile = tile.reshape([KEYS // 16, 2, 4, 2, WIDTH]).permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])
     target = arranged + ((batch * heads + head) * D + columns)[:, None] * arranged_n + keys[None, :]

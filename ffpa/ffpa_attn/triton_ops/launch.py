@@ -11,13 +11,14 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..launching import compiled, native
 from ..support.transient import is_transient
-from . import interpreter
+from . import interpreter, parameters
 
 
 class Tiles(NamedTuple):
@@ -121,12 +122,19 @@ class Launch(NamedTuple):
     tiles: Tiles
 
 
+class _Known(NamedTuple):
+    """A kernel that was launched, and what all calls of its kind give it alike."""
+
+    run: Callable  # Triton's launch; what it holds of Triton's keeps the kernel loaded
+    rest: Sequence  # what Triton takes after the tensors
+    kernel: compiled.Kernel | str  # as the driver launches it, or why Triton has to
+
+
 def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> None:
     """Launches a kernel; after a kind's first call without Triton's look at every argument, which takes 0.3 ms."""
-    ready = memo.get(kernel.__name__)
-    if ready is not None:
-        run, rest = ready
-        return run(*tensors, *rest)
+    known = memo.get(kernel.__name__)
+    if known is not None:
+        return known.run(*tensors, *known.rest)
     programs, numbers, options, tiles = how()
     constants = {**options, "ROWS": tiles.rows, "KEYS": tiles.keys}
     constants = {name: constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]}
@@ -135,7 +143,7 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
         raise Unable(_unable[kind])
     handled = sys.exc_info()[1]
     try:
-        compiled = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
+        made = kernel[programs, 1, 1](*tensors, *numbers, **constants, **tiles.options)
     except BaseException as error:
         getattr(kernel, "device_caches", {}).clear()  # Triton takes a kernel whose loading failed for loaded
         interpreted = tensors[-1].device.type == "cpu"  # what fails there has a reason of its own
@@ -143,8 +151,77 @@ def launch(memo: Memo, kernel, tensors: Sequence, how: Callable[[], Launch]) -> 
             raise
         _unable[kind] = f"Triton failed here, at {kernel.__name__}: {error}"  # it may be LLVM, ptxas or the C compiler
         raise Unable(_unable[kind]) from error
-    if compiled is not None:  # the interpreter returns None
-        memo[kernel.__name__] = compiled[programs, 1, 1], (*numbers, *constants.values())
+    if made is not None:  # the interpreter returns None
+        rest = (*numbers, *constants.values())
+        read = parameters.read(made, kernel.arg_names, programs, (*tensors, *rest))
+        memo[kernel.__name__] = _Known(made[programs, 1, 1], rest, read)
+
+
+# ---- without Triton ----
+
+
+class _AtOnce(NamedTuple):
+    """All kernels of a kind of call."""
+
+    launch: Callable[..., None] | None  # it takes the addresses of a call's tensors
+    why_not: str | None
+    kernels: Sequence[_Known]  # they stay loaded, whatever other threads put into the memo
+
+
+def launched(memo: Memo, *tensors: torch.Tensor) -> bool:
+    """Launches all kernels of a call by one call of C, where that was prepared, and says whether it did."""
+    at_once = memo.get("at once")
+    if at_once is None or at_once.launch is None or _is_heard():
+        return False
+    at_once.launch(*[x.data_ptr() for x in tensors])
+    return True
+
+
+def prepare(
+    memo: Memo, device: torch.device, kernels: Sequence, names: str, parts: Mapping[str, tuple[str, int]] | None = None
+) -> None:
+    """Prepares the next calls of this kind to launch these kernels, in order, by one call of C. `names` are those that
+    kernels give to a call's tensors; `parts` are more names, for what begins so many bytes after a tensor does.
+    """
+    known = [memo.get(kernel.__name__) for kernel in kernels]
+    if None in known or "at once" in memo:  # they are interpreted, or it was tried
+        return
+    why_not = next((x.kernel for x in known if isinstance(x.kernel, str)), None)
+    if native.record() is None:
+        why_not = native.PYTHON_ONLY
+    number = {name: i for i, name in enumerate(names.split())}
+    places = {name: (i, 0) for name, i in number.items()}
+    places |= {part: (number[name], at) for part, (name, at) in (parts or {}).items()}
+    launch_all = None
+    try:
+        if not why_not:
+            launch_all = compiled.launcher([x.kernel for x in known], places, device.index)
+    except RuntimeError as error:
+        why_not = str(error)
+    memo["at once"] = _AtOnce(launch_all, why_not, known)
+
+
+def launch_alone(memo: Memo, kernel, tensors: Sequence[torch.Tensor], how: Callable[[], Launch]) -> None:
+    """Launches the one kernel that calls of a kind have."""
+    if not launched(memo, *tensors):
+        device = tensors[0].device
+        with running(device):
+            launch(memo, kernel, tensors, how)
+        prepare(memo, device, [kernel], " ".join(kernel.arg_names[: len(tensors)]))
+
+
+@cache
+def _runtime():
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _is_heard() -> bool:
+    """Says whether somebody, such as a profiler, listens to Triton's launches."""
+    runtime = _runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _type_of(tensor) -> tuple:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .forward_kernels import INF, _load, _offset, _rows, _scores, _sequence, _store, _tiles, _unit
-from .launch import Launch, Memo, launch, strides
+from .launch import Launch, Memo, launch_alone, strides
 
 
 @triton.jit
@@ -117,4 +117,4 @@ def forward(plan, kind, q, k, v, out, lse, with_lse: bool, memo: Memo) -> None:
         numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
         return Launch(cores, numbers, kind.options | {"SLICE": plan.slice_rows, "LSE": with_lse}, tiles)
 
-    launch(memo, persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
+    launch_alone(memo, persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
