@@ -12,7 +12,7 @@ from ffpa_attn import env
 from ffpa_attn.backends import triton_attention
 from ffpa_attn.building import toolchain
 from ffpa_attn.launching import native
-from ffpa_attn.operators import ops
+from ffpa_attn.operators import again, ops
 from ffpa_attn.specs.spec import ForwardMerge
 from ffpa_attn.triton_ops import launch as triton_launch
 from ffpa_attn.triton_ops.launch import Launch, Tiles, Unable, launch
@@ -313,6 +313,7 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_later(monkeypatch):
     q, k, v = (small() for _ in range(3))
     want = ffpa_attn.ffpa(q, k, v, causal=True, softcap=7.0)
     ops._plans.clear()
+    again._known.clear()
     for kernel in vars(sys.modules["ffpa_attn.triton_ops.forward_kernels"]).values():
         if isinstance(kernel, JITFunction):
             kernel.device_caches.clear()
@@ -333,7 +334,7 @@ import torch
 from ffpa_attn import ffpa
 from ffpa_attn.backends import triton_attention
 from ffpa_attn.launching import native
-from ffpa_attn.operators import ops
+from ffpa_attn.operators import again, ops
 from ffpa_attn.triton_ops import launch as triton_launch
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 8, 300, {d}, device="cuda", dtype=torch.bfloat16) for _ in range(3))
