@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn.operators import ops
+from ffpa_attn.operators import dispatch_keys, ops
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -420,14 +420,13 @@ class TestAtOnce:
         "kind",
         [
             lambda x: x.as_subclass(Wrapped),
-            lambda x: x.clone().requires_grad_(),
             torch._neg_view,
             lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
             lambda x: x.to_sparse(),
             torch.nn.Parameter,
             lambda x: x.to("meta"),
         ],
-        ids=["subclass", "grad", "negative", "zero", "sparse", "parameter", "meta"],
+        ids=["subclass", "negative", "zero", "sparse", "parameter", "meta"],
     )
     def test_tensors(self, kind, which):
         tensors = [torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
@@ -435,6 +434,23 @@ class TestAtOnce:
         if tensors[which].is_meta and which:
             pytest.skip("the body refuses tensors of several devices, as the operator does")
         assert ops.at_once("forward", *tensors) is OPS.forward.default
+
+    @pytest.mark.parametrize("which", range(3))
+    def test_gradients_alone(self, which, device):
+        """What records the call does what the Autograd key would do."""
+        tensors = [x.detach().clone() for x in dense(device)[:3]]
+        tensors[which].requires_grad_()
+        assert ops.at_once("forward_out", *tensors) is OPS.forward_out.default
+        recorded, results = ops.at_once("forward", *tensors), []
+        assert recorded is dispatch_keys.RECORDED["forward"]
+        with torch.no_grad():
+            assert ops.at_once("forward", *tensors) is ops._BODIES["forward"]
+        for function in (recorded, OPS.forward.default):
+            out, lse = function(*tensors, None, causal=True, return_lse=True)
+            (grad,) = torch.autograd.grad((out.float().sin().sum() + lse.sum()), tensors[which])
+            results.append((out, lse, grad, type(out.grad_fn)))
+        for x, y in zip(*results, strict=True):
+            assert x is y or torch.equal(x, y)
 
     def test_transforms_and_traces(self):
         seen, q = [], torch.randn(2, 1, 1, 4, 8)

@@ -139,11 +139,13 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     )
 
 
-def as_read(x: torch.Tensor) -> torch.Tensor:
+def as_read(x: torch.Tensor, memo: dict) -> torch.Tensor:
     """Returns dO in rows that can be read where they lie, which autograd's may not have: that of a sum is one number.
-    Heads that share their rows go on sharing them.
+    Heads that share their rows go on sharing them. What calls of a kind need is the same, and found out once.
     """
-    if not memory_checks.rows_problem(x) and (x.stride(-2) or x.shape[-2] == 1):
+    if "reads dO" not in memo:
+        memo["reads dO"] = not memory_checks.rows_problem(x) and bool(x.stride(-2) or x.shape[-2] == 1)
+    if memo["reads dO"]:
         return x
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-2])]
     return once.clone(memory_format=torch.contiguous_format).expand(x.shape)  # rows may lie off 16 bytes
@@ -167,7 +169,7 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
                 x[..., end:, :].zero_()
 
 
-Memo = dict[int, list[Launch]]  # number of multiprocessors -> launches of `specs`
+Memo = dict  # number of multiprocessors -> launches of `specs`; and what as_read found out
 _OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
 INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse"), READ)
 _GRADIENTS = "dq.data", "dk.data", "dv.data"
@@ -225,7 +227,11 @@ def _gradients(
     live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
     live_rows = empty(heads * live_words, dtype=torch.int64)
 
-    grad_out, lse, grad_lse = as_read(grad_out), lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    grad_out, lse, grad_lse = (
+        as_read(grad_out, memo),
+        lse.contiguous(),
+        None if grad_lse is None else grad_lse.contiguous(),
+    )
     blocks = multiprocessors(q.device)
     launches = memo.get(blocks)
     if launches is None:

@@ -38,7 +38,7 @@ class ShortPlan(NamedTuple):
         if offsets:  # rows of no sequence get zeros
             for grad in grads:
                 grad.zero_()
-        grad_out, lse = backward.as_read(grad_out), lse.contiguous()
+        grad_out, lse = backward.as_read(grad_out, memo), lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         launch = memo.get("launch")
         if launch is None:

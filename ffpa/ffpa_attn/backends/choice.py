@@ -118,7 +118,9 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     if p.dtype in FP8_DTYPES:
         order = "reference" if p.device != "cuda" else "triton hopper" if widest <= 128 else "hopper triton"
     elif p.device == "cuda" and p.direction == "backward":
-        first = "mma" if isinstance(answers["mma"], ShortPlan) else "triton" if widest <= _TRITON_BACKWARD_COLUMNS else ""
+        first = (
+            "mma" if isinstance(answers["mma"], ShortPlan) else "triton" if widest <= _TRITON_BACKWARD_COLUMNS else ""
+        )
         order = " ".join(dict.fromkeys(f"{first} hopper mma triton sdpa reference".split()))
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"

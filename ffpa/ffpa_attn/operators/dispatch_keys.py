@@ -27,12 +27,32 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
         op = getattr(_ops, name).default
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
         lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
+        if not (private_torch.no_gradients or private_torch.no_short_way):
+            RECORDED[name] = partial(_recorded, bodies[name])
+    for name in ("backward", "varlen_backward"):
+        _at_once[name] = bodies[name]
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
         op = getattr(_ops, name).default
         lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
         lib.impl(name, _autocast(op, "cpu"), "AutocastCPU")
     mapped.register(lib)
     flops.register()
+
+
+# What records a call as the Autograd key would, where nothing but a gradient is wanted: without the dispatcher's 10 µs.
+RECORDED: dict[str, Callable] = {}
+_at_once: dict[str, Callable] = {}  # bodies of the operators of gradients
+
+
+def _recorded(body, *args, **options):
+    return _Attention.apply(None, body, None, options, *args)
+
+
+def _gradients_of(name: str, grad_out, grad_lse, *rest, **options):
+    """Runs an operator of gradients, or its body, if the dispatcher does no more."""
+    tensors = [x for x in (grad_lse, *rest) if isinstance(x, torch.Tensor)]
+    run = getattr(_ops, name) if have_work(grad_out, *tensors) else _at_once[name]
+    return run(grad_out, grad_lse, *rest, **options)
 
 
 class _Rules:
@@ -60,9 +80,9 @@ class _Rules:
             grad_out = torch.zeros_like(out)
         args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
         if ctx.longest:
-            return None, None, None, None, *_ops.varlen_backward(*args, **rule), None, None, None, None
+            return None, None, None, None, *_gradients_of("varlen_backward", *args, **rule), None, None, None, None
         mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
-        *grads, dmask = _ops.backward(*args, **rule, mask_grad=mask_grad)
+        *grads, dmask = _gradients_of("backward", *args, **rule, mask_grad=mask_grad)
         return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
     @staticmethod
@@ -134,7 +154,7 @@ def _without_torch_func(*args):
 
 
 def _below_autograd(op, body, keyset, args, options):
-    if _OUR_BODIES and keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES:
+    if keyset is None or (_OUR_BODIES and keyset.raw_repr() & _BELOW_AUTOGRAD in _OUR_BODIES):
         return body(*args, **options)  # this is what the dispatcher would call next, without its 10 µs
     place_dtensors(args)
     with _C._AutoDispatchBelowAutograd():
@@ -156,8 +176,17 @@ def place_dtensors(args) -> None:
 
 
 def have_work(q, *others) -> bool:
-    """Says whether the dispatcher must do more than run an operator's body: for subclasses of tensors, for what traces,
-    records, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
+    """Says whether the dispatcher must do more than run an operator's body."""
+    return have_other_work(q, *others) or want_gradients(q, *others)
+
+
+def want_gradients(*tensors) -> bool:
+    return _C.is_grad_enabled() and _C._any_requires_grad(*tensors)
+
+
+def have_other_work(q, *others) -> bool:
+    """Says whether the dispatcher must do more than record a call for autograd: for subclasses of tensors, for what
+    traces, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
     """
     if (
         torch.compiler.is_compiling()
@@ -169,7 +198,6 @@ def have_work(q, *others) -> bool:
         or forward_ad._current_level >= 0
         or not (q.is_cuda or q.is_cpu)
         or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
-        or (_C.is_grad_enabled() and _C._any_requires_grad(q, *others))
     ):
         return True
     for x in (q, *others):
@@ -192,7 +220,7 @@ def _always_work(*tensors) -> bool:
 
 
 if private_torch.no_short_way:
-    have_work = _always_work
+    have_work = have_other_work = _always_work
     _OUR_BODIES = ()
 else:
     _BEYOND_PLAIN = ~_plain_keys()

@@ -162,7 +162,8 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
                 fresh = fresh_result(plan, q, k, v)
         if fresh is not None:
             return fresh, lse
-        out = q.new_empty(plan.out_shape) if out is None else out
+        if out is None:
+            out = _empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
         if out.numel():
             run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
     except triton_launch.Unable as error:
@@ -171,6 +172,11 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, q.dtype) from None
     return out, lse
+
+
+def _empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a contiguous tensor of this shape, in half the time that `torch.empty` takes."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _bytes(shape, dtype: torch.dtype) -> int:
@@ -225,7 +231,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
     try:
-        dq, dk, dv = (torch.empty(x.shape, dtype=t, device=x.device) for x, t in zip((q, k, v), dtypes, strict=True))
+        dq, dk, dv = (_empty_like(x, t) for x, t in zip((q, k, v), dtypes, strict=True))
         dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
         d_mask = reference.align_mask(dmask) if mask_grad else None
         run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
@@ -334,8 +340,14 @@ for _name, _body in _BODIES.items():
 
 
 def at_once(name: str, q, *others):
-    """Returns what runs the operator: its body, if the dispatcher does no more in its 10 µs, else the operator."""
-    return (_OPERATORS if dispatch_keys.have_work(q, *others) else _BODIES)[name]
+    """Returns what runs the operator: its body, or what records it, if the dispatcher does no more in its 10 µs, else
+    the operator.
+    """
+    if dispatch_keys.have_other_work(q, *others):
+        return _OPERATORS[name]
+    if dispatch_keys.want_gradients(q, *others):
+        return dispatch_keys.RECORDED.get(name) or _OPERATORS[name]
+    return _BODIES[name]
 
 
 _OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
