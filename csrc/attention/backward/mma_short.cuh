@@ -75,14 +75,14 @@ template <class Config>
 class BackwardMmaShort {
   using Element = typename Config::Dtype;
   static constexpr int kTile = Config::kTile, kStep = Config::kStep, kColumns = Config::kColumns;
-  static constexpr int kAcross = Config::kAcross, kM = Config::kWarpRows / 16;
+  static constexpr int kAcross = Config::kAcross;
   static constexpr int kFragments = 8;  // fragments of keys that a warp has
   static constexpr int kGroup = 4;      // fragments of keys whose P is computed together
-  using Sums = tile::Accumulator<float>[kM][kFragments];
+  using Sums = tile::Accumulator<float>[1][kFragments];
   template <int kWidth>
-  using Gradient = tile::Accumulator<float>[kM][kWidth / kAcross / 8];  // a warp's lines, and its part of the columns
-  using OutOfStep = uint32_t[kM][kStep / 16][4];  // a step's columns of O, for the rows of a warp, as B fragments
-  using Packed = uint32_t[2 * kGroup];            // [fragment][half of rows], a pair of keys each
+  using Gradient = tile::Accumulator<float>[1][kWidth / kAcross / 8];  // a warp's lines, and its part of the columns
+  using OutOfStep = uint32_t[kStep / 16][4];  // a step's columns of O, for the rows of a warp, as B fragments
+  using Packed = uint32_t[2 * kGroup];        // [fragment][half of rows], a pair of keys each
 
   FFPA_HOST_DEVICE static constexpr tile::RowLayout pairs_layout() { return tile::RowLayout(kTile * 2); }
   template <int kWidth>
@@ -112,10 +112,10 @@ class BackwardMmaShort {
     int head, first;
   };
 
-  // The numbers of the rows that a lane has values of.
+  // The numbers of the two rows that a lane has values of.
   struct RowNumbers {
-    float lse[kM][2];  // natural; +inf where the row does not exist or sees no key
-    bool plain[kM];    // whether P comes from products by one multiply-add
+    float lse[2];  // natural; +inf where the row does not exist or sees no key
+    bool plain;    // whether P comes from products by one multiply-add
   };
 
  public:
@@ -341,7 +341,7 @@ class BackwardMmaShort {
       }
       if (has_one_tile()) ptx::sync_block();  // P of all warps is there
       Sums sums;
-      tile::Accumulator<float> deltas[kM];
+      tile::Accumulator<float> deltas;
       FFPA_NO_UNROLL
       for (bool more = true; more; ++number) {
         const Step step = begin_step(number);
@@ -362,19 +362,20 @@ class BackwardMmaShort {
     }
   }
 
-  // Return the row of the row tile that a lane has in half `h` of C fragment `m`, and the place of its LSE, or of that
-  // of the last row.
-  FFPA_DEVICE int row_of_lane(int m, int h) const { return warp_row_ + m * 16 + tile::c_coordinate(lane_, 2 * h).row; }
-  FFPA_DEVICE int64_t lse_of_lane(const Rows& rows, int m, int h) const {
-    return lse_row(rows, min_of(row_of_lane(m, h), n_q() - 1 - rows.first));
+  // Return the row of the row tile that a lane has in half `h` of a C fragment, and the place of its LSE, or of that of
+  // the last row.
+  FFPA_DEVICE int row_of_lane(int h) const { return warp_row_ + tile::c_coordinate(lane_, 2 * h).row; }
+  FFPA_DEVICE int64_t lse_of_lane(const Rows& rows, int h) const {
+    return lse_row(rows, min_of(row_of_lane(h), n_q() - 1 - rows.first));
   }
 
   FFPA_DEVICE RowNumbers numbers_of(const Rows& rows) const {
     RowNumbers numbers;
-    tile::for_each_row<kM>([&](int m, int h) {
-      const float lse = load_float(attention_.lse + lse_of_lane(rows, m, h));
-      numbers.lse[m][h] = rows.first + row_of_lane(m, h) >= n_q() || lse == -kInfinity ? kInfinity : lse;
-    });
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const float lse = load_float(attention_.lse + lse_of_lane(rows, h));
+      numbers.lse[h] = rows.first + row_of_lane(h) >= n_q() || lse == -kInfinity ? kInfinity : lse;
+    }
     return numbers;
   }
 
@@ -386,8 +387,8 @@ class BackwardMmaShort {
     const uint32_t b_smem = slot + Config::kSlotBytes / 2 + kLayout.offset(part_ * 64 + b.row, b.column);
     tile::add_product<Element, 1, kStep / 16>(
         sums,
-        [&](uint32_t (&fragment)[4], int m, int depth) {
-          ptx::ldmatrix_x4(fragment, kLayout.moved(a_smem, m * 16, depth * 2));
+        [&](uint32_t (&fragment)[4], int, int depth) {
+          ptx::ldmatrix_x4(fragment, kLayout.moved(a_smem, 0, depth * 2));
         },
         [&](uint32_t (&fragments)[4], int depth, int pair) {
           ptx::ldmatrix_x4(fragments, kLayout.moved(b_smem, pair * 16, depth * 2));
@@ -402,48 +403,45 @@ class BackwardMmaShort {
   // half of the rows of dO meets the same half of those of O.
   FFPA_DEVICE void load_out(OutOfStep& out, const Rows& rows, int first_column) const {
     const tile::Coordinate at = {tile::b_coordinate(lane_, 0).column, tile::b_coordinate(lane_, 0).row};
-    tile::for_each_row<kM>([&](int m, int half) {
-      const int row = min_of(rows.first + warp_row_ + m * 16 + 8 * half + at.row, n_q() - 1);
+    FFPA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = min_of(rows.first + warp_row_ + 8 * half + at.row, n_q() - 1);
       const uint16_t* line = row_of(attention_.out, batch_, rows.head, q_.begin + row) + first_column + at.column;
       FFPA_UNROLL
       for (int i = 0; i < kStep / 8; ++i) {
         const bool exists = first_column + 8 * i < attention_.d_v;
-        out[m][i / 2][2 * half + i % 2] = exists ? ptx::ld_global_4(line + 8 * i) : 0u;
+        out[i / 2][2 * half + i % 2] = exists ? ptx::ld_global_4(line + 8 * i) : 0u;
       }
-    });
+    }
   }
-  FFPA_DEVICE void add_deltas(tile::Accumulator<float> (&deltas)[kM], uint32_t slot, const OutOfStep& out) const {
+  FFPA_DEVICE void add_deltas(tile::Accumulator<float>& deltas, uint32_t slot, const OutOfStep& out) const {
     const uint32_t a_smem = a_of_step(slot);
     FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FFPA_UNROLL
-      for (int depth = 0; depth < kStep / 16; ++depth) {
-        const uint32_t (&b)[4] = out[m][depth];
-        uint32_t a[4];
-        ptx::ldmatrix_x4(a, columns_layout<kStep>().moved(a_smem, m * 16, depth * 2));
-        deltas[m].template multiply_add<Element>({a[0], 0, a[2], 0}, b[0], b[1]);
-        deltas[m].template multiply_add<Element>({0, a[1], 0, a[3]}, b[2], b[3]);
-      }
+    for (int depth = 0; depth < kStep / 16; ++depth) {
+      const uint32_t (&b)[4] = out[depth];
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, columns_layout<kStep>().moved(a_smem, 0, depth * 2));
+      deltas.template multiply_add<Element>({a[0], 0, a[2], 0}, b[0], b[1]);
+      deltas.template multiply_add<Element>({0, a[1], 0, a[3]}, b[2], b[3]);
     }
   }
 
-  // Calls function(smem, i) for each packed pair i of a group in fragment m of rows, and where it lies in a matrix of
-  // pairs.
+  // Calls function(smem, i) for each packed pair i of a group, and where the lane has it in a matrix of pairs.
   template <class Function>
-  FFPA_DEVICE void for_pairs(uint32_t matrix_smem, int m, int group, const Function& function) const {
+  FFPA_DEVICE void for_pairs(uint32_t matrix_smem, int group, const Function& function) const {
     const tile::Coordinate at = tile::c_coordinate(lane_, 0);
     FFPA_UNROLL
     for (int i = 0; i < 2 * kGroup; ++i) {
-      const int row = warp_row_ + m * 16 + at.row + i % 2 * 8, chunk = part_ * kFragments + group * kGroup + i / 2;
+      const int row = warp_row_ + at.row + i % 2 * 8, chunk = part_ * kFragments + group * kGroup + i / 2;
       function(matrix_smem + pairs_layout().offset(row, chunk) + at.column * 2, i);
     }
   }
-  FFPA_DEVICE void store(uint32_t matrix_smem, int m, int group, const Packed& pairs) const {
-    for_pairs(matrix_smem, m, group, [&](uint32_t smem, int i) { ptx::st_shared_4(smem, pairs[i]); });
+  FFPA_DEVICE void store(uint32_t matrix_smem, int group, const Packed& pairs) const {
+    for_pairs(matrix_smem, group, [&](uint32_t smem, int i) { ptx::st_shared_4(smem, pairs[i]); });
   }
-  static FFPA_DEVICE void get(float (&values)[1][kGroup][4], const Sums& sums, int m, int group) {
+  static FFPA_DEVICE void get(float (&values)[1][kGroup][4], const Sums& sums, int group) {
     FFPA_UNROLL
-    for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(values[0][n]);
+    for (int n = 0; n < kGroup; ++n) sums[0][group * kGroup + n].get(values[0][n]);
   }
 
   // With a softcap, P times its slopes waits in the place of dS.
@@ -452,68 +450,62 @@ class BackwardMmaShort {
   FFPA_DEVICE void finish_p_of(int tile, const Rows& of_tile, const Sums& sums, RowNumbers& numbers) const {
     const RowTile rows = row_tile(of_tile, 0, kTile);
     const bool all_seen = all_rows_see(rows, 0, kTile) && rows.last - rows.first == kTile - 1;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      const int row = warp_row_ + m * 16;
-      const float (&lse)[2] = numbers.lse[m];
-      const float lse2[2] = {in_base_2_or_none(lse[0]), in_base_2_or_none(lse[1])};
-      numbers.plain[m] = is_plain(attention_, all_seen, lse2);
-      RowShare own;  // of the row that has the lane's number
-      if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
-        const float low = ptx::shfl_idx(lse[0], lane_ % 8 * 4), high = ptx::shfl_idx(lse[1], lane_ % 8 * 4);
-        own = share_of_rows<Element>(attention_, row_tile(of_tile, row, 16), lane_ / 8 % 2 == 0 ? low : high, lane_);
-      }
-      const auto get_shares = [&](RowShare(&shares)[2]) {
-        FFPA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          const int source = lane_ / 4 + 8 * h;
-          shares[h] = {ptx::shfl_idx(own.reference, source), ptx::shfl_idx(own.share, source)};
-        }
-      };
-      FFPA_UNROLL
-      for (int group = 0; group < kFragments / kGroup; ++group) {
-        float scores[1][kGroup][4];
-        Packed p, slopes;
-        get(scores, sums, m, group);
-        if (numbers.plain[m]) {
-          exponents_of_plain<Element>(scores, attention_.score_factor, lse2);
-        } else {
-          exponents_by_rules<Element>(scores, attention_, rows, all_seen, rows.first + row,
-                                      part_ * 64 + group * kGroup * 8, lse2, lane_, slopes, get_shares);
-        }
-        finish_p<Element>(scores, p);
-        store(p_of(tile), m, group, p);
-        if (!has_softcap()) continue;
-        apply_slopes<Element>(p, slopes);
-        store(ds_of(tile), m, group, p);
-      }
+    const auto in_base_2_or_none = [](float lse) { return lse == kInfinity ? lse : in_base_2(lse); };
+    const float lse2[2] = {in_base_2_or_none(numbers.lse[0]), in_base_2_or_none(numbers.lse[1])};
+    numbers.plain = is_plain(attention_, all_seen, lse2);
+    RowShare own;  // share of the row of the warp that has the lane's number
+    if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
+      const float low = ptx::shfl_idx(numbers.lse[0], lane_ % 8 * 4),
+                  high = ptx::shfl_idx(numbers.lse[1], lane_ % 8 * 4);
+      own =
+          share_of_rows<Element>(attention_, row_tile(of_tile, warp_row_, 16), lane_ / 8 % 2 == 0 ? low : high, lane_);
     }
-  }
-  static FFPA_DEVICE float in_base_2_or_none(float lse) { return lse == kInfinity ? lse : in_base_2(lse); }
-
-  FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers,
-                                const tile::Accumulator<float> (&deltas)[kM]) const {
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      float delta[2], values[4];
-      deltas[m].get(values);
+    const auto get_shares = [&](RowShare(&shares)[2]) {
       FFPA_UNROLL
       for (int h = 0; h < 2; ++h) {
-        const int row = lane_ / 4;  // of the four lanes of a row, lane row / 2 has the row's own column
-        const float own = row % 2 == 0 ? values[2 * h] : values[2 * h + 1];
-        delta[h] = ptx::shfl_idx(own, row * 4 + row / 2);
-        if (params_.grad_lse != nullptr) delta[h] -= load_float(params_.grad_lse + lse_of_lane(rows, m, h));
+        const int source = lane_ / 4 + 8 * h;
+        shares[h] = {ptx::shfl_idx(own.reference, source), ptx::shfl_idx(own.share, source)};
       }
-      FFPA_UNROLL
-      for (int group = 0; group < kFragments / kGroup; ++group) {
-        float dp[1][kGroup][4];
-        Packed p, ds;
-        get(dp, sums, m, group);
-        for_pairs(has_softcap() ? ds_of(tile) : p_of(tile), m, group,
-                  [&](uint32_t smem, int i) { p[i] = ptx::ld_shared_4(smem); });
-        finish_ds<Element>(dp, p, numbers.plain[m], delta, ds);
-        store(ds_of(tile), m, group, ds);
+    };
+    FFPA_UNROLL
+    for (int group = 0; group < kFragments / kGroup; ++group) {
+      float scores[1][kGroup][4];
+      Packed p, slopes;
+      get(scores, sums, group);
+      if (numbers.plain) {
+        exponents_of_plain<Element>(scores, attention_.score_factor, lse2);
+      } else {
+        exponents_by_rules<Element>(scores, attention_, rows, all_seen, rows.first + warp_row_,
+                                    part_ * 64 + group * kGroup * 8, lse2, lane_, slopes, get_shares);
       }
+      finish_p<Element>(scores, p);
+      store(p_of(tile), group, p);
+      if (!has_softcap()) continue;
+      apply_slopes<Element>(p, slopes);
+      store(ds_of(tile), group, p);
+    }
+  }
+
+  FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers,
+                                const tile::Accumulator<float>& deltas) const {
+    float delta[2], values[4];
+    deltas.get(values);
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int row = lane_ / 4;  // of the four lanes of a row, lane row / 2 has the row's own column
+      const float own = row % 2 == 0 ? values[2 * h] : values[2 * h + 1];
+      delta[h] = ptx::shfl_idx(own, row * 4 + row / 2);
+      if (params_.grad_lse != nullptr) delta[h] -= load_float(params_.grad_lse + lse_of_lane(rows, h));
+    }
+    FFPA_UNROLL
+    for (int group = 0; group < kFragments / kGroup; ++group) {
+      float dp[1][kGroup][4];
+      Packed p, ds;
+      get(dp, sums, group);
+      for_pairs(has_softcap() ? ds_of(tile) : p_of(tile), group,
+                [&](uint32_t smem, int i) { p[i] = ptx::ld_shared_4(smem); });
+      finish_ds<Element>(dp, p, numbers.plain, delta, ds);
+      store(ds_of(tile), group, ds);
     }
   }
 
@@ -534,10 +526,7 @@ class BackwardMmaShort {
       if (!step.ends) continue;
       write<kColumns>(step, step.part, sums);
       FFPA_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        FFPA_UNROLL
-        for (tile::Accumulator<float>& sum : sums[m]) sum = {};
-      }
+      for (tile::Accumulator<float>& sum : sums[0]) sum = {};
     }
   }
 
@@ -554,11 +543,11 @@ class BackwardMmaShort {
     const uint32_t b_smem = kLayout.moved(slot + kLayout.offset(b.row, b.column), 0, part_ * kOwnColumns / 8);
     tile::add_product<Element, 1, kTile / 16>(
         sums,
-        [&](uint32_t (&fragment)[4], int m, int depth) {
+        [&](uint32_t (&fragment)[4], int, int depth) {
           if (kTransposed) {
-            ptx::ldmatrix_x4_trans(fragment, kPairs.moved(a_smem, depth * 16, m * 2));
+            ptx::ldmatrix_x4_trans(fragment, kPairs.moved(a_smem, depth * 16, 0));
           } else {
-            ptx::ldmatrix_x4(fragment, kPairs.moved(a_smem, m * 16, depth * 2));
+            ptx::ldmatrix_x4(fragment, kPairs.moved(a_smem, 0, depth * 2));
           }
         },
         [&](uint32_t (&fragments)[4], int depth, int pair) {
@@ -585,21 +574,19 @@ class BackwardMmaShort {
     void* of_q_gmem = result_of(params_.dq, head, row, column);
     void* of_k_gmem = result_of(params_.dk, head, row, column);
     void* of_v_gmem = result_of(params_.dv, head, row, column);
-    uint8_t* gmem = static_cast<uint8_t*>(of_q ? of_q_gmem : of_v ? of_v_gmem : of_k_gmem);
+    tile::RowWriter<Element, kOwnColumns / 8> writer(of_q   ? of_q_gmem
+                                                     : of_v ? of_v_gmem
+                                                            : of_k_gmem,
+                                                     row_stride, (of_q ? step.lines : n_k()) - warp_row_,
+                                                     step.chunks * tile::kChunkElements - first_column,
+                                                     params_.float_gradients, lane_);
     FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      tile::RowWriter<Element, kOwnColumns / 8> writer(gmem + m * 16 * row_stride * (params_.float_gradients ? 4 : 2),
-                                                       row_stride, (of_q ? step.lines : n_k()) - warp_row_ - m * 16,
-                                                       step.chunks * tile::kChunkElements - first_column,
-                                                       params_.float_gradients, lane_);
+    for (int n = 0; n < kOwnColumns / 8; ++n) {
+      float values[4];
+      sums[0][n].get(values);
       FFPA_UNROLL
-      for (int n = 0; n < kOwnColumns / 8; ++n) {
-        float values[4];
-        sums[m][n].get(values);
-        FFPA_UNROLL
-        for (float& value : values) value *= scale;
-        writer.put(n, values);
-      }
+      for (float& value : values) value *= scale;
+      writer.put(n, values);
     }
   }
 
