@@ -4,12 +4,16 @@ from .kinds import BOXES, PACKED_CHUNKS, RESULTS_OF_PRODUCTS, backward, edits_in
 
 MUTANTS = [
     *short_backward(
+        "csrc/attention/backward/mma_short.cuh",
         ("backward short: lines that do not count are summed over", "&& is_live(lines, line);", "&& line < kTile;"),
-        ("backward short: keys that no row sees count", "write(row_tiles_, thread_ >= visible_keys_begin(rows) && thread_ < visible_keys_end(rows));", "write(row_tiles_, true);"),
         ("backward short: the second half of dO meets the first of O", "{0, a[1], 0, a[3]}, b[2], b[3]", "{0, a[1], 0, a[3]}, b[0], b[1]"),
         ("backward short: dLSE with the wrong sign", "delta[h] -= load_float", "delta[h] += load_float"),
         ("backward short: dV before all warps have P", "      if (has_one_tile()) ptx::sync_block();  // P of all warps is there\n", ""),
         ("backward short: gradients before all warps have dS", "    ptx::sync_block();  // P and dS of all warps are there\n", ""),
+    ),
+    *short_backward(
+        "csrc/attention/backward/short_head.cuh",
+        ("backward short: keys that no row sees count", "write(row_tiles_, thread >= visible_keys_begin(rows) && thread < visible_keys_end(rows));", "write(row_tiles_, true);"),
         ("backward short: the sum over row tiles ends with each", "!step.is_over_rows() || step.tile + 1 == row_tiles_", "true"),
         ("backward short: the first columns of a gradient are left out", "column = (end - 1 - columns) * kColumns;", "column = (end - columns) * kColumns;"),
     ),

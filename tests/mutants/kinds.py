@@ -84,9 +84,9 @@ def backward(file: str, *edits: tuple[str, str, str], only: str = SOME_BACKWARDS
     return edits_in(file, f"tests/backends/test_backward.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
-def short_backward(*edits: tuple[str, str, str]) -> list[Mutant]:
+def short_backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/backends/test_backward_short.py tests/backends/test_backward.py -k 'short and not cuda'"
-    return edits_in("csrc/attention/backward/mma_short.cuh", tests, *edits, ENABLE_FFPA_DEBUG="1")
+    return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
 def mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:

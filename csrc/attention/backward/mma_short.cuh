@@ -15,6 +15,7 @@
 
 #include "attention/backward/pairs.cuh"
 #include "attention/backward/row_shares.cuh"
+#include "attention/backward/short_head.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"
@@ -72,7 +73,33 @@ struct BackwardMmaShortConfig : Fields {
 };
 
 template <class Config>
-class BackwardMmaShort {
+class BackwardMmaShort : ShortHead<Config> {
+  using Head = ShortHead<Config>;
+  using Head::attention_;
+  using Head::batch_;
+  using Head::ds_of;
+  using Head::find_live_lines;
+  using Head::get_step;
+  using Head::has_one_tile;
+  using Head::head_kv_;
+  using Head::is_live;
+  using Head::k_;
+  using Head::load_float;
+  using Head::lse_row;
+  using Head::n_k;
+  using Head::n_q;
+  using Head::p_of;
+  using Head::pair_steps_;
+  using Head::params_;
+  using Head::q_;
+  using Head::row_tile;
+  using Head::row_tiles_;
+  using Head::rows_of;
+  using Head::steps_;
+  using Head::work_out_steps;
+  using typename Head::Part;
+  using typename Head::Rows;
+  using typename Head::Step;
   using Element = typename Config::Dtype;
   static constexpr int kTile = Config::kTile, kStep = Config::kStep, kColumns = Config::kColumns;
   static constexpr int kAcross = Config::kAcross;
@@ -90,28 +117,6 @@ class BackwardMmaShort {
     return tile::RowLayout(kWidth * 2);
   }
 
-  enum class Part : int { kS, kDp, kDv, kDk, kDq };
-
-  // A step: the rows of Q or dO that it brings, with the same columns of K or V for S and dP; or the keys for dQ.
-  struct Step {
-    Part part;
-    int tile;    // row tile, counted in the block
-    bool ends;   // whether it is the last one of a sum
-    int lines;   // existing rows of the row tile
-    int column;  // first column
-    int chunks;  // existing columns / 8, no more than a step has
-    const uint16_t* lines_gmem;
-
-    FFPA_DEVICE bool is_for_pairs() const { return part <= Part::kDp; }
-    FFPA_DEVICE bool is_over_rows() const { return part == Part::kDv || part == Part::kDk; }
-    FFPA_DEVICE bool is_of_v() const { return part == Part::kDp || part == Part::kDv; }
-  };
-
-  // The rows of a row tile: their head, and the first one.
-  struct Rows {
-    int head, first;
-  };
-
   // The numbers of the two rows that a lane has values of.
   struct RowNumbers {
     float lse[2];  // natural; +inf where the row does not exist or sees no key
@@ -120,30 +125,21 @@ class BackwardMmaShort {
 
  public:
   FFPA_DEVICE explicit BackwardMmaShort(const BackwardParams& params)
-      : params_(params),
-        attention_(params.attention),
+      : Head(params),
         thread_(ptx::thread_x()),
         lane_(ptx::lane_id()),
         warp_row_(thread_ / 32 / kAcross * Config::kWarpRows),
         part_(thread_ / 32 % kAcross),
-        batch_(ptx::block_x() / params.heads_kv()),
-        head_kv_(ptx::block_x() % params.heads_kv()),
-        q_(batch_entry(attention_, batch_).q),
-        k_(batch_entry(attention_, batch_).k),
-        row_tiles_(ceil_div(n_q(), kTile) * attention_.group),
         ring_(ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes, ptx::dynamic_smem(), attention_.stages,
-              Config::kSlotBytes),
-        pair_steps_(row_tiles_ * Config::pair_steps(attention_.d_qk, attention_.d_v)),
-        steps_(pair_steps_ + row_tiles_ * (steps_of_v() + 2 * ceil_div(attention_.d_qk, kColumns))),
-        steps_smem_(live_smem() + round_up((row_tiles_ + 1) * kTile / 8, 16)) {}
+              Config::kSlotBytes) {}
 
   FFPA_DEVICE void run() {
     if (row_tiles_ == 0 || n_k() == 0) return;  // of a packed sequence, whose gradients are zero already
     ring_.init(thread_);
-    work_out_steps();
+    work_out_steps(thread_);
     ptx::sync_block();
     bring_step(0);
-    find_live_lines();
+    find_live_lines(thread_);
     ptx::sync_block();
     FFPA_NO_UNROLL
     for (int i = 1; i < ahead(); ++i) bring_step(i);
@@ -155,116 +151,10 @@ class BackwardMmaShort {
  private:
   FFPA_DEVICE int ahead() const { return attention_.stages - 1; }  // steps that are brought ahead
 
-  // ---- row tiles ----
-
-  FFPA_DEVICE int n_q() const { return q_.end - q_.begin; }
-  FFPA_DEVICE int n_k() const { return k_.end - k_.begin; }
-  FFPA_DEVICE Rows rows_of(int tile) const {
-    const int of_head = ceil_div(n_q(), kTile), head = tile / of_head;
-    return {head_kv_ * attention_.group + head, (tile - head * of_head) * kTile};
-  }
-  FFPA_DEVICE RowTile row_tile(const Rows& rows, int offset, int count) const {
-    const int first = rows.first + offset;
-    return {batch_entry(attention_, batch_), batch_, rows.head, first, min_of(first + count, n_q()) - 1};
-  }
-  FFPA_DEVICE int64_t lse_row(const Rows& rows, int row) const {
-    return batch_ * attention_.lse_batch_stride + rows.head * attention_.lse_head_stride + q_.begin + rows.first + row;
-  }
-  static FFPA_DEVICE float load_float(const float* x) { return float_from_bits(ptx::ld_global_4(x)); }
-
-  // Says whether dV is computed along with dP: no sum over row tiles has to wait for it.
-  FFPA_DEVICE bool has_one_tile() const { return row_tiles_ == 1; }
-  FFPA_DEVICE int steps_of_v() const { return has_one_tile() ? 0 : ceil_div(attention_.d_v, kColumns); }
-
-  // ---- steps, in order: for S and dP of each row tile, then for dV, dK, and dQ ----
-
-  // Returns step `number`. Those of gradients go from the last columns to the first: the later lines were brought, the
-  // more of them are still in L2.
-  FFPA_DEVICE Step step_of(int number) const {
-    const int d_qk = attention_.d_qk, d_v = attention_.d_v;
-    Step step;
-    int column, width = kStep;
-    if (number < pair_steps_) {
-      const int qk_steps = ceil_div(d_qk, kStep), of_tile = qk_steps + ceil_div(d_v, kStep);
-      step.tile = number / of_tile;
-      const int i = number - step.tile * of_tile;
-      step.part = i < qk_steps ? Part::kS : Part::kDp;
-      column = (i < qk_steps ? i : i - qk_steps) * kStep;
-    } else {
-      const int of_v = steps_of_v(), of_qk = ceil_div(d_qk, kColumns);
-      int i = number - pair_steps_;
-      const int columns = i / row_tiles_;
-      step.tile = i - columns * row_tiles_;
-      step.part = columns < of_v ? Part::kDv : columns < of_v + of_qk ? Part::kDk : Part::kDq;
-      const int end = step.part == Part::kDv ? of_v : step.part == Part::kDk ? of_v + of_qk : of_v + 2 * of_qk;
-      column = (end - 1 - columns) * kColumns;
-      width = kColumns;
-    }
-    const Rows rows = rows_of(step.tile);
-    const int left = (step.is_of_v() ? d_v : d_qk) - column;
-    const int first = q_.begin + rows.first;
-    step.column = column;
-    step.chunks = min_of(left, width) / tile::kChunkElements;
-    step.lines = min_of(n_q() - rows.first, kTile);
-    step.ends = step.is_for_pairs() ? left <= width : !step.is_over_rows() || step.tile + 1 == row_tiles_;
-    step.lines_gmem = column + (step.part == Part::kDq ? row_of(attention_.k, batch_, head_kv_, k_.begin)
-                                : step.is_of_v()       ? row_of(params_.grad_out, batch_, rows.head, first)
-                                                       : row_of(attention_.q, batch_, rows.head, first));
-    return step;
-  }
-
-  FFPA_DEVICE void work_out_steps() const {
-    FFPA_NO_UNROLL
-    for (int number = thread_; number < steps_; number += Config::kThreads) {
-      const Step step = step_of(number);
-      const uint64_t gmem = reinterpret_cast<uint64_t>(step.lines_gmem);
-      ptx::st_shared_16(steps_smem_ + number * Config::kStepBytes,
-                        {uint32_t(gmem), uint32_t(gmem >> 32),
-                         uint32_t(step.part) | uint32_t(step.ends) << 3 | step.tile << 4 | step.chunks << 16,
-                         uint32_t(step.column | step.lines << 16)});
-    }
-  }
-  FFPA_DEVICE Step get(int number) const {
-    uint32_t words[4];
-    ptx::ld_shared_16(words, steps_smem_ + number * Config::kStepBytes);
-    return {Part(words[2] & 7),
-            int(words[2] >> 4 & 0xfff),
-            bool(words[2] >> 3 & 1),
-            int(words[3] >> 16),
-            int(words[3] & 0xffff),
-            int(words[2] >> 16),
-            reinterpret_cast<const uint16_t*>(words[0] | uint64_t(words[1]) << 32)};
-  }
-
   // Brings a later step while this one is under way, and returns this one.
   FFPA_DEVICE Step begin_step(int number) {
     bring_step(number + ahead());
-    return get(number);
-  }
-
-  // ---- which lines count ----
-  //
-  // Rows that see no key, and keys that no row sees, may hold anything: where they are summed over, they come as zeros.
-  // Each row of each row tile has a bit, and after them each key.
-
-  FFPA_DEVICE void find_live_lines() const {
-    if (thread_ >= kTile) return;
-    const auto write = [&](int tile, bool is_live) {
-      const uint32_t live = ptx::vote_ballot(is_live);
-      if (lane_ == 0) ptx::st_shared_4(live_smem() + (tile * kTile + thread_) / 8, live);
-    };
-    const RowTile rows = {batch_entry(attention_, batch_), batch_, 0, 0, n_q() - 1};
-    write(row_tiles_, thread_ >= visible_keys_begin(rows) && thread_ < visible_keys_end(rows));
-    FFPA_NO_UNROLL
-    for (int tile = 0; tile < row_tiles_; ++tile) {
-      const Rows of_tile = rows_of(tile);
-      const bool exists = of_tile.first + thread_ < n_q();
-      write(tile, exists && load_float(attention_.lse + lse_row(of_tile, thread_)) != -kInfinity);
-    }
-  }
-  FFPA_DEVICE uint32_t live_smem() const { return p_of(row_tiles_); }
-  FFPA_DEVICE bool is_live(int tile, int line) const {
-    return ptx::ld_shared_4(live_smem() + (tile * kTile + line) / 32 * 4) >> (line % 32) & 1;
+    return get_step(number);
   }
 
   // ---- steps on their way into shared memory ----
@@ -272,7 +162,7 @@ class BackwardMmaShort {
   // Starts the copies of a step, if there is one.
   FFPA_DEVICE void bring_step(int number) {
     if (number >= steps_) return;
-    const Step step = get(number);
+    const Step step = get_step(number);
     const uint32_t slot = ring_.begin_fill();
     const int columns = step.chunks * tile::kChunkElements;
     const int64_t k_stride = attention_.k.row_stride;
@@ -316,12 +206,6 @@ class BackwardMmaShort {
   }
 
   // ---- P and dS of a row tile ----
-
-  FFPA_DEVICE uint32_t p_of(int tile) const {
-    return ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes + Config::kRingBytes +
-           tile * 2 * Config::kPairBytes;
-  }
-  FFPA_DEVICE uint32_t ds_of(int tile) const { return p_of(tile) + Config::kPairBytes; }
 
   FFPA_DEVICE void find_pairs() {
     int number = 0;
@@ -590,17 +474,10 @@ class BackwardMmaShort {
     }
   }
 
-  const BackwardParams& params_;
-  const AttentionParams& attention_;
   int thread_, lane_;
   int warp_row_;  // first row of the warp in a row tile, and its first key for dK and dV
   int part_;      // which keys of a row tile the warp has, and which columns of a gradient
-  int batch_, head_kv_;
-  RowRange q_, k_;  // rows and keys of the batch entry
-  int row_tiles_;
   typename Config::Ring ring_;
-  int pair_steps_, steps_;  // steps for S and dP, and all steps
-  uint32_t steps_smem_;
 };
 
 template <class Config>
