@@ -31,9 +31,11 @@ step campaign "$PY" tests/campaign.py --seconds "${SECONDS_OF_PROBLEMS:-300}" --
 step stress "$PY" tests/campaign_stress.py --json "$out/stress.json"
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 step small env FFPA_BACKEND=triton "$PY" bench/small_heads.py
+# Before a kernel of Triton's is launched from here, the driver is asked for a parameter that should not exist, and says
+# so: its answers do not count. A launch that fails fails its test.
 for tool in ${SANITIZE:+memcheck racecheck initcheck synccheck}; do
-  step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$PY" -m pytest -q -p no:cacheprovider tests/backends/test_mma.py tests/backends/test_mma_{splits,rows,packed}.py tests/backends/test_toggles.py tests/backends/test_{fused,two_phase,backward}.py \
+  step "$tool" compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+    "$PY" -m pytest -q -p no:cacheprovider tests/backends/test_mma.py tests/backends/test_mma_{splits,rows,packed}.py tests/backends/test_toggles.py tests/backends/test_{fused,two_phase,backward,backward_short}.py \
     -k "(on_a_gpu or test_backward and cuda) and not bits_repeat and not long_sequences and not more_than_31"
 done
 echo
