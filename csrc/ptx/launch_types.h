@@ -27,7 +27,7 @@ inline LaunchShape persistent_shape(int items, int resident_blocks, int threads,
 }
 
 struct LaunchStatus {
-  int code = 0;              // 0, a cudaError_t, or 1 in emulation
+  int code = 0;              // 0, a cudaError_t, 1 in emulation, or -1 where the driver is too old
   const char* message = "";  // valid until this thread's next launch
   bool ok() const { return code == 0; }
 };

@@ -108,6 +108,7 @@ LaunchStatus launch_compiled(const CompiledKernel& kernel, const uint64_t* tenso
         reinterpret_cast<void*>(address_of(map.base)), map.size, map.stride_bytes, map.box, kEachElement,
         CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(map.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status.code > 0) return {status.code, "cuTensorMapEncodeTiled refused a tensor map"};
     if (!status.ok()) return status;
   }
   void* parameters[kMostParameters];

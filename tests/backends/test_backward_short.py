@@ -65,7 +65,7 @@ def test_bits_do_not_depend_on_the_schedule(n, device, forced):
 def test_row_tiles_add_up(device, forced):
     """Heads that share K and V give the sums of what each gives alone, and dV of one row tile is dV of many."""
     forced("short", device)
-    q, k, v, _ = make_inputs(Case(heads_q=2, heads_kv=1, n_q=100, n_k=64, d=72), device)
+    q, k, v, _ = make_inputs(Case(heads_q=2, heads_kv=1, n_q=60, n_k=64, d=72), device)
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
     g = test_numerics.random_like(out, 7)
 
@@ -80,13 +80,29 @@ def test_row_tiles_add_up(device, forced):
         torch.testing.assert_close(parts[0][i] + parts[1][i], whole[i], atol=1e-4, rtol=1e-5)
 
 
+def test_rows_that_hold_nan_keep_to_themselves(device, forced):
+    """dO·O of a row comes from a product of many rows; neither O nor LSE of another one is in it."""
+    forced("short", device)
+    q, k, v, _ = make_inputs(Case(heads_q=1, heads_kv=1, n_q=30, n_k=40, d=72), device)
+    q, k, v = (x.clone() for x in (q, k, v))
+    out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True)
+    g, dead = test_numerics.random_like(out, 7), torch.zeros_like(lse, dtype=torch.bool)
+    dead[..., [3, 9, 29]] = True
+    for infinite in (-torch.inf, torch.inf):
+        lse = lse.masked_fill(dead, infinite)
+        clean = torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse)[:3]
+        bad = [x.masked_fill(dead[..., None], torch.nan) for x in (g, q, out)]
+        dirty = torch.ops.ffpa_attn.backward(bad[0], None, bad[1], k, v, bad[2], lse)[:3]
+        assert all(map(torch.equal, clean, dirty)) and not dirty[0][dead].any()
+
+
 @pytest.mark.parametrize(
     "changes, why",
     [
         ({"n_q": 0}, "there are no pairs"),
         ({"n_k": 129}, "129 keys do not fit one tile"),
-        ({"heads_q": 64, "n_q": 65}, "P and dS of 16 x 65 rows and 64 keys do not fit"),
-        ({"n_k": 128, "arch": "sm_86"}, "do not fit"),
+        ({"heads_q": 64, "n_q": 65}, "P and dS of 16 x 65 rows and 64 keys leave too little"),
+        ({"n_k": 128, "arch": "sm_86"}, "leave too little"),
         ({"d_v": 1 << 16}, "65536 columns"),
         ({"batch": 1 << 30}, "4294967296 key/value heads are too many"),
     ],
@@ -106,12 +122,20 @@ def test_what_is_not_short(changes, why):
         ({"n_k": 65, "n_q": 129}, 128, 3),
         ({"arch": "sm_86", "heads_q": 8}, 64, 3),
         ({"heads_q": 48}, 64, 2),
+        ({"heads_q": 44, "d_qk": 512, "d_v": 512}, 64, 2),
     ],
     ids=str,
 )
 def test_tiles(changes, tile, stages):
     plan = backward_short.plan(PROBLEM._replace(**changes))
     assert (plan.spec.tile, plan.stages) == (tile, stages) and plan.workspace_bytes == 0
+
+
+@pytest.mark.parametrize("heads, slower", [(8, True), (66, False)])
+def test_few_heads_with_many_row_tiles(heads, slower):
+    problem = PROBLEM._replace(batch=1, heads_q=heads, heads_kv=heads, n_q=700)
+    assert bool(backward_short.why_slower(problem)) == slower
+    assert not backward_short.why_slower(problem._replace(n_q=128))
 
 
 def test_nothing_grows_with_batch_and_heads(device, forced):

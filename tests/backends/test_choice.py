@@ -129,6 +129,10 @@ class TestSmallHeadDims:
             ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
             ({"direction": "backward"}, "triton"),
             ({"direction": "backward", "d_qk": 136}, "hopper"),
+            ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch
+            ({"direction": "backward", "n_k": 128, "n_q": 128, "d_qk": 512}, "mma"),
+            ({"direction": "backward", "n_k": 129, "n_q": 128, "d_qk": 512}, "hopper"),
+            ({"direction": "backward", "n_k": 64, "n_q": 640, "heads_q": 4, "heads_kv": 4}, "triton"),  # four blocks
             ({"direction": "backward", "d_qk": 264}, "hopper"),
             ({"direction": "backward", "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "arch": "sm_80", "d_qk": 136}, "mma"),

@@ -6,7 +6,7 @@ MUTANTS = [
     *short_backward(
         "csrc/attention/backward/mma_short.cuh",
         ("backward short: lines that do not count are summed over", "&& is_live(lines, line);", "&& line < kTile;"),
-        ("backward short: the second half of dO meets the first of O", "{0, a[1], 0, a[3]}, b[2], b[3]", "{0, a[1], 0, a[3]}, b[0], b[1]"),
+        ("backward short: the second half of rows has δ of the first", "deltas[1].template multiply_add<Element>(a, b[2], b[3]);", "deltas[1].template multiply_add<Element>(a, b[0], b[1]);"),
         ("backward short: dLSE with the wrong sign", "delta[h] -= load_float", "delta[h] += load_float"),
         ("backward short: dV before all warps have P", "      if (has_one_tile()) ptx::sync_block();  // P of all warps is there\n", ""),
         ("backward short: gradients before all warps have dS", "    ptx::sync_block();  // P and dS of all warps are there\n", ""),

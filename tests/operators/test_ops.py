@@ -442,7 +442,9 @@ class TestAtOnce:
         tensors[which].requires_grad_()
         assert ops.at_once("forward_out", *tensors) is OPS.forward_out.default
         recorded, results = ops.at_once("forward", *tensors), []
-        assert recorded is dispatch_keys.RECORDED["forward"]
+        assert recorded is dispatch_keys.recorder("forward")
+        with torch._C._AutoDispatchBelowAutograd():
+            assert ops.at_once("forward", *tensors) is OPS.forward.default
         with torch.no_grad():
             assert ops.at_once("forward", *tensors) is ops._BODIES["forward"]
         for function in (recorded, OPS.forward.default):

@@ -7,8 +7,7 @@
 //   for each row tile       dQ = scale · dS K
 //
 // All else passes through a ring of slots (tile/stage_ring.cuh), step by step: kStep columns of two matrices for S and
-// dP, kColumns of one matrix for a gradient, which finds its lines in L2. The steps are worked out at first, and wait
-// in shared memory: what leads from one to the next would take registers from sums.
+// dP, kColumns of one matrix for a gradient, which finds its lines in L2 (attention/backward/short_head.cuh).
 #pragma once
 
 #include <cstdint>
@@ -32,7 +31,7 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kTile, rows and keys of a tile.
+// Fields has Dtype, and kTile, the rows and keys of a tile.
 template <class Fields>
 struct BackwardMmaShortConfig : Fields {
   using Params = BackwardParams;
@@ -225,7 +224,7 @@ class BackwardMmaShort : ShortHead<Config> {
       }
       if (has_one_tile()) ptx::sync_block();  // P of all warps is there
       Sums sums;
-      tile::Accumulator<float> deltas;
+      tile::Accumulator<float> deltas[2];
       FFPA_NO_UNROLL
       for (bool more = true; more; ++number) {
         const Step step = begin_step(number);
@@ -283,8 +282,8 @@ class BackwardMmaShort : ShortHead<Config> {
     return slot + columns_layout<kStep>().offset(warp_row_ + a.row, a.column);
   }
 
-  // Loads a step's columns of O, for the rows of the warp, as B fragments of Oᵀ: dO·O is the diagonal of dO Oᵀ. Each
-  // half of the rows of dO meets the same half of those of O.
+  // Loads a step's columns of O, for the rows of the warp, as B fragments of Oᵀ: dO·O is the diagonal of dO Oᵀ,
+  // whose halves of columns are apart. So no row has another one's O in its δ.
   FFPA_DEVICE void load_out(OutOfStep& out, const Rows& rows, int first_column) const {
     const tile::Coordinate at = {tile::b_coordinate(lane_, 0).column, tile::b_coordinate(lane_, 0).row};
     FFPA_UNROLL
@@ -298,15 +297,15 @@ class BackwardMmaShort : ShortHead<Config> {
       }
     }
   }
-  FFPA_DEVICE void add_deltas(tile::Accumulator<float>& deltas, uint32_t slot, const OutOfStep& out) const {
+  FFPA_DEVICE void add_deltas(tile::Accumulator<float> (&deltas)[2], uint32_t slot, const OutOfStep& out) const {
     const uint32_t a_smem = a_of_step(slot);
     FFPA_UNROLL
     for (int depth = 0; depth < kStep / 16; ++depth) {
       const uint32_t (&b)[4] = out[depth];
       uint32_t a[4];
       ptx::ldmatrix_x4(a, columns_layout<kStep>().moved(a_smem, 0, depth * 2));
-      deltas.template multiply_add<Element>({a[0], 0, a[2], 0}, b[0], b[1]);
-      deltas.template multiply_add<Element>({0, a[1], 0, a[3]}, b[2], b[3]);
+      deltas[0].template multiply_add<Element>(a, b[0], b[1]);
+      deltas[1].template multiply_add<Element>(a, b[2], b[3]);
     }
   }
 
@@ -371,11 +370,12 @@ class BackwardMmaShort : ShortHead<Config> {
   }
 
   FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers,
-                                const tile::Accumulator<float>& deltas) const {
-    float delta[2], values[4];
-    deltas.get(values);
+                                const tile::Accumulator<float> (&deltas)[2]) const {
+    float delta[2];
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
+      float values[4];
+      deltas[h].get(values);
       const int row = lane_ / 4;  // of the four lanes of a row, lane row / 2 has the row's own column
       const float own = row % 2 == 0 ? values[2 * h] : values[2 * h + 1];
       delta[h] = ptx::shfl_idx(own, row * 4 + row / 2);

@@ -1,9 +1,11 @@
 // Computes what the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
 // row comes from (backward/row_shares.cuh), and whether it counts at all.
 //
-// dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (LSE = -inf) gets +inf for its
-// LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
+// dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (its LSE is infinite) gets +inf
+// for its LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
 #pragma once
+
+#include <cmath>
 
 #include "attention/backward/row_shares.cuh"
 #include "attention/logits.cuh"
@@ -77,7 +79,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     for (int distance = 16; distance > 0; distance /= 2) delta += ptx::shfl_xor(delta, distance);
     const float lse = float_from_bits(ptx::ld_global_4(attention.lse + lse_row + row));
     if (params.grad_lse != nullptr) delta -= float_from_bits(ptx::ld_global_4(params.grad_lse + lse_row + row));
-    const bool sees_keys = lse != -kInfinity;
+    const bool sees_keys = std::fabs(lse) != kInfinity;
     live |= uint32_t(sees_keys) << i;
     if (lane == i && sees_keys) {
       own_lse = lse;

@@ -1,8 +1,9 @@
-// A key/value head as mma_short.cuh takes it: its row tiles, where its P and dS lie in shared memory, and the steps
-// over its columns, which are worked out at first and wait in shared memory: what leads from one step to the next would
-// take registers from sums.
+// ShortHead is a key/value head as mma_short.cuh takes it: its row tiles, where its P and dS lie in shared memory, and
+// the steps over its columns. The steps are worked out at first and wait in shared memory: what leads from one to the
+// next would take registers from sums.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "attention/params/backward_params.h"
@@ -161,7 +162,7 @@ class ShortHead {
     for (int tile = 0; tile < row_tiles_; ++tile) {
       const Rows of_tile = rows_of(tile);
       const bool exists = of_tile.first + thread < n_q();
-      write(tile, exists && load_float(attention_.lse + lse_row(of_tile, thread)) != -kInfinity);
+      write(tile, exists && std::fabs(load_float(attention_.lse + lse_row(of_tile, thread))) != kInfinity);
     }
   }
   FFPA_DEVICE bool is_live(int tile, int line) const {

@@ -1,4 +1,5 @@
-// The parameters of the backward's kernels, which share one workspace and take the problem chunk after chunk:
+// The parameters of the backward's kernels: of backward_mma_short, which takes no workspace and no chunks, and of those
+// that share one workspace and take the problem chunk after chunk:
 //
 //   backward_rows       for every row of dO and O: LSE in base 2, δ = dO·O - dLSE, a RowShare
 //   backward_*_scores   for every (row, key) tile that has visible pairs: P and dS, into the workspace
@@ -53,7 +54,7 @@ struct BackwardParams {
   GradientView dq, dk, dv;    // shapes of q, k, v
   bool float_gradients;
 
-  float* statistics;    // [shape of lse][kRowStatistics]: LSE · log2(e), +inf where that is -inf; δ; RowShare
+  float* statistics;    // [shape of lse][kRowStatistics]: LSE · log2(e), +inf where that is infinite; δ; RowShare
   uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
 
   int first_entry, entries;  // entries of the chunk

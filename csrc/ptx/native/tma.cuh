@@ -128,10 +128,11 @@ inline LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec)
     element_stride[i] = 1;
     if (i > 0) stride[i - 1] = spec.stride_bytes[i];
   }
-  return encode_tiled(&map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                      spec.rank, const_cast<void*>(spec.base), size, stride, box, element_stride,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const LaunchStatus status =
+      encode_tiled(&map, spec.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, spec.rank,
+                   const_cast<void*>(spec.base), size, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status.code <= 0 ? status : LaunchStatus{status.code, "cuTensorMapEncodeTiled refused the tensor map"};
 }
 
 }  // namespace ffpa::ptx

@@ -16,6 +16,7 @@ from .reference_plan import mask_gradient
 
 _STEP_COLUMNS = 64  # columns of a step, as in csrc/attention/backward/mma_short.cuh
 _MOST_COLUMNS = 1 << 15
+_FEW_ROW_TILES = 2
 _LEAST_STAGES, _MOST_STAGES = 2, {64: 3, 128: 4}  # slots; three blocks share a multiprocessor at 64
 
 
@@ -64,5 +65,13 @@ def plan(p: Problem) -> ShortPlan | str:
     needed = 512 + row_tiles * (2 * tile * tile * 2 + tile // 8 + 16 * steps)
     stages = (archs.shared_memory_bytes(p.arch or "sm_80") - needed) // (2 * tile * _STEP_COLUMNS * 2)
     if stages < _LEAST_STAGES:
-        return f"P and dS of {p.group} x {p.n_q} rows and {p.n_k} keys do not fit shared memory"
+        return f"P and dS of {p.group} x {p.n_q} rows and {p.n_k} keys leave too little shared memory"
     return ShortPlan(BackwardMmaShort(p.dtype, tile), min(stages, _MOST_STAGES[tile]))
+
+
+def why_slower(p: Problem) -> str | None:
+    """Says why a GPU had better run the five products, or None. Nobody measured where between these cases they meet."""
+    tiles, heads = p.group * -(-p.n_q // (64 if p.n_k <= 64 else 128)), p.batch * p.heads_kv
+    if tiles > _FEW_ROW_TILES and heads < archs.multiprocessors(p.arch) // 2:
+        return f"{heads} key/value heads have {tiles} row tiles each, and leave most multiprocessors idle"
+    return None

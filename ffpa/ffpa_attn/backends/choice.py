@@ -110,18 +110,17 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys, or where a GPU has
     no more row tiles of ours than multiprocessors; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
-    beyond only before SDPA and the reference; where a tile has all keys, one launch of ours comes first. SDPA and Triton know nothing of stages, accumulators and experiments. For
-    8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
+    beyond only before SDPA and the reference; where one launch of ours has all keys and P in shared memory, it comes
+    first. SDPA and Triton know nothing of stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.dtype in FP8_DTYPES:
         order = "reference" if p.device != "cuda" else "triton hopper" if widest <= 128 else "hopper triton"
     elif p.device == "cuda" and p.direction == "backward":
-        first = (
-            "mma" if isinstance(answers["mma"], ShortPlan) else "triton" if widest <= _TRITON_BACKWARD_COLUMNS else ""
-        )
-        order = " ".join(dict.fromkeys(f"{first} hopper mma triton sdpa reference".split()))
+        narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answers["mma"], ShortPlan)
+        order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
+        order = "mma hopper triton sdpa reference" if short else order
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":

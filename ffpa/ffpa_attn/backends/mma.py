@@ -28,18 +28,24 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     plan = _family(p, flags)
     if isinstance(plan, TwoPhasePlan) and availability.why_not(plan, p):
         plan = levels.plan(p, flags)
+    if isinstance(plan, ShortPlan) and (backward_short.why_slower(p) or availability.why_not(plan, p)):
+        plan = _five_products(p, flags)
     return plan if isinstance(plan, str) else availability.why_not(plan, p) or plan
 
 
 def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.direction == "backward":
         short = backward_short.plan(p)
-        return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20) if isinstance(short, str) else short
+        return _five_products(p, flags) if isinstance(short, str) else short
     if p.level is None and not two_phase.why_slower(p, "mma", flags):
         plan = two_phase.plan(p, "mma", flags)
         if not isinstance(plan, str):
             return plan
     return levels.plan(p, flags)
+
+
+def _five_products(p: Problem, flags: Mapping[str, Any]) -> BackwardPlan | str:
+    return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
 
 
 def has_work_for_few_rows(plan: Plan | str, p: Problem, multiprocessors: int) -> bool:

@@ -171,6 +171,6 @@ def divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     from ..triton_ops.fp8_kernels import quantize_kernel
 
     x8 = torch.empty_like(x, dtype=dtype)
-    memo = memo_of("divided", dtype, *kind_of(x, x8))
+    memo = memo_of("divided", dtype, *kind_of(x, scale, x8))
     launch_alone(memo, quantize_kernel, (x, scale.contiguous(), x8), lambda: _over_blocks(x, x8))
     return x8

@@ -27,8 +27,8 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
         op = getattr(_ops, name).default
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
         lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
-        if not (private_torch.no_gradients or private_torch.no_short_way):
-            RECORDED[name] = partial(_recorded, bodies[name])
+        if _is_excluded and not (private_torch.no_gradients or private_torch.no_short_way):
+            _recorders[name] = partial(_recorded, bodies[name])
     for name in ("backward", "varlen_backward"):
         _at_once[name] = bodies[name]
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
@@ -39,13 +39,18 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
     flops.register()
 
 
-# What records a call as the Autograd key would, where nothing but a gradient is wanted: without the dispatcher's 10 µs.
-RECORDED: dict[str, Callable] = {}
+_recorders: dict[str, Callable] = {}  # they record calls as the Autograd key would, without the dispatcher's 10 µs
 _at_once: dict[str, Callable] = {}  # bodies of the operators of gradients
+_is_excluded = private_torch.find("torch._C._dispatch_tls_is_dispatch_key_excluded")
+
+
+def recorder(name: str) -> Callable | None:
+    """Returns what records a call that wants gradients and nothing else; None where the thread leaves autograd out."""
+    return None if not _recorders or _is_excluded(_C.DispatchKey.AutogradFunctionality) else _recorders.get(name)
 
 
 def _recorded(body, *args, **options):
-    return _Attention.apply(None, body, None, options, *args)
+    return _Attention.apply(None, body, None, options, *args)  # no keys are left: the body comes next
 
 
 def _gradients_of(name: str, grad_out, grad_lse, *rest, **options):

@@ -346,7 +346,7 @@ def at_once(name: str, q, *others):
     if dispatch_keys.have_other_work(q, *others):
         return _OPERATORS[name]
     if dispatch_keys.want_gradients(q, *others):
-        return dispatch_keys.RECORDED.get(name) or _OPERATORS[name]
+        return dispatch_keys.recorder(name) or _OPERATORS[name]
     return _BODIES[name]
 
 

@@ -195,7 +195,8 @@ def prepare(
     launch_all = None
     try:
         if not why_not:
-            launch_all = compiled.launcher([x.kernel for x in known], places, device.index)
+            with running(device):
+                launch_all = compiled.launcher([x.kernel for x in known], places, device.index)
     except RuntimeError as error:
         why_not = str(error)
     memo["at once"] = _AtOnce(launch_all, why_not, known)
