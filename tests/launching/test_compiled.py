@@ -100,7 +100,7 @@ def test_a_kernel_of_too_many_parameters(driver):
 
 def test_an_old_driver(driver):
     driver.answers(0, ctypes.c_bool(True))
-    with pytest.raises(RuntimeError, match="the driver lacks a function"):
+    with pytest.raises(RuntimeError, match="it lacks a function that is needed"):
         compiled.launcher(KERNELS, PLACES, 3)
 
 
