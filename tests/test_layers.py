@@ -24,13 +24,12 @@ FLOORS = (
     ("env", "specs", "support"),
     ("building", "checks"),
     ("launching",),
-    ("triton_ops",),
+    ("testing", "triton_ops"),
     ("backends",),
-    ("operators",),
+    ("doctor", "operators"),
     ("attention", "fp8"),
-    ("distributed", "integrations"),
-    ("__init__", "doctor", "testing"),
-    ("demo",),
+    ("demo", "distributed", "integrations"),
+    ("__init__",),
 )
 FIBERS = "ptx/emulated/machine/context_switch.cpp"  # the emulator's one file in assembly
 
