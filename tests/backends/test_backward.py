@@ -572,7 +572,7 @@ def test_the_lse_of_more_keys(backend, device, forced):
     def run(keys):
         return torch.ops.ffpa_attn.backward(g, None, q, k[:, :, keys], v[:, :, keys], out, lse, fp32_grads=True)
 
-    parts, whole = [run(slice(0, 130)), run(slice(130, None))], run(slice(None))
+    parts, whole = [run(slice(0, 120)), run(slice(120, None))], run(slice(None))
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0], atol=2e-3, rtol=1e-2)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i], atol=2e-3, rtol=1e-2)

@@ -131,11 +131,9 @@ def test_tiles(changes, tile, stages):
     assert (plan.spec.tile, plan.stages) == (tile, stages) and plan.workspace_bytes == 0
 
 
-@pytest.mark.parametrize("heads, slower", [(8, True), (66, False)])
-def test_few_heads_with_many_row_tiles(heads, slower):
-    problem = PROBLEM._replace(batch=1, heads_q=heads, heads_kv=heads, n_q=700)
-    assert bool(backward_short.why_slower(problem)) == slower
-    assert not backward_short.why_slower(problem._replace(n_q=128))
+@pytest.mark.parametrize("n_q, n_k, slower", [(129, 64, True), (128, 64, False), (256, 65, False), (257, 65, True)])
+def test_many_row_tiles_in_a_block(n_q, n_k, slower):
+    assert bool(backward_short.why_slower(PROBLEM._replace(n_q=n_q, n_k=n_k))) == slower
 
 
 def test_nothing_grows_with_batch_and_heads(device, forced):

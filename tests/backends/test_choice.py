@@ -132,7 +132,7 @@ class TestSmallHeadDims:
             ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch
             ({"direction": "backward", "n_k": 128, "n_q": 128, "d_qk": 512}, "mma"),
             ({"direction": "backward", "n_k": 129, "n_q": 128, "d_qk": 512}, "hopper"),
-            ({"direction": "backward", "n_k": 64, "n_q": 640, "heads_q": 4, "heads_kv": 4}, "triton"),  # four blocks
+            ({"direction": "backward", "n_k": 64, "n_q": 129}, "triton"),  # three row tiles
             ({"direction": "backward", "d_qk": 264}, "hopper"),
             ({"direction": "backward", "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "arch": "sm_80", "d_qk": 136}, "mma"),
@@ -156,6 +156,16 @@ class TestSmallHeadDims:
         backward = choose(self.SMALL._replace(direction="backward", arch="sm_80"), flags())
         assert backward.backend == "mma" and ("triton", "Triton is not installed") in backward.rejected
         assert backward.fallback is None
+
+    def test_the_five_products_where_one_launch_cannot_be_had(self, monkeypatch):
+        problem = self.SMALL._replace(direction="backward", arch="sm_80", d_qk=136, n_q=64, n_k=64)
+        assert choose(problem, flags()).kernel == "backward_mma_short_bf16_tile64"
+        left_out = lambda spec, gpu: "it is left out" if "short" in spec.name else archs.why_not_on(spec.arch, gpu)  # noqa: E731
+        monkeypatch.setattr(native, "why_not", left_out)
+        assert choose(problem, flags()).kernel == "backward_mma_scores_bf16"
+        with pytest.raises(NotImplementedError, match="left out"):
+            monkeypatch.setattr(native, "why_not", lambda spec, gpu: "it is left out")
+            choose(problem, flags(FFPA_BACKEND="mma"))
 
     def test_triton_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(triton_attention, "_lacks_compiler", lambda: True)

@@ -16,7 +16,7 @@ from .reference_plan import mask_gradient
 
 _STEP_COLUMNS = 64  # columns of a step, as in csrc/attention/backward/mma_short.cuh
 _MOST_COLUMNS = 1 << 15
-_FEW_ROW_TILES = 2
+_MOST_ROW_TILES = 2  # in a block that nobody asks for
 _LEAST_STAGES, _MOST_STAGES = 2, {64: 3, 128: 4}  # slots; three blocks share a multiprocessor at 64
 
 
@@ -70,8 +70,8 @@ def plan(p: Problem) -> ShortPlan | str:
 
 
 def why_slower(p: Problem) -> str | None:
-    """Says why a GPU had better run the five products, or None. Nobody measured where between these cases they meet."""
-    tiles, heads = p.group * -(-p.n_q // (64 if p.n_k <= 64 else 128)), p.batch * p.heads_kv
-    if tiles > _FEW_ROW_TILES and heads < archs.multiprocessors(p.arch) // 2:
-        return f"{heads} key/value heads have {tiles} row tiles each, and leave most multiprocessors idle"
-    return None
+    """Says why a GPU gets other kernels where nobody asks for this one, or None: one row tile follows the other in a block,
+    and more than two were not measured.
+    """
+    tiles = p.group * -(-p.n_q // (64 if p.n_k <= 64 else 128))
+    return f"one block would go over {tiles} row tiles" if tiles > _MOST_ROW_TILES else None

@@ -28,8 +28,9 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     plan = _family(p, flags)
     if isinstance(plan, TwoPhasePlan) and availability.why_not(plan, p):
         plan = levels.plan(p, flags)
-    if isinstance(plan, ShortPlan) and (backward_short.why_slower(p) or availability.why_not(plan, p)):
-        plan = _five_products(p, flags)
+    if isinstance(plan, ShortPlan):
+        slower = None if flags["FFPA_BACKEND"] == "mma" else backward_short.why_slower(p)
+        plan = _five_products(p, flags) if slower or availability.why_not(plan, p) else plan
     return plan if isinstance(plan, str) else availability.why_not(plan, p) or plan
 
 
