@@ -19,10 +19,10 @@ from .. import env
 from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
-from .dispatch_keys import have_work
+from .dispatch_keys import have_work, want_gradients
 from .forms import Dense, Packed, seen
 
-_MOST_KINDS = 4096
+_MOST_KINDS = 8192
 _known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors
 _WINDOW = 3  # the place of `window` among a function's arguments
 _PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
@@ -34,7 +34,9 @@ def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
     """Returns the kind of a call, or None where there is none. `args` are the function's arguments but tensors and
     offsets; `offsets` are cu_seqlens and the longest lengths of packed sequences.
     """
-    if not (type(q) is type(k) is type(v) is torch.Tensor) or have_work(q, k, v, *offsets[:2]):
+    if torch.compiler.is_compiling() or not (type(q) is type(k) is type(v) is torch.Tensor):
+        return None
+    if want_gradients(q, k, v) or have_work(q, k, v, *offsets[:2]):
         return None
     flags = env.run_flags()
     if offsets:

@@ -180,16 +180,11 @@ def place_dtensors(args) -> None:
             raise private_torch.off("DTensors", error) from None
 
 
-def have_work(q, *others) -> bool:
-    """Says whether the dispatcher must do more than run an operator's body."""
-    return have_other_work(q, *others) or want_gradients(q, *others)
-
-
 def want_gradients(*tensors) -> bool:
     return _C.is_grad_enabled() and _C._any_requires_grad(*tensors)
 
 
-def have_other_work(q, *others) -> bool:
+def have_work(q, *others) -> bool:
     """Says whether the dispatcher must do more than record a call for autograd: for subclasses of tensors, for what
     traces, replaces or casts, and for tensors that are lazy negatives or zeros, batched, sparse or nested.
     """
@@ -225,7 +220,7 @@ def _always_work(*tensors) -> bool:
 
 
 if private_torch.no_short_way:
-    have_work = have_other_work = _always_work
+    have_work = want_gradients = _always_work
     _OUR_BODIES = ()
 else:
     _BEYOND_PLAIN = ~_plain_keys()

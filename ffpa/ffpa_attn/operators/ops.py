@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     gives_fresh: bool  # whether the backend may give a result of its own making
 
 
-_MOST_PLANS = 4096
+_MOST_PLANS = 8192
 _plans: dict[tuple, Plan] = {}
 _warned: set[str] = set()
 
@@ -343,7 +343,7 @@ def at_once(name: str, q, *others):
     """Returns what runs the operator: its body, or what records it, if the dispatcher does no more in its 10 µs, else
     the operator.
     """
-    if dispatch_keys.have_other_work(q, *others):
+    if dispatch_keys.have_work(q, *others):
         return _OPERATORS[name]
     if dispatch_keys.want_gradients(q, *others):
         return dispatch_keys.recorder(name) or _OPERATORS[name]
