@@ -322,6 +322,7 @@ class ForwardMmaTwoPhase(KernelSpec):
 
     family = "forward_mma_two_phase"
     arch = "sm_80"
+    allowed_spill_bytes = 8  # one register, once a row tile: on sm_80 and sm_86, none on sm_90
 
     dtype: str
     columns: int
