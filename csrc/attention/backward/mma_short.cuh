@@ -116,7 +116,7 @@ class BackwardMmaShort : ShortHead<Config> {
     return tile::RowLayout(kWidth * 2);
   }
 
-  // The numbers of the two rows that a lane has values of.
+  // These are numbers of the two rows that a lane has values of.
   struct RowNumbers {
     float lse[2];  // natural; +inf where the row does not exist or sees no key
     bool plain;    // whether P comes from products by one multiply-add

@@ -22,7 +22,7 @@ class ShortHead {
  public:
   enum class Part : int { kS, kDp, kDv, kDk, kDq };
 
-  // A step: the rows of Q or dO that it brings, with the same columns of K or V for S and dP; or the keys for dQ.
+  // A step brings rows of Q or dO, for S and dP with the same columns of K or V; for dQ it brings the keys.
   struct Step {
     Part part;
     int tile;    // row tile, counted in the block
@@ -37,7 +37,7 @@ class ShortHead {
     FFPA_DEVICE bool is_of_v() const { return part == Part::kDp || part == Part::kDv; }
   };
 
-  // The rows of a row tile: their head, and the first one.
+  // These are the head of a row tile's rows, and the first of them.
   struct Rows {
     int head, first;
   };

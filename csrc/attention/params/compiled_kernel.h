@@ -1,19 +1,19 @@
-// A kernel that Triton compiled, as Python describes it once for all calls of a kind. A call brings the addresses of
-// its tensors, in an order that Python knows.
+// CompiledKernel is a kernel that Triton compiled, as Python describes it once for all calls of a kind. A call brings
+// the addresses of its tensors, in an order that Python knows.
 #pragma once
 
 #include <cstdint>
 
 namespace ffpa {
 
-// A parameter that is the address of the call's tensor of this number, and so many bytes.
+// This parameter is the address of the call's tensor of this number, plus so many bytes.
 struct AddressParameter {
   int place;  // where the parameter lies in the image, in bytes
   int tensor;
   int64_t offset;
 };
 
-// A parameter that is a TMA descriptor of such a tensor. Dimensions are innermost first.
+// This parameter is a TMA descriptor of such a tensor. Dimensions are innermost first.
 struct MapParameter {
   AddressParameter base;
   int type, swizzle;  // as the driver counts them

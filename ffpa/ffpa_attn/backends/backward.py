@@ -169,7 +169,7 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
                 x[..., end:, :].zero_()
 
 
-Memo = dict  # number of multiprocessors -> launches of `specs`; and what as_read found out
+Memo = dict  # it has the launches of `specs` for a number of multiprocessors, and what as_read found out
 _OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
 INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse"), READ)
 _GRADIENTS = "dq.data", "dk.data", "dv.data"
