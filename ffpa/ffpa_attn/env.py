@@ -103,7 +103,11 @@ FLAGS: tuple[Flag, ...] = (
         "Asks for the Triton forward, as a persistent kernel on at most so many programs, its accumulator in global memory; not for 8-bit floats.",
         "integer",
     ),
-    _run("FFPA_LOG", "Log to stderr which kernel each new kind of call runs on, and why.", default=False),
+    _run(
+        "FFPA_LOG",
+        "Log to stderr which kernel each new kind of call runs on, and why; and why Triton itself launches a kernel.",
+        default=False,
+    ),
     _run(
         "FFPA_CACHE_DIR",
         "Where kernels compiled on demand and for the emulator are kept; unset: ~/.cache/ffpa_attn.",

@@ -327,9 +327,10 @@ UNUSUAL = {
 
 @of_cpu
 @pytest.mark.parametrize("unusual", UNUSUAL)
-def test_what_is_not_usual_is_left_to_triton(unusual, heard, monkeypatch):
+def test_what_is_not_usual_is_left_to_triton(unusual, heard, monkeypatch, capsys):
     from ffpa_attn.triton_ops import forward_kernels
 
+    monkeypatch.setenv("FFPA_LOG", "1")
     monkeypatch.setattr(forward_kernels.forward_kernel, "more", UNUSUAL[unusual])
     case = Case(batch=1, heads_q=2, heads_kv=2, n_q=70, n_k=90, d=64)
     plan, rule = plan_of("forward", case)
@@ -338,6 +339,8 @@ def test_what_is_not_usual_is_left_to_triton(unusual, heard, monkeypatch):
         plan.forward(q, k, v, torch.empty_like(q), torch.randn(1, 2, 70), None, None, rule, 0, memo)
         assert len(heard.by_triton) == calls and not heard.by_c
     assert next(iter(UNUSUAL[unusual])) in memo["at once"].why_not
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == f"ffpa_attn: Triton itself launches forward_kernel, slowly: {memo['at once'].why_not}"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def explained(
     beside = f"its workspace of {asked} ({_CAP}={cap})"
     way_out = f"set {_CAP}={least}, the least that works for this call (smaller is slower), or free memory"
     if workspace == 0:
-        beside = "what it keeps of rows"
+        beside = "what else it takes"
         way_out = (
             f"it has no workspace, and {_CAP}={least}, the least that works, takes no less than {cap}: free memory"
         )

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import env
 from ..launching import compiled, native
+from ..support import progress
 from ..support.transient import is_transient
 from . import interpreter, parameters
 
@@ -200,6 +202,8 @@ def prepare(
     except RuntimeError as error:
         why_not = str(error)
     memo["at once"] = _AtOnce(launch_all, why_not, known)
+    if why_not and env.run_flags()["FFPA_LOG"]:
+        progress.say(f"ffpa_attn: Triton itself launches {', '.join(x.__name__ for x in kernels)}, slowly: {why_not}")
 
 
 def launch_alone(memo: Memo, kernel, tensors: Sequence[torch.Tensor], how: Callable[[], Launch]) -> None:
