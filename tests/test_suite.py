@@ -97,7 +97,7 @@ def test_each_changed_file_has_its_tests():
         check_change.tests_of("ffpa/ffpa_attn/operators/ops.py")
     )  # its mutants know
     assert list(check_change.tests_of("ffpa/ffpa_attn/launching/structs.py")) == [("tests/launching", ())]
-    assert list(check_change.tests_of("csrc/torch_ops/launch.cpp")) == [("tests/building", ())]
+    assert list(check_change.tests_of("csrc/torch_ops/versions.cpp")) == [("tests/building", ())]
     assert list(check_change.tests_of("docs/flags.md")) == list(check_change.tests_of("docs/design/build.md")) == []
     assert any("test_mma.py" in tests for tests, _ in check_change.tests_of("csrc/attention/forward/mma_split.cuh"))
 

@@ -27,7 +27,8 @@ struct DriverFunction {
       const cudaError_t error =
           cudaGetDriverEntryPointByVersion(name, &address, first_version, cudaEnableDefault, &found);
       if (error != cudaSuccess) return status_of(error);
-      if (found != cudaDriverEntryPointSuccess) return {-1, "the driver is too old: it lacks a function that is needed"};
+      if (found != cudaDriverEntryPointSuccess)
+        return {-1, "the driver is too old: it lacks a function that is needed"};
       known.store(function = reinterpret_cast<Function>(address), std::memory_order_relaxed);
     }
     const CUresult result = function(arguments...);

@@ -24,6 +24,7 @@ FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output)
 FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
+  ptx::prefetch_l2(input + lane);  // this changes nothing
   ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane));
   ptx::sync_warp();
   ptx::st_global_4(output + lane, ptx::ld_shared_4(smem + (31 - lane) * 4));
