@@ -9,8 +9,6 @@ the operators.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -118,15 +116,13 @@ def _results(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     if with_lse:
         return lambda q: (q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32))
     no_lse = None
-    # A contiguous tensor may have any stride where its size is 1, and empty_like keeps it.
-    strides = (*accumulate(reversed(plan.out_shape[1:]), mul, initial=1),)[::-1]
-    is_like_q = first_q.shape == plan.out_shape and first_q.stride() == strides
+    is_like_q = first_q.shape == plan.out_shape
 
     def make(q):
         nonlocal no_lse
         if no_lse is None:
             with torch.inference_mode(False):  # calls in any mode may write to it
                 no_lse = q.new_empty(0, dtype=torch.float32)
-        return torch.empty_like(q) if is_like_q else q.new_empty(plan.out_shape), no_lse
+        return ops.empty_like(q, q.dtype) if is_like_q else q.new_empty(plan.out_shape), no_lse
 
     return make

@@ -163,7 +163,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
         if fresh is not None:
             return fresh, lse
         if out is None:
-            out = _empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
+            out = empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
         if out.numel():
             run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
     except triton_launch.Unable as error:
@@ -174,7 +174,7 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a contiguous tensor of this shape, in half the time that `torch.empty` takes."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -231,7 +231,7 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
     saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
     try:
-        dq, dk, dv = (_empty_like(x, t) for x, t in zip((q, k, v), dtypes, strict=True))
+        dq, dk, dv = (empty_like(x, t) for x, t in zip((q, k, v), dtypes, strict=True))
         dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
         d_mask = reference.align_mask(dmask) if mask_grad else None
         run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
