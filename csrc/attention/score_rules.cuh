@@ -166,6 +166,20 @@ FFPA_DEVICE bool is_large(float maximum, float factor) {
   return std::fabs(maximum) * factor > kMostFusedLogit && maximum > -kInfinity;
 }
 
+// Finds the largest value of each row. Says whether one of them is too large to fuse exponents.
+template <int kM, int kN>
+FFPA_DEVICE bool find_maxima(float (&maxima)[kM][2], const float (&scores)[kM][kN][4], float factor) {
+  bool large = false;
+  tile::for_each_row<kM>([&](int m, int h) {
+    float most = larger_of(scores[m][0][2 * h], scores[m][0][2 * h + 1]);
+    FFPA_UNROLL
+    for (int n = 1; n < kN; ++n) most = larger_of(larger_of(most, scores[m][n][2 * h]), scores[m][n][2 * h + 1]);
+    maxima[m][h] = tile::largest_of_lanes(most);
+    large |= is_large(maxima[m][h], factor);
+  });
+  return large;
+}
+
 // Turns scores and their rows' maxima into logits, and their factor into 1.
 template <int kM, int kN>
 FFPA_DEVICE void make_logits(float (&scores)[kM][kN][4], float (&maxima)[kM][2], const LogitScale& to_logits,

@@ -23,8 +23,6 @@ namespace ffpa::tile {
 
 enum class Lines { kAlong, kAcross };
 
-inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // bytes that a block can have on every GPU from sm_80 on
-
 class DealtRowLayout {
  public:
   FFPA_HOST_DEVICE constexpr explicit DealtRowLayout(int row_bytes) : layout_(row_bytes) {}

@@ -13,6 +13,7 @@ namespace ffpa::tile {
 
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kChunkElements = 8;
+inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // bytes that a block can have on every GPU from sm_80 on
 
 // Rows lie in one of two ways:
 //

@@ -89,6 +89,10 @@ def short_backward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def short_forward(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return edits_in(file, "tests/backends/test_forward_short.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/backends/test_backward.py -k 'not cuda and not hopper and (mask_gradients or masks_shared or mask_of or pairs_of or additive)'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")

@@ -1,8 +1,20 @@
 """These mutants change the levels and the whole-row tiles on mma.sync, their plans and their toggles."""
 
-from .kinds import KERNEL_TESTS, edits_in, kernel
+from .kinds import KERNEL_TESTS, edits_in, kernel, short_forward
 
 MUTANTS = [
+    *short_forward(
+        "csrc/attention/forward/mma_short.cuh",
+        ("forward short: hidden keys count", "} else if (!all_seen) {", "} else if (false) {"),
+        ("forward short: keys before the first that is seen are read", "line >= begin && line < end", "line < end"),
+        ("forward short: keys behind the last that is seen are read", "of_q ? rows_.last + 1 - rows_.first : keys_.end;", "of_q ? rows_.last + 1 - rows_.first : rows_.n_k();"),
+        ("forward short: V from other columns", "brought_ - 2 * qk_steps_) * kColumns", "brought_ - qk_steps_) * kColumns"),
+        ("forward short: half of each row's sum", "state.sum[h] += low + high;", "state.sum[h] += low;"),
+        ("forward short: rows without keys are NaN", "finite_reference(state.reference[h])", "state.reference[h]"),
+        ("forward short: large scores stay as they are", "if (ptx::vote_any(find_maxima(maxima, scores, factor)))", "if (find_maxima(maxima, scores, factor) && false)"),
+        ("forward short: O is not divided", "tile::scale_rows(sums[0][n], state.sum);", ""),
+        ("forward short: Q is given back before it is read", "      FFPA_UNROLL\n      for (int depth = 0; depth < kDepths; ++depth) ptx::ldmatrix_x4(q[depth], layout().moved(q_smem, 0, depth * 2));\n      ring_.end_use();", "      ring_.end_use();\n      FFPA_UNROLL\n      for (int depth = 0; depth < kDepths; ++depth) ptx::ldmatrix_x4(q[depth], layout().moved(q_smem, 0, depth * 2));"),
+    ),
     *kernel(
         "attention/forward/mma_split.cuh",
         ("ring: one step too many ahead", "step < key_feed_.ring.ahead(); ++step", "step < params_.stages; ++step"),
@@ -125,6 +137,7 @@ MUTANTS = [
     ),
     *kernel(
         "attention/score_rules.cuh",
+        ("rows: maximum of half of the lanes", "tile::largest_of_lanes(most)", "most"),
         ("scale forgotten", "score = ptx::mul_rn(score, params.scale * scale)", "(void)score"),
         ("hidden keys shown", "if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;", "(void)r, (void)k;"),
         ("key right of the diagonal seen", "k > r + farthest", "k > r + farthest + 1"),
@@ -276,7 +289,6 @@ MUTANTS = [
         "tests/backends/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
         ("rows: scores of hidden keys kept", "hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);", ""),
         ("rows: the last key of a tile hidden", "first_key + kKeys <= common_end", "first_key + kKeys < common_end + kKeys"),
-        ("rows: maximum of half of the lanes", "tile::largest_of_lanes(most)", "most"),
         ("rows: sum of half of the lanes", "tile::sum_of_lanes(row_sum[m][h])", "row_sum[m][h] + ptx::shfl_xor(row_sum[m][h], 1)"),
         ("rows: O not rescaled", "tile::scale_rows(o[m][n], alpha);", "(void)alpha;"),
         ("rows: sum not rescaled", "row_sum[m][h] *= alpha[h];", ""),

@@ -222,19 +222,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     }
 
     float factor = to_logits.factor, tile_max[kM][2];
-    bool mends = false, large = false;
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        float most = larger_of(s[m][0][2 * h], s[m][0][2 * h + 1]);
-        FFPA_UNROLL
-        for (int n = 1; n < kScoreN; ++n) most = larger_of(larger_of(most, s[m][n][2 * h]), s[m][n][2 * h + 1]);
-        tile_max[m][h] = tile::largest_of_lanes(most);
-        mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth;
-        large |= is_large(tile_max[m][h], factor);
-      }
-    }
+    const bool large = find_maxima(tile_max, s, factor);
+    bool mends = false;
+    tile::for_each_row<kM>([&](int m, int h) { mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth; });
     if (ptx::vote_any(mends || large)) {
       if (ptx::vote_any(large)) make_logits(s, tile_max, to_logits, factor);
       FFPA_UNROLL

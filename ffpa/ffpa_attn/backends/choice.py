@@ -16,6 +16,7 @@ from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
 from . import hopper, mma, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 from .backward_short import ShortPlan
+from .forward_short import ForwardShortPlan
 
 Flags = Mapping[str, Any]
 
@@ -102,7 +103,19 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
     return None
 
 
+_MOST_ROWS_OF_SHORT = 128  # rows of a head from which on others read few keys faster, but for narrow heads
 _TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest: at 128 it has 469 T, wgmma 334
+
+
+def _is_soon_done(p: Problem, answers: _Answers) -> bool:
+    """Says whether the mma forward takes a GPU no longer than others do: all keys are in one tile,
+    or so few are there that a call takes no longer than its launch, which costs the host least on mma.
+    """
+    widest = max(p.d_qk, p.d_v)
+    if isinstance(answers["mma"], ForwardShortPlan) and (widest <= 64 or p.n_q <= _MOST_ROWS_OF_SHORT):
+        return True
+    most_keys = 256 if widest <= 64 else 128 if widest <= 256 else 0
+    return p.n_k <= most_keys and row_tiles.count(p, 64) <= archs.multiprocessors(p.arch)
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
@@ -121,6 +134,8 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
         narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answers["mma"], ShortPlan)
         order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
         order = "mma hopper triton sdpa reference" if short else order
+    elif p.device == "cuda" and not asks_for_mma and _is_soon_done(p, answers):
+        order = "mma hopper sdpa triton reference"
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":

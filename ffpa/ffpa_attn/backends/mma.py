@@ -7,13 +7,14 @@ from typing import Any
 
 from ..launching import availability
 from ..specs.spec import FP8_DTYPES, Problem
-from . import backward, backward_short, levels, two_phase
+from . import backward, backward_short, forward_short, levels, two_phase
 from .backward import BackwardPlan
 from .backward_short import ShortPlan
+from .forward_short import ForwardShortPlan
 from .levels import LevelPlan
 from .two_phase import TwoPhasePlan
 
-Plan = LevelPlan | BackwardPlan | ShortPlan | TwoPhasePlan
+Plan = LevelPlan | ForwardShortPlan | TwoPhasePlan | BackwardPlan | ShortPlan
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
@@ -26,7 +27,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
     plan = _family(p, flags)
-    if isinstance(plan, TwoPhasePlan) and availability.why_not(plan, p):
+    if isinstance(plan, (TwoPhasePlan, ForwardShortPlan)) and availability.why_not(plan, p):
         plan = levels.plan(p, flags)
     if isinstance(plan, ShortPlan):
         slower = None if flags["FFPA_BACKEND"] == "mma" else backward_short.why_slower(p)
@@ -38,6 +39,10 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.direction == "backward":
         short = backward_short.plan(p)
         return _five_products(p, flags) if isinstance(short, str) else short
+    if p.level is None and not forward_short.why_slower(p):
+        plan = forward_short.plan(p, flags)
+        if not isinstance(plan, str):
+            return plan
     if p.level is None and not two_phase.why_slower(p, "mma", flags):
         plan = two_phase.plan(p, "mma", flags)
         if not isinstance(plan, str):

@@ -1,4 +1,4 @@
-"""The persistent forwards (fused.py, two_phase.py) share this: free blocks take row tiles, and split no keys."""
+"""Forwards whose blocks take whole row tiles (fused.py, two_phase.py, forward_short.py) share this: they split no keys."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Scratch(NamedTuple):
 
 class RowTilePlan(NamedTuple):
     spec: KernelSpec
+    rows = ROWS  # of a tile
 
     @property
     def kernel(self) -> str:
@@ -40,7 +41,7 @@ class RowTilePlan(NamedTuple):
         raise NotImplementedError
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """Does what levels.LevelPlan.forward does, with a persistent kernel."""
+        """Does what levels.LevelPlan.forward does, with one kernel that knows row tiles."""
         if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
@@ -56,10 +57,10 @@ class RowTilePlan(NamedTuple):
         batch = len(offsets[0]) - 1 if offsets else len(q)
         if not (batch and n_q and n_k):
             return Call()
-        tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None)
+        tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None, self.rows)
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks}
-        return Call([forward_launch(self.spec, q, k, v, out, mask, offsets, rule, **settings)], nbytes // 4)
+        return Call([forward_launch(self.spec, q, k, v, out, mask, offsets, rule, **settings)], nbytes // 4 or None)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:

@@ -264,6 +264,19 @@ class BackwardMmaProducts(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ForwardMmaShort(KernelSpec):
+    """This forward has all keys in one tile, and so a softmax of one step; any head dim."""
+
+    family = "forward_mma_short"
+    arch = "sm_80"
+    allowed_spill_bytes = 8  # a number that waits until O is written, on sm_86 and sm_89
+    tile = 64  # rows of a row tile, and keys
+
+    dtype: str
+    columns: int  # columns of a step
+
+
+@dataclass(frozen=True)
 class BackwardMmaShort(KernelSpec):
     """This backward has all keys of a key/value head in one tile, and P and dS in shared memory; any head dim."""
 
@@ -348,7 +361,8 @@ class ForwardWgmmaFp8(KernelSpec):
 FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
-SHORT_TILES = (64, 128)
+SHORT_COLUMNS = (64, 128)  # columns of a step, in the forward
+SHORT_TILES = (64, 128)  # rows and keys, in the backward
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
 
@@ -439,6 +453,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
             kernels += [
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
+        kernels += [ForwardMmaShort(dtype, columns) for columns in SHORT_COLUMNS]
         kernels += [BackwardMmaShort(dtype, tile) for tile in SHORT_TILES[: 1 if few else None]]
         kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
         kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
