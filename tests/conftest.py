@@ -158,6 +158,14 @@ def no_kinds_of_calls():
     again._known.clear()
 
 
+@pytest.fixture
+def no_short_forward(monkeypatch):
+    """Leaves calls of few keys to the kernels that a test is about."""
+    from ffpa_attn.backends import forward_short
+
+    monkeypatch.setattr(forward_short, "plan", lambda p, flags: "a test leaves it out")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """No flag of the caller's environment reaches a test."""

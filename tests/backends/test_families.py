@@ -25,9 +25,9 @@ def attention_of_8_bits() -> None:
 CALLS = [
     ("mma", False, lambda: attention(64, 8, 8, gradients=True)),
     ("mma", False, lambda: attention(64, 8, 136, gradients=True)),  # keys of two tiles
-    ("mma", False, lambda: attention(512, 8, 8)),
+    ("mma", False, lambda: attention(512, 8, 72)),
     ("mma", False, lambda: attention(64, 1, 2000)),  # few rows: parts of the keys are merged
-    ("mma", True, lambda: attention(640, 8, 8)),
+    ("mma", True, lambda: attention(640, 8, 72)),
     ("hopper", False, lambda: attention(64, 8, 8, gradients=True)),
     ("hopper", False, lambda: attention(384, 8, 8)),
     ("hopper", True, lambda: attention(768, 8, 8)),

@@ -92,7 +92,7 @@ def plan_of(spec: ForwardMmaSplit, level: int, d_qk: int, stages: int = 2, q_res
 
 
 @pytest.fixture
-def emulated_run(monkeypatch):
+def emulated_run(monkeypatch, no_short_forward):
     """Gives emulated_run(plan, case, inputs, …) → (out, lse, report), whatever plan would be chosen."""
 
     def run(plan, case, inputs, arch="sm_80", seed=0):

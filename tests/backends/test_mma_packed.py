@@ -36,7 +36,7 @@ def check(case: PackedCase, device: str, level):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @by_level_and_case
-def test_emulated(case, level, splits, monkeypatch):
+def test_emulated(case, level, splits, monkeypatch, no_short_forward):
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(levels, "_splits", lambda *_: splits)
     with emulate("sm_90a", seed=3) as reports:
@@ -46,5 +46,5 @@ def test_emulated(case, level, splits, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library")
 @by_level_and_case
-def test_on_a_gpu(case, level):
+def test_on_a_gpu(case, level, no_short_forward):
     check(case, "cuda", level)

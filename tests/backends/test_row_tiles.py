@@ -55,7 +55,7 @@ def device(request):
 
 
 @pytest.fixture
-def forward(request, device, monkeypatch):
+def forward(request, device, monkeypatch, no_short_forward):
     """Makes a forward run for certain, on any offsets."""
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()

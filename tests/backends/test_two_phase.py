@@ -64,7 +64,7 @@ PLACES = [Place(backend, device) for device in ("cpu", "cuda") for backend in AR
 
 
 @pytest.fixture
-def forced(monkeypatch):
+def forced(monkeypatch, no_short_forward):
     """Gives forced(backend): from then on it is the one to run, for any number of rows."""
 
     def force(backend: str) -> None:
