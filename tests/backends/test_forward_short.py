@@ -54,7 +54,9 @@ def packs_heads(case) -> bool:
     return case.n_q == 1 and case.heads_q > case.heads_kv
 
 
-CASES = [case for case in CASES_OF_ALL if case.n_k <= TILE and case.batch * case.n_q * case.n_k and not packs_heads(case)]
+CASES = [
+    case for case in CASES_OF_ALL if case.n_k <= TILE and case.batch * case.n_q * case.n_k and not packs_heads(case)
+]
 CASES += [
     # row tiles that end amid a warp, columns that end amid a step, and a tile of keys that is whole or almost so
     *[Case(heads_q=4, heads_kv=2, n_q=70, n_k=n_k, d=d, d_v=d_v) for n_k, d, d_v in ((64, 72, 136), (63, 136, 8), (1, 8, 264))],
@@ -66,7 +68,11 @@ CASES += [
     *[Case(n_q=70, n_k=50, d=72, mask=mask, rule={"softcap": 3.0, "causal": True}) for mask in (None, "additive-some-rows-empty")],
     *[Case(n_q=30, n_k=50, d=72, rule={"scale": scale}) for scale in (0.0, -0.4)],
 ]  # fmt: skip
-PACKED = [case for case in PACKED_CASES_OF_ALL if case.lengths_k and 0 < max(case.lengths_k) <= TILE and max(case.lengths_q) > 0]
+PACKED = [
+    case
+    for case in PACKED_CASES_OF_ALL
+    if case.lengths_k and 0 < max(case.lengths_k) <= TILE and max(case.lengths_q) > 0
+]
 PACKED += [PackedCase((100, 0, 3, 64), (64, 5, 0, 33), d=d, rule={"causal": True}) for d in (64, 136)]
 
 
@@ -116,7 +122,10 @@ def attend_fused(device, monkeypatch):
         monkeypatch.setenv("ENABLE_FFPA_DEBUG", "1")  # few kernels to compile
 
     def run(function, *args, **options):
-        args, options = [x.to(device) for x in args], {name: getattr(x, "to", lambda _, x=x: x)(device) for name, x in options.items()}
+        args, options = (
+            [x.to(device) for x in args],
+            {name: getattr(x, "to", lambda _, x=x: x)(device) for name, x in options.items()},
+        )
         with emulate("sm_80", fused=True) if device == "cpu" else nullcontext() as reports:
             results = [x.cpu() for x in function(*args, **options)]
         assert reports is None or {report["kernel"] for report in reports} <= SHIPPED

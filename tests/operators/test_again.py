@@ -26,8 +26,9 @@ def no_planning(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("a call of a known kind asks nothing")
 
-    for name in ("choose", "describe", "seen", "_forward", "_decide"):
+    for name in ("choose", "describe", "seen", "_forward", "_backward", "_decide"):
         monkeypatch.setattr(ops, name, refuse)
+    monkeypatch.setattr(again, "gradients_of", refuse)
 
 
 OPTIONS = [
@@ -148,7 +149,10 @@ def test_calls_that_are_not_plain_have_no_kind():
     q, k, v = inputs()
     ffpa(q, k, v)
     known = len(again._known)
-    assert ffpa(q.requires_grad_(), k, v).requires_grad
+    with torch.autograd.graph.save_on_cpu():
+        assert ffpa(q.requires_grad_(), k, v).requires_grad
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not ffpa(q, k, v).requires_grad
     q = q.detach()
     with torch.autocast("cpu", torch.bfloat16):
         assert ffpa(q.float(), k.float(), v.float()).dtype == torch.bfloat16
@@ -200,12 +204,141 @@ def test_work_of_the_dispatcher_gives_no_kind():
     args = (False, "bottom_right", None, (-1, -1), 0.0, None, None, "f32", False)
     q, k, v = inputs()
     assert again.kind(q, k, v, args) is not None
-    for changed in (q.clone().requires_grad_(), torch._neg_view(q), q.to("meta")):
+    for changed in (torch._neg_view(q), q.to("meta")):
         assert again.kind(changed, k, v, args) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert again.kind(q, k, v, args) is None
     with torch.autograd.profiler.profile():
         assert again.kind(q, k, v, args) is None
+
+
+def gradients(x, g, g_lse=None, **options):
+    out = ffpa(*x, **options)
+    outs = out if isinstance(out, tuple) else (out,)
+    return torch.autograd.grad(outs, x, (g,) if len(outs) == 1 else (g, g_lse))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_second_backward_plans_nothing(options, backend, device, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", backend)
+    g, g_lse = torch.randn(2, 1, 2, 20, 64, device=device).unbind(0)
+    g, g_lse = g.bfloat16(), g_lse[..., 0].clone() if options.get("return_lse") else None
+    rule = {name: x for name, x in _as_operators_take(options).items() if name != "return_lse"}
+    cases = []
+    for seed in range(2):
+        x = inputs(device, seed=seed)
+        saved = torch.ops.ffpa_attn.forward(*x, **rule)
+        cases.append(([t.requires_grad_() for t in x], torch.ops.ffpa_attn.backward(g, g_lse, *x, *saved, **rule)[:3]))
+    (x, wanted), _ = cases
+    for _ in range(2):  # the first call of a kind, and the first gradients of a call that was recorded by its kind
+        assert all(map(torch.equal, gradients(x, g, g_lse, **options), wanted))
+    no_planning(monkeypatch)
+    for x, wanted in cases:
+        assert all(map(torch.equal, gradients(x, g, g_lse, **options), wanted))
+
+
+def test_a_second_packed_backward_plans_nothing(device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("offsets on the CPU are checked at every call")
+    x = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in inputs(device)]
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32, device=device)
+    g = torch.randn_like(x[0])
+
+    def run():
+        return torch.autograd.grad(ffpa_varlen(*x, offsets, offsets, 20, 20), x, g)
+
+    first, _ = run(), run()
+    no_planning(monkeypatch)
+    assert all(map(torch.equal, first, run()))
+
+
+def test_gradients_that_lie_elsewhere_are_another_kind():
+    x = [t.requires_grad_() for t in inputs()]
+    g = torch.randn_like(x[0])
+    wanted, _ = gradients(x, g), gradients(x, g)
+    (recorded,) = again._known.values()
+    assert len(recorded._plans) == 1
+    for other in (
+        g.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack((g, g), -1)[..., 0],
+        g[:, :1].expand_as(g),
+    ):
+        expected = gradients(x, other.contiguous())
+        assert all(map(torch.equal, gradients(x, other), expected))
+        assert all(map(torch.equal, gradients(x, other), expected))
+    assert all(map(torch.equal, gradients(x, g), wanted)) and len(recorded._plans) == 4
+
+
+def test_tensors_that_change_between_forward_and_backward():
+    """What lies elsewhere by then is met as it is; what was written to is refused, as ever."""
+    q, k, v = inputs()
+    g = torch.randn_like(q)
+    leaf = q.clone().requires_grad_()
+    wanted = torch.autograd.grad(ffpa(leaf, k, v), leaf, g)[0]
+    for _ in range(2):
+        out = ffpa(leaf, k, v)
+        leaf.data = q.transpose(1, 2).contiguous().transpose(1, 2)
+        torch.testing.assert_close(torch.autograd.grad(out, leaf, g)[0], wanted)
+        leaf.data = q.clone()
+    out = ffpa(leaf, k, v)
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, leaf, g)
+
+
+def test_a_flag_between_forward_and_backward_counts(monkeypatch):
+    x = [t.requires_grad_() for t in inputs()]
+    g = torch.randn_like(x[0])
+    gradients(x, g)
+    out = ffpa(*x)
+    monkeypatch.setenv("FFPA_STRICT", "1")
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    with pytest.raises(NotImplementedError, match="FFPA_STRICT"):
+        torch.autograd.grad(out, x, g)
+
+
+def test_a_backward_that_triton_cannot_load_is_chosen_anew(monkeypatch):
+    x = [t.requires_grad_() for t in inputs()]
+    g = torch.randn_like(x[0])
+    wanted, _ = gradients(x, g), gradients(x, g)
+    run, asked = ops.run_backward, []
+
+    def unable_once(*args, **options):
+        asked.append(1)
+        if len(asked) == 1:
+            raise Unable("it does not load")
+        return run(*args, **options)
+
+    monkeypatch.setattr(ops, "run_backward", unable_once)
+    assert all(map(torch.equal, gradients(x, g), wanted)) and len(asked) == 2
+
+
+def test_kinds_of_gradients_are_bounded(monkeypatch):
+    monkeypatch.setattr(again, "_MOST_GRADIENTS", 3)
+    x = [t.requires_grad_() for t in inputs()]
+    for i in range(1, 9):
+        g = torch.randn(*x[0].shape[:-1], 64 * i, dtype=x[0].dtype)[..., :64]
+        gradients(x, g)
+        (recorded,) = again._known.values()
+        assert len(recorded._plans) <= 3
+
+
+def test_only_some_inputs_want_gradients():
+    q, k, v = inputs()
+    g = torch.randn_like(q)
+    wanted = gradients([t.requires_grad_() for t in inputs()], g)
+    for i in range(3):
+        x = list(inputs())
+        x[i].requires_grad_()
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(ffpa(*x), x[i], g)[0], wanted[i])
+    for _ in range(2):  # the LSE alone
+        x = [t.requires_grad_() for t in (q, k, v)]
+        _, lse = ffpa(*x, return_lse=True)
+        dq, dk = torch.autograd.grad(lse.sum(), x[:2])
+        assert dq.isfinite().all() and dk.any()
 
 
 def test_results_do_not_share_memory():
@@ -294,18 +427,24 @@ def test_kinds_are_bounded(monkeypatch):
         assert len(again._known) <= 5
 
 
-def test_threads(device):
+@pytest.mark.parametrize("wants_gradients", [False, True])
+def test_threads(wants_gradients, device):
     """Threads that meet at new kinds get what one thread gets."""
     shapes = [(n, d) for n in (3, 8, 17) for d in (8, 64)]
-    wanted = {shape: ffpa(*inputs(device, n=shape[0], d=shape[1])) for shape in shapes}
+
+    def call(n: int, d: int) -> tuple:
+        x = inputs(device, n=n, d=d)
+        return gradients([t.requires_grad_() for t in x], x[0].detach()) if wants_gradients else (ffpa(*x),)
+
+    wanted = {shape: call(*shape) for shape in shapes}
     again._known.clear()
     wrong, barrier = [], threading.Barrier(8)
 
     def work(i: int) -> None:
         barrier.wait()
-        for n, d in (shapes[i % 3 :] + shapes[: i % 3]) * 5:
-            if not torch.equal(ffpa(*inputs(device, n=n, d=d)), wanted[n, d]):
-                wrong.append((n, d))
+        for shape in (shapes[i % 3 :] + shapes[: i % 3]) * 5:
+            if not all(map(torch.equal, call(*shape), wanted[shape])):
+                wrong.append(shape)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:

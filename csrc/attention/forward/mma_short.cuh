@@ -5,9 +5,9 @@
 //   softmax                     P = exp2(S - maximum), 16 bits, in registers
 //   for each kColumns of d_v    O = P V, divided by the row sum, goes out
 //
-// Q, K and V pass through a ring of slots (tile/stage_ring.cuh), kColumns of one matrix each: of Q and K in turn, then of
-// V. So a block needs little shared memory, and several of them share a multiprocessor: while one of them waits for its
-// next step, others compute.
+// Q, K and V pass through a ring of slots (tile/stage_ring.cuh), kColumns of one matrix each: of Q and K in turn, then
+// of V. So a block needs little shared memory, and several of them share a multiprocessor: while one of them waits for
+// its next step, others compute.
 #pragma once
 
 #include <cstdint>
@@ -193,8 +193,8 @@ class ForwardMmaShort {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       const int r = rows_.first + warp_row_ + tile::c_coordinate(lane_, 2 * h).row;
-      state.sum[h] = finish_row(params_, rows_, r, state.reference[h], tile::sum_of_lanes(state.sum[h]),
-                                lane_ % 4 == 0, [](float logit) { return in_natural_units(logit); });
+      state.sum[h] = finish_row(params_, rows_, r, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane_ % 4 == 0,
+                                [](float logit) { return in_natural_units(logit); });
     }
   }
 

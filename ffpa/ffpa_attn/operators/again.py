@@ -2,8 +2,8 @@
 
 A kind is all that checks and the choice depend on. Calls of a kind differ in addresses and values alone, so what the
 first of them found out holds for all. Only plain calls have a kind: where the dispatcher has work (`have_work`), where a
-tensor to write into or a mask is given, where rows come before heads, or where offsets must be checked, calls go through
-the operators.
+tensor to write into or a mask is given, where rows come before heads, where offsets must be checked, or where autograd is
+left out or saves through hooks, calls go through the operators. Gradients of a kind of call have kinds of their own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from .. import env
 from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
-from .dispatch_keys import have_work, want_gradients
+from .dispatch_keys import gradients_of, have_work, is_recorded_as_it_is, record, rule_of, want_gradients
 from .forms import Dense, Packed, seen
 
-_MOST_KINDS = 8192
+_MOST_KINDS, _MOST_GRADIENTS = 8192, 16  # kinds of calls, and of gradients of each
 _known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors
 _WINDOW = 3  # the place of `window` among a function's arguments
 _PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
 
+_PLAIN_FORM = Dense("BHND", None)
 CHOOSE_AGAIN = Unable  # what a call raises that must go the long way once more
 
 
@@ -32,9 +33,10 @@ def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
     """Returns the kind of a call, or None where there is none. `args` are the function's arguments but tensors and
     offsets; `offsets` are cu_seqlens and the longest lengths of packed sequences.
     """
-    if torch.compiler.is_compiling() or not (type(q) is type(k) is type(v) is torch.Tensor):
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or have_work(q, k, v, *offsets[:2]):
         return None
-    if want_gradients(q, k, v) or have_work(q, k, v, *offsets[:2]):
+    wanted = want_gradients(q, k, v)
+    if wanted and not is_recorded_as_it_is():
         return None
     flags = env.run_flags()
     if offsets:
@@ -47,6 +49,7 @@ def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
             (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
             (q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGNMENT),
             flags,
+            wanted,
             args,
             (*map(type, args), *map(type, args[_WINDOW])),  # 1 equals True and 1.0, which are not the same to a check
         )
@@ -68,15 +71,17 @@ def forget(kind: tuple) -> None:
 
 def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
-    _, _, flags, _, types = kind
+    _, _, flags, wanted, _, types = kind
+    with_lse = options.get("return_lse", True)
+    if wanted:  # by the backward
+        options = {**options, "return_lse": True}
     plan = ops.plan_of(Packed(*offsets) if offsets else Dense("BHND", None), q, k, v, options, flags)
     if plan is None or not _PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
         return
     if len(_known) >= _MOST_KINDS:
         _known.clear()
-    with_lse = options.get("return_lse", True)
-    run = _packed(plan, with_lse, *offsets[2:]) if offsets else _dense(plan, with_lse, q)
-    _known[kind] = run
+    run = _packed(plan, with_lse or wanted, *offsets[2:]) if offsets else _dense(plan, with_lse or wanted, q)
+    _known[kind] = _Recorded(run, options, with_lse, *offsets[2:]) if wanted else run
 
 
 def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
@@ -109,6 +114,51 @@ def _packed(plan: ops.Plan, with_lse: bool, max_q: int, max_k: int) -> Callable:
         return (out, lse) if with_lse else out
 
     return run
+
+
+class _Recorded:
+    """How calls of a kind run that want gradients; and these, by one lookup among kinds of gradients."""
+
+    def __init__(self, forward: Callable, options: dict[str, Any], with_lse: bool, *longest: int):
+        self.forward, self._with_lse, self._longest = forward, with_lse, longest
+        self._rule, self._plans = rule_of(options), {}
+
+    def __call__(self, *tensors):
+        out, lse = record(self, *tensors)
+        return (out, lse) if self._with_lse else out
+
+    def backward(self, saved, grad_out, grad_lse) -> tuple:
+        q, k, v, out, lse, *offsets = saved
+        if grad_out is None or have_work(grad_out, grad_lse):
+            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+            return self._through_operators(grad_out, grad_lse, saved)
+        flags = env.run_flags()
+        kind = (
+            (q.shape, k.shape, v.shape, out.shape, lse.shape),
+            (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride()),
+            (q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype, q.device, k.device, v.device, out.device, lse.device),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | grad_out.data_ptr()) % ROW_ALIGNMENT,
+            seen(grad_lse),
+            flags,
+        )
+        plan = self._plans.get(kind)
+        form = Packed(*offsets, *self._longest) if offsets else _PLAIN_FORM
+        if plan is not None:
+            try:
+                return ops.run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse)
+            except CHOOSE_AGAIN:
+                self._plans.clear()
+        grads = self._through_operators(grad_out, grad_lse, saved)
+        plan = ops.plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, self._rule)
+        if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # offsets that must be checked, each time
+            if len(self._plans) >= _MOST_GRADIENTS:
+                self._plans.clear()
+            self._plans[kind] = plan
+        return grads
+
+    def _through_operators(self, grad_out, grad_lse, saved) -> tuple:
+        name = "varlen_backward" if self._longest else "backward"
+        return gradients_of(name, grad_out, grad_lse, *saved, *self._longest, **self._rule)[:3]
 
 
 def _results(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:

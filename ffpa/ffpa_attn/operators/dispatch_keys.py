@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import _C, autograd
@@ -53,11 +54,31 @@ def _recorded(body, *args, **options):
     return _Attention.apply(None, body, None, options, *args)  # no keys are left: the body comes next
 
 
-def _gradients_of(name: str, grad_out, grad_lse, *rest, **options):
+def is_recorded_as_it_is() -> bool:
+    """Says whether a call that wants gradients may be recorded by `record`: autograd is on, and no hook changes what is
+    saved.
+    """
+    return recorder("forward") is not None and _saved_hooks is not None and _saved_hooks(True) is None
+
+
+_saved_hooks = private_torch.find("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def record(known, *tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs known.forward(*tensors), so that known.backward(saved, grad_out, grad_lse) gives the gradients of q, k and v."""
+    return _KnownAttention.apply(known, *tensors)
+
+
+def gradients_of(name: str, grad_out, grad_lse, *rest, **options):
     """Runs an operator of gradients, or its body, if the dispatcher does no more."""
     tensors = [x for x in (grad_lse, *rest) if isinstance(x, torch.Tensor)]
     run = getattr(_ops, name) if have_work(grad_out, *tensors) else _at_once[name]
     return run(grad_out, grad_lse, *rest, **options)
+
+
+def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that a backward has, too."""
+    return {name: x for name, x in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
 
 
 class _Rules:
@@ -76,18 +97,14 @@ class _Rules:
     @first_order_only
     def backward(ctx, saved, grad_out, grad_lse):
         q, k, v, out, lse, *rest = saved
-        rule = {
-            name: value
-            for name, value in ctx.options.items()
-            if name not in ("return_lse", "level", "acc", "num_stages")
-        }
+        rule = rule_of(ctx.options)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
         if ctx.longest:
-            return None, None, None, None, *_gradients_of("varlen_backward", *args, **rule), None, None, None, None
+            return None, None, None, None, *gradients_of("varlen_backward", *args, **rule), None, None, None, None
         mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
-        *grads, dmask = _gradients_of("backward", *args, **rule, mask_grad=mask_grad)
+        *grads, dmask = gradients_of("backward", *args, **rule, mask_grad=mask_grad)
         return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
 
     @staticmethod
@@ -100,6 +117,23 @@ class _Rules:
 
 class _Attention(_Rules, autograd.Function):
     """The Function that autograd records."""
+
+
+class _KnownAttention(_Rules, autograd.Function):
+    """The Function of calls whose kind was seen before (again.py)."""
+
+    @staticmethod
+    def forward(ctx, known, *tensors):
+        out, lse = known.forward(*tensors)
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
+        ctx.known, ctx.others = known, len(tensors) - 3
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, grad_out, grad_lse):
+        return None, *ctx.known.backward(saved, grad_out, grad_lse), *(None,) * ctx.others
 
 
 if not private_torch.no_torch_func:

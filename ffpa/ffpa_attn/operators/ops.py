@@ -215,34 +215,49 @@ def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
 # ---- backward ----
 
 
+def _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, options, flags) -> tuple:
+    return (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
+
+
+def plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, options) -> Plan | None:
+    """Returns the plan of a backward whose gradients have their tensors' types, if it is kept."""
+    key = _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, False, options, env.run_flags())
+    return _plans.get(key)
+
+
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
     """Computes gradients from out and LSE of whole rows, maybe merged from several calls: P is exp(score - LSE), at
     most 1. An infinite LSE of either sign says that the row sees no key, so no gradient comes from it; NaN stays NaN.
     """
     flags = env.run_flags()
-    key = (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
+    key = _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, options, flags)
     plan = _plans.get(key) or _remember(
         key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
     )
     form.check_values(q, k, flags)
     if mask_grad:
         arguments.mask_gradient(form.mask)
-
-    dtypes = [torch.float32 if fp32_grads else x.dtype for x in (q, k, v)]
-    saved = [form.heads_first(grad_out), grad_lse, *map(form.heads_first, (q, k, v, out)), lse]
     try:
-        dq, dk, dv = (empty_like(x, t) for x, t in zip((q, k, v), dtypes, strict=True))
-        dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
-        d_mask = reference.align_mask(dmask) if mask_grad else None
-        run(plan, "backward", saved, [*map(form.heads_first, (dq, dk, dv))], d_mask, form.mask, form.offsets)
+        grads = run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+    return grads if mask_grad else (*grads, q.new_empty(0))
+
+
+def run_backward(plan: Plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads=False, mask_grad=False) -> tuple:
+    """Returns dq, dk, dv, and dmask if it is wanted."""
+    dtype, first = torch.float32 if fp32_grads else q.dtype, form.heads_first
+    try:
+        dq, dk, dv = empty_like(q, dtype), empty_like(k, dtype), empty_like(v, dtype)
+        dmask = form.mask.new_empty(form.mask.shape) if mask_grad else None
+        d_mask = reference.align_mask(dmask) if mask_grad else None
+        saved = [first(grad_out), grad_lse, first(q), first(k), first(v), first(out), lse]
+        run(plan, "backward", saved, [first(dq), first(dk), first(dv)], d_mask, form.mask, form.offsets)
     except torch.OutOfMemoryError as error:
         of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
-        results = sum(_bytes(x.shape, t) for x, t in zip((q, k, v), dtypes, strict=True)) + of_mask
-        raise no_memory(error, plan, q.dtype, results) from None
-    return dq, dk, dv, dmask
+        raise no_memory(error, plan, q.dtype, sum(_bytes(x.shape, dtype) for x in (q, k, v)) + of_mask) from None
+    return (dq, dk, dv, dmask) if mask_grad else (dq, dk, dv)
 
 
 def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan:
