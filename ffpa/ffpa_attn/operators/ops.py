@@ -238,26 +238,27 @@ def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad
     if mask_grad:
         arguments.mask_gradient(form.mask)
     try:
-        grads = run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad)
+        return run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
-    return grads if mask_grad else (*grads, q.new_empty(0))
 
 
-def run_backward(plan: Plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads=False, mask_grad=False) -> tuple:
-    """Returns dq, dk, dv, and dmask if it is wanted."""
+def run_backward(
+    plan: Plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads: bool = False, mask_grad: bool | None = None
+) -> tuple:
+    """Returns dq, dk and dv; unless `mask_grad` is None, also dmask, of no elements where it is not wanted."""
     dtype, first = torch.float32 if fp32_grads else q.dtype, form.heads_first
     try:
         dq, dk, dv = empty_like(q, dtype), empty_like(k, dtype), empty_like(v, dtype)
-        dmask = form.mask.new_empty(form.mask.shape) if mask_grad else None
-        d_mask = reference.align_mask(dmask) if mask_grad else None
+        of_mask = () if mask_grad is None else (form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0),)
+        d_mask = reference.align_mask(*of_mask) if mask_grad else None
         saved = [first(grad_out), grad_lse, first(q), first(k), first(v), first(out), lse]
         run(plan, "backward", saved, [first(dq), first(dk), first(dv)], d_mask, form.mask, form.offsets)
     except torch.OutOfMemoryError as error:
-        of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
-        raise no_memory(error, plan, q.dtype, sum(_bytes(x.shape, dtype) for x in (q, k, v)) + of_mask) from None
-    return (dq, dk, dv, dmask) if mask_grad else (dq, dk, dv)
+        bytes_of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
+        raise no_memory(error, plan, q.dtype, sum(_bytes(x.shape, dtype) for x in (q, k, v)) + bytes_of_mask) from None
+    return dq, dk, dv, *of_mask
 
 
 def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan:
