@@ -1,8 +1,9 @@
 """Measures what calls cost beside PyTorch's own: `python bench/overhead.py` prints tables, and `--quick` shows that it can.
 
-Host time is that of a loop that does not wait for the GPU; without a GPU the kernels are replaced by a function that does
-nothing. On a GPU two more tables have calls of short sequences: their time on the GPU behind a full queue, which hides
-the host, and by the wall, where each call begins when the host is done with the one before.
+Host time is that of a loop that does not wait for the GPU, ours and SDPA's in turn; without a GPU the kernels are
+replaced by a function that does nothing. On a GPU two more tables have calls of short sequences: their time on the GPU
+behind a full queue, which hides the host, and by the wall, where each call begins when the host is done with the one
+before.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -62,17 +63,27 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def host_us(call: Callable[[], object], device: str, rounds: int, calls: int) -> float:
-    """Returns the median over rounds of a call's time on the host; the first round warms up."""
-    times = []
+def _warm_up(device: str) -> None:
+    """Works until the GPU's clocks are up: a host soon waits for launches that an idle GPU runs at a fifth of its speed."""
+    if device == "cuda":
+        x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+        for _ in range(1000):
+            x @ x
+
+
+def host_us(of: Sequence[Callable[[], object]], device: str, rounds: int, calls: int) -> list[float]:
+    """Returns the median over rounds of each one's time on the host. They take turns; the first round warms up."""
+    times = [[] for _ in of]
+    _warm_up(device)
     for _ in range(rounds + 1):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
+        for call, found in zip(of, times, strict=True):
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            found.append((time.perf_counter() - start) / calls * 1e6)
     _wait(device)
-    return statistics.median(times[1:])
+    return [statistics.median(found[1:]) for found in times]
 
 
 def _gradients(function: Callable, q, k, v, grad) -> None:
@@ -88,15 +99,15 @@ def measure(device: str, rounds: int, calls: int, n: int = 128, head_dims=_HEAD_
         for mode, context in _MODES.items():
             x = recorded if "grad" in mode and mode != "no grad" else plain
             with context():
-                times = [host_us(lambda f=f, x=x: f(*x), device, rounds, calls) for f in (ffpa, sdpa)]
+                times = host_us([partial(f, *x) for f in (ffpa, sdpa)], device, rounds, calls)
             found.append(HostTime(mode, d, *times))
         steps = [partial(_gradients, f, *recorded, grad) for f in (ffpa, sdpa)]
-        both = [host_us(step, device, rounds, calls // 4) for step in steps]
+        both = host_us(steps, device, rounds, calls // 4)
         found.append(HostTime("forward and backward", d, *both))
         packed = [x[0].transpose(0, 1).contiguous() for x in plain]
         offsets = torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
         with torch.no_grad():
-            us = host_us(lambda p=packed, o=offsets: ffpa_varlen(*p, o, o, n, n), device, rounds, calls)
+            (us,) = host_us([partial(ffpa_varlen, *packed, offsets, offsets, n, n)], device, rounds, calls)
         found.append(HostTime("packed, no grad", d, us, None))
     return found
 
@@ -141,12 +152,12 @@ def measure_short(shapes=_SHORT) -> Iterator[Short]:
         shape = f"B={b}, H={h}, N={n}, D={d}{', causal' * causal}"
         with torch.no_grad():
             calls = [lambda f=f, x=(q, k, v): f(*x) for f in both]
-            queued, wall = [*map(queued_us, calls)], [host_us(call, "cuda", 5, 50) for call in calls]
+            queued, wall = [*map(queued_us, calls)], host_us(calls, "cuda", 5, 50)
         yield Short(shape, "forward", tuple(queued), tuple(wall))
         x, grad = [t.requires_grad_() for t in (q, k, v)], torch.randn_like(q)
         outs = [f(*x) for f in both]
         calls = [lambda o=o, x=x, g=grad: torch.autograd.grad(o, x, g, retain_graph=True) for o in outs]
-        queued, wall = [*map(queued_us, calls)], [host_us(call, "cuda", 5, 20) for call in calls]
+        queued, wall = [*map(queued_us, calls)], host_us(calls, "cuda", 5, 20)
         yield Short(shape, "backward", tuple(queued), tuple(wall))
 
 

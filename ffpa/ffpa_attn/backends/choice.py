@@ -119,9 +119,9 @@ def _is_soon_done(p: Problem, answers: _Answers) -> bool:
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
-    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md): up to 64 columns SDPA's
-    kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows see all keys, or where a GPU has
-    no more row tiles of ours than multiprocessors; else ours.
+    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md): what is soon done goes to
+    mma; else up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows
+    see all keys, or where a GPU has no more row tiles of ours than multiprocessors; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
     beyond only before SDPA and the reference; where one launch of ours has all keys and P in shared memory, it comes
     first. SDPA and Triton know nothing of stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
