@@ -12,17 +12,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 import torch.nn.functional as F
 from ffpa_attn import env, ffpa, ffpa_varlen
-from ffpa_attn.operators import ops
+from ffpa_attn.backends.reference_plan import ReferencePlan
+from ffpa_attn.backends.sdpa import SdpaPlan
+from ffpa_attn.operators import again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _MODES = {"no grad": torch.no_grad, "inference mode": torch.inference_mode, "forward with grad": nullcontext}
@@ -51,11 +54,19 @@ class Short(NamedTuple):
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    run, ops.run = ops.run, lambda *args: None
-    try:
+    """Has plans of the CPU do nothing. No kind of call remembers the plans of the other time."""
+    kernels = [
+        (plan, name)
+        for plan in (ReferencePlan, SdpaPlan)
+        for name in ("forward", "backward", "fresh")
+        if hasattr(plan, name)
+    ]
+    with ExitStack() as patches:
+        patches.callback(again.forget_all)
+        for plan, name in kernels:
+            patches.enter_context(mock.patch.object(plan, name, lambda *args: None))
+        again.forget_all()
         yield
-    finally:
-        ops.run = run
 
 
 def _wait(device: str) -> None:

@@ -159,6 +159,20 @@ def no_kinds_of_calls():
 
 
 @pytest.fixture
+def emulated_gpu(monkeypatch):
+    """Gives emulated_gpu(blocks): from then on the emulated GPU holds so many blocks of a kernel with scratch."""
+    from ffpa_attn.launching import emulated
+    from ffpa_attn.operators import again, ops
+
+    def change(blocks: int) -> None:
+        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
+        again._known.clear()
+        ops._plans.clear()
+
+    return change
+
+
+@pytest.fixture
 def no_short_forward(monkeypatch):
     """Leaves calls of few keys to the kernels that a test is about."""
     from ffpa_attn.backends import forward_short

@@ -12,7 +12,7 @@ from ffpa_attn import env, ffpa, ffpa_varlen
 from ffpa_attn.backends import fused
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.backends.fused import FusedPlan
-from ffpa_attn.launching import emulated, native
+from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardWgmmaFused, ForwardWgmmaPair, Problem, Visibility
@@ -179,13 +179,13 @@ def test_rows_that_see_nothing_for_long(d, device):
 
 
 @by_kernel
-def test_bits_repeat(d, device, monkeypatch):
+def test_bits_repeat(d, device, emulated_gpu):
     """Bits repeat on any schedule, by any number of blocks."""
     case = Case(heads_kv=1, n_q=300, n_k=530 if d == 64 else 270, d=d, rule={"causal": True})
     inputs = steep_inputs(case, device, 6.0, False)
     results = []
     for seed, blocks in ((0, 2), (1, 5), (3, 1), (7, 4)) if device == "cpu" else ((0, 2),) * 50:
-        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
+        emulated_gpu(blocks)
         results.append(attend(device, case, inputs, seed)[0])
     check(case, inputs, *results[0])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))

@@ -10,7 +10,7 @@ from cases import CASES, Case, make_inputs
 from ffpa_attn import env, ffpa
 from ffpa_attn.backends import levels
 from ffpa_attn.backends.levels import LevelPlan
-from ffpa_attn.launching import emulated, native
+from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import ROWS_HEAD_DIMS, ForwardMmaRows, ForwardMmaSplit, aot_specs
@@ -228,14 +228,14 @@ def test_maxima_that_move_emulated(level, acc, steepness, falling):
     check_moving_maxima(case, level, acc, steepness, falling, "forward_mma_split_f16")
 
 
-def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run):
+def test_fewer_resident_blocks_change_no_bit_emulated(monkeypatch, emulated_run, emulated_gpu):
     """In level 3 a cap on the workspace takes blocks away, and each of the others gets more items."""
     spec = shipped(3)
     half_mb = (1 << 19) // (spec.columns * spec.rows * 4)  # number of column groups whose scratch takes half a MiB
     case = Case(heads_kv=1, n_q=spec.rows + 3, n_k=spec.keys + 7, d=64, d_v=half_mb * spec.columns)
     inputs, results = make_inputs(case, "cpu"), []
     for resident, cap_mb, blocks in ((3, 1024, 3), (3, 1, 2), (1, 1024, 1)):
-        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", resident)
+        emulated_gpu(resident)
         monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap_mb))
         out, lse, report = emulated_run(plan_of(spec, 3, case.d), case, inputs)
         assert report["blocks"] == blocks

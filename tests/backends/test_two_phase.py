@@ -19,7 +19,7 @@ from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.building import build
-from ffpa_attn.launching import emulated, native
+from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import (
@@ -373,13 +373,13 @@ def test_more_heads_than_the_cache_holds(place):
     check(case, inputs, *attend(place, case, inputs, seed=3)[0])
 
 
-def test_bits_repeat(place, monkeypatch):
+def test_bits_repeat(place, emulated_gpu):
     """Bits repeat on any schedule, by any number of blocks."""
     case = Case(heads_kv=1, n_q=200, n_k=530, d=136, d_v=576, rule={"causal": True})
     inputs = steep_inputs(case, place.device, 6.0, False)
     results = []
     for seed, blocks in ((0, 2), (1, 3), (3, 1), (7, 2)) if place.emulated else ((0, 2),) * 50:
-        monkeypatch.setattr(emulated, "RESIDENT_BLOCKS", blocks)
+        emulated_gpu(blocks)
         results.append(attend(place, case, inputs, seed)[0])
     check(case, inputs, *results[0])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))

@@ -94,10 +94,10 @@ class LevelPlan(NamedTuple):
         if self.packs_heads:
             q, k, v, out, mask = _pack_heads(q, k, v, out, mask, rule.visibility)
             rule = rule._replace(visibility=Visibility(-1, -1, False))
-        blocks = multiprocessors(q.device)
-        call = memo.get(blocks)
+        call = memo.get("call")
         if call is None:
-            call = memo[blocks] = _call(self, q, k, v, out, mask, offsets, rule, workspace_cap, blocks)
+            blocks = multiprocessors(q.device)
+            call = memo["call"] = _call(self, q, k, v, out, mask, offsets, rule, workspace_cap, blocks)
         call(q, k, v, out, lse, mask, offsets)
 
 

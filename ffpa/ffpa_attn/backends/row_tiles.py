@@ -45,10 +45,10 @@ class RowTilePlan(NamedTuple):
         if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
-        blocks = multiprocessors(q.device)
-        call = memo.get(blocks)
+        call = memo.get("call")
         if call is None:
-            call = memo[blocks] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap)
+            blocks = multiprocessors(q.device)
+            call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap)
         call(q, k, v, out, lse, mask, offsets)
 
     def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int) -> Call:

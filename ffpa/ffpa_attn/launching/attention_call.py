@@ -82,8 +82,8 @@ def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settin
     return Launch(spec, params, memory, q.device)
 
 
-def _floats(count: int | None, device: torch.device) -> torch.Tensor | None:
-    return None if count is None else torch.empty(count, dtype=torch.float32, device=device)
+def _floats(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.float32, device=device)
 
 
 class Call(NamedTuple):
@@ -94,10 +94,12 @@ class Call(NamedTuple):
     partial: int | None = None
 
     def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
-        scratch, partial = _floats(self.scratch, q.device), _floats(self.partial, q.device)
+        scratch = None if self.scratch is None else _floats(self.scratch, q.device)
+        partial = None if self.partial is None else _floats(self.partial, q.device)
+        cu_q, cu_k = offsets[:2] if offsets else (None, None)
         lse = lse if lse.numel() else None
         for launch in self.launches:
-            launch(q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), scratch, partial)
+            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial)
 
 
-Memo = dict[int, Call]  # number of multiprocessors -> the call
+Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

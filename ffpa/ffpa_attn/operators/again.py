@@ -69,6 +69,10 @@ def forget(kind: tuple) -> None:
     _known.pop(kind, None)
 
 
+def forget_all() -> None:
+    _known.clear()
+
+
 def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
     _, _, flags, wanted, _, types = kind
@@ -85,16 +89,17 @@ def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
 
 
 def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
-    make = _results(plan, with_lse, first_q)
+    make, of_plan = _results(plan, with_lse, first_q), (plan.rule, plan.workspace_cap, plan.memo)
+    forward, gives_fresh, is_empty = plan.choice.plan.forward, plan.gives_fresh, 0 in plan.out_shape
 
     def run(q, k, v):
         try:
-            fresh = ops.fresh_result(plan, q, k, v) if plan.gives_fresh else None
+            fresh = ops.fresh_result(plan, q, k, v) if gives_fresh else None
             if fresh is not None:
                 return fresh
             out, lse = make(q)
-            if out.numel():
-                ops.run(plan, "forward", q, k, v, out, lse, None, None)
+            if not is_empty:
+                forward(q, k, v, out, lse, None, None, *of_plan)
         except torch.OutOfMemoryError as error:
             raise ops.no_memory(error, plan, q.dtype) from None
         return (out, lse) if with_lse else out
