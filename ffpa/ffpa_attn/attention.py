@@ -106,7 +106,7 @@ def ffpa(
         try:
             return run(q, k, v)
         except again.CHOOSE_AGAIN:
-            again.forget(kind)
+            pass
     arguments.only_tensors(q=q, k=k, v=v)
     if mask is not None:
         arguments.only_tensors(mask=mask)
@@ -164,7 +164,7 @@ def ffpa_varlen(
         try:
             return run(q, k, v, *cu_seqlens)
         except again.CHOOSE_AGAIN:
-            again.forget(kind)
+            pass
     arguments.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     offsets = (
         cu_seqlens_q,

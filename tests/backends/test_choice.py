@@ -159,7 +159,7 @@ class TestSmallHeadDims:
 
     def test_the_five_products_where_one_launch_cannot_be_had(self, monkeypatch):
         problem = self.SMALL._replace(direction="backward", arch="sm_80", d_qk=136, n_q=64, n_k=64)
-        assert choose(problem, flags()).kernel == "backward_mma_short_bf16_tile64"
+        assert choose(problem, flags()).kernel == "backward_mma_short_bf16_tile64_columns128"
         left_out = lambda spec, gpu: "it is left out" if "short" in spec.name else archs.why_not_on(spec.arch, gpu)  # noqa: E731
         monkeypatch.setattr(native, "why_not", left_out)
         assert choose(problem, flags()).kernel == "backward_mma_scores_bf16"

@@ -31,10 +31,11 @@
 
 namespace ffpa {
 
-// Fields has Dtype, and kTile, the rows and keys of a tile.
+// Fields has Dtype; kTile, the rows and keys of a tile; kColumns, the columns of a step for a gradient.
 template <class Fields>
 struct BackwardMmaShortConfig : Fields {
   using Params = BackwardParams;
+  using Fields::kColumns;
   using Fields::kTile;
   static constexpr int kAcross = kTile / 64;  // warps that have the same rows, and 64 keys each
   static constexpr int kWarpRows = 16;
@@ -42,10 +43,10 @@ struct BackwardMmaShortConfig : Fields {
   static constexpr int kBlocksPerSm = kTile == 64 ? 3 : 1;
   using Ring = tile::StageRing<kThreads>;
 
-  static constexpr int kStep = 64;               // columns of a step for S or dP
-  static constexpr int kColumns = 64 * kAcross;  // columns of a step for a gradient
+  static constexpr int kStep = 64;  // columns of a step for S or dP
   static constexpr uint32_t kSlotBytes = 2 * kTile * kStep * 2;
   static constexpr uint32_t kPairBytes = kTile * kTile * 2;  // bytes of P, or of dS, of a row tile
+  static_assert(kColumns % (64 * kAcross) == 0, "a warp has whole chunks of a gradient's columns");
   static_assert(kTile * kColumns * 2 <= kSlotBytes, "a step for a gradient fits a slot");
 
   // Shared memory holds the slots; the ring's barriers; P and dS of each row tile; a bit for each row and key; steps.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..launching.launch import Launch
 from ..specs import archs
-from ..specs.spec import SHORT_TILES, BackwardMmaShort, Problem
+from ..specs.spec import SHORT_TILES, BackwardMmaShort, Problem, short_columns
 from . import backward
 from .reference_plan import mask_gradient
 
@@ -66,7 +66,9 @@ def plan(p: Problem) -> ShortPlan | str:
     stages = (archs.shared_memory_bytes(p.arch or "sm_80") - needed) // (2 * tile * _STEP_COLUMNS * 2)
     if stages < _LEAST_STAGES:
         return f"P and dS of {p.group} x {p.n_q} rows and {p.n_k} keys leave too little shared memory"
-    return ShortPlan(BackwardMmaShort(p.dtype, tile), min(stages, _MOST_STAGES[tile]))
+    of_step = short_columns(tile)
+    columns = next((columns for columns in of_step if max(p.d_qk, p.d_v) <= columns), of_step[-1])
+    return ShortPlan(BackwardMmaShort(p.dtype, tile, columns), min(stages, _MOST_STAGES[tile]))
 
 
 def why_slower(p: Problem) -> str | None:

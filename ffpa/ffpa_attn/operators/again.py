@@ -65,10 +65,6 @@ def find(kind: tuple) -> Callable | None:
         return None
 
 
-def forget(kind: tuple) -> None:
-    _known.pop(kind, None)
-
-
 def forget_all() -> None:
     _known.clear()
 

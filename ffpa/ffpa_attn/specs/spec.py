@@ -286,6 +286,7 @@ class BackwardMmaShort(KernelSpec):
 
     dtype: str
     tile: int  # rows of a row tile, and keys
+    columns: int  # columns of a step for a gradient
 
 
 @dataclass(frozen=True)
@@ -361,10 +362,15 @@ class ForwardWgmmaFp8(KernelSpec):
 FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
-SHORT_COLUMNS = (64, 128)  # columns of a step, in the forward
+SHORT_COLUMNS = (64, 128)  # columns of a step: for narrow heads, and for others
 SHORT_TILES = (64, 128)  # rows and keys, in the backward
 TWO_PHASE_COLUMNS = (256, 320, 384)
 TWO_PHASE_MMA_COLUMNS = 256
+
+
+def short_columns(tile: int) -> tuple[int, ...]:
+    """Returns the columns of a step for a gradient: each warp of those that have the same rows gets 64 at least."""
+    return tuple(columns for columns in SHORT_COLUMNS if columns >= tile)
 
 
 class ProductTile(NamedTuple):
@@ -454,7 +460,11 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
             ]
         kernels += [ForwardMmaShort(dtype, columns) for columns in SHORT_COLUMNS]
-        kernels += [BackwardMmaShort(dtype, tile) for tile in SHORT_TILES[: 1 if few else None]]
+        kernels += [
+            BackwardMmaShort(dtype, tile, columns)
+            for tile in SHORT_TILES[: 1 if few else None]
+            for columns in short_columns(tile)
+        ]
         kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
         kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
         kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
