@@ -38,7 +38,7 @@ struct ForwardMmaShortConfig : Fields {
   static constexpr int kTile = 64;  // rows of a row tile, and keys
   static constexpr int kWarpRows = 16;
   static constexpr int kThreads = kTile / kWarpRows * 32;
-  static constexpr int kBlocksPerSm = kColumns == 64 ? 6 : 4;
+  static constexpr int kBlocksPerSm = kColumns == 64 ? 6 : 3;
   static constexpr int kStages = kColumns == 64 ? 4 : 2;
   static constexpr uint32_t kSlotBytes = kTile * kColumns * 2;
   using Ring = tile::StageRing<kThreads>;
