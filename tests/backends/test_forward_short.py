@@ -187,6 +187,11 @@ def test_choice(changes, short, monkeypatch):
     assert (kernel in SHIPPED) == short, kernel
 
 
+def test_levels_where_the_kernel_cannot_be_had(monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda spec, gpu: "it is left out" if "short" in spec.name else None)
+    assert choose(problem(), run_flags()).kernel.startswith("forward_mma_rows")
+
+
 def test_one_key_more_goes_elsewhere(device):
     case = Case(n_q=TILE, n_k=TILE + 1)
     inputs = make_inputs(case, device)

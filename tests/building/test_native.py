@@ -136,7 +136,7 @@ def empty_wheel(monkeypatch, fake_nvcc, cache):
     monkeypatch.setattr(native_module, "kernel", native_module.kernel.__wrapped__)
     monkeypatch.setattr(native_module, "record", lambda: {"kernels": {}, "sources": build.sources_hash()})
     monkeypatch.setattr(native_module, "library", lambda: NewDriver)
-    return torch.randn(1, 1, 24, 512).half()
+    return torch.randn(1, 1, 72, 512).half()
 
 
 def test_a_kernel_that_fails_to_compile_leaves_calls_to_the_next_path(empty_wheel, fake_nvcc):

@@ -324,7 +324,7 @@ def test_a_call_whose_kernel_does_not_compile_is_made_by_another(monkeypatch):
     monkeypatch.setattr(triton_attention, "_gave_up", [])
     monkeypatch.setattr(triton_launch, "_unable", {})
     monkeypatch.delenv("FFPA_BACKEND")
-    x = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    x = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     want = ffpa_attn.ffpa(x.cpu(), x.cpu(), x.cpu())
 
     def failing(*args, **options):
