@@ -189,7 +189,8 @@ def test_choice(changes, short, monkeypatch):
 
 def test_levels_where_the_kernel_cannot_be_had(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda spec, gpu: "it is left out" if "short" in spec.name else None)
-    assert choose(problem(), run_flags()).kernel.startswith("forward_mma_rows")
+    assert choose(problem(arch="sm_80"), run_flags()).kernel.startswith("forward_mma_rows")
+    assert choose(problem(), run_flags()).kernel == "sdpa"
 
 
 def test_one_key_more_goes_elsewhere(device):
