@@ -1,6 +1,8 @@
 """Tests the backward whose keys fit one tile, in the emulator and on a GPU; test_backward.py has what it shares with others."""
 
+import compare
 import ffpa_attn
+import oracle
 import pytest
 import test_backward
 import test_numerics
@@ -78,6 +80,30 @@ def test_row_tiles_add_up(device, forced):
     assert torch.equal(whole[0], torch.cat([part[0] for part in parts], 1))
     for i in (1, 2):
         torch.testing.assert_close(parts[0][i] + parts[1][i], whole[i], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_k", [40, 64, 128])
+@pytest.mark.parametrize("share", [0.5, 1e-3])
+def test_keys_that_are_elsewhere(n_k, share, device, forced):
+    """The LSE of some rows covers keys of another part, as in a ring: parts give what all keys give together."""
+    case = Case(heads_q=2, heads_kv=2, n_q=70, n_k=2 * n_k, d=72, d_v=40)
+    q, k, v, _ = make_inputs(case, device)
+    k = k.clone()
+    k[:, :, n_k:] -= float(torch.tensor(1 / share - 1).log()) * 72**0.5 * q.mean(2, keepdim=True).sign() / 72
+    x = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    bases = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    g = test_numerics.random_like(torch.empty(1, 2, 70, 40), 5).to(q)
+    want = torch.autograd.grad(oracle.attention(*x)[0], x, g.double())
+    base = torch.autograd.grad(compare.baseline(*bases)[0], bases, g)
+    out, lse = (t.to(device) for t in oracle.attention(q, k, v))
+    forced("short", device)
+    parts = [
+        torch.ops.ffpa_attn.backward(g, None, q, k[:, :, of], v[:, :, of], out.to(q), lse.float(), fp32_grads=True)
+        for of in (slice(0, n_k), slice(n_k, 2 * n_k))
+    ]
+    compare.assert_close("dq", parts[0][0] + parts[1][0], want[0], base[0])
+    for i, name in ((1, "dk"), (2, "dv")):
+        compare.assert_close(name, torch.cat([part[i] for part in parts], 2), want[i], base[i])
 
 
 def test_rows_that_hold_nan_keep_to_themselves(device, forced):

@@ -6,10 +6,18 @@ MUTANTS = [
     *short_backward(
         "csrc/attention/backward/mma_short.cuh",
         ("backward short: lines that do not count are summed over", "&& is_live(lines, line);", "&& line < kTile;"),
-        ("backward short: the second half of rows has δ of the first", "deltas[1].template multiply_add<Element>(a, b[2], b[3]);", "deltas[1].template multiply_add<Element>(a, b[0], b[1]);"),
-        ("backward short: dLSE with the wrong sign", "delta[h] -= load_float", "delta[h] += load_float"),
         ("backward short: dV before all warps have P", "      if (has_one_tile()) ptx::sync_block();  // P of all warps is there\n", ""),
         ("backward short: gradients before all warps have dS", "    ptx::sync_block();  // P and dS of all warps are there\n", ""),
+    ),
+    *short_backward(
+        "csrc/attention/backward/short_rows.cuh",
+        ("backward short: the second half of rows has δ of the first", "of_rows[h][2] / of_rows[h][1]", "of_rows[0][2] / of_rows[0][1]"),
+        ("backward short: dLSE with the wrong sign", "delta[h] -= load_float", "delta[h] += load_float"),
+        ("backward short: keys that are elsewhere do not count", "if (lacks_keys(h)) delta[h] = from_out;", ""),
+        ("backward short: keys of the other warp do not count", "return number + float_from_bits(ptx::ld_shared_4(smem));", "return number + 0 * float_from_bits(ptx::ld_shared_4(smem));"),
+        ("backward short: sums of the other warp before they are there", "    ptx::sync_block();\n    for_shared_numbers(part_ == 0, of_rows,", "    for_shared_numbers(part_ == 0, of_rows,"),
+        ("backward short: δ of the other warp before it is there", "    ptx::sync_block();\n    for_shared_numbers(part_ > 0, numbers,", "    for_shared_numbers(part_ > 0, numbers,"),
+        ("backward short: dO·O of some columns", "column += 4 * 8", "column += 8 * 8"),
     ),
     *short_backward(
         "csrc/attention/backward/short_head.cuh",

@@ -2,7 +2,7 @@
 // and dS never leave shared memory. A row tile is kTile rows of a query head. A warp has 16 rows of it and 64 keys, or
 // 16 lines of a gradient and some columns:
 //
-//   for each row tile       S = Q Kᵀ,  P = exp2(S - LSE),  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  with δ = dO·O - dLSE
+//   for each row tile       S = Q Kᵀ,  P = exp2(S - LSE),  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  with δ = Σ P ∘ dP - dLSE
 //   over all row tiles      dV = Pᵀ dO (along with dP, if there is one row tile),  dK = scale · dSᵀ Q
 //   for each row tile       dQ = scale · dS K
 //
@@ -15,6 +15,7 @@
 #include "attention/backward/pairs.cuh"
 #include "attention/backward/row_shares.cuh"
 #include "attention/backward/short_head.cuh"
+#include "attention/backward/short_rows.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"
@@ -49,8 +50,10 @@ struct BackwardMmaShortConfig : Fields {
   static_assert(kColumns % (64 * kAcross) == 0, "a warp has whole chunks of a gradient's columns");
   static_assert(kTile * kColumns * 2 <= kSlotBytes, "a step for a gradient fits a slot");
 
-  // Shared memory holds the slots; the ring's barriers; P and dS of each row tile; a bit for each row and key; steps.
+  // Shared memory holds the slots; the ring's barriers; numbers of rows that two warps share; P and dS of each row
+  // tile; a bit for each row and key; steps.
   static constexpr uint32_t kRingBytes = 128, kStepBytes = 16;
+  static constexpr uint32_t kSharedNumberBytes = kAcross > 1 ? kTile * 3 * 4 : 0;
   static_assert(Ring::kBarrierBytes <= kRingBytes);
 
   FFPA_HOST_DEVICE static constexpr int pair_steps(int d_qk, int d_v) {
@@ -67,39 +70,46 @@ struct BackwardMmaShortConfig : Fields {
     LaunchShape shape;
     shape.grid = {uint32_t(attention.batch * params.heads_kv())};
     shape.threads = kThreads;
-    shape.smem_bytes = attention.stages * kSlotBytes + kRingBytes + row_tiles * of_row_tile + 2 * kTile / 8;
+    shape.smem_bytes =
+        attention.stages * kSlotBytes + kRingBytes + kSharedNumberBytes + row_tiles * of_row_tile + 2 * kTile / 8;
     return shape;
   }
 };
 
 template <class Config>
-class BackwardMmaShort : ShortHead<Config> {
-  using Head = ShortHead<Config>;
+class BackwardMmaShort : ShortRows<Config> {
+  using Head = ShortRows<Config>;
   using Head::attention_;
   using Head::batch_;
   using Head::ds_of;
   using Head::find_live_lines;
+  using Head::finish_deltas;
   using Head::get_step;
   using Head::has_one_tile;
   using Head::head_kv_;
   using Head::is_live;
   using Head::k_;
-  using Head::load_float;
-  using Head::lse_row;
+  using Head::lane_;
   using Head::n_k;
   using Head::n_q;
+  using Head::numbers_of;
   using Head::p_of;
   using Head::pair_steps_;
   using Head::params_;
+  using Head::part_;
   using Head::q_;
   using Head::row_tile;
   using Head::row_tiles_;
   using Head::rows_of;
   using Head::steps_;
+  using Head::thread_;
+  using Head::warp_row_;
   using Head::work_out_steps;
   using typename Head::Part;
+  using typename Head::RowNumbers;
   using typename Head::Rows;
   using typename Head::Step;
+  using typename Head::SumsOfRow;
   using Element = typename Config::Dtype;
   static constexpr int kTile = Config::kTile, kStep = Config::kStep, kColumns = Config::kColumns;
   static constexpr int kAcross = Config::kAcross;
@@ -108,8 +118,7 @@ class BackwardMmaShort : ShortHead<Config> {
   using Sums = tile::Accumulator<float>[1][kFragments];
   template <int kWidth>
   using Gradient = tile::Accumulator<float>[1][kWidth / kAcross / 8];  // a warp's lines, and its part of the columns
-  using OutOfStep = uint32_t[kStep / 16][4];  // a step's columns of O, for the rows of a warp, as B fragments
-  using Packed = uint32_t[2 * kGroup];        // [fragment][half of rows], a pair of keys each
+  using Packed = uint32_t[2 * kGroup];                                 // [fragment][half of rows], a pair of keys each
 
   FFPA_HOST_DEVICE static constexpr tile::RowLayout pairs_layout() { return tile::RowLayout(kTile * 2); }
   template <int kWidth>
@@ -117,19 +126,9 @@ class BackwardMmaShort : ShortHead<Config> {
     return tile::RowLayout(kWidth * 2);
   }
 
-  // These are numbers of the two rows that a lane has values of.
-  struct RowNumbers {
-    float lse[2];  // natural; +inf where the row does not exist or sees no key
-    bool plain;    // whether P comes from products by one multiply-add
-  };
-
  public:
   FFPA_DEVICE explicit BackwardMmaShort(const BackwardParams& params)
       : Head(params),
-        thread_(ptx::thread_x()),
-        lane_(ptx::lane_id()),
-        warp_row_(thread_ / 32 / kAcross * Config::kWarpRows),
-        part_(thread_ / 32 % kAcross),
         ring_(ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes, ptx::dynamic_smem(), attention_.stages,
               Config::kSlotBytes) {}
 
@@ -173,7 +172,6 @@ class BackwardMmaShort : ShortHead<Config> {
       bring<kStep>(slot + Config::kSlotBytes / 2, keys);
     } else if (step.part == Part::kDp) {
       bring_live<kStep>(slot, {step.lines_gmem, params_.grad_out.row_stride, step.lines, columns}, step.tile);
-      prefetch_out(step);
       bring<kStep>(slot + Config::kSlotBytes / 2, {row_of(attention_.v, batch_, head_kv_, k_.begin) + step.column,
                                                    attention_.v.row_stride, n_k(), columns});
     } else {
@@ -183,12 +181,6 @@ class BackwardMmaShort : ShortHead<Config> {
       bring_live<kColumns>(slot, {step.lines_gmem, stride, kTile, columns}, of_keys ? row_tiles_ : step.tile);
     }
     ring_.end_fill();
-  }
-  // Lets L2 fetch a step's columns of O, a row a thread.
-  FFPA_DEVICE void prefetch_out(const Step& step) const {
-    if (thread_ >= step.lines) return;
-    const Rows rows = rows_of(step.tile);
-    ptx::prefetch_l2(row_of(attention_.out, batch_, rows.head, q_.begin + rows.first + thread_) + step.column);
   }
   template <int kWidth>
   FFPA_DEVICE void bring(uint32_t smem, const tile::GmemWindow& window) const {
@@ -225,16 +217,12 @@ class BackwardMmaShort : ShortHead<Config> {
       }
       if (has_one_tile()) ptx::sync_block();  // P of all warps is there
       Sums sums;
-      tile::Accumulator<float> deltas[2];
       FFPA_NO_UNROLL
       for (bool more = true; more; ++number) {
         const Step step = begin_step(number);
         more = !step.ends;
-        OutOfStep out;
-        load_out(out, rows, step.column);
         const uint32_t slot = ring_.begin_use();
         multiply(sums, slot);
-        add_deltas(deltas, slot, out);
         if (has_one_tile()) {
           Gradient<kStep> dv;
           add_to_gradient<true, kStep>(dv, p_of(tile), slot);
@@ -242,25 +230,8 @@ class BackwardMmaShort : ShortHead<Config> {
         }
         ring_.end_use();
       }
-      finish_ds_of(tile, rows, sums, numbers, deltas);
+      finish_ds_of(tile, rows, sums, numbers);
     }
-  }
-
-  // Return the row of the row tile that a lane has in half `h` of a C fragment, and the place of its LSE, or of that of
-  // the last row.
-  FFPA_DEVICE int row_of_lane(int h) const { return warp_row_ + tile::c_coordinate(lane_, 2 * h).row; }
-  FFPA_DEVICE int64_t lse_of_lane(const Rows& rows, int h) const {
-    return lse_row(rows, min_of(row_of_lane(h), n_q() - 1 - rows.first));
-  }
-
-  FFPA_DEVICE RowNumbers numbers_of(const Rows& rows) const {
-    RowNumbers numbers;
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const float lse = load_float(attention_.lse + lse_of_lane(rows, h));
-      numbers.lse[h] = rows.first + row_of_lane(h) >= n_q() || lse == -kInfinity ? kInfinity : lse;
-    }
-    return numbers;
   }
 
   // Adds the product of kStep columns of two matrices to S or dP.
@@ -283,33 +254,6 @@ class BackwardMmaShort : ShortHead<Config> {
     return slot + columns_layout<kStep>().offset(warp_row_ + a.row, a.column);
   }
 
-  // Loads a step's columns of O, for the rows of the warp, as B fragments of Oᵀ: dO·O is the diagonal of dO Oᵀ,
-  // whose halves of columns are apart. So no row has another one's O in its δ.
-  FFPA_DEVICE void load_out(OutOfStep& out, const Rows& rows, int first_column) const {
-    const tile::Coordinate at = {tile::b_coordinate(lane_, 0).column, tile::b_coordinate(lane_, 0).row};
-    FFPA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = min_of(rows.first + warp_row_ + 8 * half + at.row, n_q() - 1);
-      const uint16_t* line = row_of(attention_.out, batch_, rows.head, q_.begin + row) + first_column + at.column;
-      FFPA_UNROLL
-      for (int i = 0; i < kStep / 8; ++i) {
-        const bool exists = first_column + 8 * i < attention_.d_v;
-        out[i / 2][2 * half + i % 2] = exists ? ptx::ld_global_4(line + 8 * i) : 0u;
-      }
-    }
-  }
-  FFPA_DEVICE void add_deltas(tile::Accumulator<float> (&deltas)[2], uint32_t slot, const OutOfStep& out) const {
-    const uint32_t a_smem = a_of_step(slot);
-    FFPA_UNROLL
-    for (int depth = 0; depth < kStep / 16; ++depth) {
-      const uint32_t (&b)[4] = out[depth];
-      uint32_t a[4];
-      ptx::ldmatrix_x4(a, columns_layout<kStep>().moved(a_smem, 0, depth * 2));
-      deltas[0].template multiply_add<Element>(a, b[0], b[1]);
-      deltas[1].template multiply_add<Element>(a, b[2], b[3]);
-    }
-  }
-
   // Calls function(smem, i) for each packed pair i of a group, and where the lane has it in a matrix of pairs.
   template <class Function>
   FFPA_DEVICE void for_pairs(uint32_t matrix_smem, int group, const Function& function) const {
@@ -322,6 +266,9 @@ class BackwardMmaShort : ShortHead<Config> {
   }
   FFPA_DEVICE void store(uint32_t matrix_smem, int group, const Packed& pairs) const {
     for_pairs(matrix_smem, group, [&](uint32_t smem, int i) { ptx::st_shared_4(smem, pairs[i]); });
+  }
+  FFPA_DEVICE void load(Packed& pairs, uint32_t matrix_smem, int group) const {
+    for_pairs(matrix_smem, group, [&](uint32_t smem, int i) { pairs[i] = ptx::ld_shared_4(smem); });
   }
   static FFPA_DEVICE void get(float (&values)[1][kGroup][4], const Sums& sums, int group) {
     FFPA_UNROLL
@@ -351,6 +298,7 @@ class BackwardMmaShort : ShortHead<Config> {
         shares[h] = {ptx::shfl_idx(own.reference, source), ptx::shfl_idx(own.share, source)};
       }
     };
+    numbers.sum[0] = numbers.sum[1] = 0;
     FFPA_UNROLL
     for (int group = 0; group < kFragments / kGroup; ++group) {
       float scores[1][kGroup][4];
@@ -362,36 +310,51 @@ class BackwardMmaShort : ShortHead<Config> {
         exponents_by_rules<Element>(scores, attention_, rows, all_seen, rows.first + warp_row_,
                                     part_ * 64 + group * kGroup * 8, lse2, lane_, slopes, get_shares);
       }
-      finish_p<Element>(scores, p);
+      finish_p<Element>(scores, p, numbers.sum);
       store(p_of(tile), group, p);
       if (!has_softcap()) continue;
       apply_slopes<Element>(p, slopes);
       store(ds_of(tile), group, p);
     }
+    FFPA_UNROLL
+    for (float& sum : numbers.sum) sum = tile::sum_of_lanes(sum);
   }
 
-  FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers,
-                                const tile::Accumulator<float> (&deltas)[2]) const {
+  FFPA_DEVICE void finish_ds_of(int tile, const Rows& rows, const Sums& sums, const RowNumbers& numbers) const {
     float delta[2];
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float values[4];
-      deltas[h].get(values);
-      const int row = lane_ / 4;  // of the four lanes of a row, lane row / 2 has the row's own column
-      const float own = row % 2 == 0 ? values[2 * h] : values[2 * h + 1];
-      delta[h] = ptx::shfl_idx(own, row * 4 + row / 2);
-      if (params_.grad_lse != nullptr) delta[h] -= load_float(params_.grad_lse + lse_of_lane(rows, h));
-    }
+    find_deltas(delta, tile, rows, sums, numbers);
     FFPA_UNROLL
     for (int group = 0; group < kFragments / kGroup; ++group) {
       float dp[1][kGroup][4];
       Packed p, ds;
       get(dp, sums, group);
-      for_pairs(has_softcap() ? ds_of(tile) : p_of(tile), group,
-                [&](uint32_t smem, int i) { p[i] = ptx::ld_shared_4(smem); });
+      load(p, has_softcap() ? ds_of(tile) : p_of(tile), group);
       finish_ds<Element>(dp, p, numbers.plain, delta, ds);
       store(ds_of(tile), group, ds);
     }
+  }
+
+  FFPA_DEVICE void find_deltas(float (&delta)[2], int tile, const Rows& rows, const Sums& sums,
+                               const RowNumbers& numbers) const {
+    SumsOfRow of_rows[2] = {{numbers.sum[0], 0, 0}, {numbers.sum[1], 0, 0}};
+    FFPA_UNROLL
+    for (int group = 0; group < kFragments / kGroup; ++group) {
+      float dp[1][kGroup][4];
+      Packed p;
+      get(dp, sums, group);
+      load(p, p_of(tile), group);
+      FFPA_UNROLL
+      for (int i = 0; i < 2 * kGroup; ++i) {
+        float pair[2];
+        ptx::unpack<Element>(p[i], pair[0], pair[1]);
+        FFPA_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          of_rows[i % 2][1] += pair[e];
+          of_rows[i % 2][2] += pair[e] == 0 ? 0.0f : pair[e] * dp[0][i / 2][i % 2 * 2 + e];  // dP may be NaN there
+        }
+      }
+    }
+    finish_deltas(delta, of_rows, rows);
   }
 
   // ---- gradients ----
@@ -475,9 +438,6 @@ class BackwardMmaShort : ShortHead<Config> {
     }
   }
 
-  int thread_, lane_;
-  int warp_row_;  // first row of the warp in a row tile, and its first key for dK and dV
-  int part_;      // which keys of a row tile the warp has, and which columns of a gradient
   typename Config::Ring ring_;
 };
 

@@ -128,6 +128,35 @@ FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p) {
   }
 }
 
+// Does the same, and adds P of each half of the rows to its sum.
+template <class Element, int kN>
+FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p, float (&sums)[2]) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    const float (&of_pair)[2] = reinterpret_cast<const float (&)[2]>(exponents[0][i / 2][i % 2 * 2]);
+    const float low = ptx::ex2(of_pair[0]), high = ptx::ex2(of_pair[1]);
+    sums[i % 2] += (low + high) * kUnitOfP<Element>;
+    p[i] = ptx::pack<Element>(low, high);
+  }
+}
+
+// Returns the sum of the products of eight columns of two rows.
+template <class Element>
+FFPA_DEVICE float dot_of_8(const uint16_t* a_gmem, const uint16_t* b_gmem) {
+  uint32_t a[4], b[4];
+  ptx::ld_global_16(a, a_gmem);
+  ptx::ld_global_16(b, b_gmem);
+  float sum = 0;
+  FFPA_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    float a0, a1, b0, b1;
+    ptx::unpack<Element>(a[j], a0, a1);
+    ptx::unpack<Element>(b[j], b0, b1);
+    sum += a0 * b0 + a1 * b1;
+  }
+  return sum;
+}
+
 // Keeps those packed numbers where P is not 0 and clears the others, which may be NaN.
 FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
   return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));

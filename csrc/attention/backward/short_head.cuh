@@ -75,9 +75,11 @@ class ShortHead {
 
   // ---- places in shared memory ----
 
+  FFPA_DEVICE uint32_t shared_numbers_smem() const {
+    return ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes + Config::kRingBytes;
+  }
   FFPA_DEVICE uint32_t p_of(int tile) const {
-    return ptx::dynamic_smem() + attention_.stages * Config::kSlotBytes + Config::kRingBytes +
-           tile * 2 * Config::kPairBytes;
+    return shared_numbers_smem() + Config::kSharedNumberBytes + tile * 2 * Config::kPairBytes;
   }
   FFPA_DEVICE uint32_t ds_of(int tile) const { return p_of(tile) + Config::kPairBytes; }
 

@@ -62,7 +62,7 @@ def plan(p: Problem) -> ShortPlan | str:
         return f"{max(p.d_qk, p.d_v)} columns are too many for steps of {_STEP_COLUMNS}"
     row_tiles = p.group * -(-p.n_q // tile)
     steps = 4 * (p.d_qk // _STEP_COLUMNS + 1) + 2 * (p.d_v // _STEP_COLUMNS + 1)
-    needed = 512 + row_tiles * (2 * tile * tile * 2 + tile // 8 + 16 * steps)
+    needed = 512 + (tile * 12 if tile > 64 else 0) + row_tiles * (2 * tile * tile * 2 + tile // 8 + 16 * steps)
     stages = (archs.shared_memory_bytes(p.arch or "sm_80") - needed) // (2 * tile * _STEP_COLUMNS * 2)
     if stages < _LEAST_STAGES:
         return f"P and dS of {p.group} x {p.n_q} rows and {p.n_k} keys leave too little shared memory"
