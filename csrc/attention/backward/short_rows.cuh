@@ -1,8 +1,8 @@
-// ShortRows are the rows that the lanes of a warp have in mma_short.cuh: 16 of a row tile, two in a lane, for a part of the
-// keys; their LSE, and δ.
+// ShortRows are the rows that the lanes of a warp have in mma_short.cuh: 16 of a row tile, two in a lane, for a part of
+// the keys; their LSE, and δ.
 //
-// Where all keys of a row are here, δ = dO·O is the mean of dP, weighed by P, and nobody has to read O. The LSE of other
-// rows covers more keys than these (as in a ring), and their δ is dO·O.
+// Where all keys of a row are here, δ = dO·O is the mean of dP, weighed by P, and nobody has to read O. The LSE of
+// other rows covers more keys than these (as in a ring), and their δ is dO·O.
 #pragma once
 
 #include <cmath>
