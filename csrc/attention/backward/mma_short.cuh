@@ -2,7 +2,7 @@
 // and dS never leave shared memory. A row tile is kTile rows of a query head. A warp has 16 rows of it and 64 keys, or
 // 16 lines of a gradient and some columns:
 //
-//   for each row tile       S = Q Kᵀ,  P = exp2(S - LSE),  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  with δ = Σ P ∘ dP - dLSE
+//   for each row tile       S = Q Kᵀ,  P = exp2(S - LSE),  dP = dO Vᵀ,  dS = P ∘ (dP - δ),  with δ of short_rows.cuh
 //   over all row tiles      dV = Pᵀ dO (along with dP, if there is one row tile),  dK = scale · dSᵀ Q
 //   for each row tile       dQ = scale · dS K
 //

@@ -2,7 +2,7 @@
 // the keys; their LSE, and δ.
 //
 // Where all keys of a row are here, δ = dO·O is the mean of dP, weighed by P, and nobody has to read O. The LSE of
-// other rows covers more keys than these (as in a ring), and their δ is dO·O.
+// other rows covers more keys than these (as in a ring), or is too large for P to sum to 1, and their δ is dO·O.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The row tiles of a persistent forward, in the order in which blocks take them.
+// These are the row tiles of a forward, in the order in which blocks take them.
 #pragma once
 
 #include <cstdint>

@@ -103,19 +103,21 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
     return None
 
 
-_MOST_ROWS_OF_SHORT = 128  # rows of a head from which on others read few keys faster, but for narrow heads
+_MOST_ROWS_OF_SHORT = 128  # rows of a head beyond which others read few keys faster, but for narrow heads
 _TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest: at 128 it has 469 T, wgmma 334
 
 
 def _is_soon_done(p: Problem, answers: _Answers) -> bool:
-    """Says whether the mma forward takes a GPU no longer than others do: all keys are in one tile,
-    or so few are there that a call takes no longer than its launch, which costs the host least on mma.
+    """Says whether the mma forward runs, and takes a GPU no longer than others do: all keys are in one tile; or so few
+    are there that, on a GPU of Hopper, a call takes no longer than its launch, which costs the host least on mma.
     """
     widest = max(p.d_qk, p.d_v)
+    if isinstance(answers["mma"], str):
+        return False
     if isinstance(answers["mma"], ForwardShortPlan) and (widest <= 64 or p.n_q <= _MOST_ROWS_OF_SHORT):
         return True
     most_keys = 256 if widest <= 64 else 128 if widest <= 256 else 0
-    return p.n_k <= most_keys and row_tiles.count(p, 64) <= archs.multiprocessors(p.arch)
+    return p.arch == "sm_90" and p.n_k <= most_keys and row_tiles.count(p, 64) <= archs.multiprocessors(p.arch)
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:

@@ -73,7 +73,7 @@ def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
     _, _, flags, wanted, _, types = kind
     with_lse = options.get("return_lse", True)
-    if wanted:  # by the backward
+    if wanted:  # the backward needs the LSE
         options = {**options, "return_lse": True}
     plan = ops.plan_of(Packed(*offsets) if offsets else Dense("BHND", None), q, k, v, options, flags)
     if plan is None or not _PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
@@ -118,7 +118,7 @@ def _packed(plan: ops.Plan, with_lse: bool, max_q: int, max_k: int) -> Callable:
 
 
 class _Recorded:
-    """How calls of a kind run that want gradients; and these, by one lookup among kinds of gradients."""
+    """It runs the calls of a kind that want gradients, and computes these, by one lookup among kinds of gradients."""
 
     def __init__(self, forward: Callable, options: dict[str, Any], with_lse: bool, *longest: int):
         self.forward, self._with_lse, self._longest = forward, with_lse, longest
@@ -136,9 +136,10 @@ class _Recorded:
         flags = env.run_flags()
         kind = (
             (q.shape, k.shape, v.shape, out.shape, lse.shape),
-            (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride()),
+            (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()),
             (q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype, q.device, k.device, v.device, out.device, lse.device),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | grad_out.data_ptr()) % ROW_ALIGNMENT,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % ROW_ALIGNMENT,
+            seen(grad_out),
             seen(grad_lse),
             flags,
         )
@@ -150,8 +151,8 @@ class _Recorded:
             except CHOOSE_AGAIN:
                 self._plans.clear()
         grads = self._through_operators(grad_out, grad_lse, saved)
-        plan = ops.plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, self._rule)
-        if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # offsets that must be checked, each time
+        plan = ops.plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, self._rule, flags)
+        if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # such offsets are checked at each call
             if len(self._plans) >= _MOST_GRADIENTS:
                 self._plans.clear()
             self._plans[kind] = plan

@@ -120,7 +120,7 @@ class _Attention(_Rules, autograd.Function):
 
 
 class _KnownAttention(_Rules, autograd.Function):
-    """The Function of calls whose kind was seen before (again.py)."""
+    """This is the Function of calls whose kind was seen before (again.py)."""
 
     @staticmethod
     def forward(ctx, known, *tensors):

@@ -219,10 +219,9 @@ def _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, optio
     return (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
 
 
-def plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, options) -> Plan | None:
+def plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan | None:
     """Returns the plan of a backward whose gradients have their tensors' types, if it is kept."""
-    key = _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, False, options, env.run_flags())
-    return _plans.get(key)
+    return _plans.get(_backward_key(form, grad_out, grad_lse, q, k, v, out, lse, False, options, flags))
 
 
 def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
