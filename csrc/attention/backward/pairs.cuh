@@ -140,13 +140,12 @@ FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p, float
   }
 }
 
-// Returns the sum of the products of eight columns of two rows.
+// Adds the products of eight columns of two rows to a sum, one after the other.
 template <class Element>
-FFPA_DEVICE float dot_of_8(const uint16_t* a_gmem, const uint16_t* b_gmem) {
+FFPA_DEVICE void add_dot_of_8(float& sum, const uint16_t* a_gmem, const uint16_t* b_gmem) {
   uint32_t a[4], b[4];
   ptx::ld_global_16(a, a_gmem);
   ptx::ld_global_16(b, b_gmem);
-  float sum = 0;
   FFPA_UNROLL
   for (int j = 0; j < 4; ++j) {
     float a0, a1, b0, b1;
@@ -154,7 +153,6 @@ FFPA_DEVICE float dot_of_8(const uint16_t* a_gmem, const uint16_t* b_gmem) {
     ptx::unpack<Element>(b[j], b0, b1);
     sum += a0 * b0 + a1 * b1;
   }
-  return sum;
 }
 
 // Keeps those packed numbers where P is not 0 and clears the others, which may be NaN.

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "attention/backward/pairs.cuh"
 #include "attention/backward/row_shares.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
@@ -64,16 +65,7 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
     const uint16_t* grad_out = row_of(params.grad_out, batch, head, entry.q.begin + row);
     float delta = 0;
     for (int column = lane * 8; column < attention.d_v; column += 32 * 8) {
-      uint32_t a[4], b[4];
-      ptx::ld_global_16(a, out + column);
-      ptx::ld_global_16(b, grad_out + column);
-      FFPA_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        float a0, a1, b0, b1;
-        ptx::unpack<Element>(a[j], a0, a1);
-        ptx::unpack<Element>(b[j], b0, b1);
-        delta += a0 * b0 + a1 * b1;
-      }
+      add_dot_of_8<Element>(delta, out + column, grad_out + column);
     }
     FFPA_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) delta += ptx::shfl_xor(delta, distance);

@@ -111,6 +111,7 @@ class ShortRows : public ShortHead<Config> {
   }
   FFPA_DEVICE void share_deltas(float (&delta)[2]) const {
     float numbers[2][1] = {{delta[0]}, {delta[1]}};
+    ptx::sync_warp();  // the four lanes of a row have read the sums
     for_shared_numbers(part_ == 0, numbers, [](uint32_t smem, float number) {
       ptx::st_shared_4(smem, float_bits(number));
       return number;
@@ -124,7 +125,6 @@ class ShortRows : public ShortHead<Config> {
   template <int kCount, class Function>
   FFPA_DEVICE void for_shared_numbers(bool takes_part, float (&numbers)[2][kCount], const Function& function) const {
     if (!takes_part) return;
-    ptx::sync_warp();  // the four lanes of a row have read what lies there
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       FFPA_UNROLL
@@ -142,7 +142,7 @@ class ShortRows : public ShortHead<Config> {
     float sum = 0;
     FFPA_NO_UNROLL
     for (int column = lane_ % 4 * 8; column < attention_.d_v; column += 4 * 8) {
-      sum += dot_of_8<Element>(out + column, grad_out + column);
+      add_dot_of_8<Element>(sum, out + column, grad_out + column);
     }
     return tile::sum_of_lanes(sum);
   }

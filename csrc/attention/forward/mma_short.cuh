@@ -5,9 +5,9 @@
 //   softmax                     P = exp2(S - maximum), 16 bits, in registers
 //   for each kColumns of d_v    O = P V, divided by the row sum, goes out
 //
-// Q, K and V pass through a ring of slots (tile/stage_ring.cuh), kColumns of one matrix each: of Q and K in turn, then
-// of V. So a block needs little shared memory, and several of them share a multiprocessor: while one of them waits for
-// its next step, others compute.
+// A ring of slots (tile/stage_ring.cuh) brings kColumns of one matrix at a time: Q and K in turn, then V. So a block
+// needs little shared memory, and several blocks share a multiprocessor: while one waits for its next step, others
+// compute.
 #pragma once
 
 #include <cstdint>

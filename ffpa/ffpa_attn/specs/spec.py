@@ -281,7 +281,7 @@ class BackwardMmaShort(KernelSpec):
 
     family = "backward_mma_short"
     arch = "sm_80"
-    allowed_spill_bytes = 176  # numbers that wait between sums, in tiles of 128: 16 warps share a multiprocessor
+    allowed_spill_bytes = 64  # numbers that wait between sums, in tiles of 128: 16 warps share a multiprocessor
 
     dtype: str
     tile: int  # rows of a row tile, and keys
