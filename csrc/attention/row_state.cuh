@@ -40,39 +40,63 @@ struct RowState {
   }
 };
 
-// Returns what O of row `r` of the head is to be multiplied with; `sum` is the whole sum of the row. The thread with
-// `writes` set writes the row's LSE; score(logit) turns the logit into natural units.
+// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row. The thread with
+// `writes` set writes the row's LSE, or its sum where this is a part of the keys; score(logit) turns the logit into
+// natural units.
 template <class Score>
-FFPA_DEVICE float finish_row(const AttentionParams& params, const RowTile& rows, int r, float reference, float sum,
-                             bool writes, const Score& score) {
-  if (params.lse != nullptr && writes && r <= rows.last) {
-    float* lse =
-        params.lse + rows.batch() * params.lse_batch_stride + rows.head() * params.lse_head_stride + rows.entry.q.begin;
-    const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
-    ptx::st_global_4(lse + r, float_bits(score(logit)));
+FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
+                             float sum, bool writes, const Score& score) {
+  const RowPlace at = rows.place(i);
+  if (writes && at.row <= rows.last) {
+    if (params.splits > 1) {
+      float* sums = params.partial_sums(rows.split()) + 2 * params.row_of_all(rows.batch(), at.head, at.row);
+      ptx::st_global_8(sums, {float_bits(reference), float_bits(sum)});
+    } else if (params.lse != nullptr) {
+      float* lse = params.lse + rows.batch() * params.lse_batch_stride + at.head * params.lse_head_stride +
+                   rows.entry.q.begin + at.row;
+      const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
+      ptx::st_global_4(lse, float_bits(score(logit)));
+    }
   }
   return sum > 0 ? 1 / sum : 0.0f;
 }
 
 // Writes the LSE of a warp's 16 rows, from row `row` of the tile on, and replaces their sums by the factors that O is
 // to be multiplied with.
-FFPA_DEVICE void finish_rows(const AttentionParams& params, const RowTile& rows, int row, RowState& state, int lane) {
+FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile& rows, int row, RowState& state,
+                             int lane) {
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const int r = rows.first + row + tile::c_coordinate(lane, 2 * h).row;
-    state.sum[h] = finish_row(params, rows, r, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane % 4 == 0,
+    const int i = row + tile::c_coordinate(lane, 2 * h).row;
+    state.sum[h] = finish_row(params, rows, i, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane % 4 == 0,
                               [&](float logit) { return score_of_logit(params, logit); });
   }
 }
 
-// Returns the writer of 16 rows of O, from row `row` of the tile and column `column` on.
+// The places of 16 rows of O, from row `first` of the tile and column `column` on.
+struct OutRows {
+  const AttentionParams& params;
+  const SharedRowTile& rows;
+  int first, column;
+
+  FFPA_DEVICE bool has(int row) const { return rows.place(first + row).row <= rows.last; }
+  template <class Number>
+  FFPA_DEVICE Number* at(int row) const {
+    const RowPlace place = rows.place(first + row);
+    return reinterpret_cast<Number*>(
+               row_of(params.out, params.is_packed() ? 0 : rows.batch(), place.head, rows.entry.q.begin + place.row)) +
+           column;
+  }
+};
+
 template <class Element, int kFragments>
-FFPA_DEVICE tile::RowWriter<Element, kFragments> out_writer(const AttentionParams& params, const RowTile& rows, int row,
-                                                            int column, int lane) {
-  const int first = rows.first + row, batch = params.is_packed() ? 0 : rows.batch();
-  uint16_t* first_gmem = params.out.data + batch * params.out.batch_stride + rows.head() * params.out.head_stride +
-                         (rows.entry.q.begin + int64_t(first)) * params.out.row_stride + column;
-  return {first_gmem, params.out.row_stride, rows.last + 1 - first, params.d_v - column, false, lane};
+using OutWriter = tile::RowWriter<Element, kFragments, OutRows>;
+
+// Returns the writer of these rows of O.
+template <class Element, int kFragments>
+FFPA_DEVICE OutWriter<Element, kFragments> out_writer(const AttentionParams& params, const SharedRowTile& rows, int row,
+                                                      int column, int lane) {
+  return {{params, rows, row, column}, params.d_v - column, false, lane};
 }
 
 }  // namespace ffpa

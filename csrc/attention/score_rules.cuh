@@ -9,8 +9,8 @@
 // tile with the same names.
 //
 // Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp (or those keys that
-// Fragments says); `row` and `key` are where the first of them lie. Whatever a call or a tile does not need costs one
-// uniform branch.
+// Fragments says); `row` and `key` are where the first of them lie, rows counted as place_in() wants. Whatever a call
+// or a tile does not need costs one uniform branch.
 #pragma once
 
 #include <cmath>
@@ -71,15 +71,16 @@ template <class Fragments, bool kApart, int kM, int kN, class Block>
 FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
                              int key, int lane) {
   const MaskView& mask = params.mask;
-  const uint8_t* of_head = mask.data + block.batch() * mask.batch_stride + block.head() * mask.head_stride;
+  const uint8_t* of_entry = mask.data + block.batch() * mask.batch_stride;
   const int n_q = block.n_q(), n_k = block.n_k();
   // The loops go row by row, with the mask kinds inside: more elements at once would take the registers that O needs.
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const int r = min_of(row + m * 16 + tile::c_coordinate(lane, 2 * h).row, n_q - 1);  // rows past it do not count
-      const uint8_t* row_gmem = of_head + r * mask.row_stride;
+      const RowPlace at = place_in(block, row + m * 16 + tile::c_coordinate(lane, 2 * h).row);
+      const int r = min_of(at.row, n_q - 1);  // rows past it do not count
+      const uint8_t* row_gmem = of_entry + at.head * mask.head_stride + r * mask.row_stride;
       const uint8_t* last = row_gmem + (n_k - 1) * mask.key_stride;  // keys past this do not count
       const uint8_t* gmem = row_gmem + (key + Fragments::first_column(lane)) * mask.key_stride;
       const auto apply = [&](auto masked) {
@@ -115,7 +116,8 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
 template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
 FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int row, int key, int lane) {
   const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
-  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int r, int k) {
+  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int i, int k) {
+    const int r = place_in(block, i).row;
     if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
   });
 }

@@ -1,4 +1,5 @@
-// The TMA maps of a call's tensors: all have boxes of 64 columns (tile/box_ring.cuh), with 64 rows where they are read.
+// The TMA maps of a call's tensors: all have boxes of 64 columns (tile/box_ring.cuh), with 64 rows, or those of a row
+// tile, where they are read.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,28 @@ inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& para
   const bool packed = params.is_packed();
   return map_tensor(map, x, columns, packed ? params.packed_q.total : params.n_q, params.heads_q,
                     packed ? 1 : params.batch, box_rows);
+}
+
+// Maps a tensor that has the rows of q in boxes of a row tile of `rows` rows: dims are columns, query heads that share
+// the tile, rows, other heads, batch.
+inline LaunchStatus map_row_tiles(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
+                                  int rows) {
+  const bool packed = params.is_packed();
+  const int heads = params.tile_heads;
+  TensorMapSpec spec;
+  spec.base = x.data;
+  spec.rank = 5;
+  spec.swizzle = Swizzle::k128Bytes;
+  const int64_t sizes[] = {columns, heads, packed ? params.packed_q.total : params.n_q, params.heads_q / heads,
+                           packed ? 1 : params.batch};
+  const int64_t strides[] = {1, x.head_stride, x.row_stride, heads * x.head_stride, x.batch_stride};
+  const int box[] = {tile::kBox, heads, rows / heads, 1, 1};
+  for (int dim = 0; dim < 5; ++dim) {
+    spec.size[dim] = uint64_t(sizes[dim]);
+    spec.stride_bytes[dim] = uint64_t(sizes[dim] == 1 ? columns : strides[dim]) * 2;  // nobody steps along a dim of one
+    spec.box[dim] = uint32_t(box[dim]);
+  }
+  return ptx::encode_tensor_map(map, spec);
 }
 
 inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,

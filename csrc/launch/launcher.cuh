@@ -20,11 +20,16 @@ class Launcher {
   static constexpr Instance instance(const char* name) { return {name, sizeof(Params), &launch_kernel}; }
 
  private:
+  // One bit for each device: what was asked for there, and whether its code waits for earlier kernels itself.
+  static inline std::atomic<uint64_t> done{0}, can_wait{0};
+
+  static uint64_t bit_of(int device) { return device < 64 ? uint64_t{1} << device : 0; }
+
   // A kernel may use more than 48 KB of shared memory only after asking. Asking for all that there is costs nothing
-  // (only the size of a launch counts), and fits whatever number of stages comes later.
+  // (only the size of a launch counts), and fits whatever number of stages comes later. Code for GPUs before sm_90 does
+  // not wait for earlier kernels, and must not start before these have ended.
   static cudaError_t allow_all_shared_memory(int device) {
-    static std::atomic<uint64_t> done{0};  // one bit for each device
-    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    const uint64_t bit = bit_of(device);
     if (done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
     int most = 0;
     cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -34,7 +39,14 @@ class Launcher {
       const int most_dynamic = most - static_cast<int>(attributes.sharedSizeBytes);
       error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_dynamic);
     }
-    if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+    if (error == cudaSuccess) {
+      int driver = 0;
+      constexpr int kCapturesEarlyStarts = 12030;  // the first driver that takes them into CUDA graphs
+      cudaDriverGetVersion(&driver);
+      if (attributes.ptxVersion >= 90 && driver >= kCapturesEarlyStarts)
+        can_wait.fetch_or(bit, std::memory_order_relaxed);
+      done.fetch_or(bit, std::memory_order_relaxed);
+    }
     return error;
   }
 
@@ -42,6 +54,7 @@ class Launcher {
     const Params& typed = *static_cast<const Params*>(params);
     *shape = Config::launch_shape(typed);
     const cudaError_t error = allow_all_shared_memory(device);
+    shape->starts_early &= (can_wait.load(std::memory_order_relaxed) & bit_of(device)) != 0;
     const LaunchStatus status =
         error == cudaSuccess ? launch_config<Config, kKernel>(typed, *shape, stream) : ptx::status_of(error);
     if (!status.ok()) cudaGetLastError();  // the error is reported here: the next call must not see it again

@@ -15,15 +15,16 @@ struct LaunchShape {
   uint32_t smem_bytes = 0;      // bytes of dynamic shared memory of a block
   GridDim cluster;              // blocks in each dimension; every side divides the grid's
   uint32_t* counter = nullptr;  // counter in global memory, or null; 0 when the kernel starts
+  bool starts_early = false;    // the kernel waits for those before it itself (ptx::wait_for_earlier_kernels)
 };
 
 // Returns the shape of a kernel whose blocks take items until none are left: as many blocks, or clusters of blocks, as
-// there are items, and no more than the GPU runs at a time, but at least one.
+// there are items, and no more than the GPU runs at a time, but at least one. The counter is for further items.
 inline LaunchShape persistent_shape(int items, int resident_blocks, int threads, uint32_t smem_bytes,
                                     uint32_t* counter = nullptr, int cluster_blocks = 1) {
   const int most = resident_blocks > cluster_blocks ? resident_blocks / cluster_blocks : 1;
   const uint32_t clusters = uint32_t(items < most ? items : most), of_cluster = uint32_t(cluster_blocks);
-  return {{clusters * of_cluster}, threads, smem_bytes, {of_cluster}, counter};
+  return {{clusters * of_cluster}, threads, smem_bytes, {of_cluster}, items > most ? counter : nullptr};
 }
 
 struct LaunchStatus {

@@ -25,18 +25,26 @@ FFPA_DEVICE void exchange(uint32_t (&values)[4], int lane) {
   }
 }
 
-// Writes 16 rows of a matrix of Element or of floats, fragment after fragment. `rows` and `columns` count what exists
-// from the first element on; `columns` is a multiple of 8.
-template <class Element, int kFragments>
+// Rows that lie `row_stride` elements apart from `first_gmem` on; `count` of them exist.
+struct StridedRows {
+  void* first_gmem;
+  int64_t row_stride;
+  int count;
+
+  FFPA_DEVICE bool has(int row) const { return row < count; }
+  template <class Number>
+  FFPA_DEVICE Number* at(int row) const {
+    return static_cast<Number*>(first_gmem) + row * row_stride;
+  }
+};
+
+// Writes 16 rows of a matrix of Element or of floats, fragment after fragment. `columns` counts what exists from the
+// first column on; it is a multiple of 8.
+template <class Element, int kFragments, class Rows = StridedRows>
 class RowWriter {
  public:
-  FFPA_DEVICE RowWriter(void* first_gmem, int64_t row_stride, int rows, int columns, bool floats, int lane)
-      : first_gmem_(first_gmem),
-        row_stride_(row_stride),
-        rows_(rows),
-        columns_(columns),
-        floats_(floats),
-        lane_(lane) {}
+  FFPA_DEVICE RowWriter(const Rows& rows, int columns, bool floats, int lane)
+      : rows_(rows), columns_(columns), floats_(floats), lane_(lane) {}
 
   // Writes fragment `n`. All lanes call this, for n from 0 to kFragments - 1 in order.
   FFPA_DEVICE void put(int n, const float (&values)[4]) {
@@ -44,8 +52,8 @@ class RowWriter {
     for (int h = 0; h < 2; ++h) {
       const Coordinate at = c_coordinate(lane_, 2 * h);
       if (floats_) {
-        float* row_gmem = static_cast<float*>(first_gmem_) + at.row * row_stride_;
-        if (at.row < rows_ && n * 8 < columns_) {
+        if (rows_.has(at.row) && n * 8 < columns_) {
+          float* row_gmem = rows_.template at<float>(at.row);
           ptx::st_global_8(row_gmem + n * 8 + at.column, {float_bits(values[2 * h]), float_bits(values[2 * h + 1])});
         }
         continue;
@@ -54,18 +62,17 @@ class RowWriter {
       chunk_[h][n % 4] = ptx::pack<Element>(values[2 * h], values[2 * h + 1]);
       if (n % 4 < 3 && n < kFragments - 1) continue;
       exchange(chunk_[h], lane_);
-      uint16_t* row_gmem = static_cast<uint16_t*>(first_gmem_) + at.row * row_stride_;
       const int fragment = n / 4 * 4 + lane_ % 4;
-      if (at.row < rows_ && fragment < kFragments && fragment * 8 < columns_) {
+      if (rows_.has(at.row) && fragment < kFragments && fragment * 8 < columns_) {
+        uint16_t* row_gmem = rows_.template at<uint16_t>(at.row);
         ptx::st_global_16(row_gmem + fragment * 8, chunk_[h]);
       }
     }
   }
 
  private:
-  void* first_gmem_;
-  int64_t row_stride_;
-  int rows_, columns_;
+  Rows rows_;
+  int columns_;
   bool floats_;
   int lane_;
   uint32_t chunk_[2][4];

@@ -111,17 +111,21 @@ class TestSmallHeadDims:
             ({"d_v": 64}, "hopper"),
             ({"packed": (8192, 8192)}, "hopper"),
             ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),
-            ({"d_qk": 264, "packed": (256, 256)}, "mma"),  # it has few row tiles, however long the longest may be
-            ({"mask": "bool"}, "hopper"),
+            ({"d_qk": 264, "packed": (256, 256)}, "hopper"),  # few row tiles, whose keys it cuts
+            ({"mask": "bool"}, "triton"),
+            ({"mask": "bool", "d_qk": 256}, "hopper"),
             ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
             ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
-            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "mma"),  # splits its keys
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "needs_lse": True}, "hopper"),  # cuts its keys
+            ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "hopper"),  # heads share tiles
+            ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "hopper"),
             ({"n_q": 1, "n_k": 32768}, "mma"),
             ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
             ({"num_stages": 2}, "mma"),
             ({"dtype": "f16", "acc": "f16"}, "mma"),
             ({"d_qk": 264}, "hopper"),
-            ({"d_qk": 264, "n_q": 256}, "mma"),  # few row tiles
+            ({"d_qk": 264, "n_q": 256}, "hopper"),  # few row tiles
             ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # its tiles would have few rows
             ({"d_qk": 264, "arch": "sm_80"}, "mma"),
             ({"arch": "sm_80"}, "mma"),

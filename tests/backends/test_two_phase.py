@@ -14,7 +14,7 @@ from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa, ffpa_varlen
-from ffpa_attn.backends import two_phase
+from ffpa_attn.backends import fused, two_phase
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.backends.two_phase import TwoPhasePlan
@@ -71,6 +71,7 @@ def forced(monkeypatch, no_short_forward):
         monkeypatch.setenv("FFPA_BACKEND", backend)
         monkeypatch.setattr(ops, "_plans", {})
         monkeypatch.setattr(two_phase, "why_slower", lambda *args: None)
+        monkeypatch.setattr(fused, "is_faster_in_pairs", lambda p: False)
         for known in ARCHS:
             monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, known, 1)
 

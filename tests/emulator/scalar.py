@@ -382,6 +382,8 @@ def tma_box(sizes, strides, box, start, swizzled):
 def tma(rank, inner, start, swizzled=True):
     if rank == 2:
         return tma_box([40, 21], [1, 48], [inner, 16], start, swizzled)
+    if rank == 5:
+        return tma_box([40, 2, 5, 1, 2], [1, 48, 96, 480, 480], [inner, 2, 2, 2, 2], start, swizzled)
     return tma_box([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2], start, swizzled)
 
 
@@ -452,6 +454,7 @@ def wgmma_result(output, n):
 
 EXACT = {
     "special_registers": special_registers,
+    "wait_for_earlier_kernels": lambda words: words,
     "sync_block": sync_block,
     "bar_sync": bar_sync,
     "ld_global_1": ld_global_1,
@@ -508,6 +511,8 @@ EXACT = {
     "tma_load_2d/swizzle_128": tma(2, 64, [-8, 1]),
     "tma_load_4d/inside": tma(4, 24, [8, 2, 0, 0], swizzled=False),
     "tma_load_4d/outside": tma(4, 64, [-8, 5, -1, 1]),
+    "tma_load_5d/inside": tma(5, 24, [8, 0, 2, 0, 0], swizzled=False),
+    "tma_load_5d/outside": tma(5, 64, [-8, 1, -1, 0, 1]),
     "tma_load_4d_multicast": multicast,
     "copy_to_block": swap,
     "tma_store_2d/inside": tma_store(2, 24, [8, 2], swizzled=False),

@@ -73,12 +73,12 @@ MUTANTS = [
         ("merge: NaN that weighs nothing is 0", "share * torch.where(b, 0.0, o.float())", "share * torch.where(share == 0, 0.0, o.float())"),
         ("merge: NaN is an empty part", "empty = total == 0", "empty = ~(total > 0)"),
     ),
-    *edits_in("backends/mma.py", "tests/backends/test_choice.py", ("choice: rows are never few", "plan.splits > 1 and blocks", "plan.splits > 99 and blocks")),
     *edits_in(
         "backends/choice.py",
         "tests/backends/test_choice.py",
         ("choice: Triton's forward where it is not measured", 'elif p.arch != "sm_90":', "elif False:"),
         ("choice: one round of row tiles is ours", " or row_tiles.count(p) <= archs.multiprocessors(p.arch)", ""),
+        ("choice: rows are never few", "row_tiles.count(p) < row_tiles.least_blocks(p)", "False"),
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
     ),
     *edits_in(

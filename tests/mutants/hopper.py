@@ -1,6 +1,6 @@
 """These mutants change the forwards on wgmma, those of 8-bit floats among them."""
 
-from .kinds import edits_in, fp8, fused, pair, row_tiles, two_phase
+from .kinds import edits_in, fp8, fused, pair, row_tiles, shared_tiles, two_phase
 
 MUTANTS = [
     *edits_in(
@@ -80,7 +80,7 @@ MUTANTS = [
     ),
     *fused(
         "csrc/attention/forward/wgmma_steps.cuh",
-        ("fused: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows) {", ") {"),
+        ("fused: boxes of rows that do not all exist", "rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;", "rows.heads == 1;"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
         ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
@@ -114,6 +114,48 @@ MUTANTS = [
         ("pair: P that came too early as it was", "              lower(scores, late);\n", ""),
         ("pair: sums do not follow the other block's references", "        state.sum[h] *= late[h];\n", ""),
         ("pair: sums of one block's keys", "state.sum[h] + note(at, r)", "state.sum[h]"),
+    ),
+    *shared_tiles(
+        "csrc/attention/forward/wgmma_fused.cuh",
+        ("parts: all keys in each", "visible_part(kept.get(), kKeys, params_)", "visible_tiles(kept.get(), kKeys)"),
+    ),
+    *shared_tiles(
+        "csrc/attention/rows/row_tile.cuh",
+        ("shared tiles: a row of another head", "return {head_index + i - row * heads, first + row};", "return {head_index + row, first + i - row * heads};"),
+        ("parts: cut from key 0", "all.first + block.split() * tiles, all.end", "block.split() * tiles, all.end"),
+    ),
+    *shared_tiles(
+        "csrc/attention/row_state.cuh",
+        ("shared tiles: LSE of the first head", "at.head * params.lse_head_stride", "rows.head() * params.lse_head_stride"),
+        ("parts: sums of all in the place of the first", "params.partial_sums(rows.split())", "params.partial_sums(0)"),
+    ),
+    *shared_tiles(
+        "csrc/attention/score_rules.cuh",
+        ("shared tiles: the mask of the first head", "at.head * mask.head_stride", "block.head() * mask.head_stride"),
+        ("shared tiles: rows are hidden as if heads were rows", "const int r = place_in(block, i).row;", "const int r = i;"),
+    ),
+    *shared_tiles(
+        "csrc/attention/tensor_maps.cuh",
+        ("shared tiles: the next group begins at the next head", "heads * x.head_stride, x.batch_stride", "x.head_stride, x.batch_stride"),
+    ),
+    *shared_tiles(
+        "csrc/attention/forward/merge.cuh",
+        ("merge: the first eight parts alone", "first < params.splits; first += kPartsAtOnce", "first < kPartsAtOnce; first += kPartsAtOnce"),
+        ("merge: weights of the first parts for all", "split < 32 ? weights[0] : weights[1]", "weights[0]"),
+        ("merge: LSE of slopes as of other logits", "params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit)", "logit * kLn2"),
+    ),
+    *edits_in(
+        "backends/parts.py",
+        "tests/backends/test_shared_tiles.py -k 'cover_all_keys or even'",
+        ("parts: a tile too few", "visible + 2 * tile_keys - 2", "visible + tile_keys - 1"),
+        ("parts: a tile too many", ", -(-n_k // tile_keys)), 1)", ", n_k), 1)"),
+    ),
+    *edits_in(
+        "backends/fused.py",
+        "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
+        ("shared tiles: more heads than a tile has rows", "if not 1 < p.group <= ROWS:", "if not 1 < p.group:"),
+        ("shared tiles: hardly fewer will do", "_FEWER * alone", "1.0 * alone"),
+        ("parts: larger than the workspace", "        workspace_cap // 2 // max(of_one, 1),\n", ""),
     ),
     *pair(
         "csrc/attention/rows/item_queue.cuh",
@@ -150,7 +192,9 @@ MUTANTS = [
     ),
     *two_phase(
         "csrc/attention/rows/item_queue.cuh",
-        ("item queue: every block takes all", "item = ptx::atom_add_global(counter_gmem, 1);", "item = items_;"),
+        ("item queue: every block takes all", "item += ptx::atom_add_global(counter_gmem, 1);", "item += items_ - 1;"),
+        ("item queue: blocks begin with the same item", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers;", "item = items_ == 0 ? 0 : takers;"),
+        ("item queue: an item is passed over", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers;", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers + 1;"),
         ("item queue: overwritten before all have read", "      ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
         ("item queue: read before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
         ("item queue: the other parity", "return items_ / kPlaces % 2;", "return items_ % 2;"),
@@ -206,7 +250,7 @@ MUTANTS = [
     ),
     *row_tiles(
         "csrc/attention/rows/row_tiles.cuh",
-        ("row tiles: of packed sequences as of the longest", "params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div", "ceil_div"),
+        ("row tiles: of packed sequences as of the longest", "params.is_packed() ? packed_tiles(params.packed_q, params.batch, rows_of_head_)\n                                  : ceil_div", "ceil_div"),
         ("row tiles: of all packed sequences for each", "(params.is_packed() ? 1 : params.batch) * heads_kv_", "params.batch * heads_kv_"),
         ("row tiles: counted through all sequences", "      tile = of_sequence.tile;\n", ""),
     ),
@@ -221,7 +265,7 @@ MUTANTS = [
         "tests/backends/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
         ("row tiles: more positions of all sequences than 32 bits count", "if p.packed and max(p.packed) > MOST_POSITIONS:", "if False:"),
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
-        ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > _MOST_TILES:", "if tiles := 0:"),
+        ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > MOST_TILES:", "if tiles := 0:"),
         ("row tiles: rows of no sequence left", "if offsets or not k.shape[-2]:", "if not k.shape[-2]:"),
         ("row tiles: a pair counts as a block", "(busy := tiles * blocks_of_tile)", "(busy := tiles)"),
         ENABLE_FFPA_DEBUG="1",

@@ -76,6 +76,11 @@ BOXES = "not cuda and hopper and boxes"
 RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 or caps or fp32 or boxes)"
 
 
+def shared_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/backends/test_shared_tiles.py -k '(d64 or lse or lanes) and not cuda'"
+    return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def row_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return edits_in(file, "tests/backends/test_row_tiles.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
 

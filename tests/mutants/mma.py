@@ -276,9 +276,9 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/merge.cuh",
         "tests/backends/test_mma_splits.py tests/backends/test_mma_packed.py -k 'emulated and d512 and not level2 and not 1536'",
-        ("merge: last part ignored", "split < params.splits; ++split) {\n      const float share", "split < params.splits - 1; ++split) {\n      const float share"),
-        ("merge: all parts weigh the same", "x.sum * growth(x.reference, reference)", "1.0f"),
-        ("merge: LSE in base 2", "in_natural_units(reference + ptx::lg2(sum))", "(reference + ptx::lg2(sum))"),
+        ("merge: last part ignored", "lane + 32 * i < params.splits)", "lane + 32 * i < params.splits - 1)"),
+        ("merge: all parts weigh the same", "    weights[i] *= growth(references[i], reference);\n", ""),
+        ("merge: LSE in base 2", ": in_natural_units(logit);", ": logit;"),
         ("merge: rows of the first sequence for all", "row_of(params.out, batch, head, rows.begin + row)", "row_of(params.out, batch, head, row)"),
         ("merge: rows past a sequence's end", "if (rows.begin + row >= rows.end) return;", ""),
         ("merge: LSE of another head", "head * params.lse_head_stride", "0"),

@@ -7,7 +7,7 @@ MUTANTS = [
         "operators/out_of_memory.py",
         "tests/operators/test_out_of_memory.py",
         ("a workspace of 0 can be less", "if workspace == 0:", "if False:"),
-        ("a workspace nobody knows yet is 0", "4 * floats if calls else None", "4 * floats"),
+        ("a workspace nobody knows yet is 0", "4 * floats if known is None and calls else known", "4 * floats if known is None else known"),
     ),
     *edits_in(
         "backends/triton_attention.py",

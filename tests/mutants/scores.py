@@ -81,8 +81,8 @@ MUTANTS = [
     ),
     *large_scores(
         "csrc/attention/forward/merge.cuh",
-        ("merge: NaN becomes 0", "return x.sum * growth(", "return (x.sum > 0 ? x.sum : 0.0f) * growth("),
-        ("merge: references of parts without keys are NaN", "growth(x.reference, reference)", "ptx::ex2(x.reference - reference)"),
+        ("merge: NaN becomes 0", "weights[i] = float_from_bits(bits[1]);", "weights[i] = larger_of(float_from_bits(bits[1]), 0.0f);"),
+        ("merge: references of parts without keys are NaN", "growth(references[i], reference)", "ptx::ex2(references[i] - reference)"),
     ),
     *large_scores(
         "csrc/attention/backward/rows.cuh",

@@ -1,4 +1,4 @@
-"""Peak memory is the tensors plus the workspace cap, whatever the cap; results do not depend on it."""
+"""Peak memory is the tensors plus the workspace cap, whatever the cap; results are right with any."""
 
 import compare
 import oracle

@@ -52,8 +52,9 @@ class GradientWriter {
   FFPA_DEVICE void write(int row, int first, const Fragment& fragment) const {
     if (row >= rows_) return;
     const int64_t offset = row * int64_t{Tiles::kColumns} + first * 128;
-    tile::RowWriter<Element, kFragments> writer(gmem_ + (row * row_stride_ + first * 8) * element_bytes(), row_stride_,
-                                                rows_ - row, columns_ - first * 8, params_.float_gradients, lane_);
+    tile::RowWriter<Element, kFragments> writer(
+        {gmem_ + (row * row_stride_ + first * 8) * element_bytes(), row_stride_, rows_ - row}, columns_ - first * 8,
+        params_.float_gradients, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kFragments; ++n) {
       float values[4];

@@ -422,10 +422,8 @@ class BackwardMmaShort : ShortRows<Config> {
     void* of_q_gmem = result_of(params_.dq, head, row, column);
     void* of_k_gmem = result_of(params_.dk, head, row, column);
     void* of_v_gmem = result_of(params_.dv, head, row, column);
-    tile::RowWriter<Element, kOwnColumns / 8> writer(of_q   ? of_q_gmem
-                                                     : of_v ? of_v_gmem
-                                                            : of_k_gmem,
-                                                     row_stride, (of_q ? step.lines : n_k()) - warp_row_,
+    void* gmem = of_q ? of_q_gmem : of_v ? of_v_gmem : of_k_gmem;
+    tile::RowWriter<Element, kOwnColumns / 8> writer({gmem, row_stride, (of_q ? step.lines : n_k()) - warp_row_},
                                                      step.chunks * tile::kChunkElements - first_column,
                                                      params_.float_gradients, lane_);
     FFPA_UNROLL

@@ -1,11 +1,13 @@
 // Merges the results over parts of the keys (AttentionParams::partial) into one: each part weighs as much as its P sums
-// up to, relative to the largest reference. Parts are added in the order of the keys: every run gives the same bits.
+// up to, relative to the largest reference. O of parts is added in the order of the keys: every run gives the same
+// bits.
 #pragma once
 
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
+#include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -21,12 +23,19 @@ struct ForwardMergeConfig : Fields {
   static constexpr int kThreads = 128;
   static constexpr int kColumns = 4;  // columns of a thread at a time
 
-  static LaunchShape launch_shape(const Params& params) { return {{uint32_t(params.all_rows())}, kThreads}; }
+  static LaunchShape launch_shape(const Params& params) {
+    LaunchShape shape;
+    shape.grid.x = uint32_t(params.all_rows());
+    shape.threads = kThreads;
+    shape.starts_early = true;
+    return shape;
+  }
 };
 
 template <class Config>
 FFPA_KERNEL(Config::kThreads, 1)
 void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
+  ptx::wait_for_earlier_kernels();
   const int64_t row_of_all = ptx::block_x();
   const int64_t row = row_of_all % params.n_q, head_of_all = row_of_all / params.n_q;
   const int64_t batch = head_of_all / params.heads_q, head = head_of_all % params.heads_q;
@@ -34,40 +43,63 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
       params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
   if (rows.begin + row >= rows.end) return;
 
-  struct Part {
-    float reference, sum;  // reference in base 2; sum of P
-  };
-  const auto part = [&](int split) {
-    uint32_t bits[2];
-    ptx::ld_global_8(bits, params.partial_sums(split) + 2 * row_of_all);
-    return Part{float_from_bits(bits[0]), float_from_bits(bits[1])};
-  };
-  float reference = -kInfinity, sum = 0;
-  for (int split = 0; split < params.splits; ++split) reference = larger_of(reference, part(split).reference);
-  const auto weight = [&](int split) {
-    const Part x = part(split);
-    return x.sum * growth(x.reference, reference);
-  };
-  for (int split = 0; split < params.splits; ++split) sum += weight(split);
+  constexpr int kPartsOfLane = 2;  // 64 parts at most (parts.py)
+  constexpr int kPartsAtOnce = 8;
+  // Each lane knows the weights of two parts: what their P sum up to, relative to the largest reference of all.
+  const int lane = ptx::lane_id();
+  float references[kPartsOfLane], weights[kPartsOfLane], reference = -kInfinity, sum = 0;
+  FFPA_UNROLL
+  for (int i = 0; i < kPartsOfLane; ++i) {
+    uint32_t bits[2] = {float_bits(-kInfinity), 0};
+    if (lane + 32 * i < params.splits) ptx::ld_global_8(bits, params.partial_sums(lane + 32 * i) + 2 * row_of_all);
+    references[i] = float_from_bits(bits[0]);
+    weights[i] = float_from_bits(bits[1]);
+    reference = larger_of(reference, references[i]);
+  }
+  FFPA_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2) {
+    reference = larger_of(reference, ptx::shfl_xor(reference, distance));
+  }
+  FFPA_UNROLL
+  for (int i = 0; i < kPartsOfLane; ++i) {
+    weights[i] *= growth(references[i], reference);
+    sum += weights[i];
+  }
+  FFPA_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2) sum += ptx::shfl_xor(sum, distance);
   if (params.lse != nullptr && ptx::thread_x() == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
-    const float lse = in_natural_units(reference + ptx::lg2(sum));  // -inf where the row sees no key
+    const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
+    const float lse = params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit);
     ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
   }
   const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
 
   uint16_t* out_gmem = row_of(params.out, batch, head, rows.begin + row);
-  for (int column = ptx::thread_x() * Config::kColumns; column < params.d_v;
+  const int columns = round_up(params.d_v, Config::kThreads * Config::kColumns);  // all lanes run each shuffle
+  for (int column = ptx::thread_x() * Config::kColumns; column < columns;
        column += Config::kThreads * Config::kColumns) {
-    float out[4] = {0, 0, 0, 0};
-    for (int split = 0; split < params.splits; ++split) {
-      const float share = weight(split) * inverse;
-      uint32_t values[4];
-      ptx::ld_global_16(values, params.partial_out(split) + row_of_all * params.d_v + column);
+    float out[Config::kColumns] = {};
+    for (int first = 0; first < params.splits; first += kPartsAtOnce) {
+      uint32_t values[kPartsAtOnce][Config::kColumns];
       FFPA_UNROLL
-      for (int i = 0; i < 4; ++i) out[i] += share * float_from_bits(values[i]);
+      for (int i = 0; i < kPartsAtOnce; ++i) {  // all are on their way before the first is used
+        const int split = min_of(first + i, params.splits - 1);
+        const float* part_gmem = params.partial_out(split) + row_of_all * params.part_columns();
+        ptx::ld_global_16(values[i], part_gmem + min_of(column, params.d_v - Config::kColumns));
+      }
+      FFPA_UNROLL
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        const int split = first + i;
+        const float of_lane = split < 32 ? weights[0] : weights[1];
+        const float share = float_from_bits(ptx::shfl_idx(float_bits(of_lane), split % 32)) * inverse;
+        if (share == 0) continue;  // there is no such part, or it has no keys, and no O
+        FFPA_UNROLL
+        for (int c = 0; c < Config::kColumns; ++c) out[c] += share * float_from_bits(values[i][c]);
+      }
     }
     using Element = typename Config::Dtype;
+    if (column >= params.d_v) continue;
     ptx::st_global_8(out_gmem + column, {ptx::pack<Element>(out[0], out[1]), ptx::pack<Element>(out[2], out[3])});
   }
 }

@@ -109,7 +109,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   ptx::sync_block();  // the row tile is there
   const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};
   const tile::GmemWindow v_gmem = {block.v(), params.v.row_stride, block.n_k(), params.d_v};
-  const TileRange tiles = visible_tiles(block, kKeys, params.splits);
+  const TileRange tiles = visible_part(block, kKeys, params);
   const int first_tile = tiles.first, end_tile = tiles.end;
   const int common_begin = common_keys_begin(block), common_end = common_keys_end(block);
 
@@ -274,7 +274,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   // A part of the keys is written in fp32, for forward_merge; its rows of this head begin at partial_row.
   const bool is_part = params.splits > 1;
   const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;
-  float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.d_v : nullptr;
+  float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.part_columns() : nullptr;
   float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
   float* lse_gmem = is_part ? nullptr : block.lse();
   const int last_row = block.last_row();
@@ -303,8 +303,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
           ptx::st_shared_4(q_smem + kLayout.offset(row_of_block, n) + within_chunk * sizeof(Element),
                            ptx::pack<Element>(pair[0], pair[1]));
         } else if (row <= last_row && n * tile::kChunkElements < params.d_v) {
-          ptx::st_global_8(partial_gmem + int64_t(row) * params.d_v + n * tile::kChunkElements + within_chunk,
-                           {float_bits(pair[0]), float_bits(pair[1])});
+          ptx::st_global_8(
+              partial_gmem + int64_t(row) * params.part_columns() + n * tile::kChunkElements + within_chunk,
+              {float_bits(pair[0]), float_bits(pair[1])});
         }
       }
     }

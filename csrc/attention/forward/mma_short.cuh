@@ -80,7 +80,7 @@ class ForwardMmaShort {
   FFPA_HOST_DEVICE static constexpr tile::RowLayout layout() { return tile::RowLayout(kColumns * 2); }
 
  public:
-  FFPA_DEVICE ForwardMmaShort(const AttentionParams& params, const RowTile& rows)
+  FFPA_DEVICE ForwardMmaShort(const AttentionParams& params, const SharedRowTile& rows)
       : params_(params),
         rows_(rows),
         keys_{visible_keys_begin(rows), visible_keys_end(rows)},
@@ -164,11 +164,10 @@ class ForwardMmaShort {
   FFPA_DEVICE void find_p(Probabilities& p, RowState& state, Scores& scores) const {
     const bool all_seen = all_rows_see(rows_, 0, kTile), raw = are_raw(params_);
     const LogitScale to_logits = raw ? scale_of_products(params_) : scale_of_scores();
-    const int row = rows_.first + warp_row_;
     if (!raw) {
-      products_to_scores(scores, params_, rows_, all_seen, row, 0, lane_);
+      products_to_scores(scores, params_, rows_, all_seen, warp_row_, 0, lane_);
     } else if (!all_seen) {
-      hide_unseen(scores, rows_, row, 0, lane_);
+      hide_unseen(scores, rows_, warp_row_, 0, lane_);
     }
 
     float factor = to_logits.factor, maxima[1][2];
@@ -192,8 +191,8 @@ class ForwardMmaShort {
   FFPA_DEVICE void finish_rows(RowState& state) const {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const int r = rows_.first + warp_row_ + tile::c_coordinate(lane_, 2 * h).row;
-      state.sum[h] = finish_row(params_, rows_, r, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane_ % 4 == 0,
+      const int i = warp_row_ + tile::c_coordinate(lane_, 2 * h).row;
+      state.sum[h] = finish_row(params_, rows_, i, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane_ % 4 == 0,
                                 [](float logit) { return in_natural_units(logit); });
     }
   }
@@ -228,7 +227,7 @@ class ForwardMmaShort {
   }
 
   const AttentionParams& params_;
-  const RowTile& rows_;
+  const SharedRowTile& rows_;
   Run keys_;  // keys that some row sees
   int thread_, lane_;
   int warp_row_;  // first row of the warp in the row tile
@@ -240,7 +239,7 @@ class ForwardMmaShort {
 template <class Config>
 FFPA_KERNEL(Config::kThreads, Config::kBlocksPerSm)
 void forward_mma_short(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
-  const RowTile rows = arguments.row_tiles.get(arguments.params, ptx::block_x());
+  const SharedRowTile rows = arguments.row_tiles.get(arguments.params, ptx::block_x());
   if (rows.first > rows.last) return;
   ForwardMmaShort<Config>(arguments.params, rows).run();
 }

@@ -119,7 +119,7 @@ class ForwardMmaSplit {
     if (thread_ == 0) block_.keep(placed_row_tile(params_, item / groups, kRows));
     ptx::sync_block();  // the row tile is there, and the barriers of the ring are
 
-    const TileRange tiles = visible_tiles(block_, kKeys, params_.splits);
+    const TileRange tiles = visible_part(block_, kKeys, params_);
     first_tile_ = tiles.first;
     end_tile_ = tiles.end;
     key_feed_.tile = value_feed_.tile = first_tile_;

@@ -76,13 +76,13 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::publish_row_sums() {
 template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::write_partial(const Out& out, int first_column) const {
   const int first_row = block_.first_row(), last_row = block_.last_row();
-  float* head_gmem = params_.partial_out(block_.split()) + partial_row() * params_.d_v;
+  float* head_gmem = params_.partial_out(block_.split()) + partial_row() * params_.part_columns();
   tile::for_each_row<kOutM>([&](int m, int h) {
     const int row = out_row(m, h);
     if (first_row + row > last_row) return;
     const float sum = row_sum(row);
     const float inverse = sum > 0 ? 1 / sum : 0.0f;
-    float* row_gmem = head_gmem + int64_t(first_row + row) * params_.d_v;
+    float* row_gmem = head_gmem + int64_t(first_row + row) * params_.part_columns();
     FFPA_UNROLL
     for (int n = 0; n < kOutN; ++n) {
       const int column = pair_column(n / 2) + n % 2 * 8 + tile::c_coordinate(lane_, 0).column;

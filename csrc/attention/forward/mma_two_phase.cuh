@@ -217,7 +217,7 @@ class ForwardMmaTwoPhase {
 
   // begin_keys() starts the copies of Q and of a tile of K, bring_keys() those of one more step.
   FFPA_DEVICE void begin_keys(int tile) {
-    const RowTile rows = kept().get();
+    const SharedRowTile rows = kept().get();
     a_ = window(params_.q, rows, rows.head(), rows.entry.q, rows.first, 0, params_.d_qk);
     b_ = window(params_.k, rows, rows.head() / params_.group, rows.entry.k, tile * kKeys, 0, params_.d_qk);
     left_ = params_.d_qk;
@@ -245,7 +245,7 @@ class ForwardMmaTwoPhase {
 
   // Turns products into scores; they stay as they are where a positive factor is all they need.
   FFPA_DEVICE LogitScale to_scores(Scores& sums, int key) const {
-    const RowTile rows = kept().get();
+    const SharedRowTile rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
     if (are_plain(params_, all_seen)) return scale_of_products(params_);
     static_assert(ScoreCore::kN % kGroup == 0 && sizeof(sums[0][0]) == 4 * sizeof(float),
@@ -255,7 +255,7 @@ class ForwardMmaTwoPhase {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
         products_to_scores<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows,
-                                      all_seen, rows.first + first_row() + m * 16,
+                                      all_seen, first_row() + m * 16,
                                       key + scores_.warp_column() + Fragments::column_of(first), lane_);
       }
     }
@@ -337,12 +337,12 @@ class ForwardMmaTwoPhase {
 
   // Writes the LSE of the rows, and replaces their sums by what O is to be multiplied with.
   FFPA_DEVICE void finish_rows(RowState& state) const {
-    const RowTile rows = kept().get();
+    const SharedRowTile rows = kept().get();
     share(state.sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      state.sum[i] = finish_row(params_, rows, rows.first + row_of_lane(i), state.reference[i], state.sum[i],
-                                quarter() == 0, [](float logit) { return in_natural_units(logit); });
+      state.sum[i] = finish_row(params_, rows, row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0,
+                                [](float logit) { return in_natural_units(logit); });
     }
   }
 
@@ -398,7 +398,7 @@ class ForwardMmaTwoPhase {
 
   // begin_values() starts the copies of P̃ and of some columns of V, bring_values() those of one more step.
   FFPA_DEVICE void begin_values(const Chunk& chunk, int column) {
-    const RowTile rows = kept().get();
+    const SharedRowTile rows = kept().get();
     const int64_t row = int64_t(ptx::block_x()) * kRows;
     a_ = {scratch().p() + row * params_.chunk_keys + chunk.keys.begin - chunk.first_key(), params_.chunk_keys, kRows,
           ValueCore::kStep};
@@ -430,7 +430,7 @@ class ForwardMmaTwoPhase {
   template <class Core>
   FFPA_DEVICE void finish(const Core& core, const typename Core::Sums& out, const Chunk& chunk, int column,
                           const RowState& state, const float (&factor)[2]) const {
-    const RowTile rows = kept().get();
+    const SharedRowTile rows = kept().get();
     float* partial = scratch().out(ptx::block_x(), column) + warp_ * (kRows * kColumns / kWarps);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {

@@ -132,8 +132,8 @@ class MovedTiles {
 // times `factor`, and saves them there for a later chunk, or writes them, times `inverse`, as the result. fragment(n,
 // values) gives the values.
 template <class Element, int kFragments, class Chunk, class Fragment>
-FFPA_DEVICE void finish_out(const AttentionParams& params, const RowTile& rows, const Chunk& chunk, int row, int column,
-                            float* partial, const float (&factor)[2], const float (&inverse)[2], int lane,
+FFPA_DEVICE void finish_out(const AttentionParams& params, const SharedRowTile& rows, const Chunk& chunk, int row,
+                            int column, float* partial, const float (&factor)[2], const float (&inverse)[2], int lane,
                             const Fragment& fragment) {
   auto writer = out_writer<Element, kFragments>(params, rows, row, column, lane);
   FFPA_UNROLL

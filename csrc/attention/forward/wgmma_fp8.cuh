@@ -205,10 +205,17 @@ class ForwardWgmmaFp8 {
     uint32_t parity = 1, counted = 0;  // `counted` goes on over all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
-        [&] { return group == 0 ? items.take(params_.scratch, lane_) : items.get(lane_); },
         [&] {
-          const RowTile rows = kept.get();
-          if (group == 0) queries().bring(arguments_.q, {rows.first, rows.head(), rows.batch()}, parity);
+          return group == 0 ? items.take(params_.scratch, arguments_.row_tiles.count(), lane_) : items.get(lane_);
+        },
+        [&] {
+          const SharedRowTile rows = kept.get();
+          if (group == 0) {
+            const MapPlace place = {rows.first, rows.head(), rows.batch()};
+            queries().bring(parity, kRows, [&](uint32_t box_smem, uint32_t barrier, int column) {
+              load_box(box_smem, arguments_.q, barrier, place, column, 0);
+            });
+          }
           parity ^= 1;
           const TileRange tiles = visible_tiles(rows, kKeys);
           const MapPlace place = {0, rows.head() / params_.group, rows.batch()};
@@ -296,7 +303,7 @@ class ForwardWgmmaFp8 {
   }
 
   // Puts P of a tile, rounded, into shared memory.
-  FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const RowTile& rows,
+  FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const SharedRowTile& rows,
                                       const RowScales& scales, int tile, uint32_t parity) {
     const float scale = scales.q * scale_of(scales.k, arguments_.params.k_scale, tile);
     Scores scores;
@@ -395,7 +402,7 @@ class ForwardWgmmaFp8 {
   }
 
   // Computes what O is to be multiplied with, and the LSE: from the keys of both warpgroups.
-  FFPA_DEVICE void finish(float (&factor)[2], State& state, const RowTile& rows, const WarpPlace& at) {
+  FFPA_DEVICE void finish(float (&factor)[2], State& state, const SharedRowTile& rows, const WarpPlace& at) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       state.sum[h] = tile::sum_of_lanes(state.sum[h]);
@@ -410,14 +417,14 @@ class ForwardWgmmaFp8 {
       ptx::ld_shared_8(theirs, sum_of(1 - at.group, row_of(h, at)));
       const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
                         float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
-      finish_row(params_, rows, rows.first + row_of(h, at), state.of_out[h] - kPExponent, sum,
-                 at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
+      finish_row(params_, rows, row_of(h, at), state.of_out[h] - kPExponent, sum, at.group == 0 && lane_ % 4 == 0,
+                 [](float logit) { return logit * kLn2; });
       factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
     }
     meet_other_group();  // both groups have read the sums
   }
 
-  FFPA_DEVICE void write_out(const Chunk (&out)[Config::kChunks], const float (&factor)[2], const RowTile& rows,
+  FFPA_DEVICE void write_out(const Chunk (&out)[Config::kChunks], const float (&factor)[2], const SharedRowTile& rows,
                              int group, int row) const {
     if (arguments_.params.output == Fp8Output::kHalf) {
       write_out_as<Half>(out, factor, rows, group, row);
@@ -428,15 +435,16 @@ class ForwardWgmmaFp8 {
 
   // Writes O as Output, or as floats if these are asked for.
   template <class Output>
-  FFPA_DEVICE void write_out_as(const Chunk (&out)[Config::kChunks], const float (&factor)[2], const RowTile& rows,
-                                int group, int row) const {
+  FFPA_DEVICE void write_out_as(const Chunk (&out)[Config::kChunks], const float (&factor)[2],
+                                const SharedRowTile& rows, int group, int row) const {
     constexpr int kChunkFragments = Config::kChunkColumns / 8, kFragments = Config::kChunks * kChunkFragments;
     const bool floats = arguments_.params.output == Fp8Output::kFloat;
     const int first = rows.first + row, column = group * Config::kOwnColumns;
     const int64_t offset = rows.batch() * params_.out.batch_stride + rows.head() * params_.out.head_stride +
                            first * params_.out.row_stride + column;
-    tile::RowWriter<Output, kFragments> writer(params_.out.data + offset * (floats ? 2 : 1), params_.out.row_stride,
-                                               rows.last + 1 - first, params_.d_v - column, floats, lane_);
+    tile::RowWriter<Output, kFragments> writer(
+        {params_.out.data + offset * (floats ? 2 : 1), params_.out.row_stride, rows.last + 1 - first},
+        params_.d_v - column, floats, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kFragments; ++n) {
       const float* of = out[n / kChunkFragments] + n % kChunkFragments * 4;
@@ -452,7 +460,7 @@ class ForwardWgmmaFp8 {
 
   static FFPA_DEVICE void meet_other_group() { ptx::bar_sync(1, tile::kConsumerGroups * tile::kGroupThreads); }
 
-  FFPA_DEVICE RowScales row_scales(const RowTile& rows) const {
+  FFPA_DEVICE RowScales row_scales(const SharedRowTile& rows) const {
     const int head_kv = rows.head() / params_.group;
     const ScaleView &q = arguments_.params.q_scale, &k = arguments_.params.k_scale, &v = arguments_.params.v_scale;
     const float* q_data = scales_of(q, rows.batch(), rows.head());

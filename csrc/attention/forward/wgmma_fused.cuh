@@ -1,5 +1,6 @@
 // Attention forward on wgmma, for head dims whose O fits the registers. A persistent block takes row tiles of kRows
-// rows of one query head; two warpgroups have 64 of the rows each, and go over tiles of kKeys keys:
+// rows, each with all keys that it sees or a part of them; two warpgroups have 64 of the rows each, and go over tiles
+// of kKeys keys:
 //
 //   S of the next tile = Q Kᵀ, and O += P V of this one, are queued together; while the second runs, S becomes P
 //
@@ -96,6 +97,7 @@ class ForwardWgmmaFused {
         slots_(ring_, lane_) {}
 
   FFPA_DEVICE void run() {
+    if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
       ItemQueue<>(items_smem()).init(tile::kConsumerWarps);
       queries().init();
@@ -122,12 +124,13 @@ class ForwardWgmmaFused {
     ItemQueue<> items(items_smem());
     uint32_t parity = 1;
     for_each_row_tile(
-        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(params_.scratch, lane_); },
+        params_, arguments_.row_tiles, kept, lane_,
+        [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
         [&] {
-          const RowTile rows = kept.get();
-          queries().bring(arguments_.q, place_of_row(params_, rows, rows.first), parity);
+          const SharedRowTile rows = kept.get();
+          queries().bring_tile(arguments_.q, params_, rows, parity);
           parity ^= 1;
-          const TileRange tiles = visible_tiles(rows, kKeys);
+          const TileRange tiles = visible_part(rows, kKeys, params_);
           const MapPlace place = place_of_keys(params_, rows);
           const int n_k = rows.n_k();
           FFPA_NO_UNROLL
@@ -179,7 +182,7 @@ class ForwardWgmmaFused {
           Out out;
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
-          const TileRange tiles = visible_tiles(kept.get(), kKeys);
+          const TileRange tiles = visible_part(kept.get(), kKeys, params_);
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;
@@ -211,6 +214,7 @@ class ForwardWgmmaFused {
             for (float& sum : out) sum = 0;
           }
           finish_rows(params_, kept.get(), row, state, lane_);
+          if (params_.splits > 1 && tiles.first == tiles.end) return;  // nobody reads O of a part without keys
           write_out<Element>(out, stores, arguments_.out, params_, kept.get(), row, 0, state.sum, lane_);
         });
     stores.wait();

@@ -1,7 +1,7 @@
 // Attention forward on wgmma, for head dims whose O fits the registers of two blocks. The persistent blocks of a
-// cluster take row tiles of kRows rows of one query head together. Each owns half of the columns of O, and computes S
-// for half of the keys of every tile of 2 · 64. In each block, two warpgroups have 64 of the rows each. They send P of
-// their keys to the warpgroup with the same rows in the other block:
+// cluster take row tiles of kRows rows together, each with all keys that it sees or a part of them. Each owns half of
+// the columns of O, and computes S for half of the keys of every tile of 2 · 64. In each block, two warpgroups have 64
+// of the rows each. They send P of their keys to the warpgroup with the same rows in the other block:
 //
 //   S of its keys of the next tile = Q Kᵀ, and O += P V, with P of its own keys of this tile from registers, are queued
 //   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from
@@ -31,19 +31,19 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kColumns, the most columns of Q, K, V and O.
+// Fields has Dtype; kColumns, the most columns of Q and K, and of V and O up to what registers hold.
 template <class Fields>
 struct ForwardWgmmaPairConfig : Fields {
   using Params = AttentionParams;
   static constexpr int kBlocks = 2;  // blocks of a cluster
   static constexpr int kRows = tile::kConsumerGroups * tile::kBox;
   static constexpr int kBlockKeys = tile::kBox, kKeys = kBlocks * kBlockKeys;
-  static constexpr int kOwnColumns = Fields::kColumns / kBlocks;  // columns of O in a block
-  static constexpr int kBoxes = Fields::kColumns / tile::kBox;    // boxes of a row of Q and K
+  static constexpr int kOwnColumns = min_of(Fields::kColumns, 512) / kBlocks;  // columns of O in a block
+  static constexpr int kBoxes = Fields::kColumns / tile::kBox;                 // boxes of a row of Q and K
   // A slot with K has kKeyBoxes boxes, and a tile of K takes kKeyParts slots. A slot with V has kValueBoxes boxes of
-  // kValueRows keys, and the keys of a block take kValueParts slots.
-  static constexpr int kKeyBoxes = 2, kKeyParts = ceil_div(kBoxes, kKeyBoxes);
-  static constexpr int kValueRows = 32, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);
+  // kValueRows keys, and the keys of a block take kValueParts slots. Slots are small where a larger Q leaves few.
+  static constexpr int kKeyBoxes = Fields::kColumns <= 512 ? 2 : 1, kKeyParts = ceil_div(kBoxes, kKeyBoxes);
+  static constexpr int kValueRows = 16 * kKeyBoxes, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);
   static constexpr int kValueParts = kBlockKeys / kValueRows;
   static constexpr uint32_t kValueBoxBytes = kValueRows * tile::kBoxRowBytes;
   static_assert(kOwnColumns % 32 == 0 && kOwnColumns <= 256, "an instruction has all of a block's columns");
@@ -114,6 +114,7 @@ class ForwardWgmmaPair {
         slots_(ring_, lane_) {}
 
   FFPA_DEVICE void run() {
+    if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
       typename Config::Items(items_smem()).init(Config::kReadingWarps);
       queries().init();
@@ -156,16 +157,16 @@ class ForwardWgmmaPair {
     const KeptRows kept = kept_rows(0);
     typename Config::Items items(items_smem());
     const auto next_item = [&] {
-      if (rank_ == 0) return items.take(params_.scratch, lane_);
+      if (rank_ == 0) return items.take(params_.scratch, arguments_.row_tiles.count(), lane_);
       items.expect(lane_);
       return items.get(lane_);
     };
     uint32_t parity = 1;
     for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next_item, [&] {
-      const RowTile rows = kept.get();
-      queries().bring(arguments_.q, place_of_row(params_, rows, rows.first), parity);
+      const SharedRowTile rows = kept.get();
+      queries().bring_tile(arguments_.q, params_, rows, parity);
       parity ^= 1;
-      const TileRange tiles = visible_tiles(rows, kKeys);
+      const TileRange tiles = visible_part(rows, kKeys, params_);
       const MapPlace place = place_of_keys(params_, rows);
       const int n_k = rows.n_k();
       FFPA_NO_UNROLL
@@ -241,7 +242,7 @@ class ForwardWgmmaPair {
           for (int i = 0; i < kOwnColumns / 2; ++i) out[i] = 0;
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
-          const TileRange tiles = visible_tiles(kept.get(), kKeys);
+          const TileRange tiles = visible_part(kept.get(), kKeys, params_);
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;
@@ -285,6 +286,7 @@ class ForwardWgmmaPair {
             queries().release(lane_);
           }
           finish(at, kept.get(), state);
+          if (params_.splits > 1 && tiles.first == tiles.end) return;  // nobody reads O of a part without keys
           // The other block has acknowledged P, and so has read it: rows of O may take its place.
           write_out<Element>(out, stores, arguments_.out, params_, kept.get(), at.row(), rank_ * kOwnColumns, state.sum,
                              lane_);
@@ -461,7 +463,7 @@ class ForwardWgmmaPair {
 
   // Replaces the sums by what O is to be multiplied with. The blocks have exchanged the references of the last tile:
   // both have the same.
-  FFPA_DEVICE void finish(const WarpPlace& at, const RowTile& rows, RowState& state) {
+  FFPA_DEVICE void finish(const WarpPlace& at, const SharedRowTile& rows, RowState& state) {
     FFPA_UNROLL
     for (float& sum : state.sum) sum = tile::sum_of_lanes(sum);
     wait_until_read(at.group());
@@ -469,9 +471,8 @@ class ForwardWgmmaPair {
     receive(at, Config::kWarpNoteBytes);
     for_each_half([&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
-      state.sum[h] =
-          finish_row(params_, rows, rows.first + at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
-                     [&](float logit) { return score_of_logit(params_, logit); });
+      state.sum[h] = finish_row(params_, rows, at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
+                                [&](float logit) { return score_of_logit(params_, logit); });
     });
     acknowledge(at.group());
   }

@@ -26,20 +26,21 @@ struct WgmmaForwardArguments {
   RowTiles<kRows> row_tiles;
   ptx::TensorMap q, k, v, out;
 
-  // `value_rows` is the number of keys in a box of V.
-  LaunchStatus fill(const AttentionParams& of_call, int value_rows = tile::kBox) {
+  // `value_rows` is the number of keys in a box of V. Boxes of Q are those of warpgroups, or of whole tiles.
+  LaunchStatus fill(const AttentionParams& of_call, int value_rows = tile::kBox, bool whole_tiles = true) {
     params = of_call;
     row_tiles = RowTiles<kRows>(params);
-    const LaunchStatus statuses[] = {map_queries(q, params, params.q, params.d_qk),
-                                     map_keys(k, params, params.k, params.d_qk),
+    const LaunchStatus of_q = whole_tiles ? map_row_tiles(q, params, params.q, params.d_qk, kRows)
+                                          : map_queries(q, params, params.q, params.d_qk);
+    const LaunchStatus statuses[] = {of_q, map_keys(k, params, params.k, params.d_qk),
                                      map_keys(v, params, params.v, params.d_v, value_rows),
                                      map_queries(out, params, params.out, params.d_v, tile::kStoredRows)};
     return first_failure(statuses);
   }
 };
 
-// Q of a row tile: for each 64 columns a box of each warpgroup, or one of both together. `full` says that Q has landed,
-// `empty` that all warps have their last S of it.
+// Q of a row tile: for each 64 columns the rows of each warpgroup, or those of both together. `full` says that Q has
+// landed, `empty` that all warps have their last S of it.
 template <int kBoxes, int kGroups = tile::kConsumerGroups>
 struct QueryBoxes {
   static constexpr uint32_t kBytes = kBoxes * kGroups * tile::kBoxBytes;
@@ -57,19 +58,27 @@ struct QueryBoxes {
     ptx::mbarrier_init(empty(), tile::kConsumerGroups * tile::kGroupWarps);
   }
 
-  // All lanes of the producer's warp call this.
-  FFPA_DEVICE void bring(const ptx::TensorMap& map, const MapPlace& place, uint32_t parity) const {
+  // All lanes of the producer's warp call this. One calls load(box_smem, barrier, column) for each 64 columns, which
+  // starts the copy of `rows` rows.
+  template <class Load>
+  FFPA_DEVICE void bring(uint32_t parity, int rows, const Load& load) const {
     if (ptx::elect_one()) {
       ptx::mbarrier_wait(empty(), parity);
-      ptx::mbarrier_arrive_expect_tx(full(), kBytes);
+      ptx::mbarrier_arrive_expect_tx(full(), kBoxes * rows * tile::kBoxRowBytes);
       FFPA_NO_UNROLL
-      for (int i = 0; i < kBoxes; ++i) {
-        for (int group = 0; group < kGroups; ++group) {
-          load_box(box(i, group), map, full(), place, i * tile::kBox, group * tile::kBox);
-        }
-      }
+      for (int i = 0; i < kBoxes; ++i) load(box(i, 0), full(), i * tile::kBox);
     }
     ptx::sync_warp();
+  }
+
+  // Brings the rows of a tile, through a map that has them in one box. Where the heads do not divide them, some rows
+  // hold anything: what comes of a row depends on no other, and is not written.
+  FFPA_DEVICE void bring_tile(const ptx::TensorMap& map, const AttentionParams& params, const SharedRowTile& rows,
+                              uint32_t parity) const {
+    const MapPlace place = place_of_row(params, rows, rows.first);
+    bring(parity, kGroups * tile::kBox / rows.heads * rows.heads, [&](uint32_t box_smem, uint32_t barrier, int column) {
+      ptx::tma_load_5d(box_smem, &map, barrier, column, 0, place.row, place.head / rows.heads, place.batch);
+    });
   }
 
   // All lanes of each warp that has read Q call this.
@@ -123,22 +132,21 @@ FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
 
 // Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
 template <int kSteps>
-FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const RowTile& rows,
+FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const SharedRowTile& rows,
                                   int key, int row, RowState& state, int lane) {
   const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox), raw = are_raw(params);
   if (!raw || !all_seen) {
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+      const int first_key = key + step * tile::kBox;
       if (raw) {
-        hide_unseen(scores[step], rows, first_row, first_key, lane);
+        hide_unseen(scores[step], rows, row, first_key, lane);
         continue;
       }
-      products_to_scores<tile::AdjacentFragments, true, true>(scores[step], params, rows, all_seen, first_row,
-                                                              first_key, lane);
+      products_to_scores<tile::AdjacentFragments, true, true>(scores[step], params, rows, all_seen, row, first_key,
+                                                              lane);
       if (!params.has_wide_mask()) continue;
-      for_each_score(scores[step], first_row, first_key, lane,
-                     [](float& score, int, int) { score = in_base_2(score); });
+      for_each_score(scores[step], row, first_key, lane, [](float& score, int, int) { score = in_base_2(score); });
     }
   }
   const Slopes slopes = slopes_of(params);
@@ -161,24 +169,24 @@ FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionPara
 // its reference, and no more: so references always follow the maximum, and logits are rounded before it is taken.
 template <int kSteps>
 FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const AttentionParams& params,
-                                            const RowTile& rows, int key, int row, RowState& state, int lane,
+                                            const SharedRowTile& rows, int key, int row, RowState& state, int lane,
                                             float scale, float exponent) {
   const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
   const float factor = params.score_factor * scale;
   FFPA_UNROLL
   for (int step = 0; step < kSteps; ++step) {
-    const int first_row = rows.first + row, first_key = key + step * tile::kBox;
+    const int first_key = key + step * tile::kBox;
     const auto multiply_by = [&](float x) {
-      for_each_score(scores[step], first_row, first_key, lane,
+      for_each_score(scores[step], row, first_key, lane,
                      [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
     };
     if (params.softcap > 0) {
-      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, first_row, first_key,
-                                                         lane, scale);
+      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, row, first_key, lane,
+                                                         scale);
       multiply_by(kLog2e);
     } else {
       multiply_by(factor);
-      if (!all_seen) hide_unseen(scores[step], rows, first_row, first_key, lane);
+      if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
     }
   }
   FFPA_UNROLL
@@ -216,13 +224,42 @@ FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const fl
   for (int i = 0; i < kSums; ++i) out[i] *= factor[i / 2 % 2];
 }
 
+// Writes a warp's rows of a part's O times `factor`, from column `column` on.
+template <int kSums>
+FFPA_DEVICE void write_part(const float (&out)[kSums], const AttentionParams& params, const SharedRowTile& rows,
+                            int row, int column, const float (&factor)[2], int lane) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const tile::Coordinate of_lane = tile::c_coordinate(lane, 2 * h);
+    const RowPlace at = rows.place(row + of_lane.row);
+    if (at.row > rows.last) continue;
+    float* row_gmem = params.partial_out(rows.split()) +
+                      params.row_of_all(rows.batch(), at.head, at.row) * params.part_columns() + column +
+                      of_lane.column;
+    FFPA_UNROLL
+    for (int n = 0; n < kSums / 4; n += 4) {  // a branch for each fragment would cost registers
+      if (column + n * 8 >= params.part_columns()) break;
+      FFPA_UNROLL
+      for (int i = n; i < n + 4; ++i) {
+        ptx::st_global_8(row_gmem + i * 8,
+                         {float_bits(out[4 * i + 2 * h] * factor[h]), float_bits(out[4 * i + 2 * h + 1] * factor[h])});
+      }
+    }
+  }
+}
+
 // Writes a warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all rows exist.
 template <class Element, class Stores, int kSums>
 FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
-                           const AttentionParams& params, const RowTile& rows, int row, int column,
+                           const AttentionParams& params, const SharedRowTile& rows, int row, int column,
                            const float (&factor)[2], int lane) {
+  if (params.splits > 1) {
+    write_part(out, params, rows, row, column, factor, lane);
+    return;
+  }
   const int first = rows.first + row;
-  if (kSums % (tile::kBox / 2) == 0 && rows.last + 1 - first >= tile::kStoredRows) {
+  const bool in_boxes = rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;
+  if (kSums % (tile::kBox / 2) == 0 && in_boxes) {
     store_rows<Element>(stores, out, factor, map, place_of_row(params, rows), column, first);
     return;
   }

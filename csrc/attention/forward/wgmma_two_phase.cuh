@@ -67,7 +67,8 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
   static LaunchStatus arguments(const Params& params, Arguments& arguments) {
     const Scratch scratch(params);
     const LaunchStatus statuses[] = {
-        arguments.fill(params), map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+        arguments.fill(params, tile::kBox, false),
+        map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
         map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
     return first_failure(statuses);
   }
@@ -136,7 +137,8 @@ class ForwardWgmmaTwoPhase {
     const KeptRows kept = kept_rows(0);
     ItemQueue<> items(items_smem());
     for_each_row_tile(
-        params_, arguments_.row_tiles, kept, lane_, [&] { return items.take(scratch().taken(), lane_); },
+        params_, arguments_.row_tiles, kept, lane_,
+        [&] { return items.take(scratch().taken(), arguments_.row_tiles.count(), lane_); },
         [&] {
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
             bring_keys(producer, kept.get(), chunk);
@@ -302,7 +304,7 @@ class ForwardWgmmaTwoPhase {
 
   // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
   template <int kSums>
-  FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const RowTile& rows,
+  FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const SharedRowTile& rows,
                           const Chunk& chunk, int row, int column, const RowState& state,
                           const float (&factor)[2]) const {
     const int first = rows.first + row;

@@ -77,17 +77,21 @@ struct AttentionParams {
   int stages;          // 1 … 4 slots in the ring of K and V steps
   int value_stages;    // slots in the ring of V steps, where they have a ring of their own
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
+  bool has_slopes;     // parts have references that were made with slopes (logits.cuh)
   bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
 
   // The scratch of kernels that stream O or P has a part for each block; the parts of P follow a counter of all blocks.
   float* scratch;
   int resident_blocks;  // blocks that the GPU runs at a time: the grid of such a kernel
+  int tile_heads;       // query heads whose rows share row tiles: 1, or all of a group
   int chunk_keys;       // keys of P that the scratch holds
 
   // Where few row tiles would leave the GPU idle, each part of the keys gets work items of its own. Their results are
-  // merged afterwards: O [splits][batch · heads_q · n_q][d_v], and behind it (reference, sum of P) of each row
-  // [splits][batch · heads_q · n_q][2]. An LSE in place of these two would round the weights.
+  // merged afterwards, in the order of the keys: O [splits][batch · heads_q · n_q][part_columns], and behind it
+  // (reference, sum of P) of each row [splits][batch · heads_q · n_q][2]. An LSE in place of these two would round the
+  // weights.
   int splits;
+  int part_keys;  // keys of a part, from the first tile of keys on that its row tile sees
   float* partial;
 
   FFPA_HOST_DEVICE bool has_rules() const { return softcap > 0 || mask.kind != MaskKind::kNone; }
@@ -97,9 +101,13 @@ struct AttentionParams {
   }
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
-  FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * d_v; }
+  FFPA_HOST_DEVICE int64_t row_of_all(int b, int head, int row) const {
+    return (int64_t(b) * heads_q + head) * n_q + row;
+  }
+  FFPA_HOST_DEVICE int part_columns() const { return round_up(d_v, 64); }
+  FFPA_HOST_DEVICE float* partial_out(int split) const { return partial + split * all_rows() * part_columns(); }
   FFPA_HOST_DEVICE float* partial_sums(int split) const {
-    return partial + (splits * int64_t(d_v) + 2 * split) * all_rows();
+    return partial + (splits * int64_t(part_columns()) + 2 * split) * all_rows();
   }
 };
 

@@ -1,6 +1,6 @@
-// The queue passes work items from the warp that takes them, one after the other from a counter that all blocks share,
-// to the warps that work on them. A block that is free takes the next item: no block waits for a longer item of
-// another, and which block has which item changes no result.
+// The queue passes work items from the warp that takes them to the warps that work on them. A block, or cluster, begins
+// with the item of its own number; the others come one after the other from a counter that all share. A block that is
+// free takes the next item: none waits for a longer item of another. Which block has which item changes no result.
 #pragma once
 
 #include <cstdint>
@@ -32,11 +32,14 @@ class ItemQueue {
     }
   }
 
-  // All lanes of one warp call this: it takes the next item and passes it to the other warps.
-  FFPA_DEVICE int take(void* counter_gmem, int lane) {
+  // All lanes of one warp call this: it takes the next of `count` items, or one beyond them, and passes it to the other
+  // warps. Nobody touches the counter where the first items are all there are (persistent_shape()).
+  FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
     uint32_t item = 0;
     if (lane == 0) {
-      item = ptx::atom_add_global(counter_gmem, 1);
+      const int takers = ptx::grid_x() / kBlocks;
+      item = items_ == 0 ? ptx::block_x() / kBlocks : takers;
+      if (items_ > 0 && takers < count) item += ptx::atom_add_global(counter_gmem, 1);
       ptx::mbarrier_wait(empty(place()), parity() ^ 1);
       ptx::st_shared_4(item_of(place()), item);
       if constexpr (kBlocks > 1) {

@@ -74,12 +74,13 @@ FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys) {
   return {first, max_of(ceil_div(visible_keys_end(block), keys), first)};
 }
 
-// Returns the block's part of these tiles, where they are cut into `splits` parts.
+// Returns the block's part of these tiles. Its length is the same for all sequences of a call, and it is cut from what
+// the block sees: so no result depends on other sequences.
 template <class Block>
-FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys, int splits) {
+FFPA_DEVICE TileRange visible_part(const Block& block, int keys, const AttentionParams& params) {
   const TileRange all = visible_tiles(block, keys);
-  if (splits == 1) return all;
-  const int tiles = ceil_div(all.end - all.first, splits);
+  if (params.splits == 1) return all;
+  const int tiles = params.part_keys / keys;
   const int first_of_part = min_of(all.first + block.split() * tiles, all.end);
   return {first_of_part, min_of(first_of_part + tiles, all.end)};
 }
@@ -100,7 +101,7 @@ FFPA_DEVICE bool all_rows_see(const Block& block, int key, int count) {
   return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
 }
 
-// ---- rows of a query head as persistent kernels take them ----
+// ---- rows as persistent kernels take them ----
 
 // A range of rows of one query head.
 struct RowTile {
@@ -118,6 +119,36 @@ struct RowTile {
   FFPA_DEVICE int last_row() const { return last; }
   FFPA_DEVICE int q_begin() const { return entry.q.begin; }
 };
+
+// A row's query head and its number in the batch entry.
+struct RowPlace {
+  int head, row;
+};
+
+// The rows of a tile of a forward: those of one query head, or the same ones of `heads` adjacent query heads that share
+// a key/value head. Row i of the tile is row first + i / heads of query head head() + i % heads.
+struct SharedRowTile : RowTile {
+  int inverse;  // inverse_of(heads)
+  uint16_t heads;
+  uint16_t part;  // index of the part of the keys that counts, where they are split
+
+  // Returns what makes the divisions of a tile's rows by `heads` products; both are below 2^8.
+  static FFPA_HOST_DEVICE int inverse_of(int heads) { return ceil_div(1 << 16, heads); }
+
+  FFPA_DEVICE int split() const { return part; }
+  FFPA_DEVICE RowPlace place(int i) const {
+    const int row = i * inverse >> 16;
+    return {head_index + i - row * heads, first + row};
+  }
+};
+
+// Returns the place of a row as those count rows who compute scores: SharedRowTile from its first row on, others from
+// the first row of the batch entry.
+template <class Block>
+FFPA_DEVICE RowPlace place_in(const Block& block, int row) {
+  return {block.head(), row};
+}
+FFPA_DEVICE RowPlace place_in(const SharedRowTile& rows, int row) { return rows.place(row); }
 
 // The positions [begin, end) of keys or rows that a product runs over, in steps.
 struct Run {

@@ -13,9 +13,10 @@
 
 namespace ffpa {
 
-// A block that is free takes the next tile. Tiles go head by head, so that blocks share K and V in the L2 cache; among
-// heads whose K and V it holds together, the longest tiles come first under a causal mask. Packed sequences count as
-// one entry: a head has the tiles of one sequence after the other (rows/packed_tiles.cuh).
+// A block that is free takes the next item: a tile, or a part of its keys. Tiles go head by head, so that blocks share
+// K and V in the L2 cache; among heads whose K and V it holds together, the longest tiles come first under a causal
+// mask. Packed sequences count as one entry: a head has the tiles of one sequence after the other
+// (rows/packed_tiles.cuh). Query heads that share their tiles (AttentionParams::tile_heads) count as one.
 //
 // RowTiles is made on the host and passed with a kernel's arguments: it takes no registers.
 template <int kRows>
@@ -24,8 +25,12 @@ class RowTiles {
   RowTiles() = default;
   explicit RowTiles(const AttentionParams& params)
       : heads_kv_(params.heads_q / params.group),
-        group_(params.group),
-        tiles_(params.is_packed() ? packed_tiles(params.packed_q, params.batch, kRows) : ceil_div(params.n_q, kRows)),
+        group_(params.group / params.tile_heads),
+        rows_of_head_(kRows / params.tile_heads),
+        inverse_(SharedRowTile::inverse_of(params.tile_heads)),
+        splits_(params.splits),
+        tiles_(params.is_packed() ? packed_tiles(params.packed_q, params.batch, rows_of_head_)
+                                  : ceil_div(params.n_q, rows_of_head_)),
         entries_((params.is_packed() ? 1 : params.batch) * heads_kv_) {
     const int64_t keys = params.is_packed() ? params.packed_k.total : params.n_k;
     const int64_t bytes = keys * (int64_t(params.d_qk) + params.d_v) * 2;  // bytes of K and V of one entry
@@ -33,26 +38,30 @@ class RowTiles {
   }
 
   // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
-  FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_; }
+  FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_ * splits_; }
 
   // All lanes of a warp call this together.
-  FFPA_DEVICE RowTile get(const AttentionParams& params, int item) const {
+  FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item) const {
+    SharedRowTile rows;
+    rows.part = uint16_t(item % splits_);
+    item /= splits_;
     const int items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
     const int heads = min_of(together_, entries_ - section * together_) * group_;
     const int in_section = item % items_of_section;
-    const int head = section * together_ * group_ + in_section % heads;  // index among all query heads
-    RowTile rows;
+    const int head = section * together_ * group_ + in_section % heads;  // index among all that share no tiles
+    rows.heads = uint16_t(params.tile_heads);
+    rows.inverse = inverse_;
     rows.batch_index = head / (heads_kv_ * group_);
-    rows.head_index = head % (heads_kv_ * group_);
+    rows.head_index = head % (heads_kv_ * group_) * params.tile_heads;
     int tile = tiles_ - 1 - in_section / heads;
     if (params.is_packed()) {
-      const PackedTile of_sequence = packed_tile(params.packed_q, params.batch, tile, kRows);
+      const PackedTile of_sequence = packed_tile(params.packed_q, params.batch, tile, rows_of_head_);
       rows.batch_index = of_sequence.sequence;
       tile = of_sequence.tile;
     }
     rows.entry = batch_entry(params, rows.batch_index);
-    rows.first = tile * kRows;
-    rows.last = min_of(rows.first + kRows, rows.n_q()) - 1;
+    rows.first = tile * rows_of_head_;
+    rows.last = min_of(rows.first + rows_of_head_, rows.n_q()) - 1;
     return rows;
   }
 
@@ -60,12 +69,14 @@ class RowTiles {
   static constexpr int64_t kCachedBytes = 32 << 20;
 
   int heads_kv_, group_;
+  int rows_of_head_;  // rows of a tile that belong to one head
+  int inverse_, splits_;
   int tiles_;    // row tiles of a head, in one batch entry or in all packed sequences
   int entries_;  // key/value heads of all batch entries; packed sequences are one entry
   int together_;
 };
 
-using KeptRows = tile::KeptValue<RowTile>;
+using KeptRows = tile::KeptValue<SharedRowTile>;
 
 // Calls function() for each row tile that the block takes; next() says which. The rows of the tile are kept in shared
 // memory: they would fill too many registers.
@@ -74,7 +85,7 @@ FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles
                                    int lane, const Next& next, const Function& function) {
   FFPA_NO_UNROLL
   for (int item = next(); item < tiles.count(); item = next()) {
-    const RowTile rows = tiles.get(params, item);
+    const SharedRowTile rows = tiles.get(params, item);
     if (rows.first > rows.last) continue;
     ptx::sync_warp();  // all lanes have read the rows kept before
     kept.keep(rows, lane);

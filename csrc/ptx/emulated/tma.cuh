@@ -43,6 +43,11 @@ inline void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_
   emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, emu::kOwnBlock, site);
 }
 
+inline void tma_load_5d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
+                        int c3, int c4, CallSite site = CallSite()) {
+  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3, c4}, emu::kOwnBlock, site);
+}
+
 inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
                                   int c1, int c2, int c3, uint16_t block_mask, CallSite site = CallSite()) {
   emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, block_mask, site);

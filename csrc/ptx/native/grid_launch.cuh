@@ -18,20 +18,29 @@ LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape
     const cudaError_t error = cudaMemsetAsync(shape.counter, 0, sizeof(*shape.counter), cudaStream_t(stream));
     if (error != cudaSuccess) return status_of(error);
   }
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = shape.cluster.x;
-  cluster.val.clusterDim.y = shape.cluster.y;
-  cluster.val.clusterDim.z = shape.cluster.z;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  // GPUs before sm_90 refuse these attributes, even for clusters of one block.
+  if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = shape.cluster.x;
+    attributes[count].val.clusterDim.y = shape.cluster.y;
+    attributes[count].val.clusterDim.z = shape.cluster.z;
+    ++count;
+  }
+  if (shape.starts_early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.grid.x, shape.grid.y, shape.grid.z);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &cluster;
-  // GPUs before sm_90 refuse the attribute, even for clusters of one block.
-  config.numAttrs = shape.cluster.x * shape.cluster.y * shape.cluster.z > 1;
+  config.attrs = attributes;
+  config.numAttrs = unsigned(count);
   return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 

@@ -56,6 +56,15 @@ FFPA_DEVICE void tma_load_4d(uint32_t destination_smem, const TensorMap* map, ui
       : "memory");
 }
 
+FFPA_DEVICE void tma_load_5d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
+                             int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(destination_smem),
+      "l"(map), "r"(barrier_smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // A multicast sends the box to the same address in every block whose bit is set in `block_mask`, and completes on the
 // barrier at the same address in each.
 FFPA_DEVICE void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,

@@ -120,9 +120,17 @@ def _is_soon_done(p: Problem, answers: _Answers) -> bool:
     return p.arch == "sm_90" and p.n_k <= most_keys and row_tiles.count(p, 64) <= archs.multiprocessors(p.arch)
 
 
+def _has_few_rows(p: Problem, widest: int) -> bool:
+    """Says whether a GPU of Hopper has too few row tiles of one head: our kernels then share tiles, or cut keys."""
+    if widest > 128:
+        return row_tiles.why_slower(p) is not None
+    few_tiles = row_tiles.count(p) < row_tiles.least_blocks(p)
+    return p.n_q < 1024 and (few_tiles or (p.n_q <= row_tiles.ROWS // 2 and p.n_k >= 16 * p.n_q))
+
+
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
     """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md): what is soon done goes to
-    mma; else up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows
+    mma, few rows to ours; else up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows
     see all keys, or where a GPU has no more row tiles of ours than multiprocessors; else ours.
     Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
     beyond only before SDPA and the reference; where one launch of ours has all keys and P in shared memory, it comes
@@ -142,9 +150,9 @@ def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
-    elif mma.has_work_for_few_rows(answers["mma"], p, archs.multiprocessors(p.arch)):
+    elif _has_few_rows(p, widest):
         order = "hopper mma sdpa triton reference"
-    elif widest <= 64:
+    elif widest <= 64 or (widest <= 128 and p.mask):
         order = "sdpa triton hopper mma reference"
     elif widest <= 128 and (not p.visibility.bounded or row_tiles.count(p) <= archs.multiprocessors(p.arch)):
         order = "sdpa hopper triton mma reference"

@@ -1,5 +1,6 @@
 """This is the forward on wgmma for head dims whose O fits the registers of one block, or of two that exchange P. S, P
-and O never see global memory before they are done. `plan` is pure.
+and O never see global memory before they are done, but where the keys of few row tiles are cut into parts. `plan` is
+pure.
 """
 
 from __future__ import annotations
@@ -8,34 +9,118 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ..specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardWgmmaFused, ForwardWgmmaPair, Problem, Visibility
-from . import row_tiles
-from .row_tiles import Scratch
+from ..specs import archs
+from ..specs.spec import (
+    FUSED_COLUMNS,
+    PAIR_COLUMNS,
+    ForwardWgmmaFused,
+    ForwardWgmmaPair,
+    Problem,
+    Visibility,
+    visible_keys,
+)
+from . import levels, parts, row_tiles
+from .row_tiles import ROWS, Scratch
 
-MOST_COLUMNS = PAIR_COLUMNS[-1]
+MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
+_TILE_KEYS = 128  # keys of a part are a multiple of it: of the tiles of all these kernels
+_SPEED = 4.7  # TFLOPS of a multiprocessor, over the columns that a kernel has
+_ENDS = 200  # begin and end of a work item take as long as so many keys
+_BANDWIDTH = {1: 4.0e6, 2: 3.7e6}  # bytes of K and V a microsecond, by blocks that share a tile; on an H200
+_LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
+_MERGE = 5  # microseconds of the launch that merges parts
+_FEWER = 0.95  # part of the row tiles that is left, where heads share them
 
 
 class FusedPlan(row_tiles.RowTilePlan):
     __slots__ = ()
-    workspace_bytes = 0  # no bytes but those that blocks share
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Says that there is no workspace where keys are not cut; otherwise the call knows how much."""
+        return 0 if self.parts.count == 1 else None
 
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
         """Returns scratch for nothing but a count of row tiles."""
         return Scratch(min(tiles * self.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
 
-def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
-    """Returns what runs the problem, or why it cannot."""
-    widest = max(p.d_qk, p.d_v)
-    if widest > MOST_COLUMNS:
-        return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {widest}"
+def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair:
     fused = (
         ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
     )
-    pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if widest <= columns)
-    return row_tiles.why_not(p, "fused", flags) or FusedPlan(next(itertools.chain(fused, pairs)))
+    pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if max(p.d_qk, p.d_v) <= columns)
+    return next(itertools.chain(fused, pairs))
 
 
-def why_slower(p: Problem, plan: FusedPlan) -> str | None:
+def is_faster_in_pairs(p: Problem) -> bool:
+    """Says whether wider Q and K than V are faster here than in two phases, which few rows leave idle: MLA's decoding."""
+    return MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS and bool(row_tiles.why_slower(p))
+
+
+def _tile_heads(p: Problem) -> int:
+    """Returns how many query heads share row tiles: all of a group, where that leaves fewer tiles."""
+    if not 1 < p.group <= ROWS:
+        return 1
+    shared, alone = row_tiles.count(p, tile_heads=p.group), row_tiles.count(p)
+    return p.group if shared <= _FEWER * alone else 1
+
+
+def _microseconds(p: Problem, spec, tile_heads: int, of_keys: parts.Parts) -> float:
+    """Estimates a call on an otherwise idle GPU: blocks take items at one pace, that of the tensor cores or of their
+    share of the memory.
+    """
+    blocks, count = archs.multiprocessors(p.arch or "sm_90") // spec.blocks, of_keys.count
+    items = max(row_tiles.count(p, tile_heads=tile_heads), 1) * count
+    keys = visible_keys(p) + (_TILE_KEYS / 2 if p.visibility.bounded else 0)
+    longest = min(keys, of_keys.keys) if count > 1 else keys
+    of_key = 2 * ROWS * (spec.columns + spec.value_columns) / (_SPEED * 1e6 * spec.blocks)
+    readers = min(max(items, _LEAST_READERS * blocks), blocks)
+    bytes_of_key = p.batch * p.heads_kv * (p.d_qk + p.d_v) * 2 * count / items
+    of_item = longest * max(of_key, bytes_of_key / (_BANDWIDTH[spec.blocks] / readers)) + _ENDS * of_key
+    waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
+    rows = p.batch * p.heads_q * p.n_q
+    merge = _MERGE + count * rows * p.d_v * 8 / _BANDWIDTH[1] if count > 1 else 0
+    return waves * of_item + merge
+
+
+def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, parts.Parts]:
+    """Returns the parts that take the shortest, and how long."""
+    of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
+    tiles = row_tiles.count(p, tile_heads=tile_heads)
+    limits = (
+        parts.MOST,
+        p.n_k // (2 * _TILE_KEYS),
+        workspace_cap // 2 // max(of_one, 1),
+        row_tiles.MOST_TILES // max(tiles, 1),
+    )
+    counts = range(1, max(min(limits), 1) + 1)
+    cuts = dict.fromkeys(
+        parts.cut(p.n_q, p.n_k, p.visibility, ROWS // tile_heads, _TILE_KEYS, count) for count in counts
+    )
+    return min((_microseconds(p, spec, tile_heads, cut), cut) for cut in cuts)
+
+
+def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
+    """Returns what runs the problem, or why it cannot."""
+    if p.d_v > MOST_COLUMNS:
+        return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {p.d_v}"
+    if p.d_qk > PAIR_COLUMNS[-1]:
+        return f"shared memory holds {PAIR_COLUMNS[-1]} columns of Q in the fused forward, not {p.d_qk}"
+    if reason := row_tiles.why_not(p, "fused", flags):
+        return reason
+    spec, tile_heads = _spec(p), _tile_heads(p)
+    microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
+    return FusedPlan(spec, tile_heads, of_keys, microseconds)
+
+
+def why_slower(p: Problem, plan: FusedPlan, flags: Mapping[str, Any]) -> str | None:
     """Says why the mma forward is faster, or None."""
-    return row_tiles.why_slower(p, plan.spec.blocks)
+    if row_tiles.why_slower(p, plan.spec.blocks) is None:
+        return None
+    of_mma = levels.plan(p, flags)
+    if isinstance(of_mma, str) or plan.microseconds <= of_mma.microseconds:
+        return None
+    return (
+        f"{plan.kernel} is estimated to take {plan.microseconds:.0f} µs, and {of_mma.kernel} {of_mma.microseconds:.0f}"
+    )

@@ -23,7 +23,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
             return f"the emulator takes CPU tensors, and these are on {p.device}"
         if flags["FFPA_EMULATE"] != "sm_90a":
             return f"hopper kernels run on sm_90a, and FFPA_EMULATE is {flags['FFPA_EMULATE']}"
-        return _family(p, flags)
+        return _family(p._replace(arch="sm_90"), flags)
     if p.device != "cuda":
         return f"hopper kernels run on CUDA GPUs, and the tensors are on the {p.device}"
     plan = _family(p, flags)
@@ -41,7 +41,7 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
         return fused_fp8.plan(p, flags)
     if p.direction == "backward":
         return backward.plan(p, "hopper", flags["FFPA_WORKSPACE_MB"] << 20)
-    if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"]:
+    if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"] or fused.is_faster_in_pairs(p):
         return fused.plan(p, flags)
     return two_phase.plan(p, "hopper", flags)
 
@@ -49,5 +49,5 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 def _why_slower(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
     """Says why the mma forward is faster, or None."""
     if isinstance(plan, FusedPlan):
-        return fused.why_slower(p, plan)
+        return fused.why_slower(p, plan, flags)
     return two_phase.why_slower(p, "hopper", flags) if isinstance(plan, TwoPhasePlan) else None

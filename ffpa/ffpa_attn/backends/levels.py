@@ -33,6 +33,7 @@ from ..specs.spec import (
     streamed_shapes,
     visible_keys,
 )
+from . import parts
 
 # This is what the kernels do, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
@@ -53,7 +54,6 @@ _ROWS_FIXED = {
 
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
-_MOST_SPLITS = 64
 _ROW_TILE_BYTES = 128  # bytes of shared memory, as KeptPlacedRowTile::kBytes says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
@@ -71,6 +71,7 @@ class LevelPlan(NamedTuple):
     value_stages: int = 0  # stages of V, where it has a ring of its own
     grid_of_heads: bool = False
     packs_heads: bool = False  # rows of one tile are then the one row of each query head that shares a key/value head
+    microseconds: float = 0.0  # an estimate
 
     @property
     def kernel(self) -> str:
@@ -154,6 +155,7 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
 
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
+_READS = {64: 0.82, 96: 0.82, 192: 0.85}  # part of the bandwidth that tiles of so many columns reach, where not all
 
 
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
@@ -172,6 +174,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # keys of tiles beyond visible ones
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
+    memory /= _READS.get(shape.columns, 1)
     memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
     merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
@@ -179,8 +182,8 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
-    bytes_of_one = p.batch * p.heads_q * p.n_q * (p.d_v + 2) * 4
-    most = min(_MOST_SPLITS, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
+    bytes_of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
+    most = min(parts.MOST, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
     return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
 
@@ -258,10 +261,14 @@ def _cheapest(
 ) -> LevelPlan | str:
     if not plans:
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
-    _, best = min(plans, key=lambda plan: plan[0])
+    cost, best = min(plans, key=lambda plan: plan[0])
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
     blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
-    return best if blocks <= _MOST_BLOCKS else f"{best.spec.name} needs more blocks than a grid holds"
+    return (
+        best._replace(microseconds=cost)
+        if blocks <= _MOST_BLOCKS
+        else f"{best.spec.name} needs more blocks than a grid holds"
+    )
 
 
 def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
@@ -346,16 +353,20 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
 
 def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
-    if plan.splits > 1:
-        rows = min(offsets[2], q.shape[-2]) * (len(offsets[0]) - 1) if offsets else len(q) * q.shape[-2]
-        partial = plan.splits * rows * q.shape[-3] * (v.shape[-1] + 2)
+    sums = 0
+    n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
+    of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows, plan.spec.keys, plan.splits)
+    if of_keys.count > 1:
+        rows = n_q * (len(offsets[0]) - 1 if offsets else len(q))
+        partial = rows * q.shape[-3] * parts.floats_of_row(of_keys, v.shape[-1])
+        sums = 2 * rows * q.shape[-3] * of_keys.count
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
         scratch = blocks * of_a_block // 4
-    of_plan = "splits", "stages", "value_stages", "q_resident", "grid_of_heads"
-    settings = {name: getattr(plan, name) for name in of_plan} | {"resident_blocks": blocks}
-    specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if plan.splits > 1 else ()))
+    of_plan = "stages", "value_stages", "q_resident", "grid_of_heads"
+    settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
+    specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
-    return Call(launches, scratch, partial)
+    return Call(launches, scratch, partial, sums)

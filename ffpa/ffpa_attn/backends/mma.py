@@ -52,11 +52,3 @@ def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 def _five_products(p: Problem, flags: Mapping[str, Any]) -> BackwardPlan | str:
     return backward.plan(p, "mma", flags["FFPA_WORKSPACE_MB"] << 20)
-
-
-def has_work_for_few_rows(plan: Plan | str, p: Problem, multiprocessors: int) -> bool:
-    """Says whether the plan gives a GPU work where blocks of rows alone do not: it splits keys, or packs heads."""
-    if not isinstance(plan, LevelPlan):
-        return False
-    blocks = -(-p.n_q // 128) * p.batch * p.heads_q
-    return plan.packs_heads or (plan.splits > 1 and blocks <= multiprocessors // 3)

@@ -1,4 +1,4 @@
-"""Forwards whose blocks take whole row tiles (fused.py, two_phase.py, forward_short.py) share this: they split no keys."""
+"""Forwards whose blocks take row tiles from a list (fused.py, two_phase.py, forward_short.py) share this."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from .. import env
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
-from ..specs.spec import MOST_POSITIONS, KernelSpec, Problem, Visibility
+from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility
+from . import parts
+from .parts import Parts
 
 ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
-_MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
+MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
 
 
 class Scratch(NamedTuple):
@@ -26,6 +28,9 @@ class Scratch(NamedTuple):
 
 class RowTilePlan(NamedTuple):
     spec: KernelSpec
+    tile_heads: int = 1  # query heads whose rows share tiles: one, or all of a group
+    parts: Parts = Parts()
+    microseconds: float = 0.0  # an estimate, where one was made
     rows = ROWS  # of a tile
 
     @property
@@ -34,14 +39,14 @@ class RowTilePlan(NamedTuple):
 
     @property
     def specs(self) -> tuple:
-        return (self.spec,)
+        return (self.spec, ForwardMerge(self.spec.dtype)) if self.parts.count > 1 else (self.spec,)
 
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
         """Returns the scratch that so many row tiles share."""
         raise NotImplementedError
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """Does what levels.LevelPlan.forward does, with one kernel that knows row tiles."""
+        """Does what levels.LevelPlan.forward does, with a kernel that knows row tiles, and a merge where keys are cut."""
         if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
@@ -57,19 +62,26 @@ class RowTilePlan(NamedTuple):
         batch = len(offsets[0]) - 1 if offsets else len(q)
         if not (batch and n_q and n_k):
             return Call()
-        tiles = _count(batch, q.shape[-3], n_q, q.shape[-2] if offsets else None, self.rows)
+        packed_rows = q.shape[-2] if offsets else None
+        tiles = _count(batch, q.shape[-3], n_q, packed_rows, self.rows, self.tile_heads) * self.parts.count
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
-        settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks}
-        return Call([forward_launch(self.spec, q, k, v, out, mask, offsets, rule, **settings)], nbytes // 4 or None)
+        settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
+        settings |= self.parts.settings | {"has_slopes": True}
+        launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
+        rows, scratch = batch * q.shape[-3] * n_q, nbytes // 4 or None
+        if self.parts.count == 1:
+            return Call(launches, scratch)
+        return Call(launches, scratch, rows * parts.floats_of_row(self.parts, v.shape[-1]), 2 * rows * self.parts.count)
 
 
-def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS) -> int:
+def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:
     """Counts row tiles, of packed sequences as in csrc/attention/rows/packed_tiles.cuh: nobody here knows their lengths."""
-    return heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
+    rows //= tile_heads
+    return heads // tile_heads * (-(-n_q // rows) * batch if packed_rows is None else packed_rows // rows + batch)
 
 
-def count(p: Problem, rows: int = ROWS) -> int:
-    return _count(p.batch, p.heads_q, p.n_q, p.packed and p.packed[0], rows)
+def count(p: Problem, rows: int = ROWS, tile_heads: int = 1) -> int:
+    return _count(p.batch, p.heads_q, p.n_q, p.packed and p.packed[0], rows, tile_heads)
 
 
 def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
@@ -85,7 +97,7 @@ def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -
         return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     if p.packed and max(p.packed) > MOST_POSITIONS:
         return f"the {name} forward counts positions in 32 bits, and {max(p.packed)} of all sequences are too many"
-    if (tiles := count(p, rows)) > _MOST_TILES:
+    if (tiles := count(p, rows)) > MOST_TILES:
         return f"the {name} forward counts row tiles in 32 bits, and {tiles} are too many"
     return None
 

@@ -66,7 +66,7 @@ def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **sett
     params.scale = _float(scale)
     params.score_factor = _float(scale / softcap if softcap > 0 else scale * math.log2(math.e))
     params.softcap = max(_float(softcap), _SMALLEST_FLOAT) if softcap > 0 else 0.0  # a tiny one is still a cap
-    params.splits = 1
+    params.splits = params.tile_heads = 1
     for name, value in settings.items():
         setattr(params, name, value)
 
@@ -87,16 +87,21 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """Launches of a forward, in order, and the floats of their scratch and of their partial results."""
+    """Launches of a forward, in order, and the floats of their scratch, of their partial results, of the sums in these."""
 
     launches: Sequence[Launch] = ()
     scratch: int | None = None
     partial: int | None = None
+    sums: int = 0
 
     def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
+        if offsets and partial is not None:
+            partial[
+                -self.sums :
+            ].zero_()  # offsets that fall may leave rows to no tile, which the merge reads all the same
         lse = lse if lse.numel() else None
         for launch in self.launches:
             launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial)

@@ -35,7 +35,8 @@ def _workspace_bytes(choice: Choice, memo: Mapping) -> int | None:
     """Returns how much the call asks for, or None where only a call that runs finds out; it is no more than the cap."""
     calls = [call for call in memo.values() if isinstance(call, Call)]
     floats = sum((call.scratch or 0) + (call.partial or 0) for call in calls)
-    return getattr(choice.plan, "workspace_bytes", 4 * floats if calls else None)
+    known = getattr(choice.plan, "workspace_bytes", None)
+    return 4 * floats if known is None and calls else known
 
 
 def _shown(count: int) -> str:

@@ -77,7 +77,7 @@ inline constexpr int kTmaBarrierOffset = 7168;
 template <int kRank>
 FFPA_KERNEL(32, 1)
 void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, int box_bytes, int c0, int c1, int c2,
-                int c3) {
+                int c3, int c4) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
   const uint32_t barrier = smem + kTmaBarrierOffset;
@@ -87,6 +87,7 @@ void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, i
     ptx::mbarrier_arrive_expect_tx(barrier, box_bytes);
     if (kRank == 2) ptx::tma_load_2d(smem, &map, barrier, c0, c1);
     if (kRank == 4) ptx::tma_load_4d(smem, &map, barrier, c0, c1, c2, c3);
+    if (kRank == 5) ptx::tma_load_5d(smem, &map, barrier, c0, c1, c2, c3, c4);
   }
   ptx::sync_warp();
   ptx::mbarrier_wait(barrier, 0);
@@ -95,7 +96,7 @@ void tma_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output, i
   }
 }
 
-template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0>
+template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0, int kC4 = 0>
 LaunchStatus run_tma(const uint32_t* input, uint32_t* output) {
   const TensorMapSpec spec = tma_spec(input, kRank, kSwizzle);
   ptx::TensorMap map;
@@ -106,7 +107,7 @@ LaunchStatus run_tma(const uint32_t* input, uint32_t* output) {
   LaunchShape shape;
   shape.threads = 32;
   shape.smem_bytes = kTmaSmemBytes;
-  return launch(shape, nullptr, tma_kernel<kRank>, map, output, int(bytes), kC0, kC1, kC2, kC3);
+  return launch(shape, nullptr, tma_kernel<kRank>, map, output, int(bytes), kC0, kC1, kC2, kC3, kC4);
 }
 
 // A cluster has two blocks. Each block loads half of a box and multicasts it to both; each tells both when it has read
@@ -185,6 +186,8 @@ inline std::vector<Case> async_cases() {
       tma_case("tma_load_2d/swizzle_128", 64 * 16 / 2, run_tma<2, Swizzle::k128Bytes, -8, 1>),
       tma_case("tma_load_4d/inside", 24 * 16 / 2, run_tma<4, Swizzle::kNone, 8, 2, 0, 0>),
       tma_case("tma_load_4d/outside", 64 * 16 / 2, run_tma<4, Swizzle::k128Bytes, -8, 5, -1, 1>),
+      tma_case("tma_load_5d/inside", 24 * 16 / 2, run_tma<5, Swizzle::kNone, 8, 0, 2, 0, 0>),
+      tma_case("tma_load_5d/outside", 64 * 16 / 2, run_tma<5, Swizzle::k128Bytes, -8, 1, -1, 0, 1>),
       {"tma_load_4d_multicast", kSm90, Input::kBits, 512, 1024, 0, run_multicast},
       {"copy_to_block", kSm90, Input::kBits, 512, 512, 0, run_copy_to_block<CopyBug::kNone>},
   };

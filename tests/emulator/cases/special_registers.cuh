@@ -1,4 +1,4 @@
-// Cases for ptx/native/special_registers.cuh and ptx/native/barrier.cuh.
+// Cases for ptx/native/special_registers.cuh, ptx/native/kernel_order.cuh and ptx/native/barrier.cuh.
 #pragma once
 
 #include "cases/case.h"
@@ -50,10 +50,18 @@ FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* ou
   }
 }
 
+// A kernel that nothing comes before, and nothing after, goes on at once.
+FFPA_KERNEL(32, 1) void kernel_order_kernel(const uint32_t* input, uint32_t* output) {
+  ptx::start_later_kernels();
+  ptx::wait_for_earlier_kernels();
+  ptx::st_global_4(output + ptx::lane_id(), ptx::ld_global_4(input + ptx::lane_id()));
+}
+
 inline std::vector<Case> special_register_cases() {
   return {
       {"special_registers", 80, Input::kBits, 1, 3 * 2 * 2 * kGridThreads * 9, 0,
        run_kernel<special_registers_kernel, kGridThreads, 1024, 3, 2, 2>},
+      {"wait_for_earlier_kernels", 80, Input::kBits, 32, 32, 0, run_kernel<kernel_order_kernel, 32, 0>},
       {"sync_block", 80, Input::kBits, 128, 128, 0, run_kernel<sync_block_kernel, 128, 512>},
       {"bar_sync", 80, Input::kBits, 32, 32, 0, run_kernel<named_barrier_kernel, 96, 128>},
   };

@@ -18,7 +18,7 @@ FFPA_DEVICE void fill_source(uint32_t smem, const uint32_t* input, int words) {
   ptx::sync_warp();
 }
 
-// Tensors of rank 2 and 4, of loads and stores, start at `base` and have 21 rows of 40 elements, 48 apart; higher
+// Tensors of rank 2, 4 and 5, of loads and stores, start at `base` and have 21 rows of 40 elements, 48 apart; higher
 // dimensions are groups of those rows.
 inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
   constexpr uint64_t kRowBytes = 96;
@@ -32,6 +32,13 @@ inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
     spec.size[1] = 21;
     spec.box[1] = 16;
     spec.stride_bytes[1] = kRowBytes;
+  } else if (rank == 5) {
+    const uint64_t sizes[] = {40, 2, 5, 1, 2}, rows[] = {0, 1, 2, 10, 10};
+    for (int dim = 1; dim < 5; ++dim) {
+      spec.size[dim] = sizes[dim];
+      spec.box[dim] = 2;
+      spec.stride_bytes[dim] = rows[dim] * kRowBytes;
+    }
   } else {
     spec.size[1] = 7;
     spec.size[2] = 1;
