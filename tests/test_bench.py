@@ -19,6 +19,7 @@ import providers
 import pytest
 import readme
 import record
+import shapes
 import timing
 import torch
 from ceilings import CeilingCalls, Ceilings
@@ -478,3 +479,25 @@ def test_host_overhead_runs_as_a_program():
     command = [sys.executable, overhead.__file__, "--quick"]
     done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
     assert done.returncode == 0 and "| forward with grad |" in done.stdout, done.stderr
+
+
+def test_grid_of_shapes(tmp_path):
+    cells = list(shapes._cells())
+    assert len(set(cells)) == len(cells) > 200
+    square = shapes.Cell("square", 64, 64, 1, 2, 1, 16, 16)
+    assert square.pairs == 256 and replace(square, causal=True).pairs == 136
+    assert replace(square, n_q=2, causal=True, window=3).pairs == 8  # both rows see four keys
+    assert square.flops == 4 * 64 * 256 * 2 and square.bytes == 2 * (32 + 16) * 128
+    slow = shapes.Measured(square, "k", {"chosen": 12.0, "hopper": 10.0, "mma": 11.0, shapes._SDPA: 6.0}, 0.5)
+    assert slow.regret == 1.2 and "| 1.20 | 50% | k |" in shapes.line(slow)
+    assert shapes.summary([slow]) == (
+        "1 cells: regret 1.200 in the median, 1.20 at most; 1 above 1.03; beside SDPA's best 0.50 to 0.50, median 0.50"
+    )
+    shapes.draw([slow, replace(slow, cell=replace(square, d=128))], tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+
+
+def test_grid_of_shapes_runs_as_a_program():
+    command = [sys.executable, shapes.__file__, "--quick", "--iters", "2"]
+    done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0 and "2 cells: regret" in done.stdout, done.stderr

@@ -192,7 +192,7 @@ def test_parts_are_even():
     for see, keys in (
         (Visibility(100, 0, False), 300),
         (Visibility(100, 30, False), 300),
-        (Visibility(-1, 5, True), 100),
+        (Visibility(-1, 5, True), 128),
     ):
         of_keys = parts.cut(60, 9000, see, 16, 64, 64)
         assert of_keys.count * of_keys.keys <= keys, see
