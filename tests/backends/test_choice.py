@@ -125,6 +125,9 @@ class TestSmallHeadDims:
             ({"num_stages": 2}, "mma"),
             ({"dtype": "f16", "acc": "f16"}, "mma"),
             ({"d_qk": 264}, "hopper"),
+            ({"d_qk": 264, "n_q": 129, "n_k": 1}, "mma"),  # all keys are in one tile
+            ({"mask": "bool", "n_q": 8}, "mma"),  # few rows
+            ({"mask": "bool", "n_q": 300, "n_k": 300, "batch": 1, "heads_q": 4, "heads_kv": 4}, "triton"),
             ({"d_qk": 264, "n_q": 256}, "hopper"),  # few row tiles
             ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # its tiles would have few rows
             ({"d_qk": 264, "arch": "sm_80"}, "mma"),

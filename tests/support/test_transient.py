@@ -338,7 +338,7 @@ from ffpa_attn.launching import native
 from ffpa_attn.operators import again, ops
 from ffpa_attn.triton_ops import launch as triton_launch
 torch.manual_seed(0)
-q, k, v = (torch.randn(1, 8, 300, {d}, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+q, k, v = (torch.randn(1, 2, 1100, {d}, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 graph, error = torch.cuda.CUDAGraph(), None
 torch.cuda.synchronize()
 try:

@@ -124,8 +124,9 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
     """Says whether a GPU of Hopper has too few row tiles of one head: our kernels then share tiles, or cut keys."""
     if widest > 128:
         return row_tiles.why_slower(p) is not None
-    few_tiles = row_tiles.count(p) < row_tiles.least_blocks(p)
-    return p.n_q < 1024 and (few_tiles or (p.n_q <= row_tiles.ROWS // 2 and p.n_k >= 16 * p.n_q))
+    if p.n_q <= row_tiles.ROWS // 2 and p.n_k >= 16 * p.n_q:
+        return True
+    return p.n_q < 1024 and not p.mask and row_tiles.count(p) < row_tiles.least_blocks(p)
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:

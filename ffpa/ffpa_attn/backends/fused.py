@@ -19,7 +19,7 @@ from ..specs.spec import (
     Visibility,
     visible_keys,
 )
-from . import levels, parts, row_tiles
+from . import forward_short, levels, parts, row_tiles
 from .row_tiles import ROWS, Scratch
 
 MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
@@ -118,6 +118,8 @@ def why_slower(p: Problem, plan: FusedPlan, flags: Mapping[str, Any]) -> str | N
     """Says why the mma forward is faster, or None."""
     if row_tiles.why_slower(p, plan.spec.blocks) is None:
         return None
+    if not (isinstance(forward_short.plan(p, flags), str) or forward_short.why_slower(p)):
+        return "all keys fit one tile of the short forward"
     of_mma = levels.plan(p, flags)
     if isinstance(of_mma, str) or plan.microseconds <= of_mma.microseconds:
         return None
