@@ -120,6 +120,9 @@ class TestSmallHeadDims:
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "needs_lse": True}, "hopper"),  # cuts its keys
             ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "hopper"),  # heads share tiles
             ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "hopper"),
+            ({"n_q": 256, "n_k": 256}, "sdpa"),  # few row tiles, but as few keys
+            ({"n_q": 256, "n_k": 1024, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
+            ({"n_q": 256, "n_k": 1023, "d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
             ({"n_q": 1, "n_k": 32768}, "mma"),
             ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
             ({"num_stages": 2}, "mma"),

@@ -78,7 +78,7 @@ MUTANTS = [
         "tests/backends/test_choice.py",
         ("choice: Triton's forward where it is not measured", 'elif p.arch != "sm_90":', "elif False:"),
         ("choice: one round of row tiles is ours", " or row_tiles.count(p) <= archs.multiprocessors(p.arch)", ""),
-        ("choice: rows are never few", "not p.mask and row_tiles.count(p) < row_tiles.least_blocks(p)", "False"),
+        ("choice: rows are never few", "return many_keys and p.n_q < 1024 and", "return False and"),
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
     ),
     *edits_in(

@@ -121,12 +121,15 @@ def _is_soon_done(p: Problem, answers: _Answers) -> bool:
 
 
 def _has_few_rows(p: Problem, widest: int) -> bool:
-    """Says whether a GPU of Hopper has too few row tiles of one head: our kernels then share tiles, or cut keys."""
+    """Says whether a GPU of Hopper has too few row tiles of one head: our kernels then share tiles, or cut keys. Up to
+    128 columns SDPA and Triton are as fast, but where keys are many more than rows.
+    """
     if widest > 128:
         return row_tiles.why_slower(p) is not None
     if p.n_q <= row_tiles.ROWS // 2 and p.n_k >= 16 * p.n_q:
         return True
-    return p.n_q < 1024 and not p.mask and row_tiles.count(p) < row_tiles.least_blocks(p)
+    many_keys = p.n_k >= 4 * p.n_q and not p.mask
+    return many_keys and p.n_q < 1024 and row_tiles.count(p) < row_tiles.least_blocks(p)
 
 
 def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
