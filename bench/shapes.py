@@ -1,10 +1,10 @@
-"""Measures calls of every shape that people run, and what each candidate would have taken: the choice has no regret where
-the chosen one is as fast as the best.
+"""Measures calls of every shape that people run, and what each candidate would have taken: the choice has no regret
+where the chosen one is as fast as the best.
 
-`python bench/shapes.py --write NAME` measures the grid on this GPU, writes bench/results/NAME.json, and draws the map:
-a panel for each head dim, a line for each kind of shape, a column for each number of keys; the colour is the share of the chip. `--kind decode` measures one kind,
-`--draw NAME` draws what was measured before, `--quick` shows on any machine that it can. Calls are single ones with a cold L2,
-all candidates in turn (timing.py), in the same run as the ceilings.
+`python bench/shapes.py --write NAME` measures the grid on this GPU, writes bench/results/NAME.json, and draws the map: a
+panel for each head dim, a line for each kind of shape, a column for each number of keys; the colour is the share of the
+chip. `--kind decode` measures one kind, `--draw NAME` draws what was measured before, `--quick` shows on any machine that
+it can. Calls are single ones with a cold L2, all candidates in turn (timing.py), in the same run as the ceilings.
 """
 
 from __future__ import annotations
