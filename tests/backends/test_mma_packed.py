@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import PACKED_CASES, PackedCase, make_packed_inputs
 from ffpa_attn import ffpa_varlen
-from ffpa_attn.backends import levels
+from ffpa_attn.backends import levels, parts
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
@@ -39,9 +39,12 @@ def check(case: PackedCase, device: str, level):
 def test_emulated(case, level, splits, monkeypatch, no_short_forward):
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(levels, "_splits", lambda *_: splits)
+    cut, cuts = parts.cut, []
+    monkeypatch.setattr(parts, "cut", lambda *of: cuts.append(cut(*of)) or cuts[-1])
     with emulate("sm_90a", seed=3) as reports:
         check(case, "cpu", level)
-    assert ["merge" in report["kernel"] for report in reports] == [False, True][:splits]
+    assert cuts[-1].count == splits if case in LONG else cuts[-1].count <= splits
+    assert ["merge" in report["kernel"] for report in reports] == [False, True][: 1 + (cuts[-1].count > 1)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library")
