@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
@@ -22,64 +23,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import record
 import torch
-import torch.nn.functional as F
 from ceilings import CeilingCalls
 from ffpa_attn import env, explain, ffpa, ffpa_varlen
+from flops import least_bytes, nominal_flops, visible_pairs
+from provider import Provider, Unavailable
+from providers import PEERS, sdpa
 from timing import Timer, measure_in_turn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from workload import Inputs, Workload, make_inputs
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_BACKENDS = {"forward": ("hopper", "mma", "triton", "sdpa"), "backward": ("hopper", "mma", "triton")}
-_OF_SDPA = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+_BACKENDS = {False: ("hopper", "mma", "triton", "sdpa"), True: ("hopper", "mma", "triton")}  # forward, backward
+_SDPA_BACKENDS = (PEERS["sdpa-cudnn"], PEERS["sdpa-flash"], sdpa)
 _CHOSEN, _SDPA = "chosen", "SDPA's best"
 
 
 @dataclass(frozen=True)
 class Cell:
     kind: str
-    d: int
-    d_v: int
-    batch: int
-    heads_q: int
-    heads_kv: int
-    n_q: int
-    n_k: int
-    causal: bool = False
+    work: Workload
     window: int = -1  # keys before the diagonal
     masked: bool = False
-    packed: bool = False
-    direction: str = "forward"
-
-    @property
-    def pairs(self) -> float:
-        """Returns how many pairs of a row and a key a head has that see each other."""
-        shift = self.n_k - self.n_q
-
-        def seen_by(row: int) -> int:
-            first = 0 if self.window < 0 else max(row + shift - self.window, 0)
-            end = min(row + shift + 1, self.n_k) if self.causal or self.window >= 0 else self.n_k
-            return max(end - first, 0)
-
-        return sum(map(seen_by, range(self.n_q)))
 
     @property
     def flops(self) -> float:
-        products = 2 * (self.d + self.d_v) if self.direction == "forward" else 2 * (3 * self.d + 2 * self.d_v)
-        return products * self.pairs * self.batch * self.heads_q
-
-    @property
-    def bytes(self) -> float:
-        """Returns the bytes that have to be read or written: K and V once, Q and O."""
-        rows, keys = self.batch * self.heads_q * self.n_q, self.batch * self.heads_kv * min(self.n_k, self.pairs)
-        return 2 * (rows + keys) * (self.d + self.d_v) * (1 if self.direction == "forward" else 2)
+        if self.window < 0:
+            return nominal_flops(self.work)
+        w = self.work
+        seen, hidden = (visible_pairs(w.n_q, n, True) for n in (w.n_kv, max(w.n_kv - self.window - 1, 0)))
+        return nominal_flops(w) * (seen - hidden) / seen
 
     @property
     def row(self) -> str:
         """Names the line of the map that the cell is in."""
-        rows = "N" if self.n_q == self.n_k else str(self.n_q)
-        notes = [name for name in ("causal", "masked", "packed") if getattr(self, name)]
-        notes += [f"window {self.window}"] * (self.window >= 0) + [self.direction] * (self.direction != "forward")
-        return " ".join([f"{self.kind} B={self.batch} H={self.heads_q}/{self.heads_kv} Nq={rows}", *notes])
+        w = self.work
+        rows = "N" if w.n_q == w.n_kv else str(w.n_q)
+        notes = [name for name in ("causal", "packed", "backward") if getattr(w, name)] + ["masked"] * self.masked
+        notes += [f"window {self.window}"] * (self.window >= 0)
+        return " ".join([f"{self.kind} B={w.batch} H={w.heads}/{w.heads_kv} Nq={rows}", *notes])
 
 
 @dataclass(frozen=True)
@@ -102,89 +82,78 @@ _VALUES = {192: 128, 576: 512}
 def _cells() -> Iterator[Cell]:
     """Gives the grid: sizes rise by powers of two within each line of the map."""
     for d, (heads, heads_kv) in _HEADS.items():
-        base = Cell("square", d, _VALUES.get(d, d), 1, heads, heads_kv, 1024, 1024)
+        base = Workload(1, heads, heads_kv, 1024, 1024, d, _VALUES.get(d, d), "bf16")
+
+        def work(n_q: int, n_kv: int, base=base, **changes) -> Workload:
+            return replace(base, n_q=n_q, n_kv=n_kv, **changes)
+
         if d < 576:
             for n in (1024, 2048, 4096, 8192):
-                yield replace(base, n_q=n, n_k=n)
-                yield replace(base, n_q=n, n_k=n, causal=True)
+                yield Cell("square", work(n, n))
+                yield Cell("square", work(n, n, causal=True))
                 if d != 192:
-                    yield replace(base, n_q=n, n_k=n, causal=True, direction="backward")
+                    yield Cell("square", work(n, n, causal=True, backward=True))
             for n in (4096, 16384):
-                yield replace(base, kind="few heads", heads_q=2, heads_kv=1, n_q=n, n_k=n)
-                yield replace(base, kind="window", n_q=n, n_k=n, causal=True, window=1023)
-        for batch, n_k in ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (64, 1024)):
-            yield replace(base, kind="decode", batch=batch, n_q=1, n_k=n_k)
+                yield Cell("few heads", work(n, n, heads=2, heads_kv=1))
+                yield Cell("window", work(n, n, causal=True), window=1023)
+        for batch, n_kv in ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (64, 1024)):
+            yield Cell("decode", work(1, n_kv, batch=batch))
         for n_q in (2, 4, 8, 16):
-            yield replace(base, kind="short", batch=8, n_q=n_q, n_k=8192, causal=True)
+            yield Cell("short", work(n_q, 8192, batch=8, causal=True))
         for n_q in (32, 64, 65, 128, 256, 512):
-            yield replace(base, kind="chunk", n_q=n_q, n_k=32768, causal=True)
+            yield Cell("chunk", work(n_q, 32768, causal=True))
         if d in (128, 512):
             for n in (64, 256):
-                yield replace(base, kind="short sequences", batch=64, n_q=n, n_k=n)
+                yield Cell("short sequences", work(n, n, batch=64))
             for n in (1024, 4096):
-                yield replace(base, kind="pack", batch=4, n_q=n, n_k=n, causal=True, packed=True)
-                yield replace(base, kind="mask", n_q=n, n_k=n, masked=True)
+                yield Cell("pack", work(n, n, batch=4, causal=True, packed=True))
+                yield Cell("mask", work(n, n), masked=True)
 
 
 def quick_cells() -> list[Cell]:
-    return [Cell("square", 64, 64, 1, 2, 1, 16, 16), Cell("decode", 64, 64, 1, 2, 1, 1, 32)]
+    return [Cell(kind, Workload(1, 2, 1, n, 16, 64, 64, "bf16")) for kind, n in (("square", 16), ("decode", 1))]
 
 
-def _calls(c: Cell, device: str) -> tuple[Callable[[], object], Callable[[], object] | None, tuple]:
-    """Returns our call, SDPA's where it means the same, and the tensors that explain() is asked about."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(heads, n, d):
-        shape = (c.batch * n, heads, d) if c.packed else (c.batch, heads, n, d)
-        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-
-    q, k = random(c.heads_q, c.n_q, c.d), random(c.heads_kv, c.n_k, c.d)
-    v = k[..., : c.d_v] if c.d == 576 else random(c.heads_kv, c.n_k, c.d_v)
-    options = {"causal": c.causal}
+def _options(c: Cell, device: str) -> dict:
+    options: dict = {"causal": c.work.causal}
     if c.window >= 0:
         options["window"] = (c.window, -1)
     if c.masked:
-        options["mask"] = torch.rand(1, 1, c.n_q, c.n_k, device=device, generator=generator) < 0.9
-    if c.packed:
-        offsets = torch.arange(0, c.batch + 1, dtype=torch.int32, device=device) * c.n_q
-        return lambda: ffpa_varlen(q, k, v, offsets, offsets, c.n_q, c.n_k, **options), None, ()
-    if c.direction == "backward":
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = {}
-
-        def backward(forward, name):
-            if name not in out:
-                out[name] = forward(*leaves)
-                out["grad"] = torch.randn_like(out[name])
-            torch.autograd.grad(out[name], leaves, out["grad"], retain_graph=True)
-
-        def ours():
-            backward(lambda *x: ffpa(*x, **options), env.run_flags()["FFPA_BACKEND"])
-
-        return ours, lambda: backward(lambda *x: _sdpa(*x, c), _SDPA), ()
-    means_the_same = not c.masked and c.window < 0 and (not c.causal or c.n_q == c.n_k)
-    describe = lambda: explain(q, k, v, **options).kernel  # noqa: E731
-    return lambda: ffpa(q, k, v, **options), (lambda: _sdpa(q, k, v, c)) if means_the_same else None, (describe,)
+        options["mask"] = torch.rand(1, 1, c.work.n_q, c.work.n_kv, device=device) < 0.9
+    return options
 
 
-def _sdpa(q, k, v, c: Cell):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=c.causal, enable_gqa=c.heads_q != c.heads_kv)
+def _calls(c: Cell, x: Inputs, options: dict) -> dict[str, Callable[[], object]]:
+    """Returns the calls that can run the cell: the chosen one, each candidate, SDPA's backends where they mean the same."""
+    function = ffpa_varlen if c.work.packed else ffpa
+    ours = Provider("", "", lambda x: function(x.q, x.k, x.v, *x.offsets, **options))
 
+    def in_backend(name: str) -> Callable[[], object]:
+        with env.overridden("FFPA_BACKEND", name):
+            call = ours.prepare(c.work, x)
 
-def _in_backend(call: Callable[[], object], name: str) -> Callable[[], object]:
-    def run():
-        with env.overridden("FFPA_BACKEND", "auto" if name == _CHOSEN else name):
-            return call()
+        def run():
+            with env.overridden("FFPA_BACKEND", name):
+                return call()
 
-    return run
+        return run
 
+    def of_sdpa(make) -> Callable[[], object]:
+        return make(c.work, x).prepare(c.work, x)
 
-def _in_sdpa(call: Callable[[], object], backend: SDPBackend) -> Callable[[], object]:
-    def run():
-        with sdpa_kernel(backend):
-            return call()
-
-    return run
+    found = {_CHOSEN: in_backend("auto")}
+    makers = {name: partial(in_backend, name) for name in _BACKENDS[c.work.backward]}
+    if x.q.is_cuda and not (c.masked or c.work.packed or c.window >= 0):
+        makers |= {f"{_SDPA} {i}": partial(of_sdpa, make) for i, make in enumerate(_SDPA_BACKENDS)}
+    for name, make in makers.items():
+        try:
+            call = make()
+            call()  # compiles, and plans
+        except (NotImplementedError, RuntimeError, ValueError, Unavailable):
+            continue
+        found[name] = call
+    found[_CHOSEN]()
+    return found
 
 
 def measure(
@@ -196,26 +165,19 @@ def measure(
     measure_in_turn(of_ceilings, iters, times, lambda name: None, settle=False)
     limits = ceilings.from_times(times)
     for c in cells:
-        ours, theirs, describe = _calls(c, device)
-        calls = {name: _in_backend(ours, name) for name in (_CHOSEN, *_BACKENDS[c.direction])}
-        if theirs is not None and device == "cuda":
-            calls |= {f"SDPA {backend.name}": _in_sdpa(theirs, backend) for backend in _OF_SDPA}
-        for name in list(calls):  # compiles, plans, and leaves out what cannot run the cell
-            try:
-                calls[name]()
-            except (NotImplementedError, RuntimeError, ValueError):
-                if name == _CHOSEN:
-                    raise
-                del calls[name]
+        x, options = make_inputs(c.work, device, seed=0), _options(c, device)
+        if c.work.d == 576:  # MLA has K and V in one storage
+            x = x._replace(v=x.k[..., : c.work.d_v])
+        calls = _calls(c, x, options)
         times = {}
         subjects = {name: (lambda call=call: timer.milliseconds(call)) for name, call in calls.items()}
         measure_in_turn(subjects, iters, times, lambda name: None, settle=False)
         medians = {name: statistics.median(ms) * 1e3 for name, ms in times.items()}
-        of_sdpa = [medians.pop(name) for name in list(medians) if name.startswith("SDPA ")]
+        of_sdpa = [medians.pop(name) for name in list(medians) if name.startswith(f"{_SDPA} ")]
         if of_sdpa:
             medians[_SDPA] = min(of_sdpa)
-        least = max(c.flops / limits.gemm_tflops * 1e-6, c.bytes / limits.copy_gb_per_s * 1e-3)
-        kernel = describe[0]() if describe else ""
+        least = max(c.flops / limits.gemm_tflops * 1e-6, least_bytes(c.work) / limits.copy_gb_per_s * 1e-3)
+        kernel = "" if c.work.packed or c.work.backward else explain(x.q, x.k, x.v, **options).kernel
         found.append(Measured(c, kernel, medians, least / medians[_CHOSEN]))
         on_cell(found[-1])
     return found
@@ -223,7 +185,7 @@ def measure(
 
 def line(m: Measured) -> str:
     times = ", ".join(f"{name} {t:.1f}" for name, t in m.microseconds.items())
-    return f"| {m.cell.row} | {m.cell.d} | {m.cell.n_k} | {times} | {m.regret:.2f} | {m.share:.0%} | {m.kernel} |"
+    return f"| {m.cell.row} | {m.cell.work.d} | {m.cell.work.n_kv} | {times} | {m.regret:.2f} | {m.share:.0%} | {m.kernel} |"
 
 
 def summary(found: Sequence[Measured]) -> str:
@@ -246,7 +208,11 @@ def save(found: Sequence[Measured], stem: str) -> Path:
 
 def load(stem: str) -> list[Measured]:
     cells = json.loads((RESULTS / f"{stem}.json").read_text(encoding="utf-8"))["cells"]
-    return [Measured(**{**m, "cell": Cell(**m["cell"])}) for m in cells]
+
+    def cell(of: dict) -> Cell:
+        return Cell(**{**of, "work": Workload(**of["work"])})
+
+    return [Measured(**{**m, "cell": cell(m["cell"])}) for m in cells]
 
 
 def draw(found: Sequence[Measured], path: Path) -> None:
@@ -255,9 +221,9 @@ def draw(found: Sequence[Measured], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    dims = sorted({m.cell.d for m in found})
-    sizes = sorted({m.cell.n_k for m in found})
-    rows = [list(dict.fromkeys(m.cell.row for m in found if m.cell.d == d)) for d in dims]
+    dims = sorted({m.cell.work.d for m in found})
+    sizes = sorted({m.cell.work.n_kv for m in found})
+    rows = [list(dict.fromkeys(m.cell.row for m in found if m.cell.work.d == d)) for d in dims]
     figure, panels = plt.subplots(
         len(dims), 1, figsize=(9, sum(map(len, rows)) * 0.22 + len(dims)), squeeze=False,
         gridspec_kw={"height_ratios": [len(r) for r in rows]},
@@ -265,8 +231,8 @@ def draw(found: Sequence[Measured], path: Path) -> None:
     for d, names, panel in zip(dims, rows, panels[:, 0], strict=True):
         shares = [[float("nan")] * len(sizes) for _ in names]
         for m in found:
-            if m.cell.d == d:
-                shares[names.index(m.cell.row)][sizes.index(m.cell.n_k)] = m.share
+            if m.cell.work.d == d:
+                shares[names.index(m.cell.row)][sizes.index(m.cell.work.n_kv)] = m.share
         image = panel.imshow(shares, aspect="auto", vmin=0, vmax=1, cmap="viridis")
         panel.set_title(f"D = {d}", fontsize=9, loc="left")
         panel.set_yticks(range(len(names)), names, fontsize=6)

@@ -481,20 +481,31 @@ def test_host_overhead_runs_as_a_program():
     assert done.returncode == 0 and "| forward with grad |" in done.stdout, done.stderr
 
 
-def test_grid_of_shapes(tmp_path):
+def test_grid_of_shapes(tmp_path, monkeypatch):
     cells = list(shapes._cells())
     assert len(set(cells)) == len(cells) > 200
-    square = shapes.Cell("square", 64, 64, 1, 2, 1, 16, 16)
-    assert square.pairs == 256 and replace(square, causal=True).pairs == 136
-    assert replace(square, n_q=2, causal=True, window=3).pairs == 8  # both rows see four keys
-    assert square.flops == 4 * 64 * 256 * 2 and square.bytes == 2 * (32 + 16) * 128
+    work = Workload(1, 2, 1, 16, 16, 64, 64, "bf16", causal=True)
+    assert shapes.Cell("square", work).flops == 4 * 64 * 136 * 2
+    assert shapes.Cell("window", work, window=3).flops == 4 * 64 * (10 + 12 * 4) * 2  # most rows see four keys
+    assert shapes.Cell("window", replace(work, n_q=2), window=3).flops == 4 * 64 * 8 * 2
+    square = shapes.Cell("square", work)
     slow = shapes.Measured(square, "k", {"chosen": 12.0, "hopper": 10.0, "mma": 11.0, shapes._SDPA: 6.0}, 0.5)
     assert slow.regret == 1.2 and "| 1.20 | 50% | k |" in shapes.line(slow)
     assert shapes.summary([slow]) == (
         "1 cells: regret 1.200 in the median, 1.20 at most; 1 above 1.03; beside SDPA's best 0.50 to 0.50, median 0.50"
     )
-    shapes.draw([slow, replace(slow, cell=replace(square, d=128))], tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size > 1000
+    monkeypatch.setattr(shapes, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "machine", lambda device: {})
+    both = [slow, replace(slow, cell=replace(square, work=replace(work, d=128)))]
+    shapes.save(both, "grid")
+    assert shapes.load("grid") == both
+    shapes.main(["--draw", "grid"])
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_grid_of_shapes_as_measured():
+    found = shapes.load("h100_shapes")
+    assert "regret 1.00" in shapes.summary(found) and min(m.share for m in found) > 0
 
 
 def test_grid_of_shapes_runs_as_a_program():

@@ -89,13 +89,11 @@ struct OutRows {
   }
 };
 
-template <class Element, int kFragments>
-using OutWriter = tile::RowWriter<Element, kFragments, OutRows>;
-
 // Returns the writer of these rows of O.
 template <class Element, int kFragments>
-FFPA_DEVICE OutWriter<Element, kFragments> out_writer(const AttentionParams& params, const SharedRowTile& rows, int row,
-                                                      int column, int lane) {
+FFPA_DEVICE tile::RowWriter<Element, kFragments, OutRows> out_writer(const AttentionParams& params,
+                                                                     const SharedRowTile& rows, int row, int column,
+                                                                     int lane) {
   return {{params, rows, row, column}, params.d_v - column, false, lane};
 }
 

@@ -13,21 +13,36 @@
 
 namespace ffpa {
 
-// Maps `rows` rows of `columns` columns in each head. What lies outside reads as 0, and is not written.
-inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch,
-                               int box_rows) {
+// A dim of a map, innermost first; its stride counts elements, its box how many of them a copy has.
+struct MapDim {
+  int64_t size, stride;
+  int box;
+};
+
+// Maps 16-bit elements. What lies outside reads as 0, and is not written.
+template <int kRank>
+LaunchStatus map_dims(ptx::TensorMap& map, const uint16_t* data, const MapDim (&dims)[kRank]) {
   TensorMapSpec spec;
-  spec.base = x.data;
-  spec.rank = 4;
+  spec.base = data;
+  spec.rank = kRank;
   spec.swizzle = Swizzle::k128Bytes;
-  const int64_t sizes[] = {columns, rows, heads, batch};
-  const int64_t strides[] = {1, x.row_stride, x.head_stride, x.batch_stride};
-  for (int dim = 0; dim < 4; ++dim) {
-    spec.size[dim] = uint64_t(sizes[dim]);
-    spec.stride_bytes[dim] = uint64_t(sizes[dim] == 1 ? columns : strides[dim]) * 2;  // nobody steps along a dim of one
-    spec.box[dim] = dim == 0 ? tile::kBox : dim == 1 ? uint32_t(box_rows) : 1;
+  for (int dim = 0; dim < kRank; ++dim) {
+    spec.size[dim] = uint64_t(dims[dim].size);
+    // Nobody steps along a dim of one, whose stride may be anything.
+    spec.stride_bytes[dim] = uint64_t(dims[dim].size == 1 ? dims[0].size : dims[dim].stride) * 2;
+    spec.box[dim] = uint32_t(dims[dim].box);
   }
   return ptx::encode_tensor_map(map, spec);
+}
+
+// Maps `rows` rows of `columns` columns in each head.
+inline LaunchStatus map_tensor(ptx::TensorMap& map, const TensorView& x, int columns, int rows, int heads, int batch,
+                               int box_rows) {
+  return map_dims(map, x.data,
+                  {{columns, 1, tile::kBox},
+                   {rows, x.row_stride, box_rows},
+                   {heads, x.head_stride, 1},
+                   {batch, x.batch_stride, 1}});
 }
 
 // Map a tensor that has the rows of q, or those of k; for packed sequences, all rows of the tensor.
@@ -44,20 +59,12 @@ inline LaunchStatus map_row_tiles(ptx::TensorMap& map, const AttentionParams& pa
                                   int rows) {
   const bool packed = params.is_packed();
   const int heads = params.tile_heads;
-  TensorMapSpec spec;
-  spec.base = x.data;
-  spec.rank = 5;
-  spec.swizzle = Swizzle::k128Bytes;
-  const int64_t sizes[] = {columns, heads, packed ? params.packed_q.total : params.n_q, params.heads_q / heads,
-                           packed ? 1 : params.batch};
-  const int64_t strides[] = {1, x.head_stride, x.row_stride, heads * x.head_stride, x.batch_stride};
-  const int box[] = {tile::kBox, heads, rows / heads, 1, 1};
-  for (int dim = 0; dim < 5; ++dim) {
-    spec.size[dim] = uint64_t(sizes[dim]);
-    spec.stride_bytes[dim] = uint64_t(sizes[dim] == 1 ? columns : strides[dim]) * 2;  // nobody steps along a dim of one
-    spec.box[dim] = uint32_t(box[dim]);
-  }
-  return ptx::encode_tensor_map(map, spec);
+  return map_dims(map, x.data,
+                  {{columns, 1, tile::kBox},
+                   {heads, x.head_stride, heads},
+                   {packed ? params.packed_q.total : params.n_q, x.row_stride, rows / heads},
+                   {params.heads_q / heads, heads * x.head_stride, 1},
+                   {packed ? 1 : params.batch, x.batch_stride, 1}});
 }
 
 inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
@@ -70,16 +77,7 @@ inline LaunchStatus map_keys(ptx::TensorMap& map, const AttentionParams& params,
 // Maps a matrix of a workspace, in boxes of `box_rows` rows.
 inline LaunchStatus map_matrix(ptx::TensorMap& map, const uint16_t* data, int64_t columns, int64_t rows,
                                int box_rows = tile::kBox) {
-  TensorMapSpec spec;
-  spec.base = data;
-  spec.rank = 2;
-  spec.swizzle = Swizzle::k128Bytes;
-  spec.size[0] = uint64_t(columns);
-  spec.size[1] = uint64_t(rows);
-  spec.stride_bytes[1] = uint64_t(columns) * 2;
-  spec.box[0] = tile::kBox;
-  spec.box[1] = uint32_t(box_rows);
-  return ptx::encode_tensor_map(map, spec);
+  return map_dims(map, data, {{columns, 1, tile::kBox}, {rows, columns, box_rows}});
 }
 
 // Loads the box at column `column` and row `row` of a tensor, to all blocks of the cluster.

@@ -8,6 +8,8 @@ from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa_varlen
 from ffpa_attn.backends import fused, parts, row_tiles
 from ffpa_attn.backends.parts import Parts
+from ffpa_attn.checks import memory_checks
+from ffpa_attn.launching import attention_call
 from ffpa_attn.operators import again, ops
 from ffpa_attn.specs.spec import Visibility
 from ffpa_attn.testing import emulate
@@ -153,6 +155,18 @@ def test_graph_replays_with_other_lengths(d, planned):
         cu_q.copy_(torch.tensor(of_q)), cu_k.copy_(torch.tensor(of_k))
         graph.replay()
         assert torch.equal(got, ffpa_varlen(q, k, v, cu_q, cu_k, *most, causal=True))
+
+
+@pytest.mark.parametrize("way", [(False, 3)], ids=["alone-3"])
+def test_offsets_that_fall(planned, monkeypatch):
+    """Rows that no tile has get what rows without keys get, whatever lay in the memory of parts."""
+    monkeypatch.setattr(memory_checks, "offsets_values", lambda *args: None)
+    empty = attention_call._floats
+    monkeypatch.setattr(attention_call, "_floats", lambda *of: empty(*of).fill_(torch.nan))
+    inputs = list(make_packed_inputs(PackedCase((300, 5, 130, 40), (400, 300, 390, 200), d=64), planned))
+    inputs[3] = torch.tensor([200, 475, 90, 190, 10], dtype=torch.int32, device=inputs[0].device)
+    out, lse = _attend_packed(planned, inputs, {})
+    assert torch.isfinite(out).all() and not lse.isnan().any()
 
 
 def test_sharing_changes_no_bit(device, monkeypatch):  # noqa: F811

@@ -136,13 +136,17 @@ MUTANTS = [
     ),
     *shared_tiles(
         "csrc/attention/tensor_maps.cuh",
-        ("shared tiles: the next group begins at the next head", "heads * x.head_stride, x.batch_stride", "x.head_stride, x.batch_stride"),
+        ("shared tiles: the next group begins at the next head", "heads * x.head_stride, 1}", "x.head_stride, 1}"),
     ),
     *shared_tiles(
         "csrc/attention/forward/merge.cuh",
         ("merge: the first eight parts alone", "first < params.splits; first += kPartsAtOnce", "first < kPartsAtOnce; first += kPartsAtOnce"),
         ("merge: weights of the first parts for all", "split < 32 ? weights[0] : weights[1]", "weights[0]"),
         ("merge: LSE of slopes as of other logits", "params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit)", "logit * kLn2"),
+    ),
+    *shared_tiles(
+        "launching/attention_call.py",
+        ("parts: sums of rows without a tile are what memory held", "if self.zeros:", "if False:"),
     ),
     *edits_in(
         "backends/parts.py",

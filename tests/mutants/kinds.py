@@ -77,7 +77,7 @@ RESULTS_OF_PRODUCTS = "hopper and not cuda and (n33x70-d448 or packed and d512 o
 
 
 def shared_tiles(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/backends/test_shared_tiles.py -k '(d64 or lse or lanes) and not cuda'"
+    tests = "tests/backends/test_shared_tiles.py -k '(d64 or lse or lanes or fall) and not cuda'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 

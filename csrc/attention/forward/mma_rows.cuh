@@ -273,7 +273,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // A part of the keys is written in fp32, for forward_merge; its rows of this head begin at partial_row.
   const bool is_part = params.splits > 1;
-  const int64_t partial_row = (int64_t(block.batch()) * params.heads_q + block.head()) * params.n_q;
+  const int64_t partial_row = params.row_of_all(block.batch(), block.head(), 0);
   float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.part_columns() : nullptr;
   float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
   float* lse_gmem = is_part ? nullptr : block.lse();

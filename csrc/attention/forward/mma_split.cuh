@@ -365,9 +365,7 @@ class ForwardMmaSplit {
   FFPA_DEVICE void write_final(const Out& out, int first_column) const;
 
   // Returns the index of row 0 of the head among all rows of a part.
-  FFPA_DEVICE int64_t partial_row() const {
-    return (int64_t(block_.batch()) * params_.heads_q + block_.head()) * params_.n_q;
-  }
+  FFPA_DEVICE int64_t partial_row() const { return params_.row_of_all(block_.batch(), block_.head(), 0); }
 
   FFPA_DEVICE float row_sum(int row) const {
     float sum = 0;

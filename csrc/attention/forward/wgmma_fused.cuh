@@ -1,6 +1,6 @@
 // Attention forward on wgmma, for head dims whose O fits the registers. A persistent block takes row tiles of kRows
-// rows, each with all keys that it sees or a part of them; two warpgroups have 64 of the rows each, and go over tiles
-// of kKeys keys:
+// rows, each with all keys that it sees or a part of them. Two warpgroups have 64 of the rows each; for each kKeys
+// keys, one tile after the other:
 //
 //   S of the next tile = Q Kᵀ, and O += P V of this one, are queued together; while the second runs, S becomes P
 //

@@ -155,7 +155,7 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
 
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
-_READS = {64: 0.82, 96: 0.82, 192: 0.85}  # part of the bandwidth that tiles of so many columns reach, where not all
+_READS = {64: 0.82, 192: 0.85}  # part of the bandwidth that tiles of so many columns reach, where not all
 
 
 def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
@@ -264,11 +264,9 @@ def _cheapest(
     cost, best = min(plans, key=lambda plan: plan[0])
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
     blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
-    return (
-        best._replace(microseconds=cost)
-        if blocks <= _MOST_BLOCKS
-        else f"{best.spec.name} needs more blocks than a grid holds"
-    )
+    if blocks > _MOST_BLOCKS:
+        return f"{best.spec.name} needs more blocks than a grid holds"
+    return best._replace(microseconds=cost)
 
 
 def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
@@ -353,13 +351,11 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
 
 def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
-    sums = 0
     n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
     of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows, plan.spec.keys, plan.splits)
     if of_keys.count > 1:
         rows = n_q * (len(offsets[0]) - 1 if offsets else len(q))
         partial = rows * q.shape[-3] * parts.floats_of_row(of_keys, v.shape[-1])
-        sums = 2 * rows * q.shape[-3] * of_keys.count
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
@@ -369,4 +365,4 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
-    return Call(launches, scratch, partial, sums)
+    return Call(launches, scratch, partial)

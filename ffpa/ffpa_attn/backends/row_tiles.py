@@ -71,7 +71,9 @@ class RowTilePlan(NamedTuple):
         rows, scratch = batch * q.shape[-3] * n_q, nbytes // 4 or None
         if self.parts.count == 1:
             return Call(launches, scratch)
-        return Call(launches, scratch, rows * parts.floats_of_row(self.parts, v.shape[-1]), 2 * rows * self.parts.count)
+        partial = rows * parts.floats_of_row(self.parts, v.shape[-1])
+        # Offsets that fall may leave rows to no tile; the merge reads their sums all the same.
+        return Call(launches, scratch, partial, 2 * rows * self.parts.count if offsets else 0)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

@@ -87,21 +87,19 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """Launches of a forward, in order, and the floats of their scratch, of their partial results, of the sums in these."""
+    """Launches of a forward, in order; the floats of their scratch, of their partial results, of zeros at their end."""
 
     launches: Sequence[Launch] = ()
     scratch: int | None = None
     partial: int | None = None
-    sums: int = 0
+    zeros: int = 0
 
     def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
-        if offsets and partial is not None:
-            partial[
-                -self.sums :
-            ].zero_()  # offsets that fall may leave rows to no tile, which the merge reads all the same
+        if self.zeros:
+            partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
         for launch in self.launches:
             launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial)
