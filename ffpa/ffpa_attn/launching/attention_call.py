@@ -75,10 +75,10 @@ def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settin
     """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial."""
     params = structs.struct("AttentionParams")()
     describe(params, q, k, v, out, mask, offsets, rule, **settings)
-    result = CHANGE if offsets else WRITE  # rows of no sequence are written before
+    result = CHANGE if offsets else WRITE  # rows of no sequence, and sums of rows of no tile, are written before
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
-    memory |= {"partial": READ if isinstance(spec, ForwardMerge) else WRITE}
+    memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result}
     return Launch(spec, params, memory, q.device)
 
 
