@@ -1,7 +1,7 @@
 """Measures calls of every shape that people run, and what each candidate would have taken: the choice has no regret
 where the chosen one is as fast as the best.
 
-`python bench/shapes.py --write NAME` measures the grid on this GPU, writes bench/results/NAME.json, and draws the map: a
+`python bench/shapes.py --write NAME` measures the grid on this GPU, writes bench/results/shapes/NAME.json, and draws the map: a
 panel for each head dim, a line for each kind of shape, a column for each number of keys; the colour is the share of the
 chip. `--kind decode` measures one kind, `--draw NAME` draws what was measured before, `--quick` shows on any machine that
 it can. Calls are single ones with a cold L2, all candidates in turn (timing.py), in the same run as the ceilings.
@@ -31,7 +31,7 @@ from providers import PEERS, sdpa
 from timing import Timer, measure_in_turn
 from workload import Inputs, Workload, make_inputs
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results" / "shapes"
 _BACKENDS = {False: ("hopper", "mma", "triton", "sdpa"), True: ("hopper", "mma", "triton")}  # forward, backward
 _SDPA_BACKENDS = (PEERS["sdpa-cudnn"], PEERS["sdpa-flash"], sdpa)
 _CHOSEN, _SDPA = "chosen", "SDPA's best"
