@@ -52,7 +52,7 @@ class Emulation:
         sums = spec.acc_qk, spec.acc_pv
         with emulate("sm_90a" if self.arch == "sm_90" else "sm_80") as reports:
             of_workload = self.truth.verdict(attention(w, plan), sums)
-            of_tiles = Truth(whole, "cpu", self.seed).verdict(attention(whole, plan._replace(packs_heads=False)), sums)
+            of_tiles = Truth(whole, "cpu", self.seed).verdict(attention(whole, plan._replace(tile_heads=1)), sums)
         return {
             "max_error": max(of_workload.max_error, of_tiles.max_error),
             "problem": of_workload.problem or of_tiles.problem,

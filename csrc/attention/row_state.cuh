@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
@@ -73,7 +74,7 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile&
   }
 }
 
-// The places of 16 rows of O, from row `first` of the tile and column `column` on.
+// The places of 16 rows of O, or of a part's O, from row `first` of the tile and column `column` on.
 struct OutRows {
   const AttentionParams& params;
   const SharedRowTile& rows;
@@ -83,18 +84,22 @@ struct OutRows {
   template <class Number>
   FFPA_DEVICE Number* at(int row) const {
     const RowPlace place = rows.place(first + row);
-    return reinterpret_cast<Number*>(
-               row_of(params.out, params.is_packed() ? 0 : rows.batch(), place.head, rows.entry.q.begin + place.row)) +
-           column;
+    if constexpr (std::is_same<Number, float>::value) {
+      return params.partial_out(rows.split()) +
+             params.row_of_all(rows.batch(), place.head, place.row) * params.part_columns() + column;
+    } else {
+      return row_of(params.out, params.is_packed() ? 0 : rows.batch(), place.head, rows.entry.q.begin + place.row) +
+             column;
+    }
   }
 };
 
-// Returns the writer of these rows of O.
-template <class Element, int kFragments>
+// Returns the writer of these rows of O; with `kParts` those of a part's O, in fp32.
+template <class Element, int kFragments, bool kParts = false>
 FFPA_DEVICE tile::RowWriter<Element, kFragments, OutRows> out_writer(const AttentionParams& params,
                                                                      const SharedRowTile& rows, int row, int column,
                                                                      int lane) {
-  return {{params, rows, row, column}, params.d_v - column, false, lane};
+  return {{params, rows, row, column}, params.d_v - column, kParts, lane};
 }
 
 }  // namespace ffpa

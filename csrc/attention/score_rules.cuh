@@ -5,8 +5,8 @@
 //
 // Each step is rounded as softmax of float32 scores rounds it. Logits (logits.cuh) are made of scores where exponents
 // are computed, or of products where these need only a positive factor (they are plain). A Block says which batch entry
-// and head the scores belong to, how many rows and keys it has, and which of them meet: it is a KeptPlacedRowTile, or a
-// tile with the same names.
+// and head the scores belong to, how many rows and keys it has, and which of them meet: it is a RowTile, or a tile
+// with the same names.
 //
 // Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp (or those keys that
 // Fragments says); `row` and `key` are where the first of them lie, rows counted as place_in() wants. Whatever a call
@@ -17,7 +17,6 @@
 
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/rows/placed_row_tile.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"

@@ -23,13 +23,13 @@ template <class Config>
 inline constexpr bool kMakesArguments<Config, std::void_t<typename Config::Arguments>> = true;
 
 // Launches a Config's kernel. Its argument is the Config's Params or, where it takes more than a copy (TMA
-// descriptors), the Arguments that the Config makes of them. The instance's own file makes them: callers know Params
+// descriptors), its Arguments, which fill() makes of them. The instance's own file makes them: callers know Params
 // only.
 template <class Config, auto kKernel>
 LaunchStatus launch_config(const typename Config::Params& params, const LaunchShape& shape, void* stream) {
   if constexpr (kMakesArguments<Config>) {
     typename Config::Arguments arguments;
-    const LaunchStatus status = Config::arguments(params, arguments);
+    const LaunchStatus status = arguments.fill(params);
     return status.ok() ? launch(shape, stream, kKernel, arguments) : status;
   } else {
     return launch(shape, stream, kKernel, params);

@@ -48,13 +48,20 @@ class RowWriter {
 
   // Writes fragment `n`. All lanes call this, for n from 0 to kFragments - 1 in order.
   FFPA_DEVICE void put(int n, const float (&values)[4]) {
+    put(n, values, [](int fragment) { return fragment * 8; });
+  }
+
+  // Does the same where column_of(n) is the first column of a fragment.
+  template <class ColumnOf>
+  FFPA_DEVICE void put(int n, const float (&values)[4], const ColumnOf& column_of) {
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       const Coordinate at = c_coordinate(lane_, 2 * h);
       if (floats_) {
-        if (rows_.has(at.row) && n * 8 < columns_) {
+        if (rows_.has(at.row) && column_of(n) < columns_) {
           float* row_gmem = rows_.template at<float>(at.row);
-          ptx::st_global_8(row_gmem + n * 8 + at.column, {float_bits(values[2 * h]), float_bits(values[2 * h + 1])});
+          ptx::st_global_8(row_gmem + column_of(n) + at.column,
+                           {float_bits(values[2 * h]), float_bits(values[2 * h + 1])});
         }
         continue;
       }
@@ -63,9 +70,9 @@ class RowWriter {
       if (n % 4 < 3 && n < kFragments - 1) continue;
       exchange(chunk_[h], lane_);
       const int fragment = n / 4 * 4 + lane_ % 4;
-      if (rows_.has(at.row) && fragment < kFragments && fragment * 8 < columns_) {
+      if (rows_.has(at.row) && fragment < kFragments && column_of(fragment) < columns_) {
         uint16_t* row_gmem = rows_.template at<uint16_t>(at.row);
-        ptx::st_global_16(row_gmem + fragment * 8, chunk_[h]);
+        ptx::st_global_16(row_gmem + column_of(fragment), chunk_[h]);
       }
     }
   }

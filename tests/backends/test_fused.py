@@ -48,7 +48,7 @@ def plan_tiles(monkeypatch, shared: bool, count: int) -> None:
         return 1.0, parts.cut(p.n_q, p.n_k, p.visibility, row_tiles.ROWS // tile_heads, 128, count)
 
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(fused, "_tile_heads", lambda p: p.group if shared else 1)
+    monkeypatch.setattr(row_tiles, "shared_heads", lambda p: p.group if shared else 1)
     monkeypatch.setattr(fused, "_parts", cut)
 
 

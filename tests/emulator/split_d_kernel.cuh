@@ -8,6 +8,7 @@
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/instructions.cuh"
+#include "store_tile.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/tile_copy.cuh"

@@ -155,10 +155,14 @@ MUTANTS = [
         ("parts: a tile too many", ", -(-n_k // tile_keys)), 1)", ", n_k), 1)"),
     ),
     *edits_in(
+        "backends/row_tiles.py",
+        "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
+        ("shared tiles: more heads than a tile has rows", "if not 1 < p.group <= rows:", "if not 1 < p.group:"),
+        ("shared tiles: hardly fewer will do", "_FEWER * alone", "1.0 * alone"),
+    ),
+    *edits_in(
         "backends/fused.py",
         "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
-        ("shared tiles: more heads than a tile has rows", "if not 1 < p.group <= ROWS:", "if not 1 < p.group:"),
-        ("shared tiles: hardly fewer will do", "_FEWER * alone", "1.0 * alone"),
         ("parts: larger than the workspace", "        workspace_cap // 2 // max(of_one, 1),\n", ""),
     ),
     *pair(

@@ -50,25 +50,24 @@ struct BackwardWgmmaProductsConfig : Fields {
     Params params;
     ptx::TensorMap q, k, grad_out, p, ds;
     ptx::TensorMap dq, dk, dv;  // maps of 16-bit gradients
-  };
 
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    const AttentionParams& a = params.attention;
-    arguments.params = params;
-    const LaunchStatus statuses[] = {
-        map_queries(arguments.q, a, a.q, a.d_qk), map_keys(arguments.k, a, a.k, a.d_qk),
-        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
-        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows()),
-        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows())};
-    if (const LaunchStatus status = first_failure(statuses); !status.ok() || params.float_gradients) return status;
-    const auto view = [](const GradientView& x) {
-      return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
-    };
-    const LaunchStatus of_gradients[] = {map_queries(arguments.dq, a, view(params.dq), a.d_qk, tile::kStoredRows),
-                                         map_keys(arguments.dk, a, view(params.dk), a.d_qk, tile::kStoredRows),
-                                         map_keys(arguments.dv, a, view(params.dv), a.d_v, tile::kStoredRows)};
-    return first_failure(of_gradients);
-  }
+    LaunchStatus fill(const Params& of_call) {
+      params = of_call;
+      const AttentionParams& a = params.attention;
+      const LaunchStatus statuses[] = {map_queries(q, a, a.q, a.d_qk), map_keys(k, a, a.k, a.d_qk),
+                                       map_queries(grad_out, a, params.grad_out, a.d_v),
+                                       map_matrix(p, params.p, params.workspace_columns(), params.workspace_rows()),
+                                       map_matrix(ds, params.ds, params.workspace_columns(), params.workspace_rows())};
+      if (const LaunchStatus status = first_failure(statuses); !status.ok() || params.float_gradients) return status;
+      const auto view = [](const GradientView& x) {
+        return TensorView{static_cast<uint16_t*>(x.data), x.batch_stride, x.head_stride, x.row_stride};
+      };
+      const LaunchStatus of_gradients[] = {map_queries(dq, a, view(params.dq), a.d_qk, tile::kStoredRows),
+                                           map_keys(dk, a, view(params.dk), a.d_qk, tile::kStoredRows),
+                                           map_keys(dv, a, view(params.dv), a.d_v, tile::kStoredRows)};
+      return first_failure(of_gradients);
+    }
+  };
 };
 
 template <class Config>

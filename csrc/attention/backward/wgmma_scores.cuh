@@ -145,20 +145,20 @@ struct BackwardWgmmaScoresConfig : Fields {
   struct Arguments {
     Params params;
     ptx::TensorMap q, k, v, grad_out, p, ds;
-  };
 
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    const AttentionParams& a = params.attention;
-    arguments.params = params;
-    const LaunchStatus statuses[] = {
-        map_queries(arguments.q, a, a.q, a.d_qk),
-        map_keys(arguments.k, a, a.k, a.d_qk),
-        map_keys(arguments.v, a, a.v, a.d_v),
-        map_queries(arguments.grad_out, a, params.grad_out, a.d_v),
-        map_matrix(arguments.p, params.p, params.workspace_columns(), params.workspace_rows(), tile::kStoredRows),
-        map_matrix(arguments.ds, params.ds, params.workspace_columns(), params.workspace_rows(), tile::kStoredRows)};
-    return first_failure(statuses);
-  }
+    LaunchStatus fill(const Params& of_call) {
+      params = of_call;
+      const AttentionParams& a = params.attention;
+      const LaunchStatus statuses[] = {
+          map_queries(q, a, a.q, a.d_qk),
+          map_keys(k, a, a.k, a.d_qk),
+          map_keys(v, a, a.v, a.d_v),
+          map_queries(grad_out, a, params.grad_out, a.d_v),
+          map_matrix(p, params.p, params.workspace_columns(), params.workspace_rows(), tile::kStoredRows),
+          map_matrix(ds, params.ds, params.workspace_columns(), params.workspace_rows(), tile::kStoredRows)};
+      return first_failure(statuses);
+    }
+  };
 };
 
 template <class Config>

@@ -1,7 +1,6 @@
 // Attention forward for small head dims: each warp owns whole rows, so that S, P and O never leave its registers.
 //
-// One block of threads computes kRows rows of one query head, each warp kRows / kWarps of them. For each tile of kKeys
-// keys:
+// A block of threads has a row tile of kRows rows, each warp kRows / kWarps of them. For each tile of kKeys keys:
 //
 //   1. S = Q Kᵀ      over the whole head dim, unrolled;
 //   2. softmax       row maxima by shuffles among the four lanes of a row; O follows only a maximum that grew a lot;
@@ -11,10 +10,14 @@
 // before V; each also says that the other operand's last tile has been used, and the copy of its next one starts then.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/rows/placed_row_tile.cuh"
+#include "attention/row_state.cuh"
+#include "attention/rows/item_grid.cuh"
 #include "attention/rows/row_tile.cuh"
+#include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -52,17 +55,19 @@ struct ForwardMmaRowsConfig : Fields {
   // B fragments are loaded kAhead pairs before their products: about one latency of ldmatrix.
   static constexpr int kAhead = Fields::kSerial ? 0 : kWarpRows == 16 ? 2 : 1;
 
-  // Shared memory holds Q (at the end O), then K of each stage, then V of each stage, then the row tile.
+  // Shared memory holds Q, then K of each stage, then V of each stage, then the row tile.
   static constexpr uint32_t kQueryBytes = kRows * kHeadDim * 2;
   static constexpr uint32_t kTileBytes = kKeys * kHeadDim * 2;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
-    shape.grid = grid_of(params, ceil_div(params.n_q, kRows) * params.splits);
+    shape.grid = grid_of(params, RowTiles<kRows>(params).count());
     shape.threads = kThreads;
-    shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes + KeptPlacedRowTile::kBytes;
+    shape.smem_bytes = kQueryBytes + params.stages * 2 * kTileBytes + KeptRows::kBytes;
     return shape;
   }
+
+  using Arguments = RowTileArguments<kRows>;
 };
 
 // Waits until at most `pending` (0, 2, 4 or 6) of this thread's latest copy groups are in flight.
@@ -85,7 +90,7 @@ FFPA_DEVICE void wait_for_copy_groups(int pending) {
 
 template <class Config>
 FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
-void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
+void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
   using Element = typename Config::Dtype;
   constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kRows = Config::kRows;
@@ -93,6 +98,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   constexpr int kWarpRows = Config::kWarpRows;
   constexpr tile::RowLayout kLayout(kHeadDim * 2);  // Q, K, V and O: [rows or keys][kHeadDim]
 
+  const AttentionParams& params = arguments.params;
   const int thread = ptx::thread_x();
   const int warp = thread / 32;
   const int lane = ptx::lane_id();
@@ -101,17 +107,19 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const uint32_t q_smem = ptx::dynamic_smem();
   const uint32_t k_slots_smem = q_smem + Config::kQueryBytes;
   const uint32_t v_slots_smem = k_slots_smem + stages * Config::kTileBytes;
-  const KeptPlacedRowTile block(v_slots_smem + stages * Config::kTileBytes);
+  const KeptRows kept(v_slots_smem + stages * Config::kTileBytes);
 
   // ---- what this block of threads computes ----
 
-  if (thread == 0) block.keep(placed_row_tile(params, block_number(), kRows));
+  SharedRowTile rows = arguments.row_tiles.get(params, block_number());
+  if (warp == 0) kept.keep(rows, lane);
   ptx::sync_block();  // the row tile is there
-  const tile::GmemWindow k_gmem = {block.k(), params.k.row_stride, block.n_k(), params.d_qk};
-  const tile::GmemWindow v_gmem = {block.v(), params.v.row_stride, block.n_k(), params.d_v};
-  const TileRange tiles = visible_part(block, kKeys, params);
+  const KeysInGmem keys = keys_in_gmem(params, rows);
+  const tile::GmemWindow k_gmem = {keys.k, params.k.row_stride, keys.count, params.d_qk};
+  const tile::GmemWindow v_gmem = {keys.v, params.v.row_stride, keys.count, params.d_v};
+  const TileRange tiles = visible_part(rows, kKeys, params);
   const int first_tile = tiles.first, end_tile = tiles.end;
-  const int common_begin = common_keys_begin(block), common_end = common_keys_end(block);
+  const int common_begin = common_keys_begin(rows), common_end = common_keys_end(rows);
 
   // ---- the copies into shared memory ----
 
@@ -130,9 +138,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   };
 
   if (first_tile < end_tile) {
-    const tile::GmemWindow q_gmem =
-        tile::window_at({block.q(), params.q.row_stride, block.n_q(), params.d_qk}, block.first_row(), 0);
-    tile::copy_mostly_whole_tile_async<kRows, kHeadDim, Config::kThreads>(q_smem, kLayout, q_gmem, thread);
+    copy_queries_async<kRows, kHeadDim, Config::kThreads>(q_smem, kLayout, params, rows, 0, thread);
   }
   load_tile(k_gmem, k_slots_smem, first_tile);  // Q belongs to its group
   for (int ahead = 1; ahead < stages; ++ahead) {
@@ -216,9 +222,9 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     const int first_key = tile_index * kKeys;
     const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
     if (Config::kLogits && !plain) {
-      products_to_scores(s, params, block, all_seen, block.first_row() + warp_row, first_key, lane);
+      products_to_scores(s, params, kept.get(), all_seen, warp_row, first_key, lane);
     } else if (!all_seen) {
-      hide_unseen(s, block, block.first_row() + warp_row, first_key, lane);
+      hide_unseen(s, kept.get(), warp_row, first_key, lane);
     }
 
     float factor = to_logits.factor, tile_max[kM][2];
@@ -271,54 +277,34 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
 
   // ---- out = O / row sum, LSE ----
 
-  // A part of the keys is written in fp32, for forward_merge; its rows of this head begin at partial_row.
-  const bool is_part = params.splits > 1;
-  const int64_t partial_row = params.row_of_all(block.batch(), block.head(), 0);
-  float* partial_gmem = is_part ? params.partial_out(block.split()) + partial_row * params.part_columns() : nullptr;
-  float* sums_gmem = is_part ? params.partial_sums(block.split()) + 2 * partial_row : nullptr;
-  float* lse_gmem = is_part ? nullptr : block.lse();
-  const int last_row = block.last_row();
-  FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) {
+  rows = kept.get();
+  const auto write = [&](auto parts) {
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const float sum = tile::sum_of_lanes(row_sum[m][h]);
-      const float inverse = sum > 0 ? ptx::rcp(sum) : 0.0f;
-      const int row_of_block = warp_row + m * 16 + tile::c_coordinate(lane, 2 * h).row;
-      const int row = block.first_row() + row_of_block;
-      if (sums_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
-        ptx::st_global_8(sums_gmem + 2 * row, {float_bits(reference[m][h]), float_bits(sum)});
+    for (int m = 0; m < kM; ++m) {
+      const int first_row = warp_row + m * 16;
+      float inverse[2];
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        inverse[h] = finish_row(params, rows, first_row + tile::c_coordinate(lane, 2 * h).row, reference[m][h],
+                                tile::sum_of_lanes(row_sum[m][h]), lane % 4 == 0,
+                                [](float logit) { return in_natural_units(logit); });
       }
-      if (lse_gmem != nullptr && lane % 4 == 0 && row <= last_row) {
-        const float lse = in_natural_units(reference[m][h] + ptx::lg2(sum));  // lg2(0) = -inf without keys
-        ptx::st_global_4(lse_gmem + row, float_bits(lse));
-      }
+      auto writer = out_writer<Element, kOutN, decltype(parts)::value>(params, rows, first_row, 0, lane);
       FFPA_UNROLL
       for (int n = 0; n < kOutN; ++n) {
         float values[4];
         o[m][n].get(values);
-        const float pair[2] = {values[2 * h] * inverse, values[2 * h + 1] * inverse};
-        const int within_chunk = tile::c_coordinate(lane, 0).column;
-        if (!is_part) {
-          ptx::st_shared_4(q_smem + kLayout.offset(row_of_block, n) + within_chunk * sizeof(Element),
-                           ptx::pack<Element>(pair[0], pair[1]));
-        } else if (row <= last_row && n * tile::kChunkElements < params.d_v) {
-          ptx::st_global_8(
-              partial_gmem + int64_t(row) * params.part_columns() + n * tile::kChunkElements + within_chunk,
-              {float_bits(pair[0]), float_bits(pair[1])});
-        }
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
+        writer.put(n, values);
       }
     }
+  };
+  if (params.splits > 1) {
+    write(std::true_type());
+  } else {
+    write(std::false_type());
   }
-  if (is_part) return;
-
-  // O goes through shared memory, where the warp's own rows of Q were: no other warp reads or writes them.
-  ptx::sync_warp();
-  const int first_row_of_warp = block.first_row() + warp_row;
-  uint16_t* out_gmem = block.out() + int64_t(first_row_of_warp) * params.out.row_stride;
-  tile::store_tile<kWarpRows, kHeadDim, 32>(
-      {out_gmem, params.out.row_stride, last_row + 1 - first_row_of_warp, params.d_v}, q_smem + kLayout.bytes(warp_row),
-      kLayout, lane);
 }
 
 }  // namespace ffpa

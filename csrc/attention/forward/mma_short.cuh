@@ -48,10 +48,7 @@ struct ForwardMmaShortConfig : Fields {
   static constexpr uint32_t kSmemBytes = kBarriersSmem + Ring::kBarrierBytes;
   static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
-  struct Arguments {
-    Params params;
-    RowTiles<kTile> row_tiles;
-  };
+  using Arguments = RowTileArguments<kTile>;
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -59,10 +56,6 @@ struct ForwardMmaShortConfig : Fields {
     shape.threads = kThreads;
     shape.smem_bytes = kSmemBytes;
     return shape;
-  }
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    arguments = {params, RowTiles<kTile>(params)};
-    return {};
   }
 };
 

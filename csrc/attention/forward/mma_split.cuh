@@ -1,4 +1,4 @@
-// Split-D attention forward on mma.sync. One block of threads computes kRows rows of one query head; for each tile of
+// Split-D attention forward on mma.sync. A block of threads has a row tile of kRows rows; for each tile of
 // kKeys keys:
 //
 //   1. S = Q Kᵀ      in steps of kKeyColumns columns of the head dim, accumulated in registers;
@@ -20,8 +20,10 @@
 #include "attention/forward/mma_split_config.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/rows/placed_row_tile.cuh"
+#include "attention/row_state.cuh"
+#include "attention/rows/item_grid.cuh"
 #include "attention/rows/row_tile.cuh"
+#include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -54,22 +56,25 @@ class ForwardMmaSplit {
   using Out = tile::Accumulator<typename Config::AccPv>[kOutM][kOutN];
 
  public:
-  FFPA_DEVICE explicit ForwardMmaSplit(const AttentionParams& params)
-      : params_(params),
+  FFPA_DEVICE explicit ForwardMmaSplit(const typename Config::Arguments& arguments)
+      : params_(arguments.params),
+        row_tiles_(arguments.row_tiles),
         thread_(ptx::thread_x()),
         lane_(ptx::lane_id()),
         team_(thread_ / 32 / kTeamWarps),
         team_warp_(thread_ / 32 % kTeamWarps),
-        p_smem_(ptx::dynamic_smem() + Config::all_slots_bytes(params)),
+        p_smem_(ptx::dynamic_smem() + Config::all_slots_bytes(params_)),
         partial_smem_(p_smem_ + Config::kProbabilityBytes),
         factor_smem_(partial_smem_ + Config::kScoreWarpsByKeys * Config::kStatisticBytes),
-        block_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes),
-        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes + KeptPlacedRowTile::kBytes),
-        key_steps_(Config::key_steps(params)),
+        rows_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes),
+        keys_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes + KeptRows::kBytes),
+        q_smem_(factor_smem_ + Config::kStatisticBytes + Config::kBarrierBytes + KeptRows::kBytes +
+                Config::KeptKeys::kBytes),
+        key_steps_(Config::key_steps(params_)),
         key_feed_{
-            {factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params.stages, Config::slot_bytes(params)}},
+            {factor_smem_ + Config::kStatisticBytes, ptx::dynamic_smem(), params_.stages, Config::slot_bytes(params_)}},
         value_feed_{{factor_smem_ + Config::kStatisticBytes + Config::Ring::kBarrierBytes,
-                     ptx::dynamic_smem() + params.stages * Config::slot_bytes(params), params.value_stages,
+                     ptx::dynamic_smem() + params_.stages * Config::slot_bytes(params_), params_.value_stages,
                      Config::kValueStepBytes}} {
     key_feed_.ring.init(thread_);
     if (kOwnRings) value_feed_.ring.init(thread_);
@@ -114,12 +119,16 @@ class ForwardMmaSplit {
   // ---- the work item ----
 
   FFPA_DEVICE void begin(int item) {
-    const int groups = Config::kStreamed ? 1 : Config::column_groups(params_);
+    const int groups = Config::groups_of_items(params_);
     first_column_ = item % groups * kColumns;
-    if (thread_ == 0) block_.keep(placed_row_tile(params_, item / groups, kRows));
+    const SharedRowTile rows = row_tiles_.get(params_, item / groups);
+    if (thread_ < 32) {
+      rows_.keep(rows, lane_);
+      keys_.keep(keys_in_gmem(params_, rows), lane_);
+    }
     ptx::sync_block();  // the row tile is there, and the barriers of the ring are
 
-    const TileRange tiles = visible_part(block_, kKeys, params_);
+    const TileRange tiles = visible_part(rows, kKeys, params_);
     first_tile_ = tiles.first;
     end_tile_ = tiles.end;
     key_feed_.tile = value_feed_.tile = first_tile_;
@@ -132,7 +141,7 @@ class ForwardMmaSplit {
 
     if (first_tile_ == end_tile_) return;
     if (params_.q_resident) {  // Q belongs to the first step's copies
-      for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, step);
+      for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, rows, step);
     }
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
     for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
@@ -176,21 +185,22 @@ class ForwardMmaSplit {
     ++next.tile;
   }
 
-  FFPA_DEVICE void copy_queries(uint32_t target_smem, int step) const {
-    const tile::GmemWindow q_gmem = {block_.q(), params_.q.row_stride, block_.n_q(), params_.d_qk};
-    tile::copy_tile_async<kRows, kKeyColumns, kThreads>(
-        target_smem, Config::query_layout(), tile::window_at(q_gmem, block_.first_row(), step * kKeyColumns), thread_);
+  FFPA_DEVICE void copy_queries(uint32_t target_smem, const SharedRowTile& rows, int step) const {
+    copy_queries_async<kRows, kKeyColumns, kThreads>(target_smem, Config::query_layout(), params_, rows,
+                                                     step * kKeyColumns, thread_);
   }
 
   FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const {
-    const tile::GmemWindow k_gmem = {block_.k(), params_.k.row_stride, block_.n_k(), params_.d_qk};
+    const KeysInGmem keys = keys_.get();
+    const tile::GmemWindow k_gmem = {keys.k, params_.k.row_stride, keys.count, params_.d_qk};
     tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
         slot, Config::key_layout(), tile::window_at(k_gmem, tile * kKeys, step * kKeyColumns), thread_);
-    if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, step);
+    if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, rows_.get(), step);
   }
 
   FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const {
-    const tile::GmemWindow v_gmem = {block_.v(), params_.v.row_stride, block_.n_k(), params_.d_v};
+    const KeysInGmem keys = keys_.get();
+    const tile::GmemWindow v_gmem = {keys.v, params_.v.row_stride, keys.count, params_.d_v};
     const int column = Config::kStreamed ? group * kColumns : first_column_;
     tile::copy_tile_async<kValueRows, kColumns, kThreads>(
         slot, Config::value_layout(), tile::window_at(v_gmem, tile * kKeys + step * kValueRows, column), thread_);
@@ -221,9 +231,10 @@ class ForwardMmaSplit {
 
   // Turns products into scores; they stay as they are where a positive factor is all they need.
   FFPA_DEVICE LogitScale to_scores(Scores& scores, int key) const {
-    const bool all_seen = all_rows_see(block_, key, kKeys);
+    const SharedRowTile rows = rows_.get();
+    const bool all_seen = all_rows_see(rows, key, kKeys);
     if (are_plain(params_, all_seen)) return scale_of_products(params_);
-    products_to_scores(scores, params_, block_, all_seen, block_.first_row() + score_row(), key + score_key(), lane_);
+    products_to_scores(scores, params_, rows, all_seen, score_row(), key + score_key(), lane_);
     return scale_of_scores();
   }
 
@@ -361,25 +372,15 @@ class ForwardMmaSplit {
   FFPA_DEVICE void save(const Out& out, int group) const;
 
   FFPA_DEVICE void publish_row_sums();
-  FFPA_DEVICE void write_partial(const Out& out, int first_column) const;
-  FFPA_DEVICE void write_final(const Out& out, int first_column) const;
-
-  // Returns the index of row 0 of the head among all rows of a part.
-  FFPA_DEVICE int64_t partial_row() const { return params_.row_of_all(block_.batch(), block_.head(), 0); }
+  FFPA_DEVICE void write(const Out& out, int first_column) const;
+  template <bool kParts>
+  FFPA_DEVICE void write_as(const Out& out, int first_column) const;
 
   FFPA_DEVICE float row_sum(int row) const {
     float sum = 0;
     FFPA_UNROLL
     for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum += statistic(partial_smem_, warp * kRows + row);
     return sum;
-  }
-
-  FFPA_DEVICE void write(const Out& out, int first_column) const {
-    if (params_.splits > 1) {
-      write_partial(out, first_column);
-    } else {
-      write_final(out, first_column);
-    }
   }
 
   // ---- this thread's share ----
@@ -407,11 +408,13 @@ class ForwardMmaSplit {
   }
 
   const AttentionParams& params_;
+  const RowTiles<kRows>& row_tiles_;
   int thread_, lane_, team_, team_warp_;
   uint32_t p_smem_;        // [kRows][kKeys]
   uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
   uint32_t factor_smem_;   // [kRows]: α
-  KeptPlacedRowTile block_;
+  KeptRows rows_;
+  typename Config::KeptKeys keys_;
   uint32_t q_smem_;  // resident Q: [key step][kRows][kKeyColumns]
   int key_steps_;
   Feed key_feed_, value_feed_;  // key_feed_ brings both, unless there are two rings
@@ -424,10 +427,10 @@ class ForwardMmaSplit {
 
 template <class Config>
 FFPA_KERNEL(Config::kThreads, Config::kMinBlocksPerSm)
-void forward_mma_split(FFPA_GRID_CONSTANT const AttentionParams params) {
-  ForwardMmaSplit<Config> forward(params);
+void forward_mma_split(FFPA_GRID_CONSTANT const typename Config::Arguments arguments) {
+  ForwardMmaSplit<Config> forward(arguments);
   if constexpr (Config::kStreamed) {
-    const int items = Config::items_of_head(params) * params.heads_q * params.batch;
+    const int items = arguments.row_tiles.count();
     for (int item = block_number(); item < items; item += blocks_of_grid()) {
       forward.run(item);
       ptx::sync_block();  // nobody reads Q or the statistics of this item any more

@@ -4,11 +4,13 @@
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/rows/placed_row_tile.cuh"
+#include "attention/rows/item_grid.cuh"
+#include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/launch_types.h"
+#include "tile/kept_value.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/stage_ring.cuh"
 
@@ -51,7 +53,8 @@ struct ForwardMmaSplitConfig : Fields {
   static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
   static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
 
-  // Shared memory holds slots of the ring, then P, row statistics, barriers, the row tile, and Q where it is resident.
+  // Shared memory holds slots of the ring, then P, row statistics, barriers, the row tile and where its keys lie, and Q
+  // where it is resident.
   using Layout = tile::RowLayout;
   FFPA_HOST_DEVICE static constexpr Layout query_layout() {
     return Layout(kKeyColumns * 2, Fields::kPadQ);
@@ -77,23 +80,27 @@ struct ForwardMmaSplitConfig : Fields {
     return params.stages * slot_bytes(params) + (Fields::kOwnRings ? params.value_stages * kValueStepBytes : 0);
   }
   static constexpr uint32_t kBarrierBytes = (Fields::kOwnRings ? 2 : 1) * Ring::kBarrierBytes;
+  using KeptKeys = tile::KeptValue<KeysInGmem>;
 
   static uint32_t smem_bytes(const Params& params) {
     return all_slots_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes + kBarrierBytes +
-           KeptPlacedRowTile::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
+           KeptRows::kBytes + KeptKeys::kBytes + (params.q_resident ? key_steps(params) * kQueryStepBytes : 0);
   }
 
   // Returns the number of passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  // Counts the work items of a head: (row tile, part of the keys) and, unless O is streamed, column group.
-  FFPA_HOST_DEVICE static int items_of_head(const Params& params) {
-    return ceil_div(params.n_q, kRows) * params.splits * (Fields::kStreamed ? 1 : column_groups(params));
+  using Arguments = RowTileArguments<kRows>;
+
+  // An item is (row tile, part of its keys) and, unless O is streamed, one of these column groups.
+  FFPA_HOST_DEVICE static int groups_of_items(const Params& params) {
+    return Fields::kStreamed ? 1 : column_groups(params);
   }
 
   static LaunchShape launch_shape(const Params& params) {
+    const int items = RowTiles<kRows>(params).count() * groups_of_items(params);
     const int most_blocks = Fields::kStreamed ? params.resident_blocks : kLargestInt;
-    return {grid_of(params, items_of_head(params), most_blocks), kThreads, smem_bytes(params)};
+    return {grid_of(params, items, most_blocks), kThreads, smem_bytes(params)};
   }
 };
 

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "attention/forward/mma_split.cuh"
-#include "attention/rows/placed_row_tile.cuh"
+#include "attention/row_state.cuh"
+#include "attention/rows/item_grid.cuh"
+#include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -56,74 +58,47 @@ template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::publish_row_sums() {
   tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(row_sum_[m][h])); });
   sync_team();
-  const bool is_part = params_.splits > 1;
-  float* gmem = is_part ? params_.partial_sums(block_.split()) + 2 * partial_row() : block_.lse();
-  const int first_row = block_.first_row(), last_row = block_.last_row();
-  if (gmem == nullptr || first_column_ > 0 || score_warp_by_keys() > 0 || lane_ % 4 > 0) return;
+  if (first_column_ > 0 || score_warp_by_keys() > 0) return;
+  const SharedRowTile rows = rows_.get();
   tile::for_each_row<kScoreM>([&](int m, int h) {
     const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-    if (first_row + row > last_row) return;
-    if (is_part) {
-      ptx::st_global_8(gmem + 2 * (first_row + row), {float_bits(row_max_[m][h]), float_bits(row_sum(row))});
-    } else {
-      const float lse = in_natural_units(row_max_[m][h] + ptx::lg2(row_sum(row)));  // -inf without keys
-      ptx::st_global_4(gmem + first_row + row, float_bits(lse));
-    }
-  });
-}
-
-// Writes O of a part of the keys in fp32; forward_merge adds it to the others.
-template <class Config>
-FFPA_DEVICE void ForwardMmaSplit<Config>::write_partial(const Out& out, int first_column) const {
-  const int first_row = block_.first_row(), last_row = block_.last_row();
-  float* head_gmem = params_.partial_out(block_.split()) + partial_row() * params_.part_columns();
-  tile::for_each_row<kOutM>([&](int m, int h) {
-    const int row = out_row(m, h);
-    if (first_row + row > last_row) return;
-    const float sum = row_sum(row);
-    const float inverse = sum > 0 ? 1 / sum : 0.0f;
-    float* row_gmem = head_gmem + int64_t(first_row + row) * params_.part_columns();
-    FFPA_UNROLL
-    for (int n = 0; n < kOutN; ++n) {
-      const int column = pair_column(n / 2) + n % 2 * 8 + tile::c_coordinate(lane_, 0).column;
-      if (first_column + column >= params_.d_v) continue;
-      float values[4];
-      out[m][n].get(values);
-      ptx::st_global_8(row_gmem + first_column + column,
-                       {float_bits(values[2 * h] * inverse), float_bits(values[2 * h + 1] * inverse)});
-    }
+    finish_row(params_, rows, row, row_max_[m][h], row_sum(row), lane_ % 4 == 0,
+               [](float logit) { return in_natural_units(logit); });
   });
 }
 
 template <class Config>
-FFPA_DEVICE void ForwardMmaSplit<Config>::write_final(const Out& out, int first_column) const {
-  const int first_row = block_.first_row(), last_row = block_.last_row();
-  uint16_t* head_gmem = block_.out();
-  tile::for_each_row<kOutM>([&](int m, int h) {
-    const int row = out_row(m, h);
-    const float sum = row_sum(row);
-    const float inverse = sum > 0 ? 1 / sum : 0.0f;
-    uint16_t* row_gmem = head_gmem + int64_t(first_row + row) * params_.out.row_stride;
-    const bool row_exists = first_row + row <= last_row;
-    uint32_t chunk[4];
+FFPA_DEVICE void ForwardMmaSplit<Config>::write(const Out& out, int first_column) const {
+  if (params_.splits > 1) {
+    write_as<true>(out, first_column);
+  } else {
+    write_as<false>(out, first_column);
+  }
+}
+
+template <class Config>
+template <bool kParts>
+FFPA_DEVICE void ForwardMmaSplit<Config>::write_as(const Out& out, int first_column) const {
+  const SharedRowTile rows = rows_.get();
+  const auto column_of = [&](int n) { return pair_column(n / 2) + n % 2 * 8; };
+  FFPA_UNROLL
+  for (int m = 0; m < kOutM; ++m) {
+    float inverse[2];
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const float sum = row_sum(out_row(m, h));
+      inverse[h] = sum > 0 ? 1 / sum : 0.0f;
+    }
+    auto writer = out_writer<Element, kOutN, kParts>(params_, rows, out_row_begin() + m * 16, first_column, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kOutN; ++n) {
-      // Each of the four lanes of a row has 4 of a fragment's 16 bytes; each lane collects one fragment out of four.
       float values[4];
       out[m][n].get(values);
-      const uint32_t mine = ptx::pack<Element>(values[2 * h] * inverse, values[2 * h + 1] * inverse);
       FFPA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t piece = ptx::shfl_idx(mine, lane_ / 4 * 4 + i);
-        if (lane_ % 4 == n % 4) chunk[i] = piece;
-      }
-      if (n % 4 < 3 && n < kOutN - 1) continue;
-      const int fragment = n / 4 * 4 + lane_ % 4;
-      const int column = pair_column(fragment / 2) + fragment % 2 * 8;
-      const bool exists = fragment < kOutN && column < kColumns && first_column + column < params_.d_v;
-      if (row_exists && exists) ptx::st_global_16(row_gmem + first_column + column, chunk);
+      for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
+      writer.put(n, values, column_of);
     }
-  });
+  }
 }
 
 }  // namespace ffpa

@@ -61,15 +61,7 @@ struct ForwardMmaTwoPhaseConfig : Fields {
     return shape;
   }
 
-  struct Arguments {
-    Params params;
-    RowTiles<kRows> row_tiles;
-  };
-
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    arguments = {params, RowTiles<kRows>(params)};
-    return {};
-  }
+  using Arguments = RowTileArguments<kRows>;
 };
 
 template <class Config>

@@ -104,19 +104,18 @@ struct ForwardWgmmaFp8Config : Fields {
     Params params;
     RowTiles<kRows> row_tiles;
     ptx::TensorMap q, k, v;
-  };
 
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    arguments.params = params;
-    arguments.row_tiles = RowTiles<kRows>(params.attention);
-    const AttentionParams& attention = params.attention;
-    const int heads_kv = attention.heads_q / attention.group;
-    const LaunchStatus statuses[] = {map_queries(arguments.q, attention, attention.q, attention.d_qk),
-                                     map_keys(arguments.k, attention, attention.k, attention.d_qk),
-                                     map_tensor(arguments.v, attention.v, params.arranged_keys, attention.d_v, heads_kv,
-                                                attention.batch, kChunkColumns)};
-    return first_failure(statuses);
-  }
+    LaunchStatus fill(const Params& of_call) {
+      params = of_call;
+      row_tiles = RowTiles<kRows>(params.attention);
+      const AttentionParams& attention = params.attention;
+      const int heads_kv = attention.heads_q / attention.group;
+      const LaunchStatus statuses[] = {
+          map_queries(q, attention, attention.q, attention.d_qk), map_keys(k, attention, attention.k, attention.d_qk),
+          map_tensor(v, attention.v, params.arranged_keys, attention.d_v, heads_kv, attention.batch, kChunkColumns)};
+      return first_failure(statuses);
+    }
+  };
 };
 
 template <class Config>

@@ -71,7 +71,6 @@ struct ForwardWgmmaFusedConfig : Fields {
   }
 
   using Arguments = WgmmaForwardArguments<kRows>;
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) { return arguments.fill(params); }
 };
 
 template <class Config>

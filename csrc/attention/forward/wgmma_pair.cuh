@@ -85,10 +85,7 @@ struct ForwardWgmmaPairConfig : Fields {
                             reinterpret_cast<uint32_t*>(params.scratch), kBlocks);
   }
 
-  using Arguments = WgmmaForwardArguments<kRows>;
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    return arguments.fill(params, kValueRows);
-  }
+  using Arguments = WgmmaForwardArguments<kRows, kValueRows>;
 };
 
 template <class Config>

@@ -19,21 +19,21 @@
 
 namespace ffpa {
 
-// The arguments of a forward, with maps of its tensors.
-template <int kRows>
+// The arguments of a forward, with maps of its tensors. A box of V has kValueRows keys; boxes of Q are those of whole
+// tiles, or of warpgroups.
+template <int kRows, int kValueRows = tile::kBox, bool kWholeTiles = true>
 struct WgmmaForwardArguments {
   AttentionParams params;
   RowTiles<kRows> row_tiles;
   ptx::TensorMap q, k, v, out;
 
-  // `value_rows` is the number of keys in a box of V. Boxes of Q are those of warpgroups, or of whole tiles.
-  LaunchStatus fill(const AttentionParams& of_call, int value_rows = tile::kBox, bool whole_tiles = true) {
+  LaunchStatus fill(const AttentionParams& of_call) {
     params = of_call;
     row_tiles = RowTiles<kRows>(params);
-    const LaunchStatus of_q = whole_tiles ? map_row_tiles(q, params, params.q, params.d_qk, kRows)
+    const LaunchStatus of_q = kWholeTiles ? map_row_tiles(q, params, params.q, params.d_qk, kRows)
                                           : map_queries(q, params, params.q, params.d_qk);
     const LaunchStatus statuses[] = {of_q, map_keys(k, params, params.k, params.d_qk),
-                                     map_keys(v, params, params.v, params.d_v, value_rows),
+                                     map_keys(v, params, params.v, params.d_v, kValueRows),
                                      map_queries(out, params, params.out, params.d_v, tile::kStoredRows)};
     return first_failure(statuses);
   }

@@ -60,18 +60,18 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
                             Scratch(params).taken());
   }
 
-  struct Arguments : WgmmaForwardArguments<kRows> {
+  struct Arguments : WgmmaForwardArguments<kRows, tile::kBox, false> {
     ptx::TensorMap p, rows_of_p;
-  };
 
-  static LaunchStatus arguments(const Params& params, Arguments& arguments) {
-    const Scratch scratch(params);
-    const LaunchStatus statuses[] = {
-        arguments.fill(params, tile::kBox, false),
-        map_matrix(arguments.p, scratch.p(), params.chunk_keys, scratch.p_rows()),
-        map_matrix(arguments.rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
-    return first_failure(statuses);
-  }
+    LaunchStatus fill(const Params& params) {
+      const Scratch scratch(params);
+      const LaunchStatus statuses[] = {
+          WgmmaForwardArguments<kRows, tile::kBox, false>::fill(params),
+          map_matrix(p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+          map_matrix(rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
+      return first_failure(statuses);
+    }
+  };
 };
 
 template <class Config>

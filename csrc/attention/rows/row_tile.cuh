@@ -51,7 +51,7 @@ FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
 
 // ---- which keys a block of rows sees, tile by tile ----
 //
-// A Block is a KeptPlacedRowTile, or anything else that has rows and knows which keys they see.
+// A Block is a RowTile, or anything else that has rows and knows which keys they see.
 
 // The keys that some row of the block sees are [begin, end); there are none if begin >= end.
 template <class Block>
@@ -184,6 +184,33 @@ FFPA_DEVICE tile::GmemWindow window_of(const TensorView& x, int batch, int head,
                                        int column, int columns) {
   return {row_of(x, batch, head, range.begin + first) + column, x.row_stride, range.end - range.begin - first,
           columns - column};
+}
+
+// K and V of a batch entry, from row 0 on, in the head that a row tile has.
+struct KeysInGmem {
+  const uint16_t *k, *v;
+  int count;
+};
+FFPA_DEVICE KeysInGmem keys_in_gmem(const AttentionParams& params, const RowTile& rows) {
+  const int head = rows.head() / params.group, begin = rows.entry.k.begin;
+  return {row_of(params.k, rows.batch(), head, begin), row_of(params.v, rows.batch(), head, begin), rows.n_k()};
+}
+
+// Starts the copy of kColumns columns of Q, from `column` on, into shared memory at `tile_smem`: kRows rows of the
+// tile, by threads 0 … kThreads - 1. What does not exist becomes zeros. The caller commits, waits, and synchronises.
+template <int kRows, int kColumns, int kThreads, class Layout>
+FFPA_DEVICE void copy_queries_async(uint32_t tile_smem, const Layout& layout, const AttentionParams& params,
+                                    const SharedRowTile& rows, int column, int thread,
+                                    ptx::CallSite site = ptx::CallSite()) {
+  constexpr int kChunksPerRow = kColumns / tile::kChunkElements;
+  FFPA_NO_UNROLL
+  for (int i = thread; i < kRows * kChunksPerRow; i += kThreads) {
+    const int chunk = i % kChunksPerRow, first_column = column + chunk * tile::kChunkElements;
+    const RowPlace at = rows.place(i / kChunksPerRow);
+    const bool exists = at.row <= rows.last && first_column < params.d_qk;
+    const uint16_t* source = row_of(params.q, rows.batch(), at.head, rows.entry.q.begin + at.row) + first_column;
+    ptx::cp_async_16_or_zero(exists, tile_smem + layout.offset(i / kChunksPerRow, chunk), source, site);
+  }
 }
 
 // The place of a row of a head in a tensor's map.

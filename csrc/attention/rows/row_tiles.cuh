@@ -9,6 +9,7 @@
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/instructions.cuh"
+#include "ptx/launch_types.h"
 #include "tile/kept_value.cuh"
 
 namespace ffpa {
@@ -74,6 +75,18 @@ class RowTiles {
   int tiles_;    // row tiles of a head, in one batch entry or in all packed sequences
   int entries_;  // key/value heads of all batch entries; packed sequences are one entry
   int together_;
+};
+
+// The arguments of a kernel on mma.sync, with its row tiles.
+template <int kRows>
+struct RowTileArguments {
+  AttentionParams params;
+  RowTiles<kRows> row_tiles;
+
+  LaunchStatus fill(const AttentionParams& of_call) {
+    *this = {of_call, RowTiles<kRows>(of_call)};
+    return {};
+  }
 };
 
 using KeptRows = tile::KeptValue<SharedRowTile>;

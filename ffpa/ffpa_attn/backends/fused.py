@@ -29,7 +29,6 @@ _ENDS = 200  # begin and end of a work item take as long as so many keys
 _BANDWIDTH = {1: 4.0e6, 2: 3.7e6}  # bytes of K and V a microsecond, by blocks that share a tile; on an H200
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
 _MERGE = 5  # microseconds of the launch that merges parts
-_FEWER = 0.95  # part of the row tiles that is left, where heads share them
 
 
 class FusedPlan(row_tiles.RowTilePlan):
@@ -56,14 +55,6 @@ def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair:
 def is_faster_in_pairs(p: Problem) -> bool:
     """Says whether wider Q and K than V are faster here than in two phases, which few rows leave idle: MLA's decoding."""
     return MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS and bool(row_tiles.why_slower(p))
-
-
-def _tile_heads(p: Problem) -> int:
-    """Returns how many query heads share row tiles: all of a group, where that leaves fewer tiles."""
-    if not 1 < p.group <= ROWS:
-        return 1
-    shared, alone = row_tiles.count(p, tile_heads=p.group), row_tiles.count(p)
-    return p.group if shared <= _FEWER * alone else 1
 
 
 def _microseconds(p: Problem, spec, tile_heads: int, of_keys: parts.Parts) -> float:
@@ -109,7 +100,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
         return f"shared memory holds {PAIR_COLUMNS[-1]} columns of Q in the fused forward, not {p.d_qk}"
     if reason := row_tiles.why_not(p, "fused", flags):
         return reason
-    spec, tile_heads = _spec(p), _tile_heads(p)
+    spec, tile_heads = _spec(p), row_tiles.shared_heads(p)
     microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
     return FusedPlan(spec, tile_heads, of_keys, microseconds)
 

@@ -25,7 +25,6 @@ from ..specs.spec import (
     ForwardMmaSplit,
     Problem,
     Shape,
-    Visibility,
     forward_spec,
     register_shapes,
     rows_shapes,
@@ -33,7 +32,7 @@ from ..specs.spec import (
     streamed_shapes,
     visible_keys,
 )
-from . import parts
+from . import parts, row_tiles
 
 # This is what the kernels do, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
@@ -54,7 +53,8 @@ _ROWS_FIXED = {
 
 _MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
-_ROW_TILE_BYTES = 128  # bytes of shared memory, as KeptPlacedRowTile::kBytes says
+_ROW_TILE_BYTES = 48  # bytes of shared memory, as KeptRows::kBytes says
+_KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes of the split-D kernel says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
@@ -70,7 +70,7 @@ class LevelPlan(NamedTuple):
     splits: int = 1
     value_stages: int = 0  # stages of V, where it has a ring of its own
     grid_of_heads: bool = False
-    packs_heads: bool = False  # rows of one tile are then the one row of each query head that shares a key/value head
+    tile_heads: int = 1  # query heads whose rows share tiles: one, or all of a group
     microseconds: float = 0.0  # an estimate
 
     @property
@@ -92,9 +92,6 @@ class LevelPlan(NamedTuple):
             lse.fill_(-float("inf"))
             if len(offsets[0]) < 2 or not offsets[2]:
                 return
-        if self.packs_heads:
-            q, k, v, out, mask = _pack_heads(q, k, v, out, mask, rule.visibility)
-            rule = rule._replace(visibility=Visibility(-1, -1, False))
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
@@ -120,7 +117,7 @@ def smem_bytes(
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
     barriers = 64 * (1 + spec.own_rings)
-    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_TILE_BYTES + resident
+    return slots + spec.rows * spec.keys * 2 + statistics + barriers + _ROW_TILE_BYTES + _KEYS_BYTES + resident
 
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
@@ -158,7 +155,7 @@ _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fas
 _READS = {64: 0.82, 192: 0.85}  # part of the bandwidth that tiles of so many columns reach, where not all
 
 
-def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
+def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits: int) -> float:
     """Estimates a call on an otherwise idle GPU: waves of work items, each so many tiles long and some for its ends.
 
     Speeds and bandwidth are those of an H200; elsewhere they serve to compare.
@@ -166,12 +163,13 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     multiprocessors = archs.multiprocessors(p.arch)
     groups = -(-p.d_v // shape.columns)
     rows = p.batch * p.heads_q * p.n_q
-    items = -(-p.n_q // shape.rows) * p.batch * p.heads_q * (groups if level < 3 else 1) * splits
+    items = row_tiles.count(p, shape.rows, tile_heads) * (groups if level < 3 else 1) * splits
     width = p.d_qk + (p.d_v if level == 3 else shape.columns)
     ends = _ENDS[level] / shape.keys
     measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
     of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
-    on_a_diagonal = (shape.rows + shape.keys) / 2 if p.visibility.bounded else 0  # keys of tiles beyond visible ones
+    rows_of_head = shape.rows // tile_heads
+    on_a_diagonal = (rows_of_head + shape.keys) / 2 if p.visibility.bounded else 0  # keys of tiles beyond visible ones
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
     memory /= _READS.get(shape.columns, 1)
@@ -180,11 +178,11 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 
 
-def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
+def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap: int) -> int:
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
     most = min(parts.MOST, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
-    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
+    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -250,9 +248,10 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
         ]
         if fits:
             slowdown, stages = fits[0]
-            splits = _splits(padded, 1, shape, flags["FFPA_WORKSPACE_MB"] << 20)
-            cost = _microseconds(padded, 1, shape, splits) * slowdown
-            plans.append((cost, LevelPlan(spec, 1, stages, True, splits)))
+            heads = row_tiles.shared_heads(p, shape.rows)
+            splits = _splits(padded, 1, shape, heads, flags["FFPA_WORKSPACE_MB"] << 20)
+            cost = _microseconds(padded, 1, shape, heads, splits) * slowdown
+            plans.append((cost, LevelPlan(spec, 1, stages, True, splits, tile_heads=heads)))
     return _cheapest(plans, spec, p)
 
 
@@ -263,7 +262,7 @@ def _cheapest(
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
     cost, best = min(plans, key=lambda plan: plan[0])
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
-    blocks = -(-p.n_q // best.spec.rows) * p.batch * p.heads_q * groups * best.splits
+    blocks = row_tiles.count(p, best.spec.rows, best.tile_heads) * groups * best.splits
     if blocks > _MOST_BLOCKS:
         return f"{best.spec.name} needs more blocks than a grid holds"
     return best._replace(microseconds=cost)
@@ -287,12 +286,13 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
         if of_a_block > cap:
             reason = f"level 3 needs {-(-of_a_block >> 20)} MiB of workspace for a block of {spec.rows} rows"
             continue
-        splits = _splits(p, level, shape, cap - of_a_block)
-        cost = _microseconds(p, level, shape, splits)
+        heads = row_tiles.shared_heads(p, shape.rows)
+        splits = _splits(p, level, shape, heads, cap - of_a_block)
+        cost = _microseconds(p, level, shape, heads, splits)
         stages, value_stages, q_resident = fitting
         if stages == 1:
             cost *= 8  # nothing hides the loads: taken only where nothing else fits
-        plans.append((cost, LevelPlan(spec, level, stages, q_resident, splits, value_stages)))
+        plans.append((cost, LevelPlan(spec, level, stages, q_resident, splits, value_stages, tile_heads=heads)))
     return reason if reason and not plans else _cheapest(plans, spec, p)
 
 
@@ -301,9 +301,6 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
-    packs_heads = p.n_q == 1 and p.group > 1 and not p.packed
-    if packs_heads:
-        p = p._replace(n_q=p.group, heads_q=p.heads_kv, visibility=Visibility(-1, -1, False))
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
@@ -320,7 +317,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
     for family in families:
         answer = family(p, acc, flags)
         if not isinstance(answer, str):
-            return answer._replace(packs_heads=packs_heads, grid_of_heads=grid_of_heads)
+            return answer._replace(grid_of_heads=grid_of_heads)
         reasons.append(answer)
     return "; ".join(reasons)
 
@@ -330,39 +327,20 @@ def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:
     return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
 
 
-def _pack_heads(q, k, v, out, mask, see: Visibility):
-    """Makes query heads that share a key/value head rows of one, and cuts from K and V what their row does not see."""
-    group = q.shape[1] // k.shape[1]
-    diagonal = 0 if see.top_left else k.shape[2] - 1
-    first = 0 if see.left < 0 else max(diagonal - see.left, 0)
-    end = k.shape[2] if see.right < 0 else min(diagonal + see.right + 1, k.shape[2])
-    keys = slice(first, max(first, end))
-
-    def packed(x):
-        return x.unflatten(1, (x.shape[1] // group, group)).squeeze(3)
-
-    if mask is not None:
-        if mask.shape[-1] > 1:
-            mask = mask[..., keys]
-        if mask.dim() > 2 and mask.shape[-3] > 1:
-            mask = mask.unflatten(-3, (-1, group)).squeeze(-2)
-    return packed(q), k[:, :, keys], v[:, :, keys], packed(out), mask
-
-
 def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
     n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
-    of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows, plan.spec.keys, plan.splits)
+    of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows // plan.tile_heads, plan.spec.keys, plan.splits)
+    rows = n_q * q.shape[-3] * (len(offsets[0]) - 1 if offsets else len(q))
     if of_keys.count > 1:
-        rows = n_q * (len(offsets[0]) - 1 if offsets else len(q))
-        partial = rows * q.shape[-3] * parts.floats_of_row(of_keys, v.shape[-1])
+        partial = rows * parts.floats_of_row(of_keys, v.shape[-1])
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
         scratch = blocks * of_a_block // 4
-    of_plan = "stages", "value_stages", "q_resident", "grid_of_heads"
+    of_plan = "stages", "value_stages", "q_resident", "grid_of_heads", "tile_heads"
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
-    return Call(launches, scratch, partial)
+    return Call(launches, scratch, partial, parts.sums_to_zero(of_keys, rows, offsets))

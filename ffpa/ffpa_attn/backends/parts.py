@@ -39,3 +39,10 @@ def cut(n_q: int, n_k: int, see: Visibility, rows: int, tile_keys: int, count: i
 def floats_of_row(parts: Parts, d_v: int) -> int:
     """Returns the floats that all parts of one row take: O, a reference and a sum."""
     return parts.count * (-(-d_v // COLUMNS) * COLUMNS + 2)
+
+
+def sums_to_zero(parts: Parts, rows: int, offsets) -> int:
+    """Returns how many floats at the end of the results are zeros before a call with so many rows of all heads: offsets
+    that fall may leave rows to no tile, and the merge reads their sums all the same.
+    """
+    return 2 * rows * parts.count if offsets and parts.count > 1 else 0

@@ -15,6 +15,7 @@ from .parts import Parts
 
 ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
+_FEWER = 0.95  # part of the row tiles that is left, where heads share them
 MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
 
 
@@ -69,11 +70,8 @@ class RowTilePlan(NamedTuple):
         settings |= self.parts.settings | {"has_slopes": True}
         launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
         rows, scratch = batch * q.shape[-3] * n_q, nbytes // 4 or None
-        if self.parts.count == 1:
-            return Call(launches, scratch)
-        partial = rows * parts.floats_of_row(self.parts, v.shape[-1])
-        # Offsets that fall may leave rows to no tile; the merge reads their sums all the same.
-        return Call(launches, scratch, partial, 2 * rows * self.parts.count if offsets else 0)
+        partial = rows * parts.floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
+        return Call(launches, scratch, partial, parts.sums_to_zero(self.parts, rows, offsets))
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:
@@ -84,6 +82,14 @@ def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int 
 
 def count(p: Problem, rows: int = ROWS, tile_heads: int = 1) -> int:
     return _count(p.batch, p.heads_q, p.n_q, p.packed and p.packed[0], rows, tile_heads)
+
+
+def shared_heads(p: Problem, rows: int = ROWS) -> int:
+    """Returns how many query heads share row tiles: all of a group, where that leaves fewer tiles."""
+    if not 1 < p.group <= rows:
+        return 1
+    shared, alone = count(p, rows, p.group), count(p, rows)
+    return p.group if shared <= _FEWER * alone else 1
 
 
 def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
@@ -110,7 +116,7 @@ def least_blocks(p: Problem) -> int:
 
 
 def why_slower(p: Problem, blocks_of_tile: int = 1) -> str | None:
-    """Says why the mma forward is faster, or None: it has smaller tiles, splits keys and packs heads."""
+    """Says why the mma forward is faster, or None: it has smaller tiles and cuts keys everywhere."""
     tiles = count(p)
     if (busy := tiles * blocks_of_tile) < least_blocks(p):
         return f"{tiles} row tiles keep {busy} of {archs.multiprocessors(p.arch)} multiprocessors busy, and the mma forward splits keys"

@@ -65,7 +65,7 @@ def launch_shape(
     """Returns (bytes of shared memory, grid) as the kernel itself says, for one row tile of each head."""
     kind = structs.struct("AttentionParams")
     params = kind(
-        d_qk=d_qk, d_v=1, n_q=1, heads_q=heads, batch=batch, splits=1, tile_heads=1, resident_blocks=2**31 - 1
+        d_qk=d_qk, d_v=1, n_q=1, heads_q=heads, group=1, batch=batch, splits=1, tile_heads=1, resident_blocks=2**31 - 1
     )
     params.stages, params.value_stages, params.q_resident = stages, value_stages, q_resident
     params.grid_of_heads = grid_of_heads

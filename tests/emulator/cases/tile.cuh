@@ -3,6 +3,7 @@
 
 #include "cases/case.h"
 #include "ptx/instructions.cuh"
+#include "store_tile.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/smem_layout.cuh"
