@@ -251,7 +251,8 @@ def _measure(args: argparse.Namespace) -> tuple[Record, list[str]]:
         "started": _now(),
     }
     record = Record(machine(args.device), source(), method)
-    print(headline(f"{record.device}, torch {torch.__version__}, source {record.source['tree'] or 'unknown'}"))
+    flags = "".join(f", {name}={value}" for name, value in record.source["flags"].items())
+    print(headline(f"{record.device}, torch {torch.__version__}, source {record.source['tree'] or 'unknown'}{flags}"))
     if args.device == "cpu":
         emulated = "" if args.no_emulation else "our kernels run in an emulator of the GPU, which proves them, and "
         print(f"On a CPU, sizes are small: {emulated}this is no claim of speed.")

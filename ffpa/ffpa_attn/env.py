@@ -22,6 +22,7 @@ _TOGGLE = {"0": False, "1": True}
 _BACKENDS = {name: name for name in BACKENDS}
 _EMULATED = {"0": None, "1": "sm_80", "sm_80": "sm_80", "sm_90a": "sm_90a"}
 _STAGES = {"1": 1, "2": 2, "3": 3, "4": 4}
+_SMEM_KB = {"163": 163, "99": 99}
 
 
 class Flag(NamedTuple):
@@ -115,6 +116,11 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _run("FFPA_WORKSPACE_MB", "Upper bound of the workspace of one call in MiB; smaller is slower.", "integer", 1024),
     _run("FFPA_RING_COPIES", "GPUs of one host copy in ring attention; 0: messages, as between hosts.", default=True),
+    _run(
+        "FFPA_SMEM_KB",
+        "An experiment: a GPU runs what one with so much shared memory would, 163 KB as an A100, 99 as consumer cards.",
+        _SMEM_KB,
+    ),
     # These are experiments with the split-D mma.sync kernels.
     _run("ENABLE_FFPA_PREFETCH_QKV", "Load the next tile of Q, K or V before the current one is used."),
     _run("ENABLE_FFPA_FORCE_QK_F16", "Accumulate QK^T in f16 whatever `acc` says."),

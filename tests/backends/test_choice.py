@@ -118,7 +118,8 @@ class TestSmallHeadDims:
             ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "needs_lse": True}, "hopper"),  # cuts its keys
-            ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "hopper"),  # heads share tiles
+            ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "mma"),  # heads share tiles of 64 rows, which memory bounds
+            ({"heads_kv": 4, "n_q": 32, "n_k": 32768}, "hopper"),  # heads share tiles of 128
             ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "hopper"),
             ({"n_q": 256, "n_k": 256}, "sdpa"),  # few row tiles, but as few keys
             ({"n_q": 256, "n_k": 1024, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
@@ -240,6 +241,24 @@ class TestForced:
         x = q(device="cuda")
         with pytest.raises(NotImplementedError, match="level=1 cannot run"):
             ffpa(x, x, x, level=1)
+
+
+class TestLessSharedMemory:
+    """FFPA_SMEM_KB makes a GPU choose what an A100 or a consumer card would."""
+
+    @pytest.mark.parametrize("kilobytes, arch", [(163, "sm_80"), (99, "sm_89")])
+    @pytest.mark.parametrize("changes", [{}, {"n_q": 4, "heads_kv": 4}, {"d_qk": 128, "d_v": 128}], ids=str)
+    def test_what_others_would_run(self, kilobytes, arch, changes, monkeypatch):
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
+        p = PROBLEM._replace(**changes)
+        chosen, there = choose(p, flags(FFPA_SMEM_KB=kilobytes)), choose(p._replace(arch=arch), flags())
+        assert (chosen.backend, chosen.plan) == (there.backend, there.plan)
+        assert f"as on a GPU with {kilobytes} KB of shared memory (FFPA_SMEM_KB)" in str(chosen) and arch in str(chosen)
+        assert choose(p, flags()).plan != chosen.plan and "FFPA_SMEM_KB" not in str(choose(p, flags()))
+
+    def test_on_the_cpu_it_says_nothing(self):
+        p = PROBLEM._replace(device="cpu", arch=None)
+        assert choose(p, flags(FFPA_SMEM_KB=99)) == choose(p, flags())
 
 
 class TestWarnings:

@@ -41,14 +41,21 @@ def device(request, monkeypatch):
     return "cpu" if request.param == "emulated" else "cuda"
 
 
+SHARED_HEADS = row_tiles.shared_heads
+
+
 def plan_tiles(monkeypatch, shared: bool, count: int) -> None:
     """Makes plans in which query heads share row tiles, or do not, with keys in at most `count` parts."""
 
     def cut(p, spec, tile_heads, workspace_cap):
         return 1.0, parts.cut(p.n_q, p.n_k, p.visibility, row_tiles.ROWS // tile_heads, 128, count)
 
+    def heads(p):
+        planned, fit = SHARED_HEADS(p), [n for n in range(1, row_tiles.ROWS + 1) if p.group % n == 0]
+        return (max(fit) if planned == 1 else planned) if shared else 1
+
     monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(row_tiles, "shared_heads", lambda p: p.group if shared else 1)
+    monkeypatch.setattr(row_tiles, "shared_heads", heads)
     monkeypatch.setattr(fused, "_parts", cut)
 
 

@@ -33,7 +33,7 @@ CASES = [
 ]
 CASES += [
     # groups that fill a tile, that leave some of its rows over, and that leave most of them over
-    *[Case(heads_q=group, heads_kv=1, n_q=n_q, n_k=300, d=64, rule={"causal": True}) for group, n_q in ((2, 65), (3, 50), (5, 30), (7, 19), (16, 9), (48, 3), (100, 2), (128, 2))],
+    *[Case(heads_q=group, heads_kv=1, n_q=n_q, n_k=300, d=64, rule={"causal": True}) for group, n_q in ((129, 1), (6, 64), (2, 65), (3, 50), (5, 30), (7, 19), (16, 9), (48, 3), (100, 2), (128, 2))],
     *[Case(batch=2, heads_q=6, heads_kv=2, n_q=45, n_k=600, d=64, mask=mask) for mask in ("bool", "bool-some-rows-empty", "additive", "additive-f32", "additive-2d", "bias-by-head", "bool-left-padded")],
     *[Case(heads_q=4, heads_kv=2, n_q=40, n_k=700, d=64, rule={"window": window, "align": align}, layout="BNHD") for window in ((100, 0), (0, 9), (-1, 20), (250, -1)) for align in ("bottom_right", "top_left")],
     *[Case(heads_q=6, heads_kv=2, n_q=50, n_k=400, d=d, d_v=d_v, dtype=F16, rule={"causal": True}) for d, d_v in ((192, 128), (128, 8), (40, 72), (320, 320), (512, 8), (8, 384), (448, 200), (512, 512))],
@@ -227,7 +227,9 @@ def test_what_shares_tiles():
         ({"n_q": 8190}, 1),  # hardly fewer
         ({"n_q": 1, "heads_kv": 32}, 1),
         ({"n_q": 1, "heads_q": 128, "heads_kv": 1}, 128),
-        ({"n_q": 1, "heads_q": 129, "heads_kv": 1}, 1),  # more than a tile has
+        ({"n_q": 1, "heads_q": 129, "heads_kv": 1}, 43),  # a tile has no more rows than 128
+        ({"n_q": 1, "heads_q": 131, "heads_kv": 1}, 1),
+        ({"n_q": 64, "heads_q": 6, "heads_kv": 1}, 2),  # three whole tiles; all six would take four
         ({"n_q": 20, "packed": (100, 8192), "batch": 9}, 4),
     ):
         assert _plan(**changes).tile_heads == tile_heads, changes

@@ -157,8 +157,9 @@ MUTANTS = [
     *edits_in(
         "backends/row_tiles.py",
         "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
-        ("shared tiles: more heads than a tile has rows", "if not 1 < p.group <= rows:", "if not 1 < p.group:"),
-        ("shared tiles: hardly fewer will do", "_FEWER * alone", "1.0 * alone"),
+        ("shared tiles: more heads than a tile has rows", "range(1, min(p.group, rows) + 1)", "range(1, p.group + 1)"),
+        ("shared tiles: heads of other groups", " if p.group % n == 0)", ")"),
+        ("shared tiles: hardly fewer will do", "_FEWER * count(p, rows)", "1.0 * count(p, rows)"),
     ),
     *edits_in(
         "backends/fused.py",

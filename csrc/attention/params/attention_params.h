@@ -83,7 +83,7 @@ struct AttentionParams {
   // The scratch of kernels that stream O or P has a part for each block; the parts of P follow a counter of all blocks.
   float* scratch;
   int resident_blocks;  // blocks that the GPU runs at a time: the grid of such a kernel
-  int tile_heads;       // query heads whose rows share row tiles: 1, or all of a group
+  int tile_heads;       // query heads whose rows share row tiles; they divide a group
   int chunk_keys;       // keys of P that the scratch holds
 
   // Where few row tiles would leave the GPU idle, each part of the keys gets work items of its own. Their results are

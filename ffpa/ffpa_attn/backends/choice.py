@@ -7,7 +7,7 @@ Only what a caller forces (`level=`, FFPA_BACKEND, FFPA_EMULATE) narrows the lis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .. import env
@@ -182,7 +182,18 @@ def _impossible(p: Problem, asked_by: str | None, rejected: list[tuple[str, str]
     return NotImplementedError(f"none can run {p}, not {reasons}{way_out}; or pass bfloat16 tensors to ffpa")
 
 
+_ARCHS_OF = {163: "sm_80", 99: "sm_89"}  # a kind of GPU with so many KB of shared memory
+
+
 def choose(p: Problem, flags: Flags) -> Choice:
+    limit = flags["FFPA_SMEM_KB"]
+    if not limit or p.device != "cuda":
+        return _choose(p, flags)
+    choice = _choose(p._replace(arch=_ARCHS_OF[limit]), flags)
+    return replace(choice, why=f"{choice.why}, as on a GPU with {limit} KB of shared memory (FFPA_SMEM_KB)")
+
+
+def _choose(p: Problem, flags: Flags) -> Choice:
     answers, demand, fallback = _Answers(p, flags), _demand(p, flags), None
     if demand:
         backend, asked_by = demand

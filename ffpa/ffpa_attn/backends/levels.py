@@ -70,7 +70,7 @@ class LevelPlan(NamedTuple):
     splits: int = 1
     value_stages: int = 0  # stages of V, where it has a ring of its own
     grid_of_heads: bool = False
-    tile_heads: int = 1  # query heads whose rows share tiles: one, or all of a group
+    tile_heads: int = 1  # query heads of a group whose rows share tiles
     microseconds: float = 0.0  # an estimate
 
     @property
@@ -152,7 +152,7 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
 
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
-_READS = {64: 0.82, 192: 0.85}  # part of the bandwidth that tiles of so many columns reach, where not all
+_READS = {64: 0.82, 192: 0.85, 256: 0.93}  # part of the bandwidth that tiles of so many columns reach, where not all
 
 
 def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits: int) -> float:

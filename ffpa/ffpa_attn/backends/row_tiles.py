@@ -29,7 +29,7 @@ class Scratch(NamedTuple):
 
 class RowTilePlan(NamedTuple):
     spec: KernelSpec
-    tile_heads: int = 1  # query heads whose rows share tiles: one, or all of a group
+    tile_heads: int = 1  # query heads of a group whose rows share tiles
     parts: Parts = Parts()
     microseconds: float = 0.0  # an estimate, where one was made
     rows = ROWS  # of a tile
@@ -85,11 +85,9 @@ def count(p: Problem, rows: int = ROWS, tile_heads: int = 1) -> int:
 
 
 def shared_heads(p: Problem, rows: int = ROWS) -> int:
-    """Returns how many query heads share row tiles: all of a group, where that leaves fewer tiles."""
-    if not 1 < p.group <= rows:
-        return 1
-    shared, alone = count(p, rows, p.group), count(p, rows)
-    return p.group if shared <= _FEWER * alone else 1
+    """Returns how many query heads share row tiles: as many as leave the fewest tiles, where these are fewer."""
+    fewest, heads = min((count(p, rows, n), -n) for n in range(1, min(p.group, rows) + 1) if p.group % n == 0)
+    return -heads if fewest <= _FEWER * count(p, rows) else 1
 
 
 def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -> str | None:
