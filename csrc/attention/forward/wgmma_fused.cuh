@@ -9,8 +9,10 @@
 // One warp brings Q once, and K and V in parts of 64 keys, in the order in which they are used (tile/box_ring.cuh).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
@@ -24,6 +26,7 @@
 #include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
 #include "tile/box_ring.cuh"
+#include "tile/smem_plan.cuh"
 
 namespace ffpa {
 
@@ -45,28 +48,25 @@ struct ForwardWgmmaFusedConfig : Fields {
   static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // registers of a thread
   static constexpr int kConsumerRegisters = Fields::kColumns > 256 ? 240 : 232;
 
-  // Shared memory holds slots of the ring, as many as fit; Q; for each warp, rows of O on their way; barriers of the
-  // ring and of Q; for each warp, the rows in work; the block's row tiles.
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
-  static constexpr uint32_t kOtherBytes = Queries::kBytes + tile::kConsumerWarps * Stores::kBytes +
-                                          Queries::kBarrierBytes + (1 + tile::kConsumerWarps) * KeptRows::kBytes +
-                                          ItemQueue<>::kBytes;
-  static constexpr uint32_t kSlotBytes = kPartBoxes * tile::kBoxBytes + 3 * 8;
-  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / kSlotBytes), 16);
-  using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
-
-  static constexpr uint32_t kQueryAt = Ring::kBytes;
-  static constexpr uint32_t kStoresAt = kQueryAt + Queries::kBytes;
-  static constexpr uint32_t kBarriersAt = kStoresAt + tile::kConsumerWarps * Stores::kBytes;
-  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kQueryBarriersAt + Queries::kBarrierBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
-  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
+  using Items = ItemQueue<>;
+  template <int kSlots>
+  struct SmemPlan {
+    using Ring = tile::BoxRing<0, kPartBoxes, kSlots>;
+    tile::SmemSlots<Ring> slots;
+    tile::SmemBytes<Queries::kBytes> q;
+    tile::SmemBytes<Stores::kBytes> stores[tile::kConsumerWarps];  // rows of O on their way
+    tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
+    tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
+    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<Items::kBytes> items;
+  };
+  using Smem = SmemPlan<tile::most_slots<SmemPlan, 16>()>;
+  using Ring = typename Smem::Ring;
 
   static LaunchShape launch_shape(const Params& params) {
-    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, sizeof(Smem),
                             reinterpret_cast<uint32_t*>(params.scratch));
   }
 
@@ -74,10 +74,12 @@ struct ForwardWgmmaFusedConfig : Fields {
 };
 
 template <class Config>
-class ForwardWgmmaFused {
+class ForwardWgmmaFused : WgmmaBlock<Config> {
+  using Base = WgmmaBlock<Config>;
+  using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
-  using Arguments = typename Config::Arguments;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kKeySteps = kKeys / tile::kBox;
@@ -87,40 +89,27 @@ class ForwardWgmmaFused {
   using Out = float[Config::kValueColumns / 2];
 
  public:
-  FFPA_DEVICE explicit ForwardWgmmaFused(const Arguments& arguments)
-      : arguments_(arguments),
-        params_(arguments.params),
-        lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
-        slots_(ring_, lane_) {}
+  FFPA_DEVICE explicit ForwardWgmmaFused(const typename Config::Arguments& arguments)
+      : Base(arguments, arguments.params), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
     if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(tile::kConsumerWarps);
+      item_queue().init(tile::kConsumerWarps);
       queries().init();
-      ring_.init();
+      ring().init();
     }
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
-  FFPA_DEVICE KeptRows kept_rows(int warp) const {
-    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
-  }
-  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
-  FFPA_DEVICE typename Config::Queries queries() const {
-    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
-  }
-
   // ---- the producer's warp ----
 
   FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
+    tile::BoxProducer<Ring> producer(ring(), lane_);
     const KeptRows kept = kept_rows(0);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     uint32_t parity = 1;
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
@@ -170,9 +159,10 @@ class ForwardWgmmaFused {
 
   FFPA_DEVICE void consume(int group, int group_warp) {
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
-    typename Config::Stores stores(ring_.slots_smem + Config::kStoresAt + warp * Config::Stores::kBytes, lane_);
+    typename Config::Stores stores(smem_ + offsetof(typename Config::Smem, stores) + warp * Config::Stores::kBytes,
+                                   lane_);
     const KeptRows kept = kept_rows(1 + warp);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     uint32_t parity = 0;
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
@@ -254,10 +244,6 @@ class ForwardWgmmaFused {
     ptx::wgmma_commit_group();
   }
 
-  const Arguments& arguments_;
-  const AttentionParams& params_;
-  int lane_, warp_;
-  Ring ring_;
   tile::SlotReader<Ring> slots_;
 };
 

@@ -11,8 +11,10 @@
 // one takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/row_state.cuh"
@@ -28,6 +30,7 @@
 #include "tile/box_ring.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
+#include "tile/smem_plan.cuh"
 
 namespace ffpa {
 
@@ -50,38 +53,32 @@ struct ForwardWgmmaPairConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  // Shared memory holds slots of the ring, as many as fit; Q; P for the other block, or O on its way; P from the other
-  // block; notes for it and from it; barriers of the ring, of Q and of messages; for each warp, the rows in work; the
-  // row tiles.
   static constexpr int kReadingWarps = kBlocks * (tile::kConsumerWarps + 1) - 1;  // of row tiles that one warp takes
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
   using Items = ItemQueue<kBlocks>;
-  static constexpr uint32_t kWarpPBytes = 16 * tile::kBoxRowBytes, kPBytes = tile::kConsumerWarps * kWarpPBytes;
+  static constexpr uint32_t kWarpPBytes = 16 * tile::kBoxRowBytes, kWarpNoteBytes = 16 * 4;
   static_assert(Stores::kBytes == kWarpPBytes, "O leaves from where P did");
-  static constexpr uint32_t kWarpNoteBytes = 16 * 4, kNoteBytes = tile::kConsumerWarps * kWarpNoteBytes;
-  static constexpr uint32_t kMessageBarrierBytes = 2 * tile::kConsumerGroups * 8;
-  static constexpr uint32_t kOtherBytes = Queries::kBytes + 2 * kPBytes + 2 * kNoteBytes + Queries::kBarrierBytes +
-                                          kMessageBarrierBytes + (1 + tile::kConsumerWarps) * KeptRows::kBytes +
-                                          Items::kBytes;
-  static constexpr uint32_t kRingSlotBytes = kKeyBoxes * tile::kBoxBytes;
-  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / (kRingSlotBytes + 3 * 8)), 8);
-  static_assert(kValueBoxes * kValueBoxBytes <= kRingSlotBytes, "a slot holds a part of V, too");
-  using Ring = tile::BoxRing<0, kKeyBoxes, kSlots>;
-
-  static constexpr uint32_t kQueryAt = Ring::kBytes;
-  static constexpr uint32_t kSentPAt = kQueryAt + Queries::kBytes, kPAt = kSentPAt + kPBytes;
-  static constexpr uint32_t kSentNotesAt = kPAt + kPBytes, kNotesAt = kSentNotesAt + kNoteBytes;
-  static constexpr uint32_t kBarriersAt = kNotesAt + kNoteBytes;
-  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kMessageBarriersAt = kQueryBarriersAt + Queries::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kMessageBarriersAt + kMessageBarrierBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + Items::kBytes;
-  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
+  template <int kSlots>
+  struct SmemPlan {
+    using Ring = tile::BoxRing<0, kKeyBoxes, kSlots>;
+    tile::SmemSlots<Ring> slots;
+    tile::SmemBytes<Queries::kBytes> q;
+    tile::SmemBytes<kWarpPBytes> sent_p[tile::kConsumerWarps];  // P for the other block, or O on its way
+    tile::SmemBytes<kWarpPBytes> p[tile::kConsumerWarps];       // P from the other block
+    tile::SmemBytes<kWarpNoteBytes> sent_notes[tile::kConsumerWarps], notes[tile::kConsumerWarps];
+    tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
+    tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
+    tile::SmemBarriers<2 * tile::kConsumerGroups * 8> message_barriers;
+    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<Items::kBytes> items;
+  };
+  using Smem = SmemPlan<tile::most_slots<SmemPlan, 8>()>;
+  using Ring = typename Smem::Ring;
+  static_assert(kValueBoxes * kValueBoxBytes <= Ring::kSlotBytes, "a slot holds a part of V, too");
 
   static LaunchShape launch_shape(const Params& params) {
-    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, sizeof(Smem),
                             reinterpret_cast<uint32_t*>(params.scratch), kBlocks);
   }
 
@@ -89,10 +86,13 @@ struct ForwardWgmmaPairConfig : Fields {
 };
 
 template <class Config>
-class ForwardWgmmaPair {
+class ForwardWgmmaPair : WgmmaBlock<Config> {
+  using Base = WgmmaBlock<Config>;
+  using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
-  using Arguments = typename Config::Arguments;
+  using Smem = typename Config::Smem;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kOwnColumns = Config::kOwnColumns;
@@ -101,25 +101,19 @@ class ForwardWgmmaPair {
   using Out = float[kOwnColumns / 2];
 
  public:
-  FFPA_DEVICE explicit ForwardWgmmaPair(const Arguments& arguments)
-      : arguments_(arguments),
-        params_(arguments.params),
-        lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        rank_(ptx::cluster_rank()),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
-        slots_(ring_, lane_) {}
+  FFPA_DEVICE explicit ForwardWgmmaPair(const typename Config::Arguments& arguments)
+      : Base(arguments, arguments.params), rank_(ptx::cluster_rank()), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
     if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
-      typename Config::Items(items_smem()).init(Config::kReadingWarps);
+      item_queue().init(Config::kReadingWarps);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
         ptx::mbarrier_init(message_full(group), 1);
         ptx::mbarrier_init(message_empty(group), tile::kGroupWarps);
       }
-      ring_.init();
+      ring().init();
     }
     tile::meet_cluster();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
@@ -127,17 +121,8 @@ class ForwardWgmmaPair {
   }
 
  private:
-  FFPA_DEVICE KeptRows kept_rows(int warp) const {
-    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
-  }
-  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
-  FFPA_DEVICE typename Config::Queries queries() const {
-    return {ring_.slots_smem + Config::kQueryAt, ring_.slots_smem + Config::kQueryBarriersAt};
-  }
   // message_full() says that a message of the other block is there, message_empty() that it has read the last one.
-  FFPA_DEVICE uint32_t message_full(int group) const {
-    return ring_.slots_smem + Config::kMessageBarriersAt + group * 8;
-  }
+  FFPA_DEVICE uint32_t message_full(int group) const { return smem_ + offsetof(Smem, message_barriers) + group * 8; }
   FFPA_DEVICE uint32_t message_empty(int group) const { return message_full(tile::kConsumerGroups + group); }
 
   // Returns the first of the keys of a tile that a block has S of.
@@ -150,9 +135,9 @@ class ForwardWgmmaPair {
   // ---- the producer's warp ----
 
   FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
+    tile::BoxProducer<Ring> producer(ring(), lane_);
     const KeptRows kept = kept_rows(0);
-    typename Config::Items items(items_smem());
+    auto items = item_queue();
     const auto next_item = [&] {
       if (rank_ == 0) return items.take(params_.scratch, arguments_.row_tiles.count(), lane_);
       items.expect(lane_);
@@ -217,17 +202,19 @@ class ForwardWgmmaPair {
 
     FFPA_DEVICE int group() const { return warp / tile::kGroupWarps; }
     FFPA_DEVICE int row() const { return warp * 16; }  // first row in the tile
-    FFPA_DEVICE uint32_t sent_p() const { return smem + Config::kSentPAt + warp * Config::kWarpPBytes; }
-    FFPA_DEVICE uint32_t p() const { return smem + Config::kPAt + warp * Config::kWarpPBytes; }
-    FFPA_DEVICE uint32_t sent_notes() const { return smem + Config::kSentNotesAt + warp * Config::kWarpNoteBytes; }
-    FFPA_DEVICE uint32_t notes() const { return smem + Config::kNotesAt + warp * Config::kWarpNoteBytes; }
+    FFPA_DEVICE uint32_t sent_p() const { return smem + offsetof(Smem, sent_p) + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t p() const { return smem + offsetof(Smem, p) + warp * Config::kWarpPBytes; }
+    FFPA_DEVICE uint32_t sent_notes() const {
+      return smem + offsetof(Smem, sent_notes) + warp * Config::kWarpNoteBytes;
+    }
+    FFPA_DEVICE uint32_t notes() const { return smem + offsetof(Smem, notes) + warp * Config::kWarpNoteBytes; }
   };
 
   FFPA_DEVICE void consume(int group, int group_warp) {
-    const WarpPlace at = {group * tile::kGroupWarps + group_warp, ring_.slots_smem};
+    const WarpPlace at = {group * tile::kGroupWarps + group_warp, smem_};
     typename Config::Stores stores(at.sent_p(), lane_);
     const KeptRows kept = kept_rows(1 + at.warp);
-    typename Config::Items items(items_smem());
+    auto items = item_queue();
     uint32_t parity = 0;
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
@@ -314,7 +301,7 @@ class ForwardWgmmaPair {
   // Queues out += P V of the other block's keys, as a group of its own.
   FFPA_DEVICE void queue_their_product(Out& out, int group) {
     const uint64_t p =
-        tile::boxes_descriptor(ring_.slots_smem + Config::kPAt + group * tile::kGroupWarps * Config::kWarpPBytes);
+        tile::boxes_descriptor(smem_ + offsetof(Smem, p) + group * tile::kGroupWarps * Config::kWarpPBytes);
     queue_product([&](int step, uint64_t v) {
       ptx::wgmma_ss<Element, kOwnColumns, tile::Major::kK, tile::Major::kMN>(out, p + step * 2, v, true);
     });
@@ -474,10 +461,7 @@ class ForwardWgmmaPair {
     acknowledge(at.group());
   }
 
-  const Arguments& arguments_;
-  const AttentionParams& params_;
-  int lane_, warp_, rank_;
-  Ring ring_;
+  int rank_;
   tile::SlotReader<Ring> slots_;
   uint32_t messages_ = 0;  // messages sent, and as many received
 };

@@ -13,10 +13,12 @@
 // same two rows in both phases.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 #include "attention/forward/two_phase_tiles.cuh"
+#include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
@@ -30,6 +32,7 @@
 #include "tile/box_ring.cuh"
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
+#include "tile/smem_plan.cuh"
 
 namespace ffpa {
 
@@ -46,17 +49,19 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  // Shared memory holds slots of the ring; for each warp, rows of P̃ on their way; barriers; for each warp, its notes
-  // on references and the rows in work; the block's row tiles.
   using Stores = tile::RowStores<2>;
-  static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerWarps * Stores::kBytes;
-  static constexpr uint32_t kMovesAt = kBarriersAt + Ring::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kMovesAt + tile::kConsumerWarps * MovedTiles::kBytes, 16u);
-  static constexpr uint32_t kItemsAt = kKeptAt + (1 + tile::kConsumerWarps) * KeptRows::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
+  using Items = ItemQueue<>;
+  struct Smem {
+    tile::SmemSlots<Ring> slots;
+    tile::SmemBytes<Stores::kBytes> stores[tile::kConsumerWarps];  // rows of P̃ on their way
+    tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
+    tile::SmemBytes<MovedTiles::kBytes, 8> moves[tile::kConsumerWarps];  // notes on references
+    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<Items::kBytes> items;
+  };
 
   static LaunchShape launch_shape(const Params& params) {
-    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, kSmemBytes,
+    return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, sizeof(Smem),
                             Scratch(params).taken());
   }
 
@@ -75,10 +80,13 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
 };
 
 template <class Config>
-class ForwardWgmmaTwoPhase {
+class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
+  using Base = WgmmaBlock<Config>;
+  using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
+  using Base::ring, Base::kept_rows, Base::item_queue;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
-  using Arguments = typename Config::Arguments;
+  using Smem = typename Config::Smem;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kBoxFragments = tile::kBox / 8;
@@ -86,17 +94,13 @@ class ForwardWgmmaTwoPhase {
   using Chunk = KeyChunk<kKeys, tile::kBox>;
 
  public:
-  FFPA_DEVICE explicit ForwardWgmmaTwoPhase(const Arguments& arguments)
-      : arguments_(arguments),
-        params_(arguments.params),
-        lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+  FFPA_DEVICE explicit ForwardWgmmaTwoPhase(const typename Config::Arguments& arguments)
+      : Base(arguments, arguments.params) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(tile::kConsumerWarps);
-      ring_.init();
+      item_queue().init(tile::kConsumerWarps);
+      ring().init();
     }
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
@@ -119,12 +123,6 @@ class ForwardWgmmaTwoPhase {
     }
   }
 
-  FFPA_DEVICE KeptRows kept_rows(int warp) const {
-    return KeptRows(ring_.slots_smem + Config::kKeptAt + warp * KeptRows::kBytes);
-  }
-
-  FFPA_DEVICE uint32_t items_smem() const { return ring_.slots_smem + Config::kItemsAt; }
-
   // Each warpgroup has a barrier. Another says that P̃ of a chunk is complete: warpgroups arrive, the producer waits.
   static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
   static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
@@ -133,9 +131,9 @@ class ForwardWgmmaTwoPhase {
   // ---- the producer's warp ----
 
   FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
+    tile::BoxProducer<Ring> producer(ring(), lane_);
     const KeptRows kept = kept_rows(0);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
         [&] { return items.take(scratch().taken(), arguments_.row_tiles.count(), lane_); },
@@ -195,11 +193,11 @@ class ForwardWgmmaTwoPhase {
   // ---- the warpgroups that multiply ----
 
   FFPA_DEVICE void consume(int group, int group_warp) const {
-    tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
+    tile::BoxConsumer<Ring> consumer(ring(), group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
-    typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    typename Config::Stores stores(smem_ + offsetof(Smem, stores) + warp * Config::Stores::kBytes, lane_);
     const KeptRows kept = kept_rows(1 + warp);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
@@ -269,7 +267,7 @@ class ForwardWgmmaTwoPhase {
   }
 
   FFPA_DEVICE uint32_t moves_smem(int group, int group_warp) const {
-    return ring_.slots_smem + Config::kMovesAt + (group * tile::kGroupWarps + group_warp) * MovedTiles::kBytes;
+    return smem_ + offsetof(Smem, moves) + (group * tile::kGroupWarps + group_warp) * MovedTiles::kBytes;
   }
 
   // ---- 1. P̃ of a tile ----
@@ -319,11 +317,6 @@ class ForwardWgmmaTwoPhase {
                                      for (int e = 0; e < 4; ++e) values[e] = out[4 * n + e];
                                    });
   }
-
-  const Arguments& arguments_;
-  const AttentionParams& params_;
-  int lane_, warp_;
-  Ring ring_;
 };
 
 template <class Config>

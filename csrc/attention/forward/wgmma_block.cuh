@@ -1,0 +1,49 @@
+// What the persistent forwards on wgmma have in common: the arguments of their kernel, and where a block has what in
+// shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/params/attention_params.h"
+#include "attention/rows/row_tiles.cuh"
+#include "base/compiler.h"
+#include "ptx/instructions.cuh"
+
+namespace ffpa {
+
+// Config::Smem plans the shared memory: it has slots and ring_barriers of Config::Ring; kept, the rows in work of each
+// warp; items, which is a Config::Items; and, where Q stays, q and q_barriers of Config::Queries.
+template <class Config>
+class WgmmaBlock {
+ protected:
+  using Arguments = typename Config::Arguments;
+  using Smem = typename Config::Smem;
+  using Ring = typename Config::Ring;
+
+  FFPA_DEVICE WgmmaBlock(const Arguments& arguments, const AttentionParams& params)
+      : arguments_(arguments),
+        params_(params),
+        lane_(ptx::lane_id()),
+        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
+        smem_(ptx::dynamic_smem()) {}
+
+  FFPA_DEVICE Ring ring(int i = 0) const {
+    return {smem_ + uint32_t(offsetof(Smem, slots)) + i * Ring::kBytes,
+            smem_ + uint32_t(offsetof(Smem, ring_barriers)) + i * Ring::kBarrierBytes};
+  }
+  FFPA_DEVICE KeptRows kept_rows(int keeper) const {
+    return KeptRows(smem_ + offsetof(Smem, kept) + keeper * KeptRows::kBytes);
+  }
+  FFPA_DEVICE auto item_queue() const { return typename Config::Items(smem_ + offsetof(Smem, items)); }
+  FFPA_DEVICE auto queries() const {
+    return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
+  }
+
+  const Arguments& arguments_;
+  const AttentionParams& params_;
+  int lane_, warp_;
+  uint32_t smem_;
+};
+
+}  // namespace ffpa
