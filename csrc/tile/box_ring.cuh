@@ -31,7 +31,6 @@ inline constexpr int kConsumerGroups = 2;
 inline constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / 32;
 inline constexpr int kCoreThreads = (1 + kConsumerGroups) * kGroupThreads;
 inline constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
-inline constexpr uint32_t kMostSmemBytes = 227 * 1024;  // bytes that a block can have where there is wgmma
 
 // Major says along which of its dimensions a box is contiguous.
 using Major = ptx::OperandMajor;

@@ -14,6 +14,7 @@ namespace ffpa::tile {
 inline constexpr int kChunkBytes = 16;
 inline constexpr int kChunkElements = 8;
 inline constexpr uint32_t kSmemOfEveryGpu = 99 * 1024;  // bytes that a block can have on every GPU from sm_80 on
+inline constexpr uint32_t kMostSmemBytes = 227 * 1024;  // bytes that a block can have where there is wgmma
 
 // Rows lie in one of two ways:
 //

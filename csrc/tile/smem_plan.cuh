@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "tile/box_ring.cuh"
+#include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {
 

@@ -11,6 +11,7 @@
 // O, the first steps of the next product are on their way.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "attention/forward/two_phase_tiles.cuh"
@@ -24,6 +25,7 @@
 #include "tile/fragments.cuh"
 #include "tile/kept_value.cuh"
 #include "tile/mma_core.cuh"
+#include "tile/smem_plan.cuh"
 #include "tile/tile_copy.cuh"
 
 namespace ffpa {
@@ -42,21 +44,21 @@ struct ForwardMmaTwoPhaseConfig : Fields {
   static constexpr int kThreads = ScoreCore::kThreads;
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
 
-  // Shared memory holds the core's; the rows in work, a copy for each warp; for each row, a number of each warp that
-  // has it; for each half of the rows, where references have moved; the row tile that the block has taken.
-  static constexpr uint32_t kKeptSmem = ScoreCore::kSmemBytes;
-  static constexpr uint32_t kSharedSmem = kKeptSmem + kThreads / 32 * KeptRows::kBytes;
   static constexpr int kQuarters = 4;
-  static constexpr uint32_t kMovesSmem = kSharedSmem + kQuarters * kRows * 4;
-  static constexpr uint32_t kTakenSmem = kMovesSmem + kThreads / 32 / kQuarters * MovedTiles::kBytes;
-  static constexpr uint32_t kSmemBytes = kTakenSmem + 4;
-  static_assert(kSmemBytes <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
+  struct Smem {
+    tile::SmemBytes<ScoreCore::kSmemBytes> core;
+    tile::SmemBytes<KeptRows::kBytes> kept[kThreads / 32];                    // the rows in work, a copy for each warp
+    float shared[kQuarters][kRows];                                           // a number of each warp that has a row
+    tile::SmemBytes<MovedTiles::kBytes, 4> moves[kThreads / 32 / kQuarters];  // where references have moved
+    uint32_t taken;                                                           // the row tile that the block has taken
+  };
+  static_assert(sizeof(Smem) <= tile::kSmemOfEveryGpu, "a block fits every GPU from sm_80 on");
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.grid.x = uint32_t(min_of(RowTiles<kRows>(params).count(), params.resident_blocks));
     shape.threads = kThreads;
-    shape.smem_bytes = kSmemBytes;
+    shape.smem_bytes = sizeof(Smem);
     shape.counter = Scratch(params).taken();
     return shape;
   }
@@ -112,7 +114,7 @@ class ForwardMmaTwoPhase {
 
  private:
   FFPA_DEVICE int take_row_tile() const {
-    const uint32_t smem = ptx::dynamic_smem() + Config::kTakenSmem;
+    const uint32_t smem = ptx::dynamic_smem() + offsetof(typename Config::Smem, taken);
     ptx::sync_block();  // all have read the number before
     if (ptx::thread_x() == 0) ptx::st_shared_4(smem, ptx::atom_add_global(scratch().taken(), 1));
     ptx::sync_block();
@@ -131,7 +133,7 @@ class ForwardMmaTwoPhase {
 
   FFPA_DEVICE typename Config::Scratch scratch() const { return typename Config::Scratch(params_); }
   FFPA_DEVICE KeptRows kept() const {
-    return KeptRows(ptx::dynamic_smem() + Config::kKeptSmem + warp_ * KeptRows::kBytes);
+    return KeptRows(ptx::dynamic_smem() + offsetof(typename Config::Smem, kept) + warp_ * KeptRows::kBytes);
   }
 
   // Return the quarter of keys and columns that the warp has, its first row, and the lane's row i of two.
@@ -147,7 +149,7 @@ class ForwardMmaTwoPhase {
   // caller sees to it that no warp still reads earlier values.
   template <class Combine>
   FFPA_DEVICE void share(float (&values)[2], const Combine& combine) const {
-    const uint32_t smem = ptx::dynamic_smem() + Config::kSharedSmem + row_of_lane(0) * 4;
+    const uint32_t smem = ptx::dynamic_smem() + offsetof(typename Config::Smem, shared) + row_of_lane(0) * 4;
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
       ptx::st_shared_4(smem + (quarter() * kRows + i * 32) * 4, float_bits(values[i]));
@@ -204,7 +206,7 @@ class ForwardMmaTwoPhase {
   }
 
   FFPA_DEVICE uint32_t moves_smem() const {
-    return ptx::dynamic_smem() + Config::kMovesSmem + warp_ / kQuarters * MovedTiles::kBytes;
+    return ptx::dynamic_smem() + offsetof(typename Config::Smem, moves) + warp_ / kQuarters * MovedTiles::kBytes;
   }
 
   // begin_keys() starts the copies of Q and of a tile of K, bring_keys() those of one more step.

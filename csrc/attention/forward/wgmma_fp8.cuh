@@ -18,8 +18,10 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
+#include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/fp8_params.h"
 #include "attention/row_state.cuh"
@@ -37,6 +39,7 @@
 #include "tile/fragment_output.cuh"
 #include "tile/fragments.cuh"
 #include "tile/smem_layout.cuh"
+#include "tile/smem_plan.cuh"
 
 namespace ffpa {
 
@@ -61,42 +64,34 @@ struct ForwardWgmmaFp8Config : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // registers of a thread
 
-  // Shared memory holds a ring for each warpgroup, of slots with a box of columns of K or a chunk of V, and as many as
-  // fit; Q; two tiles of P; the ones that P is multiplied with for its sums; references of P; sums of the rows, for
-  // each warpgroup; barriers of the rings, of Q, of P and of turns; for each warp, the rows in work and their scales;
-  // the row tiles.
   static constexpr int kProducers = tile::kConsumerGroups, kKeepers = kProducers + tile::kConsumerWarps;
   using Queries = QueryBoxes<kBoxes, 1>;
+  using Items = ItemQueue<>;
   using KeptScales = tile::KeptValue<RowScales>;
   static constexpr int kTilesOfP = 2;
-  static constexpr uint32_t kPBytes = tile::kBoxBytes, kOnesBytes = tile::kAtomBytes;
-  static constexpr uint32_t kReferenceBytes = kRows * 4, kSumBytes = kRows * 8;
-  static constexpr uint32_t kTurnBarrierBytes = (2 * kTilesOfP + tile::kConsumerGroups) * 8;
-  static constexpr uint32_t kOtherBytes = Queries::kBytes + kTilesOfP * (kPBytes + kReferenceBytes) + kOnesBytes +
-                                          tile::kConsumerGroups * kSumBytes + Queries::kBarrierBytes +
-                                          kTurnBarrierBytes + kKeepers * (KeptRows::kBytes + KeptScales::kBytes) +
-                                          ItemQueue<>::kBytes;
-  static constexpr uint32_t kSlotBytes = tile::kConsumerGroups * (kKeySteps * tile::kBoxBytes + 3 * 8);
-  static constexpr int kSlots = min_of(int((tile::kMostSmemBytes - kOtherBytes - 16) / kSlotBytes), 8);
   static_assert(kChunkColumns <= kKeys, "a slot holds a chunk of V, too");
-  using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;
-
-  static constexpr uint32_t kQueryAt = tile::kConsumerGroups * Ring::kBytes;
-  static constexpr uint32_t kPAt = kQueryAt + Queries::kBytes, kOnesAt = kPAt + kTilesOfP * kPBytes;
-  static constexpr uint32_t kReferencesAt = kOnesAt + kOnesBytes;
-  static constexpr uint32_t kSumsAt = kReferencesAt + kTilesOfP * kReferenceBytes;
-  static constexpr uint32_t kBarriersAt = kSumsAt + tile::kConsumerGroups * kSumBytes;
-  static constexpr uint32_t kQueryBarriersAt = kBarriersAt + tile::kConsumerGroups * Ring::kBarrierBytes;
-  static constexpr uint32_t kTurnBarriersAt = kQueryBarriersAt + Queries::kBarrierBytes;
-  static constexpr uint32_t kKeptAt = round_up(kTurnBarriersAt + kTurnBarrierBytes, 16u);
-  static constexpr uint32_t kScalesAt = kKeptAt + kKeepers * KeptRows::kBytes;
-  static constexpr uint32_t kItemsAt = kScalesAt + kKeepers * KeptScales::kBytes;
-  static constexpr uint32_t kSmemBytes = kItemsAt + ItemQueue<>::kBytes;
-  static_assert(kSmemBytes <= tile::kMostSmemBytes, "what a block has");
+  template <int kSlots>
+  struct SmemPlan {
+    using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;  // of boxes of columns of K, or of chunks of V
+    tile::SmemSlots<Ring> slots[tile::kConsumerGroups];
+    tile::SmemBytes<Queries::kBytes> q;
+    tile::SmemBytes<tile::kBoxBytes> p[kTilesOfP];
+    tile::SmemBytes<tile::kAtomBytes> ones;  // what P is multiplied with for its sums
+    float references[kTilesOfP][kRows];      // of P
+    float sums[tile::kConsumerGroups][kRows][2];
+    tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers[tile::kConsumerGroups];
+    tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
+    tile::SmemBarriers<(2 * kTilesOfP + tile::kConsumerGroups) * 8> turn_barriers;
+    tile::SmemBytes<KeptRows::kBytes> kept[kKeepers];
+    tile::SmemBytes<KeptScales::kBytes> scales[kKeepers];
+    tile::SmemBytes<Items::kBytes> items;
+  };
+  using Smem = SmemPlan<tile::most_slots<SmemPlan, 8>()>;
+  using Ring = typename Smem::Ring;
 
   static LaunchShape launch_shape(const Params& params) {
     const AttentionParams& attention = params.attention;
-    return persistent_shape(RowTiles<kRows>(attention).count(), attention.resident_blocks, kThreads, kSmemBytes,
+    return persistent_shape(RowTiles<kRows>(attention).count(), attention.resident_blocks, kThreads, sizeof(Smem),
                             reinterpret_cast<uint32_t*>(attention.scratch));
   }
 
@@ -119,10 +114,13 @@ struct ForwardWgmmaFp8Config : Fields {
 };
 
 template <class Config>
-class ForwardWgmmaFp8 {
+class ForwardWgmmaFp8 : WgmmaBlock<Config> {
+  using Base = WgmmaBlock<Config>;
+  using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
-  using Arguments = typename Config::Arguments;
+  using Smem = typename Config::Smem;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kDepth = 32;                               // depth of a product
@@ -136,16 +134,12 @@ class ForwardWgmmaFp8 {
   static constexpr float kPExponent = std::is_same<Element, E4M3>::value ? 8.75f : 15.75f;
 
  public:
-  FFPA_DEVICE explicit ForwardWgmmaFp8(const Arguments& arguments)
-      : arguments_(arguments),
-        params_(arguments.params.attention),
-        lane_(ptx::lane_id()),
-        warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),
-        smem_(ptx::dynamic_smem()) {}
+  FFPA_DEVICE explicit ForwardWgmmaFp8(const typename Config::Arguments& arguments)
+      : Base(arguments, arguments.params.attention) {}
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      ItemQueue<>(items_smem()).init(tile::kConsumerWarps + Config::kProducers - 1);
+      item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
         ptx::mbarrier_init(p_full(group), tile::kGroupWarps);
@@ -154,9 +148,9 @@ class ForwardWgmmaFp8 {
         ring(group).init();
       }
     }
-    if (ptx::thread_x() < Config::kOnesBytes / 16) {
+    if (ptx::thread_x() < sizeof(Smem::ones) / 16) {
       const uint32_t ones = ptx::pack4<Element>(1, 1, 1, 1);
-      ptx::st_shared_16(smem_ + Config::kOnesAt + ptx::thread_x() * 16, {ones, ones, ones, ones});
+      ptx::st_shared_16(smem_ + offsetof(Smem, ones) + ptx::thread_x() * 16, {ones, ones, ones, ones});
       ptx::fence_proxy_async();
     }
     ptx::sync_block();
@@ -166,28 +160,19 @@ class ForwardWgmmaFp8 {
 
  private:
   // Keepers are the producers and the warps that multiply.
-  FFPA_DEVICE KeptRows kept_rows(int keeper) const {
-    return KeptRows(smem_ + Config::kKeptAt + keeper * KeptRows::kBytes);
-  }
   FFPA_DEVICE typename Config::KeptScales kept_scales(int keeper) const {
     using KeptScales = typename Config::KeptScales;
-    return KeptScales(smem_ + Config::kScalesAt + keeper * KeptScales::kBytes);
+    return KeptScales(smem_ + offsetof(Smem, scales) + keeper * KeptScales::kBytes);
   }
-  FFPA_DEVICE uint32_t items_smem() const { return smem_ + Config::kItemsAt; }
-  FFPA_DEVICE typename Config::Queries queries() const {
-    return {smem_ + Config::kQueryAt, smem_ + Config::kQueryBarriersAt};
-  }
-  FFPA_DEVICE Ring ring(int group) const {
-    return {smem_ + group * Ring::kBytes, smem_ + Config::kBarriersAt + group * Ring::kBarrierBytes};
-  }
+
   // These are barriers of the tiles of P that a warpgroup makes. p_full() says that one is there, p_empty() that all
   // have read it, turn() that it is the warpgroup's turn: the other has S of the tile before.
-  FFPA_DEVICE uint32_t p_full(int group) const { return smem_ + Config::kTurnBarriersAt + group * 8; }
+  FFPA_DEVICE uint32_t p_full(int group) const { return smem_ + offsetof(Smem, turn_barriers) + group * 8; }
   FFPA_DEVICE uint32_t p_empty(int group) const { return p_full(Config::kTilesOfP + group); }
   FFPA_DEVICE uint32_t turn(int group) const { return p_empty(Config::kTilesOfP + group); }
-  FFPA_DEVICE uint32_t p_smem(int group) const { return smem_ + Config::kPAt + group * Config::kPBytes; }
+  FFPA_DEVICE uint32_t p_smem(int group) const { return smem_ + offsetof(Smem, p) + group * tile::kBoxBytes; }
   FFPA_DEVICE uint32_t reference_of(int group, int r) const {
-    return smem_ + Config::kReferencesAt + group * Config::kReferenceBytes + r * 4;
+    return smem_ + offsetof(Smem, references) + group * (kRows * 4) + r * 4;
   }
 
   // Return the warpgroup that turns a tile into P, and the tile's parity among those of that warpgroup; `tile` counts
@@ -200,7 +185,7 @@ class ForwardWgmmaFp8 {
   FFPA_DEVICE void produce(int group) const {
     tile::BoxProducer<Ring> producer(ring(group), lane_);
     const KeptRows kept = kept_rows(group);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     uint32_t parity = 1, counted = 0;  // `counted` goes on over all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
@@ -270,7 +255,7 @@ class ForwardWgmmaFp8 {
     const KeptRows kept = kept_rows(keeper);
     const typename Config::KeptScales scales = kept_scales(keeper);
     Slots slots(ring(group), lane_);
-    ItemQueue<> items(items_smem());
+    auto items = item_queue();
     uint32_t parity = 0, counted = 0;  // `counted` goes on over all row tiles
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
@@ -363,7 +348,8 @@ class ForwardWgmmaFp8 {
     for (int h = 0; h < 2; ++h) reference[h] = float_from_bits(ptx::ld_shared_4(reference_of(maker, row_of(h, at))));
     follow(out, state, reference);
     const float part[2] = {growth(reference[0], state.of_out[0]), growth(reference[1], state.of_out[1])};
-    const uint64_t p = tile::boxes_descriptor(p_smem(maker)), ones = tile::boxes_descriptor(smem_ + Config::kOnesAt);
+    const uint64_t p = tile::boxes_descriptor(p_smem(maker)),
+                   ones = tile::boxes_descriptor(smem_ + offsetof(Smem, ones));
     FFPA_UNROLL
     for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
       Chunk products;
@@ -454,7 +440,7 @@ class ForwardWgmmaFp8 {
 
   FFPA_DEVICE int row_of(int h, const WarpPlace& at) const { return at.row + tile::c_coordinate(lane_, 2 * h).row; }
   FFPA_DEVICE uint32_t sum_of(int group, int r) const {
-    return smem_ + Config::kSumsAt + group * Config::kSumBytes + r * 8;
+    return smem_ + offsetof(Smem, sums) + group * (kRows * 8) + r * 8;
   }
 
   static FFPA_DEVICE void meet_other_group() { ptx::bar_sync(1, tile::kConsumerGroups * tile::kGroupThreads); }
@@ -475,11 +461,6 @@ class ForwardWgmmaFp8 {
   static FFPA_DEVICE float scale_of(const float* data, const ScaleView& scales, int block) {
     return data == nullptr ? 1.0f : float_from_bits(ptx::ld_global_4(data + block * scales.block_stride));
   }
-
-  const Arguments& arguments_;
-  const AttentionParams& params_;
-  int lane_, warp_;
-  uint32_t smem_;
 };
 
 template <class Config>

@@ -59,6 +59,7 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
     tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
     tile::SmemBytes<Items::kBytes> items;
   };
+  static_assert(sizeof(Smem) <= tile::kMostSmemBytes, "what a block has");
 
   static LaunchShape launch_shape(const Params& params) {
     return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, sizeof(Smem),
