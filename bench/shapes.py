@@ -241,6 +241,39 @@ def draw(found: Sequence[Measured], path: Path) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
+def draw_small(found: Sequence[Measured], path: Path) -> None:
+    """Draws one panel: a line for each kind of call, a column for each head dim, the median share of its cells."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def kind(m: Measured) -> str:
+        notes = [name for name in ("causal", "backward") if m.cell.kind == "square" and getattr(m.cell.work, name)]
+        return ", ".join([m.cell.kind, *notes])
+
+    dims, kinds = sorted({m.cell.work.d for m in found}), list(dict.fromkeys(map(kind, found)))
+    figure, panel = plt.subplots(figsize=(6, 0.3 * len(kinds) + 0.6))
+    shares = [[float("nan")] * len(dims) for _ in kinds]
+    for line, of_kind in enumerate(kinds):
+        for column, d in enumerate(dims):
+            cells = [m.share for m in found if kind(m) == of_kind and m.cell.work.d == d]
+            if not cells:
+                continue
+            share = shares[line][column] = statistics.median(cells)
+            colour = "white" if share > 0.7 else "black"
+            panel.text(column, line, f"{share:.0%}", ha="center", va="center", fontsize=7, color=colour)
+    panel.imshow(shares, aspect="auto", vmin=0, vmax=1, cmap="Greens")
+    panel.set_yticks(range(len(kinds)), kinds, fontsize=8)
+    panel.set_xticks(range(len(dims)), [f"D = {d}" for d in dims], fontsize=8)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _draw_both(found: Sequence[Measured], stem: str) -> None:
+    draw(found, RESULTS / f"{stem}.png")
+    draw_small(found, RESULTS / f"{stem}_small.png")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--write", metavar="NAME", help="write the record, and draw the map")
@@ -250,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="measure two small cells, on any machine")
     chosen = parser.parse_args(arguments)
     if chosen.draw:
-        draw(load(chosen.draw), RESULTS / f"{chosen.draw}.png")
+        _draw_both(load(chosen.draw), chosen.draw)
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not chosen.quick:
@@ -261,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{summary(found)}")
     if chosen.write:
         save(found, chosen.write)
-        draw(found, RESULTS / f"{chosen.write}.png")
+        _draw_both(found, chosen.write)
     return 0
 
 
