@@ -85,13 +85,7 @@ class ShortRows : public ShortHead<Config> {
   }
 
  protected:
-  using Head::attention_;
-  using Head::batch_;
-  using Head::load_float;
-  using Head::lse_row;
-  using Head::n_q;
-  using Head::params_;
-  using Head::q_;
+  using Head::attention_, Head::params_, Head::batch_, Head::q_, Head::n_q, Head::load_float, Head::lse_row;
 
   int thread_, lane_;
   int warp_row_;  // first row of the warp in a row tile, and its first key for dK and dV
