@@ -51,7 +51,6 @@ _ROWS_FIXED = {
     "FFPA_PV_STAGES": None,
 }
 
-_MOST_BLOCKS = 2**31 - 1
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
 _ROW_TILE_BYTES = 48  # bytes of shared memory, as KeptRows::kBytes says
 _KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes of the split-D kernel says
@@ -263,7 +262,7 @@ def _cheapest(
     cost, best = min(plans, key=lambda plan: plan[0])
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
     blocks = row_tiles.count(p, best.spec.rows, best.tile_heads) * groups * best.splits
-    if blocks > _MOST_BLOCKS:
+    if blocks > row_tiles.MOST_TILES:
         return f"{best.spec.name} needs more blocks than a grid holds"
     return best._replace(microseconds=cost)
 
