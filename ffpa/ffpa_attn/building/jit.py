@@ -28,11 +28,6 @@ from .toolchain import BuildError
 _LONGEST_BUILD = 24 * 3600  # seconds
 
 
-def _key(spec: KernelSpec, target: str) -> str:
-    parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
-    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:16]
-
-
 @contextmanager
 def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
     """Gives the library of this kernel for this GPU, ready to load, compiled now if the cache lacks a whole one."""
@@ -40,7 +35,9 @@ def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
     target = archs.exact_target(spec.arch, gpu)
     directory = cache.open_cache()
-    stem = f"{spec.name}-{target}-{_key(spec, target)}"
+    compiled_from = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
+    key = hashlib.sha256(os.fsencode("\0".join(compiled_from))).hexdigest()[:16]
+    stem = f"{spec.name}-{target}-{key}"
     path = directory / f"{stem}.so"
     with ExitStack() as closing:
         found = closing.enter_context(cache.opened(path))
