@@ -1,9 +1,8 @@
 """This module has one ninja build for the wheel's library and for one compiled on demand, and a gate for every kernel.
 
-ptxas says what each kernel uses. Instructions of wgmma that had to be serialized fail the build: they cost more than
-the kernel gains. So do spills above the spec's allowance, with the nvcc release that the kernels are measured with;
-another may keep registers in other ways, and its spills are told in one sentence. What ptxas said of the kernels that
-pass is kept as their record.
+Instructions of wgmma that had to be serialized fail the build: they cost more than the kernel gains. So do spills above
+the spec's allowance, with the nvcc release that the kernels are measured with; another may keep registers in other
+ways, and its spills are told in one sentence.
 """
 
 from __future__ import annotations
@@ -262,16 +261,12 @@ def run_ninja(
     status = sessions.run(command, heard, toolchain.build_environment(), pass_fds=(lock,), umask=umask)
     if status != 0:
         failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
-        shown = "see above" if verbose else "\n" + _ends(output[failed:])
+        lines = output[failed:]
+        if len(lines) > _FIRST_LINES + _LAST_LINES:  # they say what went wrong first, and what ninja says of it last
+            lines[_FIRST_LINES:-_LAST_LINES] = ["...\n"]
+        shown = "see above" if verbose else "\n" + "".join(lines).rstrip()
         cause = subprocess.CalledProcessError(status, command) if status < 0 else None
         raise BuildError(f"`{shlex.join(command)}` failed: {shown}") from cause
-
-
-def _ends(lines: list[str]) -> str:
-    """Returns what went wrong first, and what ninja says of it last."""
-    if len(lines) > _FIRST_LINES + _LAST_LINES:
-        lines = [*lines[:_FIRST_LINES], "...\n", *lines[-_LAST_LINES:]]
-    return "".join(lines).rstrip()
 
 
 # ---- the wheel's library ----

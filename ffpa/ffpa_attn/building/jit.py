@@ -1,8 +1,7 @@
-"""Compiles kernels on demand: one library for one spec and one GPU, kept in a cache that only its owner can write.
+"""Compiles kernels on demand: one library for one spec and one GPU, which appears in the cache whole or not at all.
 
-A library appears in the cache whole or not at all: it is built in a directory of its own and renamed, with the record
-of its kernel and a digest at its end. Processes that want the same one wait for the first on a file lock, which the
-kernel drops when its holder dies; where another machine does not see that lock, both build, and the last rename stands.
+Processes that want the same one wait for the first on a file lock; where another machine does not see that lock, both
+build, and the last rename stands.
 """
 
 from __future__ import annotations
