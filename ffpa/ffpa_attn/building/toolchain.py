@@ -18,11 +18,8 @@ from .. import env
 
 MEASURED_NVCC = "13.0"  # the release whose kernels are measured, and that CI holds to the last spilled register
 NVCC_OF_PYPI = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime")  # one release throughout
-GET_NVCC = (
-    "pip install "
-    + " ".join(f'"{name}=={MEASURED_NVCC}.*"' for name in NVCC_OF_PYPI)
-    + " ninja, or set CUDA_HOME to a CUDA toolkit"
-)
+_PACKAGES = " ".join(f'"{name}=={MEASURED_NVCC}.*"' for name in NVCC_OF_PYPI)
+GET_NVCC = f"pip install {_PACKAGES} ninja, or set CUDA_HOME to a CUDA toolkit"
 NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
 OLDEST_NVCC = 12  # the first release that knows sm_90a
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)

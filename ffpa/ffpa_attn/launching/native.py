@@ -59,11 +59,6 @@ def gpu_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def is_built(spec: KernelSpec, gpu: str) -> bool:
     """Says whether the wheel's library holds the kernel in a form that this GPU runs."""
     built = (record() or {"kernels": {}})["kernels"].get(spec.name)
