@@ -17,18 +17,19 @@ _package = types.ModuleType("ffpa_attn")
 _package.__path__ = [str(ROOT / "ffpa" / "ffpa_attn")]
 sys.modules["ffpa_attn"] = _package
 
-from ffpa_attn.building import build, cache  # noqa: E402
+from ffpa_attn.building import build, cache, toolchain  # noqa: E402
 
 
 class BuildPackage(build_py):
     """Ships csrc/ inside the package; an editable install finds it in the repository."""
 
     def run(self):
+        package = Path(self.build_lib) / "ffpa_attn"
+        if not self.editable_mode:  # an earlier build may have left modules there that are no more
+            shutil.rmtree(package, ignore_errors=True)
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib) / "ffpa_attn" / "csrc"
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / "csrc", target)
+            shutil.copytree(ROOT / "csrc", package / "csrc")
 
 
 class BuildLibrary(build_ext):
@@ -44,8 +45,8 @@ class BuildLibrary(build_ext):
 
 
 def main():
-    missing = build.why_no_library()
-    if missing:
+    missing = None if toolchain.find_nvcc() else toolchain.why_no_build()
+    if missing:  # Triton's and PyTorch's kernels need no library
         print(f"ffpa_attn: building a Python-only package: {missing}", file=sys.stderr)
     directory = ROOT / "build"
     directory.mkdir(exist_ok=True)

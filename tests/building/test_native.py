@@ -182,7 +182,7 @@ def test_library_reports_versions_and_wrong_files(native, tmp_path):
     with pytest.raises(RuntimeError, match="holds no kernel named another"):
         native.load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
     with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
-        native.address("nobody")
+        native.launcher("nobody", 0)
 
 
 def test_parameters_of_another_version_are_refused(native):

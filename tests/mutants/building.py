@@ -56,7 +56,7 @@ MUTANTS = [
         "tests/building/test_sessions.py",
         ("ninja: the lock is its parent's alone", "pass_fds=(lock,)", "pass_fds=()"),
         ("ninja: nobody says that it was killed", "if status < 0 else None", "if False else None"),
-        ("ninja: the end of its output is lost", ', *lines[-_LAST_LINES:]]', "]"),
+        ("ninja: the end of its output is lost", "lines[_FIRST_LINES:-_LAST_LINES] = ", "lines[_FIRST_LINES:] = "),
     ),
     *edits_in(
         "building/toolchain.py",

@@ -159,7 +159,7 @@ MUTANTS = [
         ("words: a copy that keeps strides", '"clone" if problem.startswith("starts") else "contiguous"', '"clone"'),
     ),
     *edits_in(
-        "launching/availability.py",
+        "launching/native.py",
         "tests/backends/test_choice.py",
         ("explain: a wheel holds all kernels", "archs.targets(spec.arch, archs.requested(flags)) if spec in aot_specs(flags) else ()", '(f"compute_{gpu[3:]}",)'),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..launching import availability
+from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
 from . import backward, fused, fused_fp8, two_phase
@@ -33,7 +33,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if too_old:
         return f"{plan.kernel} cannot run: {too_old}"
     slower = None if flags["FFPA_BACKEND"] == "hopper" else _why_slower(p, plan, flags)
-    return slower or availability.why_not(plan, p) or plan
+    return slower or native.why_not_all(plan, p) or plan
 
 
 def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..launching import availability
+from ..launching import native
 from ..specs.spec import FP8_DTYPES, Problem
 from . import backward, backward_short, forward_short, levels, two_phase
 from .backward import BackwardPlan
@@ -27,12 +27,12 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.device != "cuda":
         return f"mma kernels run on CUDA GPUs, and the tensors are on the {p.device}"
     plan = _family(p, flags)
-    if isinstance(plan, (TwoPhasePlan, ForwardShortPlan)) and availability.why_not(plan, p):
+    if isinstance(plan, (TwoPhasePlan, ForwardShortPlan)) and native.why_not_all(plan, p):
         plan = levels.plan(p, flags)
     if isinstance(plan, ShortPlan):
         slower = None if flags["FFPA_BACKEND"] == "mma" else backward_short.why_slower(p)
-        plan = _five_products(p, flags) if slower or availability.why_not(plan, p) else plan
-    return plan if isinstance(plan, str) else availability.why_not(plan, p) or plan
+        plan = _five_products(p, flags) if slower or native.why_not_all(plan, p) else plan
+    return plan if isinstance(plan, str) else native.why_not_all(plan, p) or plan
 
 
 def _family(p: Problem, flags: Mapping[str, Any]) -> Plan | str:

@@ -1,9 +1,8 @@
 """This module has one ninja build for the wheel's library and for one compiled on demand, and a gate for every kernel.
 
-ptxas says what each kernel uses. Instructions of wgmma that had to be serialized fail the build: they cost more than
-the kernel gains. So do spills above the spec's allowance, with the nvcc release that the kernels are measured with;
-another may keep registers in other ways, and its spills are told in one sentence. What ptxas said of the kernels that
-pass is kept as their record.
+Instructions of wgmma that had to be serialized fail the build: they cost more than the kernel gains. So do spills above
+the spec's allowance, with the nvcc release that the kernels are measured with; another may keep registers in other
+ways, and its spills are told in one sentence.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ def csrc() -> Path:
     raise BuildError(f"the C++ sources (csrc/) are not in {package}; install ffpa-cuda again")
 
 
+def _hash_of(files: Iterable[Path]) -> str:
+    content = b"".join(f"{file.name}\0".encode() + file.read_bytes() + b"\0" for file in files)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 @cache
 def sources_hash() -> str:
     """Returns a hash that changes with what nvcc reads and with the text around it; the emulator is neither."""
-    digest = hashlib.sha256()
     root = csrc()
-    files = {path.relative_to(root): path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
-    files = {name: path for name, path in files.items() if "emulated" not in name.parts}
-    files |= {Path(path).name: path for path in (Path(generation.__file__), Path(__file__))}
-    for name in sorted(files, key=str):
-        digest.update(f"{name}\0".encode() + files[name].read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
+    compiled = [file for file in files if "emulated" not in file.relative_to(root).parts]
+    return _hash_of([*compiled, Path(generation.__file__), Path(__file__)])
 
 
 @cache
 def params_hash() -> str:
     """Returns a hash of the structs that Python fills in for kernels."""
-    headers = sorted((csrc() / "attention" / "params").glob("*.h"))
-    return hashlib.sha256(b"\0".join(header.read_bytes() for header in headers)).hexdigest()[:16]
+    return _hash_of(sorted((csrc() / "attention" / "params").glob("*.h")))
 
 
 # ---- the gate ----
@@ -79,7 +78,7 @@ class Resources(NamedTuple):
     smem_bytes: int = 0  # bytes of static shared memory
 
 
-_FUNCTION = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_FUNCTION = re.compile(r"Compiling entry function '\S+' for '(\w+)'")
 # These find the numbers of Resources, in the same order.
 _USAGE = (
     r"Used (\d+) registers",
@@ -93,8 +92,8 @@ _WGMMA = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
 def parse_ptxas(log: str) -> dict[str, Resources]:
     """Returns target -> resources, from the output of `ptxas -v`."""
     used: dict[str, Resources] = {}
-    pieces = _FUNCTION.split(log)  # [what comes before, then function, target, text of each function]
-    for target, text in zip(pieces[2::3], pieces[3::3], strict=True):
+    pieces = _FUNCTION.split(log)  # [what comes before, then target, text of each function]
+    for target, text in zip(pieces[1::2], pieces[2::2], strict=True):
         numbers = (sum(map(int, re.findall(pattern, text))) for pattern in _USAGE)
         used[target] = Resources(*map(max, used.get(target, Resources()), numbers))
     return used
@@ -184,11 +183,10 @@ def compile_library(
     kernels: Mapping[KernelSpec, tuple[str, ...]],
     directory: Path,
     torch: toolchain.Torch | None = None,
-    verbose: bool = False,
 ) -> tuple[Path, dict[str, dict[str, Resources]]]:
     """Compiles each spec to its targets in `directory`; returns the library, and spec name -> target -> resources.
 
-    With `torch` the registry and the operators are part of it, as in the wheel's library.
+    With `torch` this is the wheel's library: the registry and the operators are part of it, and ninja is heard.
     """
     if why := toolchain.why_no_build():
         raise BuildError(why)
@@ -218,7 +216,7 @@ def compile_library(
                 objects[f"{source.parent.name}_{source.stem}.o"] = Object("host", source)
         library = directory / "library.so"
         write_ninja(directory / "build.ninja", _RULES, variables, objects, library.name)
-        run_ninja(directory, lock, verbose)
+        run_ninja(directory, lock, verbose=torch is not None)
         return library, _gate_all(kernels, directory, nvcc)
 
 
@@ -263,16 +261,12 @@ def run_ninja(
     status = sessions.run(command, heard, toolchain.build_environment(), pass_fds=(lock,), umask=umask)
     if status != 0:
         failed = next((i for i, line in enumerate(output) if line.startswith("FAILED")), 0)
-        shown = "see above" if verbose else "\n" + _ends(output[failed:])
+        lines = output[failed:]
+        if len(lines) > _FIRST_LINES + _LAST_LINES:  # they say what went wrong first, and what ninja says of it last
+            lines[_FIRST_LINES:-_LAST_LINES] = ["...\n"]
+        shown = "see above" if verbose else "\n" + "".join(lines).rstrip()
         cause = subprocess.CalledProcessError(status, command) if status < 0 else None
         raise BuildError(f"`{shlex.join(command)}` failed: {shown}") from cause
-
-
-def _ends(lines: list[str]) -> str:
-    """Returns what went wrong first, and what ninja says of it last."""
-    if len(lines) > _FIRST_LINES + _LAST_LINES:
-        lines = [*lines[:_FIRST_LINES], "...\n", *lines[-_LAST_LINES:]]
-    return "".join(lines).rstrip()
 
 
 # ---- the wheel's library ----
@@ -295,11 +289,6 @@ def wheel_kernels() -> dict[KernelSpec, tuple[str, ...]]:
     return kernels
 
 
-def why_no_library() -> str | None:
-    """Says why a build here gives a Python-only package (Triton and PyTorch kernels); None when it need not."""
-    return None if toolchain.find_nvcc() else toolchain.why_no_build()
-
-
 def build_wheel_library(directory: Path, destination: Path) -> None:
     """Compiles the wheel's library to `destination`, with its record beside it."""
     torch = toolchain.find_torch()
@@ -311,7 +300,7 @@ def build_wheel_library(directory: Path, destination: Path) -> None:
     if torch.release < OLDEST_TORCH:
         raise BuildError(f"PyTorch is {torch.version}; its headers are needed from 2.10 on: install a newer one")
     kernels = wheel_kernels()
-    library, resources = compile_library(kernels, directory, torch, verbose=True)
+    library, resources = compile_library(kernels, directory, torch)
     destination.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "sources": sources_hash(),

@@ -1,8 +1,7 @@
-"""Compiles kernels on demand: one library for one spec and one GPU, kept in a cache that only its owner can write.
+"""Compiles kernels on demand: one library for one spec and one GPU, which appears in the cache whole or not at all.
 
-A library appears in the cache whole or not at all: it is built in a directory of its own and renamed, with the record
-of its kernel and a digest at its end. Processes that want the same one wait for the first on a file lock, which the
-kernel drops when its holder dies; where another machine does not see that lock, both build, and the last rename stands.
+Processes that want the same one wait for the first on a file lock; where another machine does not see that lock, both
+build, and the last rename stands.
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ from .toolchain import BuildError
 _LONGEST_BUILD = 24 * 3600  # seconds
 
 
-def _key(spec: KernelSpec, target: str) -> str:
-    parts = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
-    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:16]
-
-
 @contextmanager
 def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
     """Gives the library of this kernel for this GPU, ready to load, compiled now if the cache lacks a whole one."""
@@ -40,7 +34,9 @@ def opened(spec: KernelSpec, gpu: str) -> Iterator[tuple[Path, cache.Library]]:
         raise BuildError(f"{spec.name} is not built for {gpu}, and {reason}")
     target = archs.exact_target(spec.arch, gpu)
     directory = cache.open_cache()
-    stem = f"{spec.name}-{target}-{_key(spec, target)}"
+    compiled_from = (generation.instance_source(spec), target, build.sources_hash(), toolchain.compilers())
+    key = hashlib.sha256(os.fsencode("\0".join(compiled_from))).hexdigest()[:16]
+    stem = f"{spec.name}-{target}-{key}"
     path = directory / f"{stem}.so"
     with ExitStack() as closing:
         found = closing.enter_context(cache.opened(path))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _PATIENCE = 3.0  # seconds that a program may take to end once it was asked to
 
@@ -51,13 +52,8 @@ def end(session: int) -> None:
 
 def _members(session: int) -> Iterator[int]:
     """Gives the processes of a session that still run; ninja puts each compiler into a group of its own."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if os.getsid(int(entry)) == session and not _is_dead(int(entry)):
-                yield int(entry)
-
-
-def _is_dead(process: int) -> bool:
-    """Says whether a process is dead: it keeps its number until its parent has asked for its status."""
-    with open(f"/proc/{process}/stat", errors="replace") as stat:
-        return stat.read().rpartition(")")[2].split()[0] in "ZX"
+            state, _, _, its_session, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(its_session) == session and state not in "ZX":  # a dead one is there until its parent asks for it
+                yield int(stat.parent.name)

@@ -9,20 +9,17 @@ import platform
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import env
 
 MEASURED_NVCC = "13.0"  # the release whose kernels are measured, and that CI holds to the last spilled register
 NVCC_OF_PYPI = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime")  # one release throughout
-GET_NVCC = (
-    "pip install "
-    + " ".join(f'"{name}=={MEASURED_NVCC}.*"' for name in NVCC_OF_PYPI)
-    + " ninja, or set CUDA_HOME to a CUDA toolkit"
-)
+_PACKAGES = " ".join(f'"{name}=={MEASURED_NVCC}.*"' for name in NVCC_OF_PYPI)
+GET_NVCC = f"pip install {_PACKAGES} ninja, or set CUDA_HOME to a CUDA toolkit"
 NO_NINJA = "there is no ninja on PATH or from PyPI; the way out: pip install ninja"
 OLDEST_NVCC = 12  # the first release that knows sm_90a
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
@@ -32,8 +29,7 @@ class BuildError(RuntimeError):
     """Says that something could not be compiled; the message says what, why, and the way out."""
 
 
-@dataclass(frozen=True)
-class Nvcc:
+class Nvcc(NamedTuple):
     path: Path
     found: str  # how it was found
 
@@ -84,11 +80,16 @@ def find_nvcc() -> Nvcc | None:
         return Nvcc(nvcc, "CUDA_HOME")
     if on_path := which("nvcc"):
         return Nvcc(on_path, "PATH")
-    spec = importlib.util.find_spec("nvidia")
-    for place in (spec and spec.submodule_search_locations) or ():
-        for nvcc in sorted(Path(place).glob("cu[0-9]*/bin/nvcc"), reverse=True):
+    for place in _places("nvidia"):
+        for nvcc in sorted(place.glob("cu[0-9]*/bin/nvcc"), reverse=True):
             return Nvcc(nvcc, "PyPI's nvidia-cuda-nvcc")
     return None
+
+
+def _places(package: str) -> list[Path]:
+    """Returns the folders of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
 
 
 def which(name: str, path: str | None = None) -> Path | None:
@@ -126,9 +127,8 @@ def compilers() -> str:
 
 def find_ninja() -> Path | None:
     """Prefers this environment's ninja to PATH's: of two releases, each takes all the other made for out of date."""
-    spec = importlib.util.find_spec("ninja")
-    for place in (spec and spec.submodule_search_locations) or ():
-        for ninja in (Path(place) / "data" / "bin" / "ninja", Path(place).parents[3] / "bin" / "ninja"):
+    for place in _places("ninja"):
+        for ninja in (place / "data" / "bin" / "ninja", place.parents[3] / "bin" / "ninja"):
             if ninja.exists():
                 return ninja.absolute()
     return which("ninja")
@@ -151,8 +151,7 @@ def why_no_build() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Torch:
+class Torch(NamedTuple):
     include: Path
     lib: Path
     version: str

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from . import native, structs
 
-_MAP_BYTES = 128
-
 
 class Address(NamedTuple):
     """This parameter is the address of a tensor of this name."""
@@ -29,6 +27,9 @@ class TensorMap(NamedTuple):
     box: Sequence[int]
 
 
+_SIZES = {Address: 8, TensorMap: 128}
+
+
 class Kernel(NamedTuple):
     name: str
     function: int  # its CUfunction
@@ -42,9 +43,7 @@ def image(parameters: Sequence[bytes | Address | TensorMap]) -> tuple[bytes, lis
     """Returns (the bytes of all parameters, where each begins, its size); what a call fills in is 0."""
     data, places, sizes = bytearray(), [], []
     for parameter in parameters:
-        content = parameter if isinstance(parameter, bytes) else bytes(8)
-        if isinstance(parameter, TensorMap):
-            content = bytes(_MAP_BYTES)
+        content = parameter if isinstance(parameter, bytes) else bytes(_SIZES[type(parameter)])
         data += bytes(-len(data) % len(content))  # each is aligned to its own size
         places.append(len(data))
         sizes.append(len(content))
@@ -63,20 +62,19 @@ def launcher(kernels: Sequence[Kernel], places: Mapping[str, tuple[int, int]], d
         kept.append((kind * len(values))(*values))
         return ctypes.addressof(kept[-1])
 
-    def base(place: int, tensor: str) -> ctypes.Structure:
-        return structs.struct("AddressParameter")(place, *places[tensor])
+    def base(start: int, of: Address | TensorMap) -> ctypes.Structure:
+        return structs.struct("AddressParameter")(start, *places[of.tensor])
+
+    def tensor_map(start: int, x: TensorMap) -> ctypes.Structure:
+        lists = (ctypes.c_uint64, x.size), (ctypes.c_uint64, x.stride_bytes), (ctypes.c_uint32, x.box)
+        pointers = [pointer(*one) for one in lists]
+        return structs.struct("MapParameter")(base(start, x), x.type, x.swizzle, len(x.size), *pointers)
 
     def described(kernel: Kernel) -> ctypes.Structure:
         data, starts, sizes = image(kernel.parameters)
-        addresses, maps = [], []
-        for parameter, start in zip(kernel.parameters, starts, strict=True):
-            if isinstance(parameter, Address):
-                addresses.append(base(start, parameter.tensor))
-            elif isinstance(parameter, TensorMap):
-                tensor, kind, swizzle, size, stride_bytes, box = parameter
-                numbers = (ctypes.c_uint64, size), (ctypes.c_uint64, stride_bytes), (ctypes.c_uint32, box)
-                pointers = [pointer(*x) for x in numbers]
-                maps.append(structs.struct("MapParameter")(base(start, tensor), kind, swizzle, len(size), *pointers))
+        placed = list(zip(starts, kernel.parameters, strict=True))
+        addresses = [base(start, x) for start, x in placed if isinstance(x, Address)]
+        maps = [tensor_map(start, x) for start, x in placed if isinstance(x, TensorMap)]
         return structs.struct("CompiledKernel")(
             name=pointer(ctypes.c_char, kernel.name.encode() + b"\0"),
             function=kernel.function,

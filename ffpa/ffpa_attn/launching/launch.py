@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -56,9 +56,12 @@ def _emulated(spec: KernelSpec, uses: tuple[str, ...], params: bytes, tensors) -
     emulated.launch(spec, params, memory)
 
 
+_properties = cache(torch.cuda.get_device_properties)
+
+
 def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
-        return native.multiprocessors(device)
+        return _properties(device).multi_processor_count
     from . import emulated
 
     return emulated.RESIDENT_BLOCKS

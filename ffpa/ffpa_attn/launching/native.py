@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from .. import env
 from ..building import build, jit, toolchain
 from ..specs import archs
-from ..specs.spec import KernelSpec
+from ..specs.spec import KernelSpec, Problem, aot_specs
 from ..support.transient import is_transient
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,11 +59,6 @@ def gpu_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def is_built(spec: KernelSpec, gpu: str) -> bool:
     """Says whether the wheel's library holds the kernel in a form that this GPU runs."""
     built = (record() or {"kernels": {}})["kernels"].get(spec.name)
@@ -85,6 +81,23 @@ def why_not(spec: KernelSpec, gpu: str) -> str | None:
         return None
     reason = toolchain.why_no_build()
     return f"{spec.name} is not built for {gpu}, and {reason}" if reason else None
+
+
+def _why_not_in_a_wheel(spec: KernelSpec, gpu: str) -> str | None:
+    """Says why an installation built as the flags say could not run the kernel on this GPU; None where it could."""
+    reason = archs.why_not_on(spec.arch, gpu)
+    if reason:
+        return f"{spec.name} cannot run: {reason}"
+    flags = env.all_flags()
+    targets = archs.targets(spec.arch, archs.requested(flags)) if spec in aot_specs(flags) else ()
+    reason = None if any(archs.runs(target, gpu) for target in targets) else toolchain.why_no_build()
+    return f"no wheel holds {spec.name} for {gpu}, and {reason}" if reason else None
+
+
+def why_not_all(plan, p: Problem) -> str | None:
+    """Says why one of the plan's kernels cannot run on the problem's GPU, here or in an installed wheel, or None."""
+    of_one = _why_not_in_a_wheel if p.supposed else why_not
+    return next((reason for spec in plan.specs if (reason := of_one(spec, p.arch))), None)
 
 
 def driver_problem(runtime: int, driver: int) -> str | None:
@@ -150,20 +163,15 @@ def load_kernel(path: str, spec: str, name: str) -> None:
     _raise(load(os.fsencode(path), spec.encode(), name.encode()))
 
 
-def address(name: str) -> int:
-    """Returns where a registered kernel lies in memory."""
-    found = ctypes.c_void_p()
-    find = _function("ffpa_find_kernel", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
-    _raise(find(name.encode(), ctypes.byref(found)))
-    return found.value
-
-
 def launcher(name: str, device: int) -> Callable[[bytes], None]:
     """Returns what enqueues a registered kernel on PyTorch's current stream. What its params point to must live until
     then, as a caller's tensors do.
     """
+    found = ctypes.c_void_p()
+    find = _function("ffpa_find_kernel", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+    _raise(find(name.encode(), ctypes.byref(found)))
+    kernel = found.value
     run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-    kernel = address(name)
 
     def enqueue(params: bytes) -> None:
         problem = run(kernel, params, len(params), device)
