@@ -38,17 +38,9 @@ _SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 @triton.jit
 def arrange_values_kernel(
-    values,
-    arranged,
-    values_strides,
-    column_stride,
-    heads,
-    n,
-    arranged_n,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    values, arranged, values_strides, column_stride, heads, n, arranged_n, D: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-):
+):  # fmt: skip
     """Writes [B, H, N, D] as [B, H, D, arranged_n], with keys in the order of P and zeros past the end."""
     blocks = arranged_n // KEYS
     program = tl.program_id(0)
@@ -90,19 +82,9 @@ def block_maxima_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x,
-    scale,
-    x8,
-    x_strides,
-    x8_strides,
-    x_column_stride,
-    x8_column_stride,
-    heads,
-    n,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, scale, x8, x_strides, x8_strides, x_column_stride, x8_column_stride, heads, n, D: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-):
+):  # fmt: skip
     """Divides x by the scale of its block, and stores 8-bit floats."""
     divisor = tl.load(scale + tl.program_id(0))
     for first in range(0, D, KEYS):
