@@ -14,7 +14,7 @@ from .. import env
 from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
-from . import hopper, mma, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
+from . import families, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 from .backward_short import ShortPlan
 from .forward_short import ForwardShortPlan
 
@@ -63,8 +63,8 @@ def _triton(p: Problem, flags: Flags) -> Plan | str:
 
 
 CANDIDATES: Mapping[str, Callable[[Problem, Flags], Plan | str]] = {
-    "hopper": hopper.plan,
-    "mma": mma.plan,
+    "hopper": families.hopper,
+    "mma": families.mma,
     "triton": _triton,
     "sdpa": sdpa.plan,
     "reference": reference_plan.plan,
