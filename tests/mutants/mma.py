@@ -251,9 +251,13 @@ MUTANTS = [
     *edits_in(
         "backends/levels.py",
         "tests/backends/test_plan.py tests/backends/test_mma_splits.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
-        ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
-        ("few keys split", "p.n_k // (2 * shape.keys)", "p.n_k // 8"),
         ("no masks for kernels that know none", "if spec.plain and (p.mask or", "if spec.plain and (False or"),
+    ),
+    *edits_in(
+        "backends/row_tiles.py",
+        "tests/backends/test_plan.py tests/backends/test_mma_splits.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
+        ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
+        ("few keys split", "p.n_k // (2 * tile_keys)", "p.n_k // 8"),
     ),
     *edits_in(
         "csrc/attention/rows/placed_row_tile.cuh",

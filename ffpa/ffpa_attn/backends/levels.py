@@ -33,7 +33,7 @@ from ..specs.spec import (
     streamed_shapes,
     visible_keys,
 )
-from . import parts
+from . import row_tiles
 
 # This is what the kernels do, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
@@ -182,9 +182,8 @@ def _microseconds(p: Problem, level: int, shape: Shape, splits: int) -> float:
 
 def _splits(p: Problem, level: int, shape: Shape, workspace_cap: int) -> int:
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
-    bytes_of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
-    most = min(parts.MOST, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
-    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, splits))
+    most = row_tiles.most_parts(p, shape.keys, workspace_cap)
+    return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, splits))
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -352,10 +351,10 @@ def _pack_heads(q, k, v, out, mask, see: Visibility):
 def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
     n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
-    of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows, plan.spec.keys, plan.splits)
+    of_keys = row_tiles.cut_keys(n_q, n_k, rule.visibility, plan.spec.rows, plan.spec.keys, plan.splits)
     if of_keys.count > 1:
         rows = n_q * (len(offsets[0]) - 1 if offsets else len(q))
-        partial = rows * q.shape[-3] * parts.floats_of_row(of_keys, v.shape[-1])
+        partial = rows * q.shape[-3] * row_tiles.floats_of_row(of_keys, v.shape[-1])
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
