@@ -103,12 +103,15 @@ def persistent_forward_kernel(
                 )
 
 
+def _scratch(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def forward(plan, kind, q, k, v, out, lse, with_lse: bool, memo: Memo) -> None:
     """Runs the forward of a TritonPlan with cores."""
     tiles = plan.over_rows
     cores = min(plan.cores, -(-kind.longest_q // tiles.rows) * kind.heads * kind.sequences)
-    shapes = (cores, tiles.rows, plan.widths[1]), (cores, tiles.rows), (cores, tiles.rows)
-    scratch = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    scratch = [_scratch(cores, tiles.rows, *more, device=q.device) for more in ((plan.widths[1],), (), ())]
 
     def how() -> Launch:
         numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
