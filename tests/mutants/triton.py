@@ -41,7 +41,7 @@ MUTANTS = [
     *edits_in(
         "backends/triton_attention.py",
         "tests/triton_ops/test_triton.py -k compile_for",
-        ("triton: float32 masks take no shared memory", '"additive": 4,', '"additive": 0,'),
+        ("triton: float32 masks take no shared memory", '"additive": 4}', '"additive": 0}'),
     ),
     *edits_in(
         "backends/triton_attention.py",

@@ -20,17 +20,7 @@ import torch
 from .. import env
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.launch import (
-    Launch,
-    Memo,
-    Step,
-    Tiles,
-    describer,
-    has_descriptor,
-    has_rows,
-    run,
-    strides,
-)
+from ..triton_ops.launch import Launch, Memo, Step, Tiles, describer, has_descriptor, has_rows, run, strides
 from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
@@ -38,11 +28,8 @@ MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # rows and keys: twice their sum is counted in 32 bits
 _MOST_ROWS = 128  # rows of a tile
 _SLACK_BYTES = 1 << 10
-_MASK_BYTES = {
-    None: 0,
-    "bool": 0,
-    "additive": 4,
-}  # bytes of an element in stages, float32's: elements below 4 bytes are not copied there
+# Bytes of an element in stages, float32's: elements below 4 bytes are not copied there.
+_MASK_BYTES = {None: 0, "bool": 0, "additive": 4}
 _FAR_PROGRAMS = 512  # about so many programs look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as they are without a cap
 
@@ -271,13 +258,8 @@ class _Kind:
         }
 
         rows, raw = self.padded_rows, self.options["RAW"]
-        begins = {
-            "exponents": 0 if raw else rows,
-            "naturals": rows,
-            "shares": 2 * rows,
-            "delta": 3 * rows,
-            "largest": 4 * rows,
-        }
+        begins = {"exponents": 0 if raw else rows, "naturals": rows, "shares": 2 * rows, "delta": 3 * rows}
+        begins["largest"] = 4 * rows
         self.parts = {name: ("statistics", 4 * first) for name, first in begins.items()}
 
     @property
