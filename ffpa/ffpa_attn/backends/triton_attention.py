@@ -20,7 +20,18 @@ import torch
 from .. import env
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.launch import Launch, Memo, Step, Tiles, describer, has_descriptor, has_rows, run, strides
+from ..triton_ops.launch import (
+    Launch,
+    Memo,
+    Step,
+    Tiles,
+    describer,
+    has_descriptor,
+    has_rows,
+    launch_alone,
+    run,
+    strides,
+)
 from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
@@ -348,13 +359,21 @@ class TritonPlan(NamedTuple):
         run(memo, (q, k, v, out, lse, *rest), _OF_FORWARD, steps)
 
     def _forward_on_cores(self, q, k, v, out, lse, rule, memo: Memo) -> None:
-        from ..triton_ops import persistent_kernels
+        from ..triton_ops import persistent_kernels as kernels
 
-        with_lse = lse.dim() > 1
+        with_lse, tiles = lse.dim() > 1, self.over_rows
         kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, None, None, rule))
-        if out.numel() and not kind.empty:
-            lse = lse if with_lse else lse.view(1, 1, -1)
-            persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
+        if not out.numel() or kind.empty:
+            return
+        lse = lse if with_lse else lse.view(1, 1, -1)
+        cores = min(self.cores, -(-kind.longest_q // tiles.rows) * kind.heads * kind.sequences)
+        scratch = kernels.scratch(cores, tiles.rows, self.widths[1], q.device)
+
+        def how() -> Launch:
+            numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
+            return Launch(cores, numbers, kind.options | {"SLICE": self.slice_rows, "LSE": with_lse}, tiles)
+
+        launch_alone(memo, kernels.persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
 
     def _forward_steps(self, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> Iterator[Step]:
         from ..triton_ops.forward_kernels import forward_kernel
