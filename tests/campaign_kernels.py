@@ -14,6 +14,7 @@ from ffpa_attn import env
 from ffpa_attn.backends import triton_attention
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
+from ffpa_attn.triton_ops import launch as triton_launch
 
 _LARGE = 2**31
 
@@ -43,9 +44,8 @@ def compiled(p: Problem) -> set[tuple]:
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():  # whoever imports the kernels first decides for all who interpret them later
             stack.enter_context(env.overridden("TRITON_INTERPRET", "1"))
-        for name in ("backends.triton_attention.launch", "triton_ops.persistent_kernels.launch_alone"):
-            stack.enter_context(mock.patch(f"ffpa_attn.{name}", launch))
-        stack.enter_context(mock.patch.object(triton_attention, "running", lambda device: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(triton_launch, "launch", launch))
+        stack.enter_context(mock.patch.object(triton_launch, "running", lambda device: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(ops, "describe", partial(ops.describe, device="cuda", arch="sm_90")))
         stack.enter_context(
             mock.patch.object(ops.memory_checks, "writable", lambda *_, **__: None)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from . import env
-from .backends import parts
+from .backends import row_tiles
 from .backends.reference import Rule
 from .building import build, cache, toolchain
 from .launching import native
@@ -78,7 +78,7 @@ def _kernels() -> Iterator[Finding]:
 def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     """Merges x [rows, columns] with no other part, which gives x: the smallest launch that proves the way to a kernel."""
     rows, columns = x.shape
-    assert columns % parts.COLUMNS == 0, columns
+    assert columns % row_tiles.PART_COLUMNS == 0, columns
     sums = torch.zeros(rows, 2, device=x.device)  # each row's reference, and its sum of P
     sums[:, 1].fill_(1.0)
     partial = torch.cat((x.float().flatten(), sums.flatten()))

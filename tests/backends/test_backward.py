@@ -17,7 +17,6 @@ from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import env
 from ffpa_attn.backends import backward, backward_chunks, backward_short, reference
 from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
-from ffpa_attn.backends.backward_mask import MaskGradient
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
 from ffpa_attn.testing import emulate
@@ -325,7 +324,7 @@ def test_pairs_of_chunks_count_once(name, dtype):
         workspaces.append((ds, chunk))
     for own in MASK_SHAPES:
         d_mask = torch.full([n if of_own else 1 for n, of_own in zip(shape, own, strict=True)], torch.nan, dtype=dtype)
-        gradient = MaskGradient(d_mask, torch.empty(*shape[:3], 8), torch.empty(3, heads_kv, n_k, 8))
+        gradient = backward.MaskGradient(d_mask, torch.empty(*shape[:3], 8), torch.empty(3, heads_kv, n_k, 8))
         for ds, chunk in workspaces:
             gradient.add(ds, chunk, scratch=torch.full((chunk.pairs // 2,), torch.nan))
         gradient.finish()

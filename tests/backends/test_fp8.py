@@ -12,6 +12,7 @@ from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import Problem, Visibility
 from ffpa_attn.testing import emulate
+from ffpa_attn.triton_ops import launch as triton_launch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -416,9 +417,9 @@ def test_a_transposed_v_is_used_as_it_is(n_k, k_of, arranged, monkeypatch, devic
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no TMA")
     launched = []
-    launch = triton_fp8.launch
+    launch = triton_launch.launch
     monkeypatch.setattr(
-        triton_fp8,
+        triton_launch,
         "launch",
         lambda memo, kernel, *args: (launched.append(kernel.__name__), launch(memo, kernel, *args)),
     )

@@ -9,7 +9,7 @@ from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa, ffpa_varlen
-from ffpa_attn.backends import fused, parts, row_tiles
+from ffpa_attn.backends import fused, row_tiles
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.backends.fused import FusedPlan
 from ffpa_attn.launching import native
@@ -48,7 +48,7 @@ def plan_tiles(monkeypatch, shared: bool, count: int) -> None:
     """Makes plans in which query heads share row tiles, or do not, with keys in at most `count` parts."""
 
     def cut(p, spec, tile_heads, workspace_cap):
-        return 1.0, parts.cut(p.n_q, p.n_k, p.visibility, row_tiles.ROWS // tile_heads, 128, count)
+        return 1.0, row_tiles.cut_keys(p.n_q, p.n_k, p.visibility, row_tiles.ROWS // tile_heads, 128, count)
 
     def heads(p):
         planned, fit = SHARED_HEADS(p), [n for n in range(1, row_tiles.ROWS + 1) if p.group % n == 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import PACKED_CASES, PackedCase, make_packed_inputs
 from ffpa_attn import ffpa_varlen
-from ffpa_attn.backends import levels, parts
+from ffpa_attn.backends import levels, row_tiles
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.testing import emulate
@@ -39,8 +39,8 @@ def check(case: PackedCase, device: str, level):
 def test_emulated(case, level, splits, monkeypatch, no_short_forward):
     monkeypatch.setattr(ops, "_plans", {})
     monkeypatch.setattr(levels, "_splits", lambda *_: splits)
-    cut, cuts = parts.cut, []
-    monkeypatch.setattr(parts, "cut", lambda *of: cuts.append(cut(*of)) or cuts[-1])
+    cut, cuts = row_tiles.cut_keys, []
+    monkeypatch.setattr(row_tiles, "cut_keys", lambda *of: cuts.append(cut(*of)) or cuts[-1])
     with emulate("sm_90a", seed=3) as reports:
         check(case, "cpu", level)
     assert cuts[-1].count == splits if case in LONG else cuts[-1].count <= splits

@@ -6,8 +6,8 @@ from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa_varlen
-from ffpa_attn.backends import fused, parts, row_tiles
-from ffpa_attn.backends.parts import Parts
+from ffpa_attn.backends import fused, row_tiles
+from ffpa_attn.backends.row_tiles import Parts
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import attention_call
 from ffpa_attn.operators import again, ops
@@ -193,7 +193,7 @@ ALL = Visibility(-1, -1, False)
 @pytest.mark.parametrize("window", [None, 1, 129, 400])
 def test_parts_cover_all_keys(n_k, count, window):
     see = Visibility(window - 1, 0, False) if window else ALL
-    of_keys = parts.cut(16, n_k, see, 1, 128, count)
+    of_keys = row_tiles.cut_keys(16, n_k, see, 1, 128, count)
     assert of_keys.count <= count and of_keys.keys % 128 == 0
     for begin in range(n_k) if window else (0,):  # wherever the visible keys begin
         tiles = -(-min(begin + (window or n_k), n_k) // 128) - begin // 128
@@ -202,15 +202,15 @@ def test_parts_cover_all_keys(n_k, count, window):
 
 def test_parts_are_even():
     for count in (2, 4, 16, 32, 64):
-        assert parts.cut(1, 64 * 256, ALL, 1, 256, count) == Parts(count, 64 // count * 256)
+        assert row_tiles.cut_keys(1, 64 * 256, ALL, 1, 256, count) == Parts(count, 64 // count * 256)
     for see, keys in (
         (Visibility(100, 0, False), 300),
         (Visibility(100, 30, False), 300),
         (Visibility(-1, 5, True), 128),
     ):
-        of_keys = parts.cut(60, 9000, see, 16, 64, 64)
+        of_keys = row_tiles.cut_keys(60, 9000, see, 16, 64, 64)
         assert of_keys.count * of_keys.keys <= keys, see
-    assert parts.cut(60, 9000, Visibility(-1, 5, False), 16, 64, 64).count > 40
+    assert row_tiles.cut_keys(60, 9000, Visibility(-1, 5, False), 16, 64, 64).count > 40
 
 
 def _plan(**changes):
@@ -257,6 +257,6 @@ def test_what_is_cut():
     assert of_window.count > 1 and of_window.count * of_window.keys < 5000
     for cap in (8, 32):
         of_keys = fused.plan(PROBLEM._replace(n_q=128, n_k=32768), {**env.all_flags(), "FFPA_WORKSPACE_MB": cap}).parts
-        assert 128 * 32 * parts.floats_of_row(of_keys, 256) * 4 <= cap << 20
+        assert 128 * 32 * row_tiles.floats_of_row(of_keys, 256) * 4 <= cap << 20
         assert of_keys.count > 1 or cap == 8
     assert fused.plan(PROBLEM, env.all_flags()).workspace_bytes == 0 and few.workspace_bytes is None

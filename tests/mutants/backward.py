@@ -165,12 +165,12 @@ MUTANTS = [
     ),
     *mask_gradient(
         "backends/backward.py",
-        ("dS of a mask: tiles without visible pairs as they are", "            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written\n", "            pass\n"),
+        ("dS of a mask: tiles without visible pairs as they are", "                ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written\n", "                pass\n"),
         ("dS of a mask: pairs of every chunk", " and chunk.of_q  # every visible pair is in one such chunk", ""),
-        ("dS of a mask: nothing where there are no pairs", "for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):", "for grad in (dq, dk, dv):"),
+        ("dS of a mask: nothing where there are no pairs", "for grad in grads if of_scores is None else (*grads, of_scores):", "for grad in grads:"),
     ),
     *mask_gradient(
-        "backends/backward_mask.py",
+        "backends/backward.py",
         ("dS of a mask: always the first heads of a group", "head_kv * group + first_head", "head_kv * group"),
         ("dS of a mask: whole batch entries from the middle of one", "1 if head_kv else max(len(entries) // heads_kv, 1)", "max(len(entries) // heads_kv, 1)"),
         ("dS of a mask: the last chunk's alone", "(total.add_ if self.is_shared else total.copy_)", "total.copy_"),
@@ -213,7 +213,7 @@ MUTANTS = [
         only=BOXES,
     ),
     *backward(
-        "backends/backward_mask.py",
+        "backends/backward.py",
         ("boxes: a mask's pairs of no chunk stay as they are", "if self.is_shared or not has_all_pairs:", "if self.is_shared:"),
         only=BOXES,
     ),

@@ -63,7 +63,7 @@ MUTANTS = [
         "backends/choice.py",
         "tests/backends/test_choice.py",
         ("level falls back on a GPU", 'if p.device == "cuda" or flags["FFPA_EMULATE"] or not of_ours:', 'if flags["FFPA_EMULATE"] or not of_ours:'),
-        ("choice: a candidate is asked twice", "        self[name] = CANDIDATES[name](self.p, self.flags)\n        return self[name]", "        return CANDIDATES[name](self.p, self.flags)"),
+        ("choice: a candidate is asked twice", "    @cache\n    def answer(", "    def answer("),
     ),
     *edits_in(
         "attention.py",

@@ -149,7 +149,7 @@ MUTANTS = [
         ("parts: sums of rows without a tile are what memory held", "if self.zeros:", "if False:"),
     ),
     *edits_in(
-        "backends/parts.py",
+        "backends/row_tiles.py",
         "tests/backends/test_shared_tiles.py -k 'cover_all_keys or even'",
         ("parts: a tile too few", "visible + 2 * tile_keys - 2", "visible + tile_keys - 1"),
         ("parts: a tile too many", ", -(-n_k // tile_keys)), 1)", ", n_k), 1)"),
@@ -164,7 +164,7 @@ MUTANTS = [
     *edits_in(
         "backends/fused.py",
         "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
-        ("parts: larger than the workspace", "        workspace_cap // 2 // max(of_one, 1),\n", ""),
+        ("parts: larger than the workspace", "row_tiles.most_parts(p, _TILE_KEYS, workspace_cap)", "row_tiles.most_parts(p, _TILE_KEYS, 1 << 50)"),
     ),
     *pair(
         "csrc/attention/rows/item_queue.cuh",

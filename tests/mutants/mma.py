@@ -262,10 +262,14 @@ MUTANTS = [
     *edits_in(
         "backends/levels.py",
         "tests/backends/test_plan.py tests/backends/test_mma_few_rows.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
-        ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
-        ("few keys split", "p.n_k // (2 * shape.keys)", "p.n_k // 8"),
         ("one head has its tiles for itself", "heads = row_tiles.shared_heads(p, shape.rows)\n        splits", "heads = 1\n        splits"),
         ("no masks for kernels that know none", "if spec.plain and (p.mask or", "if spec.plain and (False or"),
+    ),
+    *edits_in(
+        "backends/row_tiles.py",
+        "tests/backends/test_plan.py tests/backends/test_mma_few_rows.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
+        ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
+        ("few keys split", "p.n_k // (2 * tile_keys)", "p.n_k // 8"),
     ),
     *edits_in(
         "csrc/attention/rows/item_grid.cuh",

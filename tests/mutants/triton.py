@@ -41,7 +41,7 @@ MUTANTS = [
     *edits_in(
         "backends/triton_attention.py",
         "tests/triton_ops/test_triton.py -k compile_for",
-        ("triton: float32 masks take no shared memory", '"additive": 4,', '"additive": 0,'),
+        ("triton: float32 masks take no shared memory", '"additive": 4}', '"additive": 0}'),
     ),
     *edits_in(
         "backends/triton_attention.py",
@@ -51,7 +51,7 @@ MUTANTS = [
         ("triton: a last row without keys overlooked", "total_q - 1 + shift - left >= total_k", "total_q - 1 + shift - left > total_k"),
         ("triton: packed rows without keys overlooked", "self.blind = see.bounded if packed", "self.blind = False if packed"),
         ("triton: statistics end with the rows", "self.padded_q = (-(-total_q // _MOST_ROWS) + packed) * _MOST_ROWS", "self.padded_q = -(-total_q // 64) * 64"),
-        ("triton: edges taken for whole tiles", "edges = self.hides or self.longest_k % tiles.keys != 0", "edges = self.hides"),
+        ("triton: edges taken for whole tiles", "numbers, tiles, self.longest_k % tiles.keys != 0, **options)", "numbers, tiles, False, **options)"),
         ("triton: a caller's strided gradient taken as it lies", 'memo["has rows"] = has_rows(grad)', 'memo["has rows"] = True'),
     ),
     *edits_in(
@@ -77,7 +77,7 @@ MUTANTS = [
     *edits_in(
         "triton_ops/launch.py",
         "tests/triton_ops/test_at_once.py",
-        ("at once: a profiler hears nothing", "at_once.launch is None or _is_heard():", "at_once.launch is None:"),
+        ("at once: a profiler hears nothing", "at_once.launch is not None and not _is_heard():", "at_once.launch is not None:"),
     ),
     *edits_in(
         "launching/compiled.py",

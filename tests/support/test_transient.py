@@ -222,7 +222,7 @@ def as_on_a_gpu(monkeypatch):
     """Gives CPU tensors the choice of an sm_90 GPU without CUDA kernels; Triton interprets, or meets `failing`."""
     if torch.cuda.is_available():
         pytest.skip("nothing is interpreted where there is a GPU")
-    describe, real = ops.describe, triton_attention.launch
+    describe, real = ops.describe, triton_launch.launch
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(ops, "describe", lambda *call, **_: describe(*call, device="cuda", arch="sm_90"))
     monkeypatch.setattr(native, "why_not", lambda spec, gpu: "no kernels here")
@@ -234,7 +234,7 @@ def as_on_a_gpu(monkeypatch):
             raise failing[kernel.__name__]
         real(memo, kernel, *args)
 
-    monkeypatch.setattr(triton_attention, "launch", launch)
+    monkeypatch.setattr(triton_launch, "launch", launch)
     return launched, failing
 
 
@@ -287,10 +287,7 @@ def test_out_of_memory_reaches_the_caller(as_on_a_gpu):
     assert not triton_attention._gave_up and torch.equal(ffpa_attn.ffpa(q, k, v, causal=True, softcap=5.0), want)
 
 
-def test_fp8_goes_on_to_the_next(as_on_a_gpu, monkeypatch):
-    from ffpa_attn.backends import triton_fp8
-
-    monkeypatch.setattr(triton_fp8, "launch", triton_attention.launch)
+def test_fp8_goes_on_to_the_next(as_on_a_gpu):
     _, failing = as_on_a_gpu
     failing["fp8_forward_kernel"] = Unable("Triton failed here, at fp8_forward_kernel: no")
     q = torch.randn(1, 1, 16, 64).to(torch.float8_e4m3fn)

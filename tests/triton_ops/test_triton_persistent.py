@@ -41,11 +41,13 @@ def scratch(request, monkeypatch):
 
     given = []
 
-    def poisoned(*shape, device):
-        given.append(torch.full(shape, torch.nan, device=device))
-        return given[-1]
+    def poisoned(*sizes):
+        made = [x.fill_(torch.nan) for x in scratch(*sizes)]
+        given.extend(made)
+        return made
 
-    monkeypatch.setattr(persistent_kernels, "_scratch", poisoned)
+    scratch = persistent_kernels.scratch
+    monkeypatch.setattr(persistent_kernels, "scratch", poisoned)
     return given
 
 
@@ -137,7 +139,8 @@ def test_contents_of_scratch_do_not_matter(device, scratch, monkeypatch):
     from ffpa_attn.triton_ops import persistent_kernels
 
     poisoned = check(SIX_TASKS, device)
-    monkeypatch.setattr(persistent_kernels, "_scratch", lambda *shape, device: torch.zeros(shape, device=device))
+    make = persistent_kernels.scratch
+    monkeypatch.setattr(persistent_kernels, "scratch", lambda *sizes: [x.zero_() for x in make(*sizes)])
     assert len(accumulators(scratch)) == 1
     assert all(torch.equal(a, b) for a, b in zip(poisoned, check(SIX_TASKS, device), strict=True))
 

@@ -31,8 +31,9 @@ from ..specs.spec import (
 )
 from . import backward_chunks
 from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
-from .backward_mask import MaskGradient
 from .reference_plan import mask_gradient
+
+Memo = dict  # it has the launches for a number of multiprocessors, and what as_read found out
 
 
 class BackwardPlan(NamedTuple):
@@ -72,12 +73,67 @@ class BackwardPlan(NamedTuple):
     def specs(self) -> tuple:
         return self[:4]
 
-    def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+    def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Does what triton_attention.TritonPlan.backward does, on these kernels."""
         of_scores = None if rule.softcap else d_mask  # what is kept is the gradient of a score before its softcap
-        _gradients(self, *saved, *grads, of_scores, mask, offsets, rule, memo)
+        if offsets or not self.chunks:  # rows of no sequence get zeros
+            for grad in grads if of_scores is None else (*grads, of_scores):
+                grad.zero_()
+        if self.chunks:
+            self._launch(inputs_of(saved, mask, offsets, memo), grads, of_scores, offsets, rule, memo)
         if of_scores is None:
             mask_gradient(saved, d_mask, mask, rule, workspace_cap)
+
+    def _launch(self, inputs: tuple, grads, d_mask, offsets, rule, memo: Memo) -> None:
+        q, k, *_ = inputs
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=q.device)
+
+        p, ds = (empty(self.pairs, dtype=q.dtype) for _ in range(2))
+        partial = empty(self.partial_floats, dtype=torch.float32) if self.partial_floats else None
+        statistics = empty(*q.shape[:-1], 4, dtype=torch.float32)  # laid out as in params/backward_params.h
+        heads, n_q = q.shape[:-2].numel(), q.shape[-2]
+        # Packed sequences have as many words as rows/packed_tiles.cuh counts tiles.
+        live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
+        live_rows = empty(heads * live_words, dtype=torch.int64)
+        blocks = multiprocessors(q.device)
+        if blocks not in memo:
+            memo[blocks] = self._launches(inputs, grads, offsets, rule, blocks)
+        rows, scores, of_q, of_k = memo[blocks]
+        call = *inputs, live_rows, *grads, statistics, p, ds
+
+        see = rule.visibility
+        of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
+        rows(*call, partial, ints=self.chunks[0].place)
+        if see.bounded and not offsets:
+            _clear_what_is_not_seen(see, *grads)
+        for chunk in self.all_chunks:
+            gives_mask = of_mask is not None and chunk.of_q  # every visible pair is in one such chunk
+            if gives_mask and see.bounded:
+                ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
+            scores(*call, None, ints=chunk.place)
+            for launch, gives, is_of_q in (of_q, chunk.of_q, True), (of_k, chunk.of_k, False):
+                if gives:
+                    at = self.sums_at(chunk, is_of_q)
+                    launch(*call, partial[at:] if at else partial, ints=chunk.place)
+            if gives_mask:
+                of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
+        if of_mask is not None:
+            of_mask.finish()
+
+    def _launches(self, inputs: tuple, grads, offsets, rule, blocks: int) -> list[Launch]:
+        """Returns the launches of the kernels, which take inputs, live rows, gradients and workspace, in the order in
+        which these are named below, and the place of a chunk.
+        """
+        params = describe(inputs, grads, offsets, rule, resident_blocks=blocks)
+        reads = INPUTS | {"live_rows": CHANGE}
+        first = reads | uses_of_gradients(offsets) | dict.fromkeys(_WORKSPACE, WRITE)
+        later = reads | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
+        return [
+            Launch(spec, params, first if spec is self.rows else later, inputs[0].device, "first_entry")
+            for spec in self.specs
+        ]
 
 
 # These are the kernels of a backend, and the tiles of its products.
@@ -139,7 +195,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     )
 
 
-def as_read(x: torch.Tensor, memo: dict) -> torch.Tensor:
+def as_read(x: torch.Tensor, memo: Memo) -> torch.Tensor:
     """Returns dO in rows that can be read where they lie, which autograd's may not have: that of a sum is one number.
     Heads that share their rows go on sharing them. What calls of a kind need is the same, and found out once.
     """
@@ -169,97 +225,88 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
                 x[..., end:, :].zero_()
 
 
-Memo = dict  # it has the launches of `specs` for a number of multiprocessors, and what as_read found out
 _OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
 INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse"), READ)
 _GRADIENTS = "dq.data", "dk.data", "dv.data"
 _WORKSPACE = "statistics", "p", "ds", "partial"
 
 
-def gradients(offsets) -> dict[str, str]:
+def inputs_of(saved, mask, offsets, memo: Memo) -> tuple:
+    """Returns INPUTS. All but lse are [B, H, N, D] views, or packed [H, T, D] with offsets and longest lengths."""
+    grad_out, grad_lse, q, k, v, out, lse = saved
+    cu_q, cu_k = offsets[:2] if offsets else (None, None)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    return q, k, v, out, lse.contiguous(), mask, cu_q, cu_k, as_read(grad_out, memo), grad_lse
+
+
+def uses_of_gradients(offsets) -> dict[str, str]:
     """Returns how a kernel uses the gradients' memory: in packed ones, rows of no sequence are written before."""
     return dict.fromkeys(_GRADIENTS, CHANGE if offsets else WRITE)
 
 
-def describe(q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, **settings) -> ctypes.Structure:
+def describe(inputs: tuple, grads, offsets, rule, **settings) -> ctypes.Structure:
     """Returns BackwardParams without addresses; `settings` are fields of its AttentionParams that a plan decides."""
+    q, k, v, out, _, mask, _, _, grad_out, _ = inputs
     params = structs.struct("BackwardParams")()
     attention_call.describe(params.attention, q, k, v, out, mask, offsets, rule, **settings)
-    for name, x in (("grad_out", grad_out), ("dq", dq), ("dk", dk), ("dv", dv)):
+    for name, x in zip(("grad_out", "dq", "dk", "dv"), (grad_out, *grads), strict=True):
         attention_call.strides(getattr(params, name), x)
-    params.float_gradients = dq.dtype == torch.float32
+    params.float_gradients = grads[0].dtype == torch.float32
     return params
 
 
-def _launches(plan: BackwardPlan, q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, blocks: int) -> list[Launch]:
-    """Returns the launches of a plan's kernels, which take inputs, live rows, gradients and workspace, in the order in
-    which these are named here, and the place of a chunk.
+# ---- the gradient of an additive mask ----
+
+
+def _blocks(
+    ds: torch.Tensor, chunk: Chunk, heads_kv: int, group: int, n_q: int, n_k: int
+) -> Iterator[tuple[tuple[int, int, int, int], torch.Tensor]]:
+    """Gives a chunk's existing pairs as views [batch, query heads, rows, keys] of its dS, each with the place of its
+    first pair: batch entry, query head, row, key.
+
+    Entries are the heads of one batch entry after the other: what a chunk has of the first batch entry is a block, and
+    so are all whole ones together, and what it has of the last.
     """
-    params = describe(q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, resident_blocks=blocks)
-    inputs = INPUTS | {"live_rows": CHANGE}
-    first = inputs | gradients(offsets) | dict.fromkeys(_WORKSPACE, WRITE)
-    later = inputs | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
-    uses = (first, later, later, later)
-    return [Launch(*of, q.device, "first_entry") for of in zip(plan.specs, (params,) * 4, uses, strict=True)]
+    tiles_of_head = -(-n_q // ROW_TILE)
+    first_head, first_tile = divmod(chunk.first_tile, tiles_of_head)
+    first_row, heads = first_tile * ROW_TILE, max(chunk.row_tiles // tiles_of_head, 1)
+    whole_tiles = ds[: chunk.pairs].view(chunk.entries, heads, -1, chunk.keys)
+    entries = whole_tiles[:, :, : n_q - first_row, : n_k - chunk.first_key]
+    while len(entries):
+        batch, head_kv = divmod(chunk.first_entry + chunk.entries - len(entries), heads_kv)
+        batches = 1 if head_kv else max(len(entries) // heads_kv, 1)
+        block, entries = entries.tensor_split([batches * heads_kv - head_kv])
+        place = batch, head_kv * group + first_head, first_row, chunk.first_key
+        yield place, block.unflatten(0, (batches, -1)).flatten(1, 2)
 
 
-def _gradients(
-    plan: BackwardPlan, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, d_mask, mask, offsets, rule, memo: Memo
-) -> None:
-    """Computes gradients. All but lse are [B, H, N, D] views, or packed [H, T, D] with offsets and longest lengths.
-
-    d_mask is [B|1, H|1, n_q|1, n_k|1], where it is wanted and there is no softcap.
+class MaskGradient:
+    """Writes d_mask [B|1, H|1, n_q|1, n_k|1] from the dS in the workspace: without a softcap dS is the gradient of what
+    the mask was added to, and an element's is the sum over all pairs that share it, in fp32, in the order of chunks.
+    Pairs that no chunk has get zeros.
     """
-    if offsets or not plan.chunks:  # rows of no sequence get zeros
-        for grad in (dq, dk, dv) if d_mask is None else (dq, dk, dv, d_mask):
-            grad.zero_()
-    if not plan.chunks:
-        return
 
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
+    def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, has_all_pairs: bool = True):
+        (batch, heads_q, n_q, _), (_, heads_kv, n_k, _) = q.shape, k.shape
+        self.sizes = heads_kv, heads_q // heads_kv, n_q, n_k
+        self.is_shared = d_mask.shape != (batch, heads_q, n_q, n_k)  # else an element is written once
+        in_place = not self.is_shared or d_mask.dtype == torch.float32
+        self.d_mask, self.total = d_mask, d_mask if in_place else torch.empty_like(d_mask, dtype=torch.float32)
+        if self.is_shared or not has_all_pairs:
+            self.total.zero_()
 
-    p, ds = (empty(plan.pairs, dtype=q.dtype) for _ in range(2))
-    partial = empty(plan.partial_floats, dtype=torch.float32) if plan.partial_floats else None
-    statistics = empty(*lse.shape, 4, dtype=torch.float32)  # laid out as in params/backward_params.h
-    heads, n_q = q.shape[:-2].numel(), q.shape[-2]
-    # Packed sequences have as many words as rows/packed_tiles.cuh counts tiles.
-    live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
-    live_rows = empty(heads * live_words, dtype=torch.int64)
+    def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
+        """Adds a chunk; `scratch` has a float for every second pair of it."""
+        for place, block in _blocks(ds, chunk, *self.sizes):
+            sizes = zip(place, block.shape, self.total.shape, strict=True)
+            at = tuple(slice(0, 1) if of_mask == 1 else slice(i, i + size) for i, size, of_mask in sizes)
+            total = self.total[at]
+            shared = [dim for dim in range(4) if total.shape[dim] < block.shape[dim]]
+            if shared:
+                sums = scratch[: total.numel()].view(total.shape)
+                block = torch.sum(block, shared, keepdim=True, dtype=torch.float32, out=sums)
+            (total.add_ if self.is_shared else total.copy_)(block)
 
-    grad_out, lse, grad_lse = (
-        as_read(grad_out, memo),
-        lse.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(),
-    )
-    blocks = multiprocessors(q.device)
-    launches = memo.get(blocks)
-    if launches is None:
-        launches = memo[blocks] = _launches(plan, q, k, v, out, grad_out, dq, dk, dv, mask, offsets, rule, blocks)
-    rows, scores, of_q, of_k = launches
-    call = q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), grad_out, grad_lse
-    call = *call, live_rows, dq, dk, dv, statistics, p, ds
-
-    see = rule.visibility
-    of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
-    rows(*call, partial, ints=plan.chunks[0].place)
-    if see.bounded and not offsets:
-        _clear_what_is_not_seen(see, dq, dk, dv)
-
-    def sums(chunk: Chunk, of_q: bool) -> torch.Tensor | None:
-        at = plan.sums_at(chunk, of_q)
-        return partial[at:] if at else partial
-
-    for chunk in plan.all_chunks:
-        gives_mask = of_mask is not None and chunk.of_q  # every visible pair is in one such chunk
-        if gives_mask and see.bounded:
-            ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
-        scores(*call, None, ints=chunk.place)
-        if chunk.of_q:
-            of_q(*call, sums(chunk, True), ints=chunk.place)
-        if chunk.of_k:
-            of_k(*call, sums(chunk, False), ints=chunk.place)
-        if gives_mask:
-            of_mask.add(ds, chunk, scratch=p.view(torch.float32))  # products have read P
-    if of_mask is not None:
-        of_mask.finish()
+    def finish(self) -> None:
+        if self.total is not self.d_mask:
+            self.d_mask.copy_(self.total)

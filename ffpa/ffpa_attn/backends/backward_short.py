@@ -35,17 +35,16 @@ class ShortPlan(NamedTuple):
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         """Does what triton_attention.TritonPlan.backward does, with one kernel."""
-        grad_out, grad_lse, q, k, v, out, lse = saved
         if offsets:  # rows of no sequence get zeros
             for grad in grads:
                 grad.zero_()
-        grad_out, lse = backward.as_read(grad_out, memo), lse.contiguous()
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        inputs = backward.inputs_of(saved, mask, offsets, memo)
         launch = memo.get("launch")
         if launch is None:
-            params = backward.describe(q, k, v, out, grad_out, *grads, mask, offsets, rule, stages=self.stages)
-            launch = memo["launch"] = Launch(self.spec, params, backward.INPUTS | backward.gradients(offsets), q.device)
-        launch(q, k, v, out, lse, mask, *(offsets[:2] if offsets else (None, None)), grad_out, grad_lse, *grads)
+            params = backward.describe(inputs, grads, offsets, rule, stages=self.stages)
+            memory = backward.INPUTS | backward.uses_of_gradients(offsets)
+            launch = memo["launch"] = Launch(self.spec, params, memory, inputs[0].device)
+        launch(*inputs, *grads)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 from .. import env
 from ..launching import native
 from ..specs import archs
 from ..specs.spec import FP8_DTYPES, Problem
-from . import hopper, mma, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
+from . import families, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 from .backward_short import ShortPlan
 from .forward_short import ForwardShortPlan
 
@@ -63,25 +64,13 @@ def _triton(p: Problem, flags: Flags) -> Plan | str:
 
 
 CANDIDATES: Mapping[str, Callable[[Problem, Flags], Plan | str]] = {
-    "hopper": hopper.plan,
-    "mma": mma.plan,
+    "hopper": families.hopper,
+    "mma": families.mma,
     "triton": _triton,
     "sdpa": sdpa.plan,
     "reference": reference_plan.plan,
 }
 _OUR_KERNELS = ("hopper", "mma", "triton")
-
-
-class _Answers(dict):
-    """What candidates say of a problem; each is asked once."""
-
-    def __init__(self, p: Problem, flags: Flags):
-        super().__init__()
-        self.p, self.flags = p, flags
-
-    def __missing__(self, name: str) -> Plan | str:
-        self[name] = CANDIDATES[name](self.p, self.flags)
-        return self[name]
 
 
 def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
@@ -107,14 +96,14 @@ _MOST_ROWS_OF_SHORT = 128  # rows of a head beyond which others read few keys fa
 _TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest: at 128 it has 469 T, wgmma 334
 
 
-def _is_soon_done(p: Problem, answers: _Answers) -> bool:
+def _is_soon_done(p: Problem, of_mma: Plan | str) -> bool:
     """Says whether the mma forward runs, and takes a GPU no longer than others do: all keys are in one tile; or so few
     are there that, on a GPU of Hopper, a call takes no longer than its launch, which costs the host least on mma.
     """
     widest = max(p.d_qk, p.d_v)
-    if isinstance(answers["mma"], str):
+    if isinstance(of_mma, str):
         return False
-    if isinstance(answers["mma"], ForwardShortPlan) and (widest <= 64 or p.n_q <= _MOST_ROWS_OF_SHORT):
+    if isinstance(of_mma, ForwardShortPlan) and (widest <= 64 or p.n_q <= _MOST_ROWS_OF_SHORT):
         return True
     most_keys = 256 if widest <= 64 else 128 if widest <= 256 else 0
     return p.arch == "sm_90" and p.n_k <= most_keys and row_tiles.count(p, 64) <= archs.multiprocessors(p.arch)
@@ -132,23 +121,21 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
     return many_keys and p.n_q < 1024 and row_tiles.count(p) < row_tiles.least_blocks(p)
 
 
-def _by_speed(p: Problem, flags: Flags, answers: _Answers) -> list[str]:
-    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md): what is soon done goes to
-    mma, few rows to ours; else up to 64 columns SDPA's kernels there, cuDNN's, are the fastest, then Triton's; up to 128 cuDNN's where rows
-    see all keys, or where a GPU has no more row tiles of ours than multiprocessors; else ours.
-    Elsewhere, and past 256 columns, Triton's only turn is the backward, where it comes first up to 128 columns, and
-    beyond only before SDPA and the reference; where one launch of ours has all keys and P in shared memory, it comes
-    first. SDPA and Triton know nothing of stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8 bits are used for.
+def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:
+    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md), where SDPA's kernels are
+    cuDNN's. On other GPUs Triton's forward is not measured. SDPA and Triton know nothing of stages, accumulators and
+    experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8
+    bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.dtype in FP8_DTYPES:
         order = "reference" if p.device != "cuda" else "triton hopper" if widest <= 128 else "hopper triton"
     elif p.device == "cuda" and p.direction == "backward":
-        narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answers["mma"], ShortPlan)
+        narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answer("mma"), ShortPlan)
         order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
         order = "mma hopper triton sdpa reference" if short else order
-    elif p.device == "cuda" and not asks_for_mma and _is_soon_done(p, answers):
+    elif p.device == "cuda" and not asks_for_mma and _is_soon_done(p, answer("mma")):
         order = "mma hopper sdpa triton reference"
     elif p.device != "cuda" or asks_for_mma or widest > triton_attention.MOST_COLUMNS:
         order = "hopper mma sdpa reference"
@@ -194,27 +181,31 @@ def choose(p: Problem, flags: Flags) -> Choice:
 
 
 def _choose(p: Problem, flags: Flags) -> Choice:
-    answers, demand, fallback = _Answers(p, flags), _demand(p, flags), None
+    @cache
+    def answer(name: str) -> Plan | str:
+        return CANDIDATES[name](p, flags)
+
+    demand, fallback = _demand(p, flags), None
     if demand:
         backend, asked_by = demand
-        answer = answers[backend]
-        if not isinstance(answer, str):
-            return _chosen(p, backend, answer, f"{asked_by} asks for it")
+        plan = answer(backend)
+        if not isinstance(plan, str):
+            return _chosen(p, backend, plan, f"{asked_by} asks for it")
         of_ours = backend in _OUR_KERNELS or p.dtype in FP8_DTYPES
         if p.device == "cuda" or flags["FFPA_EMULATE"] or not of_ours:
-            raise _impossible(p, asked_by, [(backend, answer)])
-        fallback = f"{asked_by} is ignored: {answer}"
+            raise _impossible(p, asked_by, [(backend, plan)])
+        fallback = f"{asked_by} is ignored: {plan}"
 
     rejected = []
-    names = _by_speed(p, flags, answers)
+    names = _by_speed(p, flags, answer)
     for name in names:
-        answer = answers[name]
-        if not isinstance(answer, str):
+        plan = answer(name)
+        if not isinstance(plan, str):
             break
-        rejected.append((name, answer))
+        rejected.append((name, plan))
     else:
         raise _impossible(p, None, rejected)
     if p.device == "cuda" and name not in _OUR_KERNELS and "mma" in dict(rejected):
         fallback = f"runs on {name}, not on a kernel of ours: " + "; ".join(reason for _, reason in rejected)
     why = f"the first of {', '.join(names)} that can" if rejected else "the fastest that can"
-    return _chosen(p, name, answer, why, rejected, fallback)
+    return _chosen(p, name, plan, why, rejected, fallback)

@@ -19,8 +19,8 @@ from ..specs.spec import (
     Visibility,
     visible_keys,
 )
-from . import forward_short, levels, parts, row_tiles
-from .row_tiles import ROWS, Scratch
+from . import forward_short, levels, row_tiles
+from .row_tiles import ROWS, Parts, Scratch
 
 MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
 _TILE_KEYS = 128  # keys of a part are a multiple of it: of the tiles of all these kernels
@@ -58,7 +58,7 @@ def is_faster_in_pairs(p: Problem) -> bool:
     return MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS and bool(row_tiles.why_slower(p))
 
 
-def _microseconds(p: Problem, spec, tile_heads: int, of_keys: parts.Parts) -> float:
+def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
     """Estimates a call on an otherwise idle GPU: blocks take items at one pace, that of the tensor cores or of their
     share of the memory.
     """
@@ -76,20 +76,12 @@ def _microseconds(p: Problem, spec, tile_heads: int, of_keys: parts.Parts) -> fl
     return waves * of_item + merge
 
 
-def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, parts.Parts]:
+def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, Parts]:
     """Returns the parts that take the shortest, and how long."""
-    of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
-    tiles = row_tiles.count(p, tile_heads=tile_heads)
-    limits = (
-        parts.MOST,
-        p.n_k // (2 * _TILE_KEYS),
-        workspace_cap // 2 // max(of_one, 1),
-        row_tiles.MOST_TILES // max(tiles, 1),
-    )
-    counts = range(1, max(min(limits), 1) + 1)
-    cuts = dict.fromkeys(
-        parts.cut(p.n_q, p.n_k, p.visibility, ROWS // tile_heads, _TILE_KEYS, count) for count in counts
-    )
+    most = row_tiles.MOST_TILES // max(row_tiles.count(p, tile_heads=tile_heads), 1)
+    most = max(min(row_tiles.most_parts(p, _TILE_KEYS, workspace_cap), most), 1)
+    of_tile = p.n_q, p.n_k, p.visibility, ROWS // tile_heads, _TILE_KEYS
+    cuts = dict.fromkeys(row_tiles.cut_keys(*of_tile, count) for count in range(1, most + 1))
     return min((_microseconds(p, spec, tile_heads, cut), cut) for cut in cuts)
 
 

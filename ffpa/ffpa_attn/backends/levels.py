@@ -32,7 +32,7 @@ from ..specs.spec import (
     streamed_shapes,
     visible_keys,
 )
-from . import parts, row_tiles
+from . import row_tiles
 
 # This is what the kernels do, whatever is asked: a toggle forced to anything else cannot be honoured.
 _SPLIT_FIXED = {
@@ -179,9 +179,8 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
 
 def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap: int) -> int:
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
-    bytes_of_one = p.batch * p.heads_q * p.n_q * parts.floats_of_row(parts.Parts(), p.d_v) * 4
-    most = min(parts.MOST, p.n_k // (2 * shape.keys), workspace_cap // 2 // max(bytes_of_one, 1))
-    return min(range(1, max(most, 1) + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
+    most = row_tiles.most_parts(p, shape.keys, workspace_cap)
+    return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -329,10 +328,11 @@ def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:
 def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
     n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
-    of_keys = parts.cut(n_q, n_k, rule.visibility, plan.spec.rows // plan.tile_heads, plan.spec.keys, plan.splits)
+    rows_of_head = plan.spec.rows // plan.tile_heads
+    of_keys = row_tiles.cut_keys(n_q, n_k, rule.visibility, rows_of_head, plan.spec.keys, plan.splits)
     rows = n_q * q.shape[-3] * (len(offsets[0]) - 1 if offsets else len(q))
     if of_keys.count > 1:
-        partial = rows * parts.floats_of_row(of_keys, v.shape[-1])
+        partial = rows * row_tiles.floats_of_row(of_keys, v.shape[-1])
         workspace_cap -= 4 * partial
     if plan.spec.streamed:  # fewer blocks run where the cap asks for it
         of_a_block = _scratch_bytes(plan.spec, v.shape[-1])
@@ -342,4 +342,4 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
-    return Call(launches, scratch, partial, parts.sums_to_zero(of_keys, rows, offsets))
+    return Call(launches, scratch, partial, row_tiles.sums_to_zero(of_keys, rows, offsets))

@@ -232,14 +232,11 @@ def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) ->
     return hidden
 
 
-def _cap(raw: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Turns raw q.k into cap(scale * q.k), in place."""
+def _scores(raw, rule: Rule, tile: Tile, keys: Block) -> torch.Tensor:
+    """Turns raw q.k [n, G * rows, keys] into scores, -inf where a row may not see a key, in place."""
     scores = raw.mul_(rule.scale)
-    return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
-
-
-def _apply_masks(scores, rule: Rule, tile: Tile, keys: Block) -> torch.Tensor:
-    """Adds the mask to scores [n, G * rows, keys] and puts -inf where a row may not see a key, in place."""
+    if rule.softcap:
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     by_head, mask = tile.by_head(scores), tile.seq.mask
     if mask is not None:
         parts = zip((tile.heads_q, slice(*tile.rows), slice(*keys)), mask.shape, strict=True)
@@ -330,7 +327,7 @@ def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, mos
     blocks = list(_blocks(*visible, most_keys))
     for keys, part in zip(blocks, scores.split(most_keys, -1), strict=True):
         part.copy_(_matmul(q_tile, tile.load_keys(k, keys).mT, q.dtype))
-    _apply_masks(_cap(scores, rule), rule, tile, visible)
+    _scores(scores, rule, tile, visible)
 
     row_max = scores.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -_INF, 0.0)
@@ -379,7 +376,7 @@ class _Gradients:
         """Returns scores, and the slope of the softcap where there is one, 1 / cosh^2: [n, G * rows, keys], f32."""
         raw, rule = _matmul(q, k.mT, q.dtype), self.rule
         slope = raw.mul(rule.scale).div_(rule.softcap).cosh_().reciprocal_().square_() if rule.softcap else None
-        return _apply_masks(_cap(raw, rule), rule, tile, keys), slope
+        return _scores(raw, rule, tile, keys), slope
 
     def find_shares(self, seq: Sequence, plan: Plan) -> None:
         """Gives a far row whose keys are all here, as its LSE says that these make, a softmax of its own: its largest

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from ..specs.spec import Problem
 from ..support.private_torch import PlainTorch
 from . import reference
@@ -22,12 +24,9 @@ class ReferencePlan(NamedTuple):
             reference.forward(q, k, v, out, wanted, _sequences(q, k, mask, offsets), rule, workspace_cap)
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
-        with PlainTorch(q.device):
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-float("inf"))
-            q, k, v = map(reference.Dequantised, (q, k, v), scales)
-            reference.forward(q, k, v, out, lse, reference.dense_sequences(q, k, None), rule, workspace_cap)
+        q, k, v = map(reference.Dequantised, (q, k, v), scales)
+        lse = out.new_empty(0, dtype=torch.float32) if lse is None else lse
+        self.forward(q, k, v, out, lse, None, None, rule, workspace_cap, memo)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         with PlainTorch(saved[0].device):

@@ -1,4 +1,8 @@
-"""Forwards whose blocks take row tiles from a list (fused.py, two_phase.py, forward_short.py) share this."""
+"""Forwards whose blocks take row tiles from a list (fused.py, two_phase.py, forward_short.py) share this; and those that
+cut keys into parts, which become work items of their own whose results are merged (AttentionParams::splits; levels.py
+does so, too), share how they are cut. All is known from shapes, options and the kind of GPU: no result depends on
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
 from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility
-from . import parts
-from .parts import Parts
 
 ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
 _FEWER = 0.95  # part of the row tiles that is left, where heads share them
 MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
+PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as AttentionParams::part_columns does
+MOST_PARTS = 64
 
 
 class Scratch(NamedTuple):
@@ -25,6 +29,48 @@ class Scratch(NamedTuple):
     blocks: int
     chunk_keys: int
     scratch_bytes: int
+
+
+class Parts(NamedTuple):
+    """The parts of a row tile's keys: how many there may be, and the keys of each. One part has all keys."""
+
+    count: int = 1
+    keys: int = 0
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {"splits": self.count, "part_keys": self.keys}
+
+
+def cut_keys(n_q: int, n_k: int, see: Visibility, rows: int, tile_keys: int, count: int) -> Parts:
+    """Cuts what a tile of so many adjacent rows of a head sees at most into `count` parts of whole tiles, or fewer."""
+    visible = n_k
+    if see.left >= 0 and see.right >= 0:
+        visible = min(visible, see.left + see.right + rows)
+    if see.top_left and see.right >= 0:
+        visible = min(visible, n_q + see.right)
+    tiles = max(min((visible + 2 * tile_keys - 2) // tile_keys, -(-n_k // tile_keys)), 1)  # they begin anywhere
+    tiles_of_part = -(-tiles // count)
+    parts = -(-tiles // tiles_of_part)
+    return Parts(parts, tiles_of_part * tile_keys) if parts > 1 else Parts()
+
+
+def floats_of_row(parts: Parts, d_v: int) -> int:
+    """Returns the floats that all parts of one row take: O, a reference and a sum."""
+    return parts.count * (-(-d_v // PART_COLUMNS) * PART_COLUMNS + 2)
+
+
+def sums_to_zero(parts: Parts, rows: int, offsets) -> int:
+    """Returns how many floats at the end of the results are zeros before a call with so many rows of all heads: offsets
+    that fall may leave rows to no tile, and the merge reads their sums all the same.
+    """
+    return 2 * rows * parts.count if offsets and parts.count > 1 else 0
+
+
+def most_parts(p: Problem, tile_keys: int, workspace_cap: int) -> int:
+    """Returns the most parts of keys that have two tiles each, and results that half of the workspace holds."""
+    bytes_of_one = p.batch * p.heads_q * p.n_q * floats_of_row(Parts(), p.d_v) * 4
+    return max(min(MOST_PARTS, p.n_k // (2 * tile_keys), workspace_cap // 2 // max(bytes_of_one, 1)), 1)
 
 
 class RowTilePlan(NamedTuple):
@@ -70,8 +116,8 @@ class RowTilePlan(NamedTuple):
         settings |= self.parts.settings | {"has_slopes": True}
         launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
         rows, scratch = batch * q.shape[-3] * n_q, nbytes // 4 or None
-        partial = rows * parts.floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
-        return Call(launches, scratch, partial, parts.sums_to_zero(self.parts, rows, offsets))
+        partial = rows * floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
+        return Call(launches, scratch, partial, sums_to_zero(self.parts, rows, offsets))
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

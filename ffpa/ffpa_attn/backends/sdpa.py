@@ -17,8 +17,6 @@ from .reference_plan import ReferencePlan
 _MOST_HEADS = 65535  # heads in a grid's second dimension
 # The function in torch.nn.functional may be ours (integrations/sdpa_override.py).
 torch_sdpa = private_torch.find("torch._C._nn.scaled_dot_product_attention") or F.scaled_dot_product_attention
-
-
 # PyTorch's global switches, which decide with a kind of call which of its backends it takes.
 _SWITCHES = [
     torch.backends.cuda.flash_sdp_enabled,
@@ -58,33 +56,22 @@ class SdpaPlan(NamedTuple):
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:
-    if p.dtype in FP8_DTYPES:
-        return "sdpa knows no 8-bit floats"
-    if private_torch.no_torch_sdpa:
-        return private_torch.no_torch_sdpa
-    if p.direction != "forward" or p.needs_lse:
-        return "SDPA returns no LSE"
-    if p.packed:
-        return "SDPA takes no packed sequences"
-    if p.mask:
-        return "SDPA leaves open what a row without keys gives"
-    if p.softcap:
-        return "SDPA has no softcap"
-    if p.scale < LEAST_SCALE:
-        return "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"
     see = p.visibility
-    if see.left >= 0 or see.right > 0:
-        return "SDPA has no window"
-    if see.right == 0 and not see.top_left and p.n_q != p.n_k:
-        return "SDPA's causal mask is top-left aligned"
-    if p.heads_q != p.heads_kv:
-        return "SDPA repeats K and V or materialises N^2 for grouped heads"
-    if p.d_qk != p.d_v:
-        return "SDPA materialises N^2 where D_qk differs from D_v"
-    if p.heads_q > _MOST_HEADS:
-        return f"SDPA launches no more than {_MOST_HEADS} heads"
-    if not p.n_k:
-        return "SDPA leaves open what a row without keys gives"
-    if p.batch * p.heads_q * p.n_q * p.d_v * 2 > flags["FFPA_WORKSPACE_MB"] << 20:
-        return "SDPA's own copy of the result is larger than the workspace"
-    return SdpaPlan()
+    bytes_of_out = p.batch * p.heads_q * p.n_q * p.d_v * 2
+    refusals = (
+        (p.dtype in FP8_DTYPES, "sdpa knows no 8-bit floats"),
+        (private_torch.no_torch_sdpa, private_torch.no_torch_sdpa),
+        (p.direction != "forward" or p.needs_lse, "SDPA returns no LSE"),
+        (p.packed, "SDPA takes no packed sequences"),
+        (p.mask, "SDPA leaves open what a row without keys gives"),
+        (p.softcap, "SDPA has no softcap"),
+        (p.scale < LEAST_SCALE, "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"),
+        (see.left >= 0 or see.right > 0, "SDPA has no window"),
+        (see.right == 0 and not see.top_left and p.n_q != p.n_k, "SDPA's causal mask is top-left aligned"),
+        (p.heads_q != p.heads_kv, "SDPA repeats K and V or materialises N^2 for grouped heads"),
+        (p.d_qk != p.d_v, "SDPA materialises N^2 where D_qk differs from D_v"),
+        (p.heads_q > _MOST_HEADS, f"SDPA launches no more than {_MOST_HEADS} heads"),
+        (not p.n_k, "SDPA leaves open what a row without keys gives"),
+        (bytes_of_out > flags["FFPA_WORKSPACE_MB"] << 20, "SDPA's own copy of the result is larger than the workspace"),
+    )
+    return next((reason for holds, reason in refusals if holds), None) or SdpaPlan()

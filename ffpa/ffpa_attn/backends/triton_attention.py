@@ -10,8 +10,8 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +23,13 @@ from ..specs.spec import LEAST_SCALE, Problem
 from ..triton_ops.launch import (
     Launch,
     Memo,
+    Step,
     Tiles,
     describer,
     has_descriptor,
     has_rows,
-    launch,
-    launched,
-    prepare,
-    running,
+    launch_alone,
+    run,
     strides,
 )
 from ..triton_ops.tiles import DEFAULT, MEASURED
@@ -40,11 +39,8 @@ MOST_COLUMNS = 256
 _MOST_POSITIONS = 2**29  # rows and keys: twice their sum is counted in 32 bits
 _MOST_ROWS = 128  # rows of a tile
 _SLACK_BYTES = 1 << 10
-_MASK_BYTES = {
-    None: 0,
-    "bool": 0,
-    "additive": 4,
-}  # bytes of an element in stages, float32's: elements below 4 bytes are not copied there
+# Bytes of an element in stages, float32's: elements below 4 bytes are not copied there.
+_MASK_BYTES = {None: 0, "bool": 0, "additive": 4}
 _FAR_PROGRAMS = 512  # about so many programs look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as they are without a cap
 
@@ -229,7 +225,7 @@ def sides(see) -> tuple[int, int]:
 class _Kind:
     """What all kernels, and all calls of a kind, are given alike."""
 
-    def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, more: Sequence[torch.Tensor]):
+    def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, *more: torch.Tensor):
         """Takes q, k, v [B, H, N, D], and in `more` other tensors that are read by rows."""
         from ..triton_ops.backward_kernels import STATISTICS_ROWS
         from ..triton_ops.forward_kernels import MaskStrides, Rule, Sizes
@@ -269,7 +265,13 @@ class _Kind:
             "D_V": d_v,
             "WIDTH_QK": plan.widths[0],
             "WIDTH_V": plan.widths[1],
+            "BLIND": self.blind,
         }
+
+        rows, raw = self.padded_rows, self.options["RAW"]
+        begins = {"exponents": 0 if raw else rows, "naturals": rows, "shares": 2 * rows, "delta": 3 * rows}
+        begins["largest"] = 4 * rows
+        self.parts = {name: ("statistics", 4 * first) for name, first in begins.items()}
 
     @property
     def empty(self) -> bool:
@@ -278,21 +280,22 @@ class _Kind:
     def over_rows(self, tiles: Tiles, numbers: Sequence, **options) -> Launch:
         """Returns the launch of a kernel whose programs own rows."""
         programs = -(-self.longest_q // tiles.rows) * self.heads * self.sequences
-        edges = self.hides or self.longest_k % tiles.keys != 0
-        return Launch(programs, (*numbers, *self.numbers), {**self.options, "EDGES": edges, **options}, tiles)
+        return self._launch(programs, numbers, tiles, self.longest_k % tiles.keys != 0, **options)
+
+    def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
+        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
+        return self._launch(programs, numbers, tiles, self.longest_q % tiles.rows != 0)
 
     def far(self, tiles: Tiles, numbers: Sequence) -> Launch:
         """Returns the launch of a kernel whose programs take turns at a head's blocks, if any of its rows are far."""
         heads = self.heads_kv * self.sequences
         parts = min(-(-_FAR_PROGRAMS // heads), -(-max(self.longest_q, self.longest_k) // tiles.rows))
-        edges = self.hides or self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
-        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
-        return Launch(heads * parts, (parts, *numbers, *self.numbers), options, tiles)
+        ends = self.longest_q % tiles.rows != 0 or self.longest_k % tiles.keys != 0
+        return self._launch(heads * parts, (parts, *numbers), tiles, ends)
 
-    def over_keys(self, tiles: Tiles, numbers: Sequence) -> Launch:
-        programs = -(-self.longest_k // tiles.keys) * self.heads_kv * self.sequences
-        edges = self.hides or self.longest_q % tiles.rows != 0
-        options = {**self.options, "EDGES": edges, "BLIND": self.blind}
+    def _launch(self, programs: int, numbers: Sequence, tiles: Tiles, ends: bool, **options) -> Launch:
+        """Says how it is launched; `ends`: rows or keys that programs go over end within a tile."""
+        options = {**self.options, "EDGES": self.hides or ends, **options}
         return Launch(programs, (*numbers, *self.numbers), options, tiles)
 
     def sources(self, tiles: Tiles, q, k, v, *by_rows) -> Sequence:
@@ -317,6 +320,9 @@ def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 # ---- the plan, and how it runs ----
+
+_OF_FORWARD = "q k v out lse mask offsets_q offsets_k".split()
+_OF_BACKWARD = "out grad grad_lse lse q k v dq dk dv mask offsets_q offsets_k statistics".split()
 
 
 class TritonPlan(NamedTuple):
@@ -343,37 +349,44 @@ class TritonPlan(NamedTuple):
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets."""
-        packed = offsets is not None
-        if packed:  # rows of no sequence get these
+        if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
-        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
-        if not self.cores and launched(memo, q, k, v, out, lse, out if mask is None else mask, cu_q, cu_k):
-            return
-        from ..triton_ops import forward_kernels, persistent_kernels
+        if self.cores:
+            return self._forward_on_cores(q, k, v, out, lse, rule, memo)
+        rest = out if mask is None else mask, *(offsets[:2] if offsets else (lse, lse))
+        steps = partial(self._forward_steps, q, k, v, out, lse, mask, offsets, rule, memo)
+        run(memo, (q, k, v, out, lse, *rest), _OF_FORWARD, steps)
 
-        device = q.device
-        q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
-        with_lse = lse.dim() > 1
-        lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
-        mask = _mask_of(mask)
-        if "kind" not in memo:
-            memo["kind"] = _Kind(self, q, k, v, mask, offsets, rule, ())
-        kind: _Kind = memo["kind"]
+    def _forward_on_cores(self, q, k, v, out, lse, rule, memo: Memo) -> None:
+        from ..triton_ops import persistent_kernels as kernels
+
+        with_lse, tiles = lse.dim() > 1, self.over_rows
+        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, None, None, rule))
         if not out.numel() or kind.empty:
             return
-        if self.cores:
-            return persistent_kernels.forward(self, kind, q, k, v, out, lse, with_lse, memo)
-        with running(device):
-            tiles = self.over_rows
-            tensors = *kind.sources(tiles, q, k, v), out, lse, out if mask is None else mask, cu_q, cu_k
-            launch(
-                memo,
-                forward_kernels.forward_kernel,
-                tensors,
-                lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse),
-            )
-        prepare(memo, device, [forward_kernels.forward_kernel], "q k v out lse mask offsets_q offsets_k")
+        lse = lse if with_lse else lse.view(1, 1, -1)
+        cores = min(self.cores, -(-kind.longest_q // tiles.rows) * kind.heads * kind.sequences)
+        scratch = kernels.scratch(cores, tiles.rows, self.widths[1], q.device)
+
+        def how() -> Launch:
+            numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
+            return Launch(cores, numbers, kind.options | {"SLICE": self.slice_rows, "LSE": with_lse}, tiles)
+
+        launch_alone(memo, kernels.persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
+
+    def _forward_steps(self, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> Iterator[Step]:
+        from ..triton_ops.forward_kernels import forward_kernel
+
+        packed, with_lse, mask = offsets is not None, lse.dim() > 1, _mask_of(mask)
+        q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
+        lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
+        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, mask, offsets, rule))
+        tiles = self.over_rows
+        if out.numel() and not kind.empty:
+            rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
+            tensors = *kind.sources(tiles, q, k, v), out, lse, *rest
+            yield forward_kernel, tensors, lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""
@@ -387,11 +400,10 @@ class TritonPlan(NamedTuple):
         if not memo["has rows"]:  # the gradient of a sum is one number, expanded
             grad = grad.contiguous()
         lse = lse.contiguous()
-        if "kind" not in memo:
-            memo["kind"] = _Kind(
-                self, *(_dense(x, packed) for x in (q, k, v)), _mask_of(mask), offsets, rule, (_dense(grad, packed),)
-            )
-        kind: _Kind = memo["kind"]
+        kind = memo.get("kind")
+        if kind is None:
+            dense = [_dense(x, packed) for x in (q, k, v, grad)]
+            kind = memo["kind"] = _Kind(self, *dense[:3], _mask_of(mask), offsets, rule, dense[3])
         nothing = kind.empty or not kind.longest_k
         if packed or nothing:  # rows of no sequence get zeros
             for gradient in (dq, dk, dv):
@@ -400,17 +412,19 @@ class TritonPlan(NamedTuple):
             return
         statistics = torch.empty(4 * kind.padded_rows + kind.statistics_blocks, dtype=torch.float32, device=q.device)
         with_lse = grad_lse is not None
-        cu_q, cu_k = offsets[:2] if packed else (lse, lse)
         tensors = out, grad, grad_lse if with_lse else lse, lse, q, k, v, dq, dk, dv
-        rest = out if mask is None else mask, cu_q, cu_k
-        if not launched(memo, *tensors, *rest, statistics):
-            self._launch_gradients(*(_dense(x, packed) for x in tensors), *rest, statistics, with_lse, kind, memo)
+        rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
+        run(
+            memo,
+            (*tensors, *rest, statistics),
+            _OF_BACKWARD,
+            lambda: self._backward_steps(*(_dense(x, packed) for x in tensors), *rest, statistics, with_lse, kind),
+            kind.parts,
+        )
 
-    def _launch_gradients(
-        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: _Kind,
-        memo: Memo,
-    ) -> None:  # fmt: skip
-        """Launches one kernel after another, and prepares to launch them all at once."""
+    def _backward_steps(
+        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: _Kind
+    ) -> Iterator[Step]:
         from ..triton_ops import backward_kernels as kernels
         from ..triton_ops.forward_kernels import Strides
 
@@ -420,66 +434,25 @@ class TritonPlan(NamedTuple):
         if not raw:
             exponents = naturals
         rest = _mask_of(mask), cu_q, cu_k
-        over_rows, over_keys = self.over_rows, self.over_keys
+        over_rows, over_keys, far = self.over_rows, self.over_keys, self.far
 
         def how_statistics() -> Launch:
             numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
             tiles = Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
             return Launch(blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, tiles)
 
-        with running(q.device):
-            launch(
-                memo,
-                kernels.statistics_kernel,
-                (out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta),
-                how_statistics,
-            )
-            far = kind.sources(self.far, q, k, v, grad)
-            launch(
-                memo,
-                kernels.shares_kernel,
-                (*far[:2], naturals, shares, largest, *rest),
-                lambda: kind.far(self.far, [*strides(q, k), statistics_strides]),
-            )
-            tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
-            launch(
-                memo,
-                kernels.keys_gradient_kernel,
-                tensors,
-                lambda: kind.over_keys(over_keys, [*strides(q, k, v, grad), statistics_strides, *strides(dk, dv)]),
-            )
-            tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
-            launch(
-                memo,
-                kernels.rows_gradient_kernel,
-                tensors,
-                lambda: kind.over_rows(over_rows, [*strides(q, k, v, grad), statistics_strides, *strides(dq)]),
-            )
-            if raw:
-                tensors = *far, naturals, shares, largest, delta, dq, dk, dv, *rest
-                launch(
-                    memo,
-                    kernels.far_gradients_kernel,
-                    tensors,
-                    lambda: kind.far(self.far, [*strides(q, k, v, grad), statistics_strides, *strides(dq, dk, dv)]),
-                )
-        each = [
-            kernels.statistics_kernel,
-            kernels.shares_kernel,
-            kernels.keys_gradient_kernel,
-            kernels.rows_gradient_kernel,
-        ]
-        begins = {
-            "exponents": 0 if raw else rows,
-            "naturals": rows,
-            "shares": 2 * rows,
-            "delta": 3 * rows,
-            "largest": 4 * rows,
-        }
-        prepare(
-            memo,
-            q.device,
-            [*each, kernels.far_gradients_kernel] if raw else each,
-            "out grad grad_lse lse q k v dq dk dv mask offsets_q offsets_k statistics",
-            {name: ("statistics", 4 * first) for name, first in begins.items()},
-        )
+        def numbers(*of_gradients: torch.Tensor) -> list:
+            return [*strides(q, k, v, grad), statistics_strides, *strides(*of_gradients)]
+
+        found = exponents, naturals, shares, largest, delta
+        yield kernels.statistics_kernel, (out, grad, grad_lse, lse, *found), how_statistics
+        sources = kind.sources(far, q, k, v, grad)
+        tensors = *sources[:2], naturals, shares, largest, *rest
+        yield kernels.shares_kernel, tensors, lambda: kind.far(far, [*strides(q, k), statistics_strides])
+        tensors = *kind.sources(over_keys, q, k, v, grad), exponents, shares, delta, dk, dv, *rest
+        yield kernels.keys_gradient_kernel, tensors, lambda: kind.over_keys(over_keys, numbers(dk, dv))
+        tensors = *kind.sources(over_rows, q, k, v, grad), exponents, shares, delta, dq, *rest
+        yield kernels.rows_gradient_kernel, tensors, lambda: kind.over_rows(over_rows, numbers(dq))
+        if raw:
+            tensors = *sources, naturals, shares, largest, delta, dq, dk, dv, *rest
+            yield kernels.far_gradients_kernel, tensors, lambda: kind.far(far, numbers(dq, dk, dv))

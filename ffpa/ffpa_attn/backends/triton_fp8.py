@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,14 @@ from ..specs.spec import FP8_BLOCK, LEAST_SCALE, Problem
 from ..triton_ops.launch import (
     Launch,
     Memo,
+    Step,
     Tiles,
     describer,
     has_descriptor,
     kind_of,
-    launch,
     launch_alone,
-    launched,
     memo_of,
-    prepare,
-    running,
+    run,
     strides,
 )
 from . import triton_attention
@@ -32,6 +30,7 @@ _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest pow
 _LEAST_DEPTH = 32  # the least depth of a product of fp8 values
 _ARRANGED = Tiles(FP8_BLOCK, FP8_BLOCK, 4, 1)
 QUANTIZED = Tiles(FP8_BLOCK, 64, 4, 1)  # rows and columns at a time
+_TENSORS = "values q k v out lse q_scales k_scales v_scales".split()
 ARCH = "sm_89"  # the first arch that has 8-bit floats
 
 
@@ -64,9 +63,6 @@ class TritonFp8Plan(TritonPlan):
         v_read = v.mT
         if not v_as_it_is:
             v_read = torch.empty(batch, heads_kv, d_v, blocks * FP8_BLOCK, dtype=v.dtype, device=v.device)
-        if launched(memo, v, q, k, v_read, out, lse_there, *scales):
-            return None
-        sources = q, _in_sixteens(k) if v_as_it_is else k, v_read
 
         def how_to_arrange() -> Launch:
             numbers = *strides(v), v.stride(3), heads_kv, n_k, blocks * FP8_BLOCK
@@ -97,19 +93,19 @@ class TritonFp8Plan(TritonPlan):
             numbers = *strides(*tensors), sizes, Rule(scale, cap, *sides(see))
             return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, options, tiles)
 
-        with running(q.device):
+        def steps() -> Iterator[Step]:
             if not v_as_it_is:
-                launch(memo, arrange_values_kernel, (v, v_read), how_to_arrange)
+                yield arrange_values_kernel, (v, v_read), how_to_arrange
+            sources = q, _in_sixteens(k) if v_as_it_is else k, v_read
             if by_tma:
                 if "describers" not in memo:
                     k_block = (tiles.keys // 16, 2, 4, 2, widths[0]) if v_as_it_is else (tiles.keys, widths[0])
                     blocks_read = (tiles.rows, widths[0]), k_block, (widths[1], tiles.keys)
                     memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
                 sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
-            launch(memo, fp8_forward_kernel, (*sources, out, lse_there, *scales), how)
-        kernels = (fp8_forward_kernel,) if v_as_it_is else (arrange_values_kernel, fp8_forward_kernel)
-        names = "values q k v out lse q_scales k_scales v_scales"
-        prepare(memo, q.device, kernels, names, {"arranged": ("v", 0)})
+            yield fp8_forward_kernel, (*sources, out, lse_there, *scales), how
+
+        run(memo, (v, q, k, v_read, out, lse_there, *scales), _TENSORS, steps, {"arranged": ("v", 0)})
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:

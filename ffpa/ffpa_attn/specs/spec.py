@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -127,12 +128,16 @@ class KernelSpec:
     reach C++ as the members of the Config: `tile_q: int` is kTileQ, `dtype: str` is the type Dtype.
     """
 
-    family: ClassVar[str]  # <direction>_<name>: the kernel; <Direction><Name>Config is its template, `header` has both
-    arch: ClassVar[str]  # "sm_80": the oldest GPU it runs on; with a letter, as in "sm_90a", the only one
+    family: ClassVar[str]  # <direction>_<name>: the kernel; the class, <Direction><Name>, adds Config for its template
+    arch: ClassVar[str] = "sm_80"  # the oldest GPU it runs on; with a letter, as in "sm_90a", the only one
     allowed_spill_bytes: ClassVar[int] = 0  # bytes of spills above which a build fails
+
+    def __init_subclass__(cls) -> None:
+        cls.family = vars(cls).get("family") or re.sub(r"(?<=\w)(?=[A-Z])", "_", cls.__name__).lower()
 
     @property
     def header(self) -> str:
+        """Returns the file that has the kernel and its template."""
         direction, _, name = self.family.partition("_")
         return f"attention/{direction}/{name}.cuh"
 
@@ -154,8 +159,6 @@ class KernelSpec:
 class ForwardMmaSplit(KernelSpec):
     """A spec of the split-D forward serves every D_qk, at level 1 each D_v up to `columns`, at the others every D_v."""
 
-    family = "forward_mma_split"
-    arch = "sm_80"
     allowed_spill_bytes = 384  # spills on the path of masks; there are hardly any elsewhere
 
     dtype: str
@@ -178,8 +181,6 @@ class ForwardMmaSplit(KernelSpec):
 class ForwardMmaRows(KernelSpec):
     """In this forward for small head dims, each warp has its own rows; a spec serves D_qk and D_v up to `head_dim`."""
 
-    family = "forward_mma_rows"
-    arch = "sm_80"
     allowed_spill_bytes = 32  # six registers spill on sm_80 at D = 128, once a tile
     streamed: ClassVar[bool] = False
 
@@ -201,18 +202,12 @@ class ForwardMmaRows(KernelSpec):
 class ForwardMerge(KernelSpec):
     """This kernel merges results over parts of the keys into one."""
 
-    family = "forward_merge"
-    arch = "sm_80"
-
     dtype: str
 
 
 @dataclass(frozen=True)
 class BackwardRows(KernelSpec):
     """This kernel finds what the gradients of each query row need: LSE, dO·O, whether the row counts."""
-
-    family = "backward_rows"
-    arch = "sm_80"
 
     dtype: str
 
@@ -221,7 +216,6 @@ class BackwardRows(KernelSpec):
 class BackwardWgmmaScores(KernelSpec):
     """This kernel writes P and dS to the workspace; one spec serves every head dim."""
 
-    family = "backward_wgmma_scores"
     arch = "sm_90a"
     allowed_spill_bytes = 128  # spills of what is live across a product of 128 accumulators beside 64 packed values
 
@@ -232,7 +226,6 @@ class BackwardWgmmaScores(KernelSpec):
 class BackwardWgmmaProducts(KernelSpec):
     """This kernel computes dQ, or dK and dV, from P and dS; one spec serves every head dim."""
 
-    family = "backward_wgmma_products"
     arch = "sm_90a"
 
     dtype: str
@@ -244,8 +237,6 @@ class BackwardWgmmaProducts(KernelSpec):
 class BackwardMmaScores(KernelSpec):
     """This is the counterpart of BackwardWgmmaScores for every GPU."""
 
-    family = "backward_mma_scores"
-    arch = "sm_80"
     allowed_spill_bytes = 96  # between products, not among them: none on sm_80 and sm_90, 76 on sm_86 and sm_89
 
     dtype: str
@@ -254,9 +245,6 @@ class BackwardMmaScores(KernelSpec):
 @dataclass(frozen=True)
 class BackwardMmaProducts(KernelSpec):
     """This is the counterpart of BackwardWgmmaProducts for every GPU."""
-
-    family = "backward_mma_products"
-    arch = "sm_80"
 
     dtype: str
     columns: int
@@ -267,8 +255,6 @@ class BackwardMmaProducts(KernelSpec):
 class ForwardMmaShort(KernelSpec):
     """This forward has all keys in one tile, and so a softmax of one step; any head dim."""
 
-    family = "forward_mma_short"
-    arch = "sm_80"
     tile = 64  # rows of a row tile, and keys
 
     dtype: str
@@ -279,8 +265,6 @@ class ForwardMmaShort(KernelSpec):
 class BackwardMmaShort(KernelSpec):
     """This backward has all keys of a key/value head in one tile, and P and dS in shared memory; any head dim."""
 
-    family = "backward_mma_short"
-    arch = "sm_80"
     allowed_spill_bytes = 64  # numbers that wait between sums, in tiles of 128: 16 warps share a multiprocessor
 
     dtype: str
@@ -292,7 +276,6 @@ class BackwardMmaShort(KernelSpec):
 class ForwardWgmmaFused(KernelSpec):
     """This forward has O in registers; a spec serves every D_qk up to `columns`, every D_v up to `value_columns`."""
 
-    family = "forward_wgmma_fused"
     arch = "sm_90a"
     blocks = 1  # blocks that share a row tile
     allowed_spill_bytes = 400  # spills are mostly the producer's, and of what is needed once a tile
@@ -306,7 +289,6 @@ class ForwardWgmmaFused(KernelSpec):
 class ForwardWgmmaPair(KernelSpec):
     """This is the counterpart of ForwardWgmmaFused for an O of up to 512 columns, which takes two blocks' registers."""
 
-    family = "forward_wgmma_pair"
     arch = "sm_90a"
     blocks = 2
     most_value_columns = 512
@@ -323,7 +305,6 @@ class ForwardWgmmaPair(KernelSpec):
 class ForwardWgmmaTwoPhase(KernelSpec):
     """In this forward for wide head dims, P goes to scratch; P V makes `columns` of O at a time, or 64 less."""
 
-    family = "forward_wgmma_two_phase"
     arch = "sm_90a"
     allowed_spill_bytes = 152  # spills are between products, not among them
 
@@ -335,8 +316,6 @@ class ForwardWgmmaTwoPhase(KernelSpec):
 class ForwardMmaTwoPhase(KernelSpec):
     """This is the counterpart of ForwardWgmmaTwoPhase for every GPU."""
 
-    family = "forward_mma_two_phase"
-    arch = "sm_80"
     allowed_spill_bytes = 8  # one register, once a row tile: on sm_80 and sm_86, none on sm_90
 
     dtype: str
@@ -347,7 +326,6 @@ class ForwardMmaTwoPhase(KernelSpec):
 class ForwardArrangeValues(KernelSpec):
     """This kernel transposes V and puts its keys in the order that ForwardWgmmaFp8 wants."""
 
-    family = "forward_arrange_values"
     arch = "sm_90a"  # the arch of ForwardWgmmaFp8, which needs it
 
 
@@ -355,7 +333,6 @@ class ForwardArrangeValues(KernelSpec):
 class ForwardWgmmaFp8(KernelSpec):
     """This forward of 8-bit floats has O in two warpgroups; a spec serves every D_qk and D_v up to `columns`."""
 
-    family = "forward_wgmma_fp8"
     arch = "sm_90a"
     allowed_spill_bytes = 96  # spills of what is needed once a row tile
 

@@ -37,33 +37,6 @@ _SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 
 @triton.jit
-def arrange_values_kernel(
-    values,
-    arranged,
-    values_strides,
-    column_stride,
-    heads,
-    n,
-    arranged_n,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Writes [B, H, N, D] as [B, H, D, arranged_n], with keys in the order of P and zeros past the end."""
-    blocks = arranged_n // KEYS
-    program = tl.program_id(0)
-    head, batch = (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
-    first = program % blocks * KEYS
-    keys, columns = first + tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    base = values + batch * values_strides.batch + head * values_strides.head
-    pointers = base + keys.to(tl.int64)[:, None] * values_strides.row + columns.to(tl.int64)[None, :] * column_stride
-    tile = tl.load(pointers, mask=(keys < n)[:, None] & (columns < D)[None, :], other=0.0)
-    tile = tile.reshape([KEYS // 16, 2, 4, 2, WIDTH]).permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])
-    target = arranged + ((batch * heads + head) * D + columns)[:, None] * arranged_n + keys[None, :]
-    tl.store(target, tl.trans(tile), mask=(columns < D)[:, None])
-
-
-@triton.jit
 def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns (where they lie, which of them there are) of the rows of the program's block, from column `first` on."""
     blocks = tl.cdiv(n, ROWS)
@@ -73,6 +46,21 @@ def _of_columns(x, strides, column_stride, heads, n, first, D: tl.constexpr, ROW
     base = x + batch * strides.batch + head * strides.head
     pointers = base + rows.to(tl.int64)[:, None] * strides.row + columns.to(tl.int64)[None, :] * column_stride
     return pointers, (rows < n)[:, None] & (columns < D)[None, :]
+
+
+@triton.jit
+def arrange_values_kernel(
+    values, arranged, values_strides, column_stride, heads, n, arranged_n, D: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Writes [B, H, N, D] as [B, H, D, arranged_n], with keys in the order of P and zeros past the end."""
+    pointers, there = _of_columns(values, values_strides, column_stride, heads, n, 0, D, KEYS, WIDTH)
+    tile = tl.load(pointers, mask=there, other=0.0)
+    tile = tile.reshape([KEYS // 16, 2, 4, 2, WIDTH]).permute([0, 2, 1, 3, 4]).reshape([KEYS, WIDTH])
+    blocks, columns = arranged_n // KEYS, tl.arange(0, WIDTH)
+    head, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * KEYS
+    target = arranged + (head.to(tl.int64) * D + columns)[:, None] * arranged_n + (first + tl.arange(0, KEYS))[None, :]
+    tl.store(target, tl.trans(tile), mask=(columns < D)[:, None])
 
 
 @triton.jit
@@ -90,19 +78,9 @@ def block_maxima_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x,
-    scale,
-    x8,
-    x_strides,
-    x8_strides,
-    x_column_stride,
-    x8_column_stride,
-    heads,
-    n,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, scale, x8, x_strides, x8_strides, x_column_stride, x8_column_stride, heads, n, D: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-):
+):  # fmt: skip
     """Divides x by the scale of its block, and stores 8-bit floats."""
     divisor = tl.load(scale + tl.program_id(0))
     for first in range(0, D, KEYS):

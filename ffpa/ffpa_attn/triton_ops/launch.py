@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -124,6 +124,9 @@ class Launch(NamedTuple):
     tiles: Tiles
 
 
+Step = tuple[Any, Sequence, Callable[[], Launch]]  # a kernel, its tensors, and what a kind's first call finds out
+
+
 class _Known(NamedTuple):
     """A kernel that was launched, and what all calls of its kind give it alike."""
 
@@ -170,49 +173,51 @@ class _AtOnce(NamedTuple):
     kernels: Sequence[_Known]  # they stay loaded, whatever other threads put into the memo
 
 
-def launched(memo: Memo, *tensors: torch.Tensor) -> bool:
-    """Launches all kernels of a call by one call of C, where that was prepared, and says whether it did."""
-    at_once = memo.get("at once")
-    if at_once is None or at_once.launch is None or _is_heard():
-        return False
-    at_once.launch(*[x.data_ptr() for x in tensors])
-    return True
-
-
-def prepare(
-    memo: Memo, device: torch.device, kernels: Sequence, names: str, parts: Mapping[str, tuple[str, int]] | None = None
+def run(
+    memo: Memo,
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    steps: Callable[[], Iterable[Step]],
+    parts: Mapping[str, tuple[str, int]] | None = None,
 ) -> None:
-    """Prepares the next calls of this kind to launch these kernels, in order, by one call of C. `names` are those that
-    kernels give to a call's tensors; `parts` are more names, for what begins so many bytes after a tensor does.
+    """Launches all kernels of a call, in order: by one call of C where an earlier call of the kind prepared that, else
+    by launch, with what `steps` gives. `names` are those that kernels give to a call's tensors; `parts` are more names,
+    for what begins so many bytes after a tensor does.
     """
-    known = [memo.get(kernel.__name__) for kernel in kernels]
-    if None in known or "at once" in memo:  # they are interpreted, or it was tried
-        return
-    why_not = next((x.kernel for x in known if isinstance(x.kernel, str)), None)
-    if native.record() is None:
-        why_not = native.PYTHON_ONLY
-    number = {name: i for i, name in enumerate(names.split())}
-    places = {name: (i, 0) for name, i in number.items()}
-    places |= {part: (number[name], at) for part, (name, at) in (parts or {}).items()}
-    launch_all = None
-    try:
-        if not why_not:
-            with running(device):
-                launch_all = compiled.launcher([x.kernel for x in known], places, device.index)
-    except RuntimeError as error:
-        why_not = str(error)
-    memo["at once"] = _AtOnce(launch_all, why_not, known)
-    if why_not and env.run_flags()["FFPA_LOG"]:
-        progress.say(f"ffpa_attn: Triton itself launches {', '.join(x.__name__ for x in kernels)}, slowly: {why_not}")
+    at_once = memo.get("at once")
+    if at_once is not None and at_once.launch is not None and not _is_heard():
+        return at_once.launch(*[x.data_ptr() for x in tensors])
+    device, kernels = tensors[0].device, []
+    with running(device):
+        for kernel, given, how in steps():
+            launch(memo, kernel, given, how)
+            kernels.append(kernel.__name__)
+    if kernels and "at once" not in memo and all(name in memo for name in kernels):  # else they are interpreted
+        places = {name: (i, 0) for i, name in enumerate(names)}
+        places |= {part: (places[name][0], at) for part, (name, at) in (parts or {}).items()}
+        memo["at once"] = _prepared([memo[name] for name in kernels], places, device)
+        if memo["at once"].why_not and env.run_flags()["FFPA_LOG"]:
+            why_not = memo["at once"].why_not
+            progress.say(f"ffpa_attn: Triton itself launches {', '.join(kernels)}, slowly: {why_not}")
 
 
 def launch_alone(memo: Memo, kernel, tensors: Sequence[torch.Tensor], how: Callable[[], Launch]) -> None:
     """Launches the one kernel that calls of a kind have."""
-    if not launched(memo, *tensors):
-        device = tensors[0].device
+    run(memo, tensors, kernel.arg_names[: len(tensors)], lambda: [(kernel, tensors, how)])
+
+
+def _prepared(known: Sequence[_Known], places: Mapping[str, tuple[int, int]], device: torch.device) -> _AtOnce:
+    """Prepares the next calls of this kind to launch these kernels by one call of C, or says why Triton has to."""
+    why_not = next((x.kernel for x in known if isinstance(x.kernel, str)), None)
+    if native.record() is None:
+        why_not = native.PYTHON_ONLY
+    if why_not:
+        return _AtOnce(None, why_not, known)
+    try:
         with running(device):
-            launch(memo, kernel, tensors, how)
-        prepare(memo, device, [kernel], " ".join(kernel.arg_names[: len(tensors)]))
+            return _AtOnce(compiled.launcher([x.kernel for x in known], places, device.index), None, known)
+    except RuntimeError as error:
+        return _AtOnce(None, str(error), known)
 
 
 @cache

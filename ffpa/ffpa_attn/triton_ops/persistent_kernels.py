@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from .forward_kernels import INF, _load, _offset, _rows, _scores, _sequence, _store, _tiles, _unit
-from .launch import Launch, Memo, launch_alone, strides
 
 
 @triton.jit
@@ -103,18 +102,6 @@ def persistent_forward_kernel(
                 )
 
 
-def _scratch(*shape: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def forward(plan, kind, q, k, v, out, lse, with_lse: bool, memo: Memo) -> None:
-    """Runs the forward of a TritonPlan with cores."""
-    tiles = plan.over_rows
-    cores = min(plan.cores, -(-kind.longest_q // tiles.rows) * kind.heads * kind.sequences)
-    scratch = [_scratch(cores, tiles.rows, *more, device=q.device) for more in ((plan.widths[1],), (), ())]
-
-    def how() -> Launch:
-        numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
-        return Launch(cores, numbers, kind.options | {"SLICE": plan.slice_rows, "LSE": with_lse}, tiles)
-
-    launch_alone(memo, persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
+def scratch(cores: int, rows: int, columns: int, device: torch.device) -> list[torch.Tensor]:
+    """Returns memory for O, maxima and sums."""
+    return [torch.empty(cores, rows, *of, dtype=torch.float32, device=device) for of in ((columns,), (), ())]
