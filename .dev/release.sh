@@ -7,6 +7,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 cd "$root"
 changes=$(git status --porcelain)
 [ -z "$changes" ] || { echo "the tree has changes: commit or stash them first" >&2; exit 1; }
+version=$("$PY" setup.py -q --version)
+[[ $version != *dev* ]] || { echo "the version is $version: set that of the release first (CONTRIBUTING.md)" >&2; exit 1; }
+unset FFPA_CUDA_ARCHS TORCH_CUDA_ARCH_LIST ENABLE_FFPA_DEBUG ENABLE_FFPA_AMPERE ENABLE_FFPA_HOPPER  # all kernels, whatever is set
 rm -rf dist
 bash "$here/wheel.sh"
 "$PY" setup.py -q sdist

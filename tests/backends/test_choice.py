@@ -256,6 +256,14 @@ class TestLessSharedMemory:
         assert f"as on a GPU with {kilobytes} KB of shared memory (FFPA_SMEM_KB)" in str(chosen) and arch in str(chosen)
         assert choose(p, flags()).plan != chosen.plan and "FFPA_SMEM_KB" not in str(choose(p, flags()))
 
+    def test_it_says_what_was_estimated(self, monkeypatch):
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
+        for changes, backend in (({"n_q": 256}, "hopper"), ({"n_q": 1, "n_k": 32768, "heads_kv": 4}, "mma")):
+            chosen = choose(PROBLEM._replace(**changes), flags())
+            assert chosen.backend == backend and chosen.plan.microseconds > 1
+            assert f"estimated to take {chosen.plan.microseconds:.3g} µs" in str(chosen)
+        assert "is estimated to take" in dict(chosen.rejected)["hopper"]
+
     def test_on_the_cpu_it_says_nothing(self):
         p = PROBLEM._replace(device="cpu", arch=None)
         assert choose(p, flags(FFPA_SMEM_KB=99)) == choose(p, flags())

@@ -52,6 +52,8 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", f"  runs on {self.kernel}: {self.why}"]
+        if microseconds := getattr(self.plan, "microseconds", 0):
+            lines.append(f"  estimated to take {microseconds:.3g} µs of an otherwise idle GPU")
         lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected]
         return "\n".join(lines)
 
