@@ -222,7 +222,7 @@ def sides(see) -> tuple[int, int]:
     return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
 
 
-class _Kind:
+class Kind:
     """What all kernels, and all calls of a kind, are given alike."""
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, *more: torch.Tensor):
@@ -362,7 +362,7 @@ class TritonPlan(NamedTuple):
         from ..triton_ops import persistent_kernels as kernels
 
         with_lse, tiles = lse.dim() > 1, self.over_rows
-        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, None, None, rule))
+        kind = memo.get("kind") or memo.setdefault("kind", Kind(self, q, k, v, None, None, rule))
         if not out.numel() or kind.empty:
             return
         lse = lse if with_lse else lse.view(1, 1, -1)
@@ -381,7 +381,7 @@ class TritonPlan(NamedTuple):
         packed, with_lse, mask = offsets is not None, lse.dim() > 1, _mask_of(mask)
         q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
         lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
-        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, mask, offsets, rule))
+        kind = memo.get("kind") or memo.setdefault("kind", Kind(self, q, k, v, mask, offsets, rule))
         tiles = self.over_rows
         if out.numel() and not kind.empty:
             rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
@@ -403,7 +403,7 @@ class TritonPlan(NamedTuple):
         kind = memo.get("kind")
         if kind is None:
             dense = [_dense(x, packed) for x in (q, k, v, grad)]
-            kind = memo["kind"] = _Kind(self, *dense[:3], _mask_of(mask), offsets, rule, dense[3])
+            kind = memo["kind"] = Kind(self, *dense[:3], _mask_of(mask), offsets, rule, dense[3])
         nothing = kind.empty or not kind.longest_k
         if packed or nothing:  # rows of no sequence get zeros
             for gradient in (dq, dk, dv):
@@ -423,7 +423,7 @@ class TritonPlan(NamedTuple):
         )
 
     def _backward_steps(
-        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: _Kind
+        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: Kind
     ) -> Iterator[Step]:
         from ..triton_ops import backward_kernels as kernels
         from ..triton_ops.forward_kernels import Strides
