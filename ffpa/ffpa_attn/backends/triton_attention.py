@@ -18,20 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
+from ..checks import memory_checks
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.launch import (
-    Launch,
-    Memo,
-    Step,
-    Tiles,
-    describer,
-    has_descriptor,
-    has_rows,
-    launch_alone,
-    run,
-    strides,
-)
+from ..triton_ops.launch import Launch, Memo, Step, Tiles, describer, has_descriptor, launch_alone, run, strides
 from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
@@ -396,7 +386,7 @@ class TritonPlan(NamedTuple):
     def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
         packed = offsets is not None
         if "has rows" not in memo:
-            memo["has rows"] = has_rows(grad)
+            memo["has rows"] = not memory_checks.rows_problem(grad)
         if not memo["has rows"]:  # the gradient of a sum is one number, expanded
             grad = grad.contiguous()
         lse = lse.contiguous()

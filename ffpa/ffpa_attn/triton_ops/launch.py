@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
+from ..checks import memory_checks
 from ..launching import compiled, native
 from ..support import progress
 from ..support.transient import is_transient
@@ -43,16 +44,10 @@ def running(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def has_rows(x: torch.Tensor) -> bool:
-    """Says whether kernels can read it: rows, heads and batch entries begin at 16 bytes, columns lie side by side."""
-    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
-
-
 def has_descriptor(x: torch.Tensor) -> bool:
     """Says whether TMA can read it: no two of its rows may be the same memory."""
     twice = any(stride <= 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    return x.numel() > 0 and has_rows(x) and not twice
+    return x.numel() > 0 and not memory_checks.rows_problem(x) and not twice
 
 
 def describer(x: torch.Tensor, *block: int) -> Callable[[torch.Tensor], Any]:
