@@ -242,8 +242,7 @@ def cut(work: Work, tiles: Tiles, cap: int) -> Cut:
 
 
 def _tiles_of(work: Work, tiles: Tiles, chunk: Chunk) -> tuple[ProductTile, ProductTile]:
-    of_q, of_k = (fastest_tile(work, tiles, chunk.entries, chunk.row_tiles, of_q)[1] for of_q in (True, False))
-    return of_q, of_k
+    return tuple(fastest_tile(work, tiles, chunk.entries, chunk.row_tiles, of_q)[1] for of_q in (True, False))
 
 
 # ---- parts of an entry ----

@@ -61,9 +61,11 @@ _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itsel
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
 
+Spec = ForwardMmaSplit | ForwardMmaRows
+
 
 class LevelPlan(NamedTuple):
-    spec: ForwardMmaSplit | ForwardMmaRows
+    spec: Spec
     level: int
     stages: int
     q_resident: bool
@@ -98,9 +100,7 @@ class LevelPlan(NamedTuple):
         call(q, k, v, out, lse, mask, offsets)
 
 
-def smem_bytes(
-    spec: ForwardMmaSplit | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
-) -> int:
+def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:
     """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_TILE_BYTES
@@ -247,7 +247,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     return _cheapest(plans, spec, p)
 
 
-def _cheapest(plans: list[LevelPlan], last: ForwardMmaSplit | ForwardMmaRows, p: Problem) -> LevelPlan | str:
+def _cheapest(plans: list[LevelPlan], last: Spec, p: Problem) -> LevelPlan | str:
     if not plans:
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
     best = min(plans, key=lambda plan: plan.microseconds)
