@@ -16,9 +16,9 @@ import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, offsets
 from ffpa_attn import env
 from ffpa_attn.backends import backward, backward_chunks, backward_short, reference
-from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Packed, Pass
+from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Pass
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility, visible_keys
+from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility
 from ffpa_attn.testing import emulate
 
 # Backends, and the architecture that emulates each; "short" is mma where the keys fit one tile.
@@ -333,20 +333,8 @@ def test_pairs_of_chunks_count_once(name, dtype):
 
 def work_of(n_q, n_k, group=1, d=512, left=-1, right=-1, top_left=False, **more) -> backward_chunks.Work:
     """Returns what backward.plan makes of such a problem."""
-    see, diagonal = Visibility(left, right, top_left), 0 if top_left else n_k - n_q
-    problem = PROBLEM._replace(n_q=n_q, n_k=n_k, visibility=see)
-    return backward_chunks.Work(
-        entries=3,
-        group=group,
-        n_q=n_q,
-        n_k=n_k,
-        d_qk=d,
-        d_v=d,
-        seen=visible_keys(problem) / n_k,
-        nearest=None if left < 0 else diagonal - left,
-        farthest=None if right < 0 else diagonal + right,
-        **more,
-    )
+    rule = {"visibility": Visibility(left, right, top_left), "heads_q": 3 * group, "heads_kv": 3, "d_qk": d, "d_v": d}
+    return backward_chunks.Work(PROBLEM._replace(n_q=n_q, n_k=n_k, **rule, **more))
 
 
 def visible_tiles(work) -> torch.Tensor:
@@ -448,7 +436,7 @@ SEEN = {
 def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
     cap = mb << 20
     if seen == "packed":
-        work = work_of(n // 2, n, group, packed=Packed(7, n, n + 300))
+        work = work_of(n // 2, n, group, batch=7, packed=(n, n + 300))
     else:
         n_k = {"after": max(n - 300, 50), "behind": n // 4 + 50}.get(seen, n + 300)
         work = work_of(n, n_k, group, **SEEN[seen])

@@ -52,7 +52,7 @@ MUTANTS = [
         ("triton: packed rows without keys overlooked", "self.blind = see.bounded if packed", "self.blind = False if packed"),
         ("triton: statistics end with the rows", "self.padded_q = (-(-total_q // _MOST_ROWS) + packed) * _MOST_ROWS", "self.padded_q = -(-total_q // 64) * 64"),
         ("triton: edges taken for whole tiles", "numbers, tiles, self.longest_k % tiles.keys != 0, **options)", "numbers, tiles, False, **options)"),
-        ("triton: a caller's strided gradient taken as it lies", 'memo["has rows"] = has_rows(grad)', 'memo["has rows"] = True'),
+        ("triton: a caller's strided gradient taken as it lies", 'memo["has rows"] = not memory_checks.rows_problem(grad)', 'memo["has rows"] = True'),
     ),
     *edits_in(
         "triton_ops/persistent_kernels.py",

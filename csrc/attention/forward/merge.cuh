@@ -43,7 +43,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
       params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
   if (rows.begin + row >= rows.end) return;
 
-  constexpr int kPartsOfLane = 2;  // 64 parts at most (parts.py)
+  constexpr int kPartsOfLane = 2;  // 64 parts at most (row_tiles.py)
   constexpr int kPartsAtOnce = 8;
   // Each lane knows the weights of two parts: what their P sum up to, relative to the largest reference of all.
   const int lane = ptx::lane_id();

@@ -15,7 +15,6 @@ import torch
 from ..checks import memory_checks
 from ..launching import attention_call, structs
 from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
-from ..specs import archs
 from ..specs.spec import (
     MMA_PRODUCT_TILES,
     MOST_POSITIONS,
@@ -27,10 +26,9 @@ from ..specs.spec import (
     BackwardWgmmaScores,
     Problem,
     Visibility,
-    visible_keys,
 )
 from . import backward_chunks
-from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Packed, Work
+from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Work
 from .reference_plan import mask_gradient
 
 Memo = dict  # it has the launches for a number of multiprocessors, and what as_read found out
@@ -146,27 +144,11 @@ _FAMILIES = {
 def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     """Plans for a `backend`, hopper or mma. Whether its kernels are built is another question."""
     scores, products, tiles = _FAMILIES[backend]
-    packed = p.packed and Packed(p.batch, *p.packed)
-    positions = max(p.n_q + p.n_k, sum(packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if packed else 0)
+    work = Work(p)
+    of_packed = sum(work.packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if p.packed else 0
+    positions = max(p.n_q + p.n_k, of_packed)
     if positions > MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {positions} of rows and keys are too many"
-    seen = visible_keys(p) / p.n_k if p.n_k else 1.0
-    if packed and p.batch * p.n_k:
-        seen *= min(packed.keys / (packed.sequences * p.n_k), 1.0)  # this takes lengths to be the same
-    see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
-    work = Work(
-        entries=p.heads_kv * (1 if packed else p.batch),
-        group=p.group,
-        n_q=p.n_q,
-        n_k=p.n_k,
-        d_qk=p.d_qk,
-        d_v=p.d_v,
-        seen=seen,
-        multiprocessors=archs.multiprocessors(p.arch or "sm_90"),
-        packed=packed,
-        nearest=None if see.left < 0 else diagonal - see.left,
-        farthest=None if see.right < 0 else diagonal + see.right,
-    )
     if p.batch * p.heads_kv * p.n_q * p.n_k:
         cut = backward_chunks.cut(work, tiles, cap)
     else:

@@ -11,7 +11,8 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
-from ..specs.spec import ProductTile
+from ..specs import archs
+from ..specs.spec import Problem, ProductTile, visible_keys
 
 ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/params/backward_params.h
 _BYTES_OF_PAIR = 4  # bytes of a pair in P and dS
@@ -73,45 +74,27 @@ class Packed(NamedTuple):
         return count // size + self.sequences  # the number in csrc/attention/rows/packed_tiles.cuh
 
 
-class Work(NamedTuple):
+class Work:
     """What is cut: entries are key/value heads of batch entries, each with the rows of `group` query heads."""
 
-    entries: int
-    group: int
-    n_q: int
-    n_k: int
-    d_qk: int
-    d_v: int
-    seen: float = 1.0  # average part of the keys that a row sees
-    multiprocessors: int = 132
-    packed: Packed | None = None  # entries are then key/value heads; n_q and n_k are of the longest sequence
-    nearest: int | None = None  # row r sees the keys from r + nearest on, as far as they exist
-    farthest: int | None = None  # row r sees the keys up to r + farthest
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.nearest is not None or self.farthest is not None
-
-    @property
-    def tiles_of_keys(self) -> int:
-        return self.keys // KEY_TILE
-
-    @property
-    def tiles_of_head(self) -> int:
-        return self.packed.tiles(self.packed.rows, ROW_TILE) if self.packed else -(-self.n_q // ROW_TILE)
-
-    @property
-    def tiles(self) -> int:
-        return self.group * self.tiles_of_head
-
-    @property
-    def keys(self) -> int:
-        return self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else self.columns
-
-    @property
-    def columns(self) -> int:
-        """Returns the keys of a row in the workspace, where a chunk has all."""
-        return -(-self.n_k // KEY_TILE) * KEY_TILE
+    def __init__(self, p: Problem):
+        self.packed = Packed(p.batch, *p.packed) if p.packed else None
+        self.entries = p.heads_kv * (1 if p.packed else p.batch)
+        self.group, self.d_qk, self.d_v = p.group, p.d_qk, p.d_v
+        self.n_q, self.n_k = p.n_q, p.n_k  # of packed sequences, those of the longest
+        self.multiprocessors = archs.multiprocessors(p.arch or "sm_90")
+        see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
+        self.is_bounded = see.bounded
+        self.nearest = None if see.left < 0 else diagonal - see.left  # row r sees the keys from r + nearest on
+        self.farthest = None if see.right < 0 else diagonal + see.right  # row r sees the keys up to r + farthest
+        self.seen = visible_keys(p) / p.n_k if p.n_k else 1.0  # average part of the keys that a row sees
+        if self.packed and p.batch * p.n_k:
+            self.seen *= min(self.packed.keys / (p.batch * p.n_k), 1.0)  # this takes lengths to be the same
+        self.columns = -(-p.n_k // KEY_TILE) * KEY_TILE  # keys of a row in the workspace, where a chunk has all
+        self.keys = self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else self.columns
+        self.tiles_of_keys = self.keys // KEY_TILE
+        self.tiles_of_head = self.packed.tiles(self.packed.rows, ROW_TILE) if self.packed else -(-p.n_q // ROW_TILE)
+        self.tiles = self.group * self.tiles_of_head
 
     def columns_of(self, keys: int) -> int:
         return min(keys, self.columns)
@@ -259,8 +242,7 @@ def cut(work: Work, tiles: Tiles, cap: int) -> Cut:
 
 
 def _tiles_of(work: Work, tiles: Tiles, chunk: Chunk) -> tuple[ProductTile, ProductTile]:
-    of_q, of_k = (fastest_tile(work, tiles, chunk.entries, chunk.row_tiles, of_q)[1] for of_q in (True, False))
-    return of_q, of_k
+    return tuple(fastest_tile(work, tiles, chunk.entries, chunk.row_tiles, of_q)[1] for of_q in (True, False))
 
 
 # ---- parts of an entry ----

@@ -60,9 +60,11 @@ _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itsel
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
 
+Spec = ForwardMmaSplit | ForwardMmaRows
+
 
 class LevelPlan(NamedTuple):
-    spec: ForwardMmaSplit | ForwardMmaRows
+    spec: Spec
     level: int
     stages: int
     q_resident: bool
@@ -81,11 +83,7 @@ class LevelPlan(NamedTuple):
         return (self.spec,)
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """Runs the forward. q, k, v, out are [B, H, N, D]; lse is [B, H, N] or empty; mask is as the caller gave it, or
-        None. `memo` is the same for calls that differ in addresses alone.
-
-        Packed sequences are [H, T, D] and [H, T], without a mask, and come with their offsets and longest lengths.
-        """
+        """Runs the forward as choice.Plan says; packed sequences come without a mask."""
         if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
@@ -98,9 +96,7 @@ class LevelPlan(NamedTuple):
         call(q, k, v, out, lse, mask, offsets)
 
 
-def smem_bytes(
-    spec: ForwardMmaSplit | ForwardMmaRows, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0
-) -> int:
+def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:
     """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_TILE_BYTES
@@ -121,8 +117,7 @@ def smem_bytes(
 
 def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str:
     """Returns (acc_qk, acc_pv) as `acc` and the toggles say."""
-    acc_qk = "f16" if p.acc == "f16" else "f32"
-    acc_pv = "f32" if p.acc == "f32" else "f16"
+    acc_qk, acc_pv = {"f32": ("f32", "f32"), "f16": ("f16", "f16"), "mixed": ("f32", "f16")}[p.acc]
     if flags["ENABLE_FFPA_FORCE_QK_F16"] is not None:
         acc_qk = "f16" if flags["ENABLE_FFPA_FORCE_QK_F16"] else "f32"
     if flags["ENABLE_FFPA_FORCE_PV_F16"] is not None:
@@ -139,15 +134,12 @@ def _columns(d_v: int) -> int:
 def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
     """Gives pairs of (level, shape)."""
     if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
-        for shape in register_shapes(_columns(p.d_v), acc):
-            yield 1, shape
+        yield from ((1, shape) for shape in register_shapes(_columns(p.d_v), acc))
     if p.level == 2:
         groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
-        for shape in register_shapes(_columns(-(-p.d_v // groups)), acc):
-            yield 2, shape
+        yield from ((2, shape) for shape in register_shapes(_columns(-(-p.d_v // groups)), acc))
     if p.level in (3, None):
-        for shape in streamed_shapes(max(p.d_qk, p.d_v), acc):
-            yield 3, shape
+        yield from ((3, shape) for shape in streamed_shapes(max(p.d_qk, p.d_v), acc))
 
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
@@ -249,21 +241,19 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
             heads = row_tiles.shared_heads(p, shape.rows)
             splits = _splits(padded, 1, shape, heads, flags["FFPA_WORKSPACE_MB"] << 20)
             cost = _microseconds(padded, 1, shape, heads, splits) * slowdown
-            plans.append((cost, LevelPlan(spec, 1, stages, True, splits, tile_heads=heads)))
+            plans.append(LevelPlan(spec, 1, stages, True, splits, tile_heads=heads, microseconds=cost))
     return _cheapest(plans, spec, p)
 
 
-def _cheapest(
-    plans: list[tuple[float, LevelPlan]], last: ForwardMmaSplit | ForwardMmaRows, p: Problem
-) -> LevelPlan | str:
+def _cheapest(plans: list[LevelPlan], last: Spec, p: Problem) -> LevelPlan | str:
     if not plans:
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
-    cost, best = min(plans, key=lambda plan: plan[0])
+    best = min(plans, key=lambda plan: plan.microseconds)
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
     blocks = row_tiles.count(p, best.spec.rows, best.tile_heads) * groups * best.splits
     if blocks > row_tiles.MOST_TILES:
         return f"{best.spec.name} needs more blocks than a grid holds"
-    return best._replace(microseconds=cost)
+    return best
 
 
 def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> LevelPlan | str:
@@ -290,7 +280,8 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
         stages, value_stages, q_resident = fitting
         if stages == 1:
             cost *= 8  # nothing hides the loads: taken only where nothing else fits
-        plans.append((cost, LevelPlan(spec, level, stages, q_resident, splits, value_stages, tile_heads=heads)))
+        of_plan = {"value_stages": value_stages, "tile_heads": heads, "microseconds": cost}
+        plans.append(LevelPlan(spec, level, stages, q_resident, splits, **of_plan))
     return reason if reason and not plans else _cheapest(plans, spec, p)
 
 

@@ -18,20 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
+from ..checks import memory_checks
 from ..specs import archs
 from ..specs.spec import LEAST_SCALE, Problem
-from ..triton_ops.launch import (
-    Launch,
-    Memo,
-    Step,
-    Tiles,
-    describer,
-    has_descriptor,
-    has_rows,
-    launch_alone,
-    run,
-    strides,
-)
+from ..triton_ops.launch import Launch, Memo, Step, Tiles, describer, has_descriptor, launch_alone, run, strides
 from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient
 
@@ -222,7 +212,7 @@ def sides(see) -> tuple[int, int]:
     return tuple(_MOST_POSITIONS if x < 0 else min(x, _MOST_POSITIONS) for x in (see.left, see.right))
 
 
-class _Kind:
+class Kind:
     """What all kernels, and all calls of a kind, are given alike."""
 
     def __init__(self, plan: TritonPlan, q, k, v, mask, offsets, rule, *more: torch.Tensor):
@@ -362,7 +352,7 @@ class TritonPlan(NamedTuple):
         from ..triton_ops import persistent_kernels as kernels
 
         with_lse, tiles = lse.dim() > 1, self.over_rows
-        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, None, None, rule))
+        kind = memo.get("kind") or memo.setdefault("kind", Kind(self, q, k, v, None, None, rule))
         if not out.numel() or kind.empty:
             return
         lse = lse if with_lse else lse.view(1, 1, -1)
@@ -381,7 +371,7 @@ class TritonPlan(NamedTuple):
         packed, with_lse, mask = offsets is not None, lse.dim() > 1, _mask_of(mask)
         q, k, v, out = (_dense(x, packed) for x in (q, k, v, out))
         lse = _dense(lse, packed) if with_lse else lse.view(1, 1, -1)
-        kind = memo.get("kind") or memo.setdefault("kind", _Kind(self, q, k, v, mask, offsets, rule))
+        kind = memo.get("kind") or memo.setdefault("kind", Kind(self, q, k, v, mask, offsets, rule))
         tiles = self.over_rows
         if out.numel() and not kind.empty:
             rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
@@ -396,14 +386,14 @@ class TritonPlan(NamedTuple):
     def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
         packed = offsets is not None
         if "has rows" not in memo:
-            memo["has rows"] = has_rows(grad)
+            memo["has rows"] = not memory_checks.rows_problem(grad)
         if not memo["has rows"]:  # the gradient of a sum is one number, expanded
             grad = grad.contiguous()
         lse = lse.contiguous()
         kind = memo.get("kind")
         if kind is None:
             dense = [_dense(x, packed) for x in (q, k, v, grad)]
-            kind = memo["kind"] = _Kind(self, *dense[:3], _mask_of(mask), offsets, rule, dense[3])
+            kind = memo["kind"] = Kind(self, *dense[:3], _mask_of(mask), offsets, rule, dense[3])
         nothing = kind.empty or not kind.longest_k
         if packed or nothing:  # rows of no sequence get zeros
             for gradient in (dq, dk, dv):
@@ -423,7 +413,7 @@ class TritonPlan(NamedTuple):
         )
 
     def _backward_steps(
-        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: _Kind
+        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: Kind
     ) -> Iterator[Step]:
         from ..triton_ops import backward_kernels as kernels
         from ..triton_ops.forward_kernels import Strides

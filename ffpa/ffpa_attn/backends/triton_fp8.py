@@ -9,7 +9,7 @@ import torch
 
 from ..launching import native
 from ..specs import archs
-from ..specs.spec import FP8_BLOCK, LEAST_SCALE, Problem
+from ..specs.spec import FP8_BLOCK, Problem
 from ..triton_ops.launch import (
     Launch,
     Memo,
@@ -24,7 +24,7 @@ from ..triton_ops.launch import (
     strides,
 )
 from . import triton_attention
-from .triton_attention import TritonPlan, scale_and_cap, sides, tiles_of
+from .triton_attention import Kind, TritonPlan, tiles_of
 
 _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below a type's largest value
 _LEAST_DEPTH = 32  # the least depth of a product of fp8 values
@@ -41,11 +41,10 @@ class TritonFp8Plan(TritonPlan):
         """Runs on q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side), scales [B, H, blocks
         of 128 rows], shared ones expanded, or None, and lse [B, H, N] or None.
         """
-        from ..triton_ops.forward_kernels import Rule, Sizes
         from ..triton_ops.fp8_kernels import arrange_values_kernel, fp8_forward_kernel
 
         q_scale, k_scale, v_scale = scales
-        batch, heads, n_q, d_qk = q.shape
+        batch, heads, n_q, _ = q.shape
         heads_kv, n_k, d_v = v.shape[1:]
         if not n_k:
             out.zero_()
@@ -69,14 +68,9 @@ class TritonFp8Plan(TritonPlan):
             return Launch(blocks * heads_kv * batch, numbers, {"D": d_v, "WIDTH": widths[1]}, _ARRANGED)
 
         def how() -> Launch:
-            see, (scale, cap) = rule.visibility, scale_and_cap(rule)
-            sizes = Sizes(heads, heads // heads_kv, n_q, n_k, n_q, n_k)
-            tensors = q, k, v_read, out, lse_there, *scales
-            options = {
-                "TOP_LEFT": see.top_left,
-                "EDGES": see.bounded or n_k % tiles.keys != 0,
-                "RAW": not cap and scale >= LEAST_SCALE,
-                "CAPPED": cap > 0,
+            kind, tensors = Kind(self, q, k, v, None, None, rule), (q, k, v_read, out, lse_there, *scales)
+            options = kind.options | {
+                "EDGES": kind.hides or n_k % tiles.keys != 0,
                 "LSE": lse is not None,
                 "TMA": by_tma,
                 "V_AS_IT_IS": v_as_it_is,
@@ -85,13 +79,9 @@ class TritonFp8Plan(TritonPlan):
                 "V_SCALE": _kind_of(v_scale),
                 "P_EXPONENT": _P_EXPONENT[q.dtype],
                 "LARGEST_OUT": torch.finfo(out.dtype).max if out.dtype.itemsize == 1 else float("inf"),
-                "D_QK": d_qk,
-                "D_V": d_v,
-                "WIDTH_QK": widths[0],
-                "WIDTH_V": widths[1],
             }
-            numbers = *strides(*tensors), sizes, Rule(scale, cap, *sides(see))
-            return Launch(-(-n_q // tiles.rows) * heads * batch, numbers, options, tiles)
+            programs = -(-n_q // tiles.rows) * heads * batch
+            return Launch(programs, (*strides(*tensors), *kind.numbers[1:]), options, tiles)
 
         def steps() -> Iterator[Step]:
             if not v_as_it_is:

@@ -433,24 +433,21 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     """Returns the kernels that a wheel holds, given the build-time flags."""
     few = flags["ENABLE_FFPA_DEBUG"]
     columns, head_dims = ((512,), (64, 192)) if few else (COLUMNS, ROWS_HEAD_DIMS)
+    first, last = (slice(1), slice(-1, None)) if few else (slice(None), slice(None))  # what a debug build has of sizes
     kernels: list[KernelSpec] = []
     for dtype, accumulators in ACCUMULATORS.items():
         kernels += [ForwardMerge(dtype), BackwardRows(dtype), BackwardWgmmaScores(dtype), BackwardMmaScores(dtype)]
         for family, shapes in (BackwardWgmmaProducts, PRODUCT_TILES), (BackwardMmaProducts, MMA_PRODUCT_TILES):
-            kernels += [
-                family(dtype, shape.columns, of_q) for shape in shapes[-1 if few else 0 :] for of_q in (True, False)
-            ]
+            kernels += [family(dtype, shape.columns, of_q) for shape in shapes[last] for of_q in (True, False)]
         kernels += [ForwardMmaShort(dtype, columns) for columns in SHORT_COLUMNS]
         kernels += [
-            BackwardMmaShort(dtype, tile, columns)
-            for tile in SHORT_TILES[: 1 if few else None]
-            for columns in short_columns(tile)
+            BackwardMmaShort(dtype, tile, width) for tile in SHORT_TILES[first] for width in short_columns(tile)
         ]
-        kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[: 1 if few else None]]
-        kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[: 1 if few else None]]
-        kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[-1 if few else 0 :]]
+        kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[first]]
+        kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[first]]
+        kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[last]]
         kernels += [ForwardMmaTwoPhase(dtype, TWO_PHASE_MMA_COLUMNS)]
-        for acc in accumulators[:1] if few else accumulators:
+        for acc in accumulators[first]:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
             kernels += [forward_spec(dtype, acc, shape) for c in columns for shape in register_shapes(c, acc)]
             kernels += [
@@ -459,7 +456,5 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 for shape in streamed_shapes(d, acc)
             ]
     kernels += [ForwardArrangeValues()]
-    kernels += [
-        ForwardWgmmaFp8(dtype, width) for dtype in ("e4m3", "e5m2") for width in FP8_COLUMNS[-1 if few else 0 :]
-    ]
+    kernels += [ForwardWgmmaFp8(dtype, width) for dtype in FP8_DTYPES for width in FP8_COLUMNS[last]]
     return tuple(dict.fromkeys(kernels))

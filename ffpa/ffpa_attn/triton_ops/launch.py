@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
+from ..checks import memory_checks
 from ..launching import compiled, native
 from ..support import progress
 from ..support.transient import is_transient
@@ -43,16 +44,10 @@ def running(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def has_rows(x: torch.Tensor) -> bool:
-    """Says whether kernels can read it: rows, heads and batch entries begin at 16 bytes, columns lie side by side."""
-    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
-
-
 def has_descriptor(x: torch.Tensor) -> bool:
     """Says whether TMA can read it: no two of its rows may be the same memory."""
     twice = any(stride <= 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    return x.numel() > 0 and has_rows(x) and not twice
+    return x.numel() > 0 and not memory_checks.rows_problem(x) and not twice
 
 
 def describer(x: torch.Tensor, *block: int) -> Callable[[torch.Tensor], Any]:
@@ -192,32 +187,28 @@ def run(
         for kernel, given, how in steps():
             launch(memo, kernel, given, how)
             kernels.append(kernel.__name__)
-    if kernels and "at once" not in memo and all(name in memo for name in kernels):  # else they are interpreted
-        places = {name: (i, 0) for i, name in enumerate(names)}
-        places |= {part: (places[name][0], at) for part, (name, at) in (parts or {}).items()}
-        memo["at once"] = _prepared([memo[name] for name in kernels], places, device)
-        if memo["at once"].why_not and env.run_flags()["FFPA_LOG"]:
-            why_not = memo["at once"].why_not
-            progress.say(f"ffpa_attn: Triton itself launches {', '.join(kernels)}, slowly: {why_not}")
+    known = [memo.get(name) for name in kernels]
+    if None in known or not known or "at once" in memo:  # they are interpreted, or it was tried
+        return
+    places = {name: (i, 0) for i, name in enumerate(names)}
+    places |= {part: (places[name][0], at) for part, (name, at) in (parts or {}).items()}
+    at_once, why_not = None, next((x.kernel for x in known if isinstance(x.kernel, str)), None)
+    if native.record() is None:
+        why_not = native.PYTHON_ONLY
+    try:
+        if not why_not:
+            with running(device):
+                at_once = compiled.launcher([x.kernel for x in known], places, device.index)
+    except RuntimeError as error:
+        why_not = str(error)
+    memo["at once"] = _AtOnce(at_once, why_not, known)
+    if why_not and env.run_flags()["FFPA_LOG"]:
+        progress.say(f"ffpa_attn: Triton itself launches {', '.join(kernels)}, slowly: {why_not}")
 
 
 def launch_alone(memo: Memo, kernel, tensors: Sequence[torch.Tensor], how: Callable[[], Launch]) -> None:
     """Launches the one kernel that calls of a kind have."""
     run(memo, tensors, kernel.arg_names[: len(tensors)], lambda: [(kernel, tensors, how)])
-
-
-def _prepared(known: Sequence[_Known], places: Mapping[str, tuple[int, int]], device: torch.device) -> _AtOnce:
-    """Prepares the next calls of this kind to launch these kernels by one call of C, or says why Triton has to."""
-    why_not = next((x.kernel for x in known if isinstance(x.kernel, str)), None)
-    if native.record() is None:
-        why_not = native.PYTHON_ONLY
-    if why_not:
-        return _AtOnce(None, why_not, known)
-    try:
-        with running(device):
-            return _AtOnce(compiled.launcher([x.kernel for x in known], places, device.index), None, known)
-    except RuntimeError as error:
-        return _AtOnce(None, str(error), known)
 
 
 @cache
