@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from .backends import reference, triton_fp8
 from .checks import arguments, fp8_checks, words
-from .operators import ops
+from .operators import dispatch_keys
 from .specs.spec import FP8_BLOCK
 from .triton_ops import launch as triton_launch
 
@@ -100,7 +100,7 @@ def ffpa_fp8(
     arguments.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
     fp8_checks.no_grad(**tensors, **scales)
     fp8_checks.output_type(out_dtype)
-    out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
+    out, lse = dispatch_keys.at_once("fp8_forward", q, k, v, *scales.values())(
         q, k, v, *scales.values(), scale=arguments.scale(scale), **arguments.visibility(causal, align, window), softcap=arguments.softcap(softcap), out_dtype=out_dtype,
         v_transposed=arguments.flag("v_transposed", v_transposed), return_lse=arguments.flag("return_lse", return_lse),
     )  # fmt: skip

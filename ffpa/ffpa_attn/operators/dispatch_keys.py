@@ -19,30 +19,39 @@ from ..support.private_torch import FakeTensor
 from . import flops, mapped
 from .first_order import first_order_only
 
-_ops = torch.ops.ffpa_attn
-
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
     """Registers all `bodies`. (At the Autograd key a plain Function costs a call half of register_autograd's time.)"""
+    for name, body in bodies.items():
+        _operators[name], _bodies[name] = getattr(torch.ops.ffpa_attn, name).default, body
     for name in ("forward", "varlen_forward"):
-        op = getattr(_ops, name).default
+        op, body = _operators[name], bodies[name]
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
-        lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
+        lib.impl(name, kernel(op, body), "Autograd", with_keyset=True)
         if _is_excluded and not (private_torch.no_gradients or private_torch.no_short_way):
-            _recorders[name] = partial(_recorded, bodies[name])
-    for name in ("backward", "varlen_backward"):
-        _at_once[name] = bodies[name]
+            _recorders[name] = partial(_recorded, body)
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
-        op = getattr(_ops, name).default
-        lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
-        lib.impl(name, _autocast(op, "cpu"), "AutocastCPU")
+        lib.impl(name, _autocast(_operators[name], "cuda"), "AutocastCUDA")
+        lib.impl(name, _autocast(_operators[name], "cpu"), "AutocastCPU")
     mapped.register(lib)
     flops.register()
 
 
+_operators: dict[str, Callable] = {}
+_bodies: dict[str, Callable] = {}
 _recorders: dict[str, Callable] = {}  # they record calls as the Autograd key would, without the dispatcher's 10 µs
-_at_once: dict[str, Callable] = {}  # bodies of the operators of gradients
 _is_excluded = private_torch.find("torch._C._dispatch_tls_is_dispatch_key_excluded")
+
+
+def at_once(name: str, q, *others) -> Callable:
+    """Returns what runs the operator: its body, or what records it, if the dispatcher does no more in its 10 µs, else
+    the operator.
+    """
+    if have_work(q, *others):
+        return _operators[name]
+    if want_gradients(q, *others):
+        return recorder(name) or _operators[name]
+    return _bodies[name]
 
 
 def recorder(name: str) -> Callable | None:
@@ -72,8 +81,7 @@ def record(known, *tensors) -> tuple[torch.Tensor, torch.Tensor]:
 def gradients_of(name: str, grad_out, grad_lse, *rest, **options):
     """Runs an operator of gradients, or its body, if the dispatcher does no more."""
     tensors = [x for x in (grad_lse, *rest) if isinstance(x, torch.Tensor)]
-    run = getattr(_ops, name) if have_work(grad_out, *tensors) else _at_once[name]
-    return run(grad_out, grad_lse, *rest, **options)
+    return at_once(name, grad_out, *tensors)(grad_out, grad_lse, *rest, **options)
 
 
 def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
