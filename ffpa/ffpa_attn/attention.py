@@ -97,8 +97,7 @@ def ffpa(
     if kind is not None and (results := again.run(kind, q, k, v)) is not None:
         return results
     arguments.only_tensors(q=q, k=k, v=v)
-    if mask is not None:
-        arguments.only_tensors(mask=mask)
+    arguments.tensors_or_none(mask=mask)
     options = _options(*args)
     if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
@@ -232,8 +231,7 @@ def explain(
     if unknown:
         words.refuse(explain, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
-    if mask is not None:
-        arguments.only_tensors(mask=mask)
+    arguments.tensors_or_none(mask=mask)
     out = arguments.one_output(o, out)
     if o is not None and mask is None:
         arguments.not_a_mask(o, q, k, v)

@@ -97,7 +97,8 @@ def ffpa_fp8(
         words.refuse(ffpa_fp8, unknown)
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    arguments.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
+    arguments.only_tensors(**tensors)
+    arguments.tensors_or_none(**scales)
     fp8_checks.no_grad(**tensors, **scales)
     fp8_checks.output_type(out_dtype)
     out, lse = dispatch_keys.at_once("fp8_forward", q, k, v, *scales.values())(

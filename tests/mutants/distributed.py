@@ -88,7 +88,7 @@ MUTANTS = [
         ("shards: odd rows", 'if layout == "zigzag" and rows % 2:', "if False:"),
         ("shards: autocast not heeded", "and torch.is_autocast_enabled(device):", "and False:"),
         ("shards: outside the group", "group == dist.GroupMember.NON_GROUP_MEMBER", "False"),
-        ("shards: k of another length", "if q.shape[2] != k.shape[2]:", "if False:"),
+        ("shards: k of another length", 'arguments.agree("k", k.shape[2], "q", q.shape[2], "{} rows", way_out)', "pass"),
     ),
     *edits_in(
         "distributed/sequence_shards.py",

@@ -133,11 +133,8 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
     check_that_ranks_agree(function, group, q, k, v, layout, options)
     arguments.dense(q, k, v, None, "BHND")
     memory_checks.rows(q=q, k=k, v=v)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "
-            "cut them with shard_sequence"
-        )
+    way_out = "a rank holds the same part of all three: cut them with shard_sequence"
+    arguments.agree("k", k.shape[2], "q", q.shape[2], "{} rows", way_out)
     _even_rows("q", q.shape[2], layout)
     return q, k, v, options
 

@@ -154,18 +154,12 @@ if not private_torch.no_torch_func:
 
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
-        if _may_be_differentiated(args):
+        # Calls under forward-mode AD must come to the Function too, which says there that it has no formula.
+        if want_gradients(*args) or forward_ad._current_level >= 0:
             return _differentiably(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel
-
-
-def _may_be_differentiated(args) -> bool:
-    """Calls under forward-mode AD must come to the Function too, which says there that it has no formula."""
-    if private_torch.no_short_way:
-        return True
-    return (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0
 
 
 def _plain_calls_alone(op, body):
