@@ -34,7 +34,7 @@ MUTANTS = [
     *edits_in(
         "operators/out_of_memory.py",
         "tests/test_campaign.py -k 'fail or least'",
-        ("the least workspace is half of the first that works", "    return enough\n", "    return max(enough // 2, 1)\n"),
+        ("the least workspace is half of the first that works", "return bisect_left(range(flags[_CAP]), True, lo=1, key=runs)", "return max(bisect_left(range(flags[_CAP]), True, lo=1, key=runs) // 2, 1)"),
         ("any backend counts as the same", ".backend == choice.backend", ".backend != ''"),
         ("the cap is left out", "({_CAP}={cap})", "(the cap)"),
     ),

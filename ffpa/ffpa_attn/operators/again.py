@@ -93,15 +93,18 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     """Does what `ops.run_forward` does, in the least of time."""
     forward, of_plan = plan.choice.plan.forward, (plan.rule, plan.workspace_cap, plan.memo)
     gives_fresh, is_empty, is_like_q = plan.gives_fresh, 0 in plan.out_shape, first_q.shape == plan.out_shape
-    with torch.inference_mode(False):  # calls in any mode may write to it
-        no_lse = first_q.new_empty(0, dtype=torch.float32)
+    no_lse = None
 
     def run(q, k, v):
+        nonlocal no_lse
         try:
             fresh = ops.fresh_result(plan, q, k, v) if gives_fresh else None
             if fresh is not None:
                 return fresh
             out = ops.empty_like(q, q.dtype) if is_like_q else q.new_empty(plan.out_shape)
+            if no_lse is None and not with_lse:
+                with torch.inference_mode(False):  # calls in any mode may write to it
+                    no_lse = q.new_empty(0, dtype=torch.float32)
             lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if with_lse else no_lse
             if not is_empty:
                 forward(q, k, v, out, lse, None, None, *of_plan)
