@@ -181,7 +181,7 @@ MUTANTS = [
         "operators/mapped.py",
         "tests/operators/test_transforms.py",
         ("func: the mapped dim is taken for the first", "t.movedim(dim, 0)", "t"),
-        ("func: columns apart are left so", "return t if memory_checks.readable(t) else t.clone(memory_format=torch.contiguous_format)", "return t"),
+        ("func: columns apart are left so", "made_readable(_folded(t, d, x))", "_folded(t, d, x)"),
         ("func: one gradient for a mask that all share", "if shared and not whole:", "if shared:"),
         ("func: masks of their own taken for shared ones", "shared = dim is None and (", "shared = ("),
         ("func: a mask's gradient of the first of the batch", "dmask = dmask.sum(1, keepdim=True, dtype=torch.float32).to(dmask.dtype)", "dmask = dmask[:, :1]"),

@@ -96,7 +96,7 @@ def attention(
     scale = None if scaling is None else float(scaling)
     side = -1 if seen.window is None else seen.window - 1  # transformers counts the row's own key, too
     rule = {"scale": scale, "softcap": softcap or 0.0, "causal": seen.is_causal, "window": (side, side)}
-    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (memory_checks.made_readable(x).transpose(1, 2) for x in (query, key, value))
     if seen.offsets:
         return _packed_attention(q, k, v, seen.offsets, (max_length_q, max_length_k), rule), None
     mask = seen.mask if seen.keys is None else seen.keys[:, None, None]
@@ -111,11 +111,6 @@ def _packed_attention(q, k, v, offsets, longest, rule):
     longest = [n if isinstance(n, int) else x.shape[0] for n, x in zip(longest, rows, strict=False)]
     out = ffpa_varlen(*rows, *offsets, *longest, **rule)
     return out.view(*q.shape[:-1], v.shape[-1])
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x, or a copy where its rows could not be read as they lie."""
-    return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _of_one_type_and_batch(*tensors):
@@ -134,13 +129,13 @@ def _of_one_type_and_batch(*tensors):
 @cache
 def _serve_models_that_look_up_a_class(name: str) -> None:
     """Adds the name to each table of attention classes. Without it, a model raises KeyError when it is made."""
-    when_imported(r"transformers\.models\..*\.modeling_\w+", lambda module: _add_to_tables(name, module))
 
+    def add_to_tables(module: ModuleType) -> None:
+        for variable, table in list(vars(module).items()):
+            if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table:
+                table.setdefault(name, _class_for(table, module))
 
-def _add_to_tables(name: str, module: ModuleType) -> None:
-    for variable, table in list(vars(module).items()):
-        if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table:
-            table.setdefault(name, _class_for(table, module))
+    when_imported(r"transformers\.models\..*\.modeling_\w+", add_to_tables)
 
 
 def _class_for(table: dict, module: ModuleType) -> type:
