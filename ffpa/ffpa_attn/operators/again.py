@@ -137,8 +137,7 @@ class _Recorded:
     def backward(self, saved, grad_out, grad_lse) -> tuple:
         q, k, v, out, lse, *offsets = saved
         if grad_out is None or have_work(grad_out, grad_lse):
-            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-            return self._through_operators(grad_out, grad_lse, saved)
+            return gradients_of(grad_out, grad_lse, saved, self._longest, **self._rule)[:3]
         flags = env.run_flags()
         kind = (
             (q.shape, k.shape, v.shape, out.shape, lse.shape),
@@ -156,14 +155,10 @@ class _Recorded:
                 return ops.run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse)
             except Unable:
                 self._plans.clear()
-        grads = self._through_operators(grad_out, grad_lse, saved)
+        grads = gradients_of(grad_out, grad_lse, saved, self._longest, **self._rule)[:3]
         plan = ops.plan_of_backward(form, (grad_out, grad_lse, q, k, v, out, lse), self._rule, flags)
         if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # such offsets are checked at each call
             if len(self._plans) >= _MOST_GRADIENTS:
                 self._plans.clear()
             self._plans[kind] = plan
         return grads
-
-    def _through_operators(self, grad_out, grad_lse, saved) -> tuple:
-        name = "varlen_backward" if self._longest else "backward"
-        return gradients_of(name, grad_out, grad_lse, *saved, *self._longest, **self._rule)[:3]

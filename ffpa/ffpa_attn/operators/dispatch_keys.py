@@ -78,10 +78,14 @@ def record(known, *tensors) -> tuple[torch.Tensor, torch.Tensor]:
     return _KnownAttention.apply(known, *tensors)
 
 
-def gradients_of(name: str, grad_out, grad_lse, *rest, **options):
-    """Runs an operator of gradients, or its body, if the dispatcher does no more."""
-    tensors = [x for x in (grad_lse, *rest) if isinstance(x, torch.Tensor)]
-    return at_once(name, grad_out, *tensors)(grad_out, grad_lse, *rest, **options)
+def gradients_of(grad_out, grad_lse, saved, longest, **options) -> tuple:
+    """Runs an operator of gradients, or its body, if the dispatcher does no more; `saved` are the tensors that came to
+    the forward and from it, `longest` is (), or both max_seqlen.
+    """
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[3])
+    run = at_once("varlen_backward" if longest else "backward", grad_out, grad_lse, *saved)
+    return run(grad_out, grad_lse, *saved, *longest, **options)
 
 
 def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,16 +108,12 @@ class _Rules:
     @staticmethod
     @first_order_only
     def backward(ctx, saved, grad_out, grad_lse):
-        q, k, v, out, lse, *rest = saved
         rule = rule_of(ctx.options)
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
-        if ctx.longest:
-            return None, None, None, None, *gradients_of("varlen_backward", *args, **rule), None, None, None, None
-        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
-        *grads, dmask = gradients_of("backward", *args, **rule, mask_grad=mask_grad)
-        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+        mask_grad = any(ctx.needs_input_grad[7:])
+        if mask_grad:
+            rule["mask_grad"] = True
+        grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, **rule)[: 4 if mask_grad else 3]
+        return None, None, None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4 - len(grads))
 
     @staticmethod
     def jvp(ctx, *_):
@@ -178,20 +178,16 @@ def _plain_calls_alone(op, body):
 
 def _differentiably(*args):
     if private_torch.no_torch_func:
-        return _without_torch_func(*args)
+        try:
+            return _Attention.apply(*args)
+        except RuntimeError as error:
+            if "setup_context" in str(error):  # PyTorch asks for setup_context in torch.func's transforms alone
+                raise NotImplementedError(private_torch.no_torch_func) from None
+            raise
     if not _C._are_functorch_transforms_active():
         return _Attention.apply(*args)
     with torch._functorch.utils.enable_single_level_autograd_function():
         return _AttentionOfOneLevel.apply(*args)
-
-
-def _without_torch_func(*args):
-    try:
-        return _Attention.apply(*args)
-    except RuntimeError as error:
-        if "setup_context" in str(error):  # PyTorch asks for setup_context in torch.func's transforms alone
-            raise NotImplementedError(private_torch.no_torch_func) from None
-        raise
 
 
 def _below_autograd(op, body, keyset, args, options):
@@ -264,13 +260,13 @@ else:
     _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
 
 
-def as_autocast_would(*tensors) -> list[torch.Tensor]:
-    """Returns what operators would get in a call that is only asked about; fakes stand for tensors that are cast."""
+def as_autocast_would(*tensors, cast: Callable | None = None) -> list[torch.Tensor]:
+    """Returns what operators get under autocast; in a call that is only asked about, fakes stand for what is cast."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [_fake(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
+    return [(cast or _fake)(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
 
 
 def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -282,7 +278,13 @@ def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _autocast(op, device: str):
     """Makes the kernel that casts float32 q, k and v to the autocast type; masks and LSE keep theirs."""
-    without_autocast = _without_autocast(device)
+    guard, key = map(
+        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
+    )
+    keys = private_torch.find("torch._C.DispatchKeySet")
+    without_autocast = partial(torch.autocast, device, enabled=False)
+    if guard and key and keys:
+        without_autocast = partial(guard, keys(key))  # this is entered in a fifth of the time
 
     def kernel(q, k, v, *rest, **options):
         dtype = torch.get_autocast_dtype(device)
@@ -291,14 +293,3 @@ def _autocast(op, device: str):
             return op(q, k, v, *rest, **options)
 
     return kernel
-
-
-def _without_autocast(device: str) -> Callable:
-    """Returns what makes a context where autocast casts nothing, entered in a fifth of `torch.autocast`'s time."""
-    guard, key = map(
-        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
-    )
-    keys = private_torch.find("torch._C.DispatchKeySet")
-    if not (guard and key and keys):
-        return partial(torch.autocast, device, enabled=False)
-    return partial(guard, keys(key))

@@ -19,7 +19,7 @@ def register(lib: torch.library.Library) -> None:
 
 
 def _forward(info, in_dims, q, k, v, mask=None, **options):
-    x, batch = info.batch_size, _batch(q, in_dims[0])
+    x, batch = info.batch_size, _shape_of_one(q, in_dims[0])[0]
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
     if mask is not None:
         mask = _folded_mask(mask, in_dims[3], x, batch)
@@ -29,7 +29,7 @@ def _forward(info, in_dims, q, k, v, mask=None, **options):
 
 
 def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *, mask_grad=False, **options):
-    x, batch = info.batch_size, _batch(q, in_dims[2])
+    x, batch = info.batch_size, _shape_of_one(q, in_dims[2])[0]
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
     grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
     grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
@@ -44,10 +44,6 @@ def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):
     raise NotImplementedError("`out` is given under torch.vmap, which makes its results itself: leave `out` away")
-
-
-def _batch(q, dim: int | None) -> int:
-    return _shape_of_one(q, dim)[0]
 
 
 def _shape_of_one(t, dim: int | None) -> list[int]:
