@@ -122,6 +122,7 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
                 "DTensors sharded by batch or heads"
             )
     q, k, v = as_autocast_would(q, k, v, cast=torch.Tensor.to)
+    parts = {"q": q, "k": k, "v": v}
     arguments.flag("return_lse", return_lse)
     options = {
         "causal": arguments.flag("causal", causal),
@@ -131,12 +132,8 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     kind = {
         "function": function.__name__,
-        "q": q.shape,
-        "k": k.shape,
-        "v": v.shape,
-        "q.dtype": q.dtype,
-        "k.dtype": k.dtype,
-        "v.dtype": v.dtype,
+        **{name: x.shape for name, x in parts.items()},
+        **{f"{name}.dtype": x.dtype for name, x in parts.items()},
         "requires_grad of q, k or v": wants_grad,
         "layout": _layout(layout),
         **options,

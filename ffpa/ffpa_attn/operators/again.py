@@ -17,7 +17,7 @@ from .. import env
 from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
-from .dispatch_keys import gradients_of, have_work, is_recorded_as_it_is, record, rule_of, want_gradients
+from .dispatch_keys import KnownAttention, gradients_of, have_work, is_recorded_as_it_is, rule_of, want_gradients
 from .forms import Dense, Packed, seen
 
 _MOST_KINDS, _MOST_GRADIENTS = 8192, 16  # kinds of calls, and of gradients of each
@@ -131,7 +131,7 @@ class _Recorded:
         self._rule, self._plans = rule_of(options), {}
 
     def __call__(self, *tensors):
-        out, lse = record(self, *tensors)
+        out, lse = KnownAttention.apply(self, *tensors)
         return (out, lse) if self._with_lse else out
 
     def backward(self, saved, grad_out, grad_lse) -> tuple:

@@ -64,18 +64,13 @@ def _recorded(body, *args, **options):
 
 
 def is_recorded_as_it_is() -> bool:
-    """Says whether a call that wants gradients may be recorded by `record`: autograd is on, and no hook changes what is
+    """Says whether a call that wants gradients may be recorded by `KnownAttention`: autograd is on, and no hook changes what is
     saved.
     """
     return recorder("forward") is not None and _saved_hooks is not None and _saved_hooks(True) is None
 
 
 _saved_hooks = private_torch.find("torch._C._autograd._top_saved_tensors_default_hooks")
-
-
-def record(known, *tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs known.forward(*tensors), so that known.backward(saved, grad_out, grad_lse) gives the gradients of q, k and v."""
-    return _KnownAttention.apply(known, *tensors)
 
 
 def gradients_of(grad_out, grad_lse, saved, longest, **options) -> tuple:
@@ -127,8 +122,10 @@ class _Attention(_Rules, autograd.Function):
     """The Function that autograd records."""
 
 
-class _KnownAttention(_Rules, autograd.Function):
-    """This is the Function of calls whose kind was seen before (again.py)."""
+class KnownAttention(_Rules, autograd.Function):
+    """The Function of calls whose kind was seen before: it runs known.forward(*tensors), and to get the gradients of q, k
+    and v known.backward(saved, grad_out, grad_lse).
+    """
 
     @staticmethod
     def forward(ctx, known, *tensors):
