@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import env
 from ..checks import arguments, memory_checks, words
 from ..operators.dispatch_keys import as_autocast_would
 from . import agreement
@@ -75,7 +74,7 @@ def gather_sequence(
         )
     dim = _dim(x, dim)
     kind = {"function": "gather_sequence", "x": x.shape, "x.dtype": x.dtype, "dim": dim, "layout": _layout(layout)}
-    check_that_ranks_agree(group, kind, x)
+    agreement.check(group, kind, x)
     _even_rows("x", x.shape[dim], layout)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
@@ -138,21 +137,13 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
         "layout": _layout(layout),
         **options,
     }
-    check_that_ranks_agree(group, kind, q)
+    agreement.check(group, kind, q)
     arguments.dense(q, k, v, None, "BHND")
     memory_checks.rows(q=q, k=k, v=v)
     way_out = "a rank holds the same part of all three: cut them with shard_sequence"
     arguments.agree("k", k.shape[2], "q", q.shape[2], "{} rows", way_out)
     _even_rows("q", q.shape[2], layout)
     return q, k, v, options
-
-
-def check_that_ranks_agree(group, kind: dict, x: torch.Tensor) -> None:
-    """Compares calls: each new kind, and every call where the host waits for each call anyway."""
-    flags = env.run_flags()
-    is_cuda, at_every_call = x.is_cuda, flags["FFPA_CHECK"]
-    kind.update(is_cuda=is_cuda, FFPA_CHECK=at_every_call, FFPA_RING_COPIES=flags["FFPA_RING_COPIES"])
-    agreement.check(group, kind, at_every_call or not is_cuda)
 
 
 def untraced(function):

@@ -33,9 +33,8 @@ def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
     grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
     grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
-    folded = mask
-    if mask is not None:  # each entry has a gradient of its own, even of a mask that all share
-        folded = _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
+    # Each entry has a gradient of its own, even of a mask that all share.
+    folded = None if mask is None else _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
     *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
     if mask_grad:
         dmask = _of_one_mask(_unfolded(dmask, x), _shape_of_one(mask, in_dims[7]))
