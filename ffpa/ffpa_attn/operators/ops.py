@@ -165,12 +165,11 @@ def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, torc
     """Returns the result, which is `out` if that is given, and the LSE."""
     try:
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-        fresh = None
         if out is None and plan.gives_fresh:
             with PlainTorch(q.device):
                 fresh = fresh_result(plan, q, k, v)
-        if fresh is not None:
-            return fresh, lse
+            if fresh is not None:
+                return fresh, lse
         if out is None:
             out = empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
         if out.numel():
@@ -278,40 +277,16 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
     key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
     plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
     fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
-    v = v.mT if v_transposed else v
+    rows = q, k, v.mT if v_transposed else v
     try:
         out = q.new_empty(plan.out_shape, dtype=out_dtype)
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
         if out.numel():
-            pairs = zip(scales, (q, k, v), strict=True)
+            pairs = zip(scales, rows, strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
+            run(plan, "forward_fp8", *rows, by_block, out, lse if lse.dim() > 1 else None)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
-        v = v.mT if v_transposed else v
-        return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
-    except torch.OutOfMemoryError as error:
-        raise no_memory(error, plan, out_dtype) from None
-    return out, lse
-
-
-def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
-    flags = env.run_flags()
-    scales = q_scale, k_scale, v_scale
-    key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
-    plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
-    fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
-    v = v.mT if v_transposed else v
-    try:
-        out = q.new_empty(plan.out_shape, dtype=out_dtype)
-        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-        if out.numel():
-            pairs = zip(scales, (q, k, v), strict=True)
-            by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
-    except triton_launch.Unable as error:
-        _without_triton(error, key, plan)
-        v = v.mT if v_transposed else v
         return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, out_dtype) from None
