@@ -104,7 +104,7 @@ MUTANTS = [
         ("SDPA: a decorator that is none", "return _context_decorator(lambda: sdpa(), function)", "return function"),
     ),
     *edits_in(
-        "integrations/masks.py",
+        "integrations/transformers.py",
         "tests/integrations/test_transformers.py -k count_on_numbers",
         ("masks: a rule for layers that count on numbers", "if own or not _takes_rules(type(config)):", "if own:"),
         ("masks: no numbers where all is seen", '"allow_is_bidirectional_skip": False}', '"allow_is_bidirectional_skip": True}'),
@@ -129,7 +129,7 @@ MUTANTS = [
         ("pypi: causality beside an additive mask", "torch.where(visible, scores, -torch.inf)", "scores"),
     ),
     *edits_in(
-        "integrations/fallback.py",
+        "integrations/transformers.py",
         "tests/integrations/test_transformers.py -k 'missing or their_own or compiles'",
         ('fallback: strict ignored', 'return env.run_flags()["FFPA_STRICT"]', 'return False'),
         ("fallback: said at every layer", "if said is None or said() is not model:", "if True:"),
@@ -154,6 +154,9 @@ MUTANTS = [
         ("transformers: any version", "[:2])) < OLDEST:", "[:2])) < (0, 0):"),
         ("transformers: autocast not seen", "and not casts:", "and True:"),
         ("transformers: types left mixed", "tensors = [x.to(half[0]) for x in tensors] if half else tensors", "pass"),
+        ("masks: models with attention of their own", "own = not _calls_attention_functions(type(config))", "own = False"),
+        ("masks: SDPA's own alignment", '"allow_is_causal_skip": False', '"allow_is_causal_skip": True'),
+        ("masks: all models of a file are one", "config_class\", None) is config_class]", "config_class\", None) is config_class and False]"),
         ("transformers: rows that cannot be read", "(memory_checks.made_readable(x).transpose(1, 2) for", "(x.transpose(1, 2) for"),
     ),
     *edits_in(
@@ -179,9 +182,7 @@ MUTANTS = [
         ("masks: another tensor for none", "offsets, nothing, self.device)", "offsets, None, self.device)"),
         ("masks: written into a copy of the rule", "if any(isinstance(given.get(name), RuleMask) for name in written):", "if False:"),
         ("masks: a part written into a copy", "    def __setitem__(self, *_):\n        raise TypeError(_NOT_TO_BE_WRITTEN)\n", ""),
-        ("masks: all models of a file are one", "config_class\", None) is config_class]", "config_class\", None) is config_class and False]"),
         ("masks: a key's sequence by rows", "for x in self.offsets)", "for x in self.offsets[:1] * 2)"),
-        ("masks: models with attention of their own", "own = not _calls_attention_functions(type(config))", "own = False"),
         ("masks: tokens end early", "begins + keys.sum(1)\n", "begins + keys.sum(1) - 1\n"),
         ("masks: a rule without tensors hides itself from the compiler", 'or ["nothing"]', ""),
         ("masks: padding unseen", "if whole:", "if True:"),
@@ -190,7 +191,6 @@ MUTANTS = [
         ("masks: a static cache's end is the last row's", "isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length", "isinstance(q_offset, int)"),
         ("masks: written with a window one too wide", "(behind.abs() < window)", "(behind.abs() <= window)"),
         ("masks: the first rows for the last", "(dim, end, step) == (2, size, 1)", "(dim, step) == (2, 1)"),
-        ("masks: SDPA's own alignment", '"allow_is_causal_skip": False', '"allow_is_causal_skip": True'),
         ("masks: keys of before a cache's window", "padding[:, first : first + n_k]", "padding[:, :n_k]"),
     ),
 ]  # fmt: skip
