@@ -1,5 +1,5 @@
-"""This module holds the two forms of a call, dense tensors and packed sequences, what functions of the operators'
-arguments make of them, and a call's problem.
+"""This module holds the two forms of a call, dense tensors and packed sequences, makes them of the operators' arguments,
+and describes a call's problem.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Packed:
 
 
 def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
-    """Returns functions that take the operators' arguments, for what both forms share: forward(form, q, k, v, out, options)
-    and backward(form, tensors, fp32_grads, mask_grad, options), where the tensors are those of all backwards in the
-    schema's order, and `mask_grad` is None where no form of mask is.
+    """Returns functions that take the operators' arguments, made of two that do for both forms what they do:
+    forward(form, q, k, v, out, options), and backward(form, tensors, fp32_grads, mask_grad, options), whose tensors are
+    those from `grad_out` to `lse`, and whose `mask_grad` is None for packed sequences, as these have no mask.
     """
 
     def dense(q, k, v, mask=None, *, layout="BHND", **options):
