@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -10,33 +10,23 @@ from . import env
 from .backends.choice import Choice, choose
 from .checks import arguments, memory_checks, words
 from .launching import native
-from .operators import again, dispatch_keys, forms, ops
+from .operators import again, dispatch_keys, forms
 from .specs.spec import LevelType, MMAAccType
 
 
 def _options(*args) -> dict:
     """Returns operators' options, not to be changed. Checking takes 4 µs, so those of earlier calls are kept."""
-    if torch.compiler.is_compiling():
-        return _checked_options(*args)
-    try:
-        types = (*map(type, args), *map(type, args[_WINDOW]))  # types are part of the key, as 1 equals True and 1.0
-        options = _known_options.get((types, args))
-    except TypeError:  # `window` is no tuple, or something cannot be a key
-        return _checked_options(*args)
-    if options is None:
-        options = _checked_options(*args)
-        if _PLAIN.issuperset(types) and len(_known_options) < _MOST_OPTIONS:
-            _known_options[types, args] = options
-    return options
+    if not torch.compiler.is_compiling():
+        try:
+            values = (*args, *args[again.WINDOW])
+            if again.PLAIN.issuperset(map(type, values)):
+                return _kept_options(*values)
+        except TypeError:  # `window` is no tuple; or what is wrong is said below, once more
+            pass
+    return _checked_options(*args)
 
 
-_WINDOW = 3  # the place of `window` among _options' arguments
-_PLAIN = frozenset((bool, int, float, str, tuple, type(None)))
-_MOST_OPTIONS = 4096
-_known_options: dict[tuple, dict] = {}
-
-
-def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse) -> dict:
+def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse, *_) -> dict:
     """Returns the checked options less those at their default, as each costs the dispatcher over 1 µs."""
     options = {
         **arguments.visibility(causal, align, window),
@@ -50,6 +40,8 @@ def _checked_options(causal, align, scale, window, softcap, num_stages, level, a
     return {name: value for name, value in options.items() if not arguments.known(value) or value != _DEFAULTS[name]}
 
 
+# Types are part of the key, as 1 equals True and 1.0; so the window's sides are arguments, too.
+_kept_options = lru_cache(4096, typed=True)(_checked_options)
 _DEFAULTS = {
     arg.name: arg.default_value for arg in torch.ops.ffpa_attn.forward.default._schema.arguments if arg.kwarg_only
 }
@@ -102,19 +94,15 @@ def ffpa(
         words.refuse(ffpa, unknown)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
     kind = again.kind(q, k, v, args) if mask is None and o is None and out is None and layout == "BHND" else None
-    if kind is not None and (run := again.find(kind)):
-        try:
-            return run(q, k, v)
-        except again.CHOOSE_AGAIN:
-            pass
+    if kind is not None and (results := again.run(kind, q, k, v)) is not None:
+        return results
     arguments.only_tensors(q=q, k=k, v=v)
-    if mask is not None:
-        arguments.only_tensors(mask=mask)
+    arguments.tensors_or_none(mask=mask)
     options = _options(*args)
     if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
     if o is None and out is None:
-        out, lse = ops.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
+        out, lse = dispatch_keys.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
         if kind is not None:
             again.remember(kind, q, k, v, options)
     else:
@@ -122,7 +110,7 @@ def ffpa(
         if o is not None and mask is None:
             arguments.not_a_mask(o, q, k, v)
         arguments.no_grad_with_out(out, q, k, v, mask)
-        lse = ops.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
+        lse = dispatch_keys.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
     return (out, lse) if return_lse else out
 
 
@@ -160,11 +148,8 @@ def ffpa_varlen(
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     plain = o is None and out is None and type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor
     kind = again.kind(q, k, v, args, *cu_seqlens, max_seqlen_q, max_seqlen_k) if plain else None
-    if kind is not None and (run := again.find(kind)):
-        try:
-            return run(q, k, v, *cu_seqlens)
-        except again.CHOOSE_AGAIN:
-            pass
+    if kind is not None and (results := again.run(kind, q, k, v, *cu_seqlens)) is not None:
+        return results
     arguments.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     offsets = (
         cu_seqlens_q,
@@ -174,13 +159,13 @@ def ffpa_varlen(
     )
     options = _options(*args)
     if o is None and out is None:
-        out, lse = ops.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
+        out, lse = dispatch_keys.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
         if kind is not None:
             again.remember(kind, q, k, v, options, *offsets)
     else:
         out = arguments.one_output(o, out)
         arguments.no_grad_with_out(out, q, k, v)
-        lse = ops.at_once("varlen_forward_out", q, k, v, out, *offsets[:2])(q, k, v, out, *offsets, **options)
+        lse = dispatch_keys.at_once("varlen_forward_out", q, k, v, out, *offsets[:2])(q, k, v, out, *offsets, **options)
     return (out, lse) if return_lse else out
 
 
@@ -246,8 +231,7 @@ def explain(
     if unknown:
         words.refuse(explain, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
-    if mask is not None:
-        arguments.only_tensors(mask=mask)
+    arguments.tensors_or_none(mask=mask)
     out = arguments.one_output(o, out)
     if o is not None and mask is None:
         arguments.not_a_mask(o, q, k, v)

@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 BACKENDS = ("auto", "mma", "hopper", "triton", "sdpa", "reference")
@@ -26,6 +26,8 @@ _SMEM_KB = {"163": 163, "99": 99}
 
 
 class Flag(NamedTuple):
+    """An environment variable, and what its texts mean."""
+
     scope: str  # "build": setup.py and the JIT read it; "run": every call reads it
     name: str
     doc: str  # one line for the table
@@ -165,31 +167,19 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
                 clash("QKV_SMEM_SHARE", held, why)
 
 
-class Flags(Mapping):
+class Flags(dict):
     """One reading of the environment: name -> typed value. Compares by identity, so it can be part of a cache key."""
 
-    __slots__ = ("_values",)
+    __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
 
     def __init__(self, flags: tuple[Flag, ...]):
-        self._values = {flag.name: flag.value(os.environ.get(flag.name)) for flag in flags}
-        _check_exclusions(self._values)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    __hash__, __eq__ = object.__hash__, object.__eq__
+        super().__init__((flag.name, flag.value(os.environ.get(flag.name))) for flag in flags)
+        _check_exclusions(self)
 
 
 # A call must not pay for 20 look-ups with key encoding (14 µs). Where the interpreter has the usual dictionary of
 # encoded names behind os.environ, that is read (under 1 µs), and parsed only when something changed.
 _encoded_names = tuple(os.fsencode(flag.name) for flag in RUN_FLAGS)
-_parsed: dict[tuple, Flags] = {}
 
 
 def run_flags() -> Flags:
@@ -198,10 +188,12 @@ def run_flags() -> Flags:
         raws = tuple(map(os.environ._data.get, _encoded_names))  # type: ignore[attr-defined]
     except AttributeError:
         raws = tuple(os.environ.get(flag.name) for flag in RUN_FLAGS)
-    flags = _parsed.get(raws)
-    if flags is None:
-        flags = _parsed[raws] = Flags(RUN_FLAGS)
-    return flags
+    return _parsed(raws)
+
+
+@cache
+def _parsed(raws: tuple) -> Flags:
+    return Flags(RUN_FLAGS)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from .backends import reference, triton_fp8
 from .checks import arguments, fp8_checks, words
-from .operators import ops
+from .operators import dispatch_keys
 from .specs.spec import FP8_BLOCK
 from .triton_ops import launch as triton_launch
 
@@ -97,10 +97,11 @@ def ffpa_fp8(
         words.refuse(ffpa_fp8, unknown)
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    arguments.only_tensors(**tensors, **{name: x for name, x in scales.items() if x is not None})
+    arguments.only_tensors(**tensors)
+    arguments.tensors_or_none(**scales)
     fp8_checks.no_grad(**tensors, **scales)
     fp8_checks.output_type(out_dtype)
-    out, lse = ops.at_once("fp8_forward", q, k, v, *scales.values())(
+    out, lse = dispatch_keys.at_once("fp8_forward", q, k, v, *scales.values())(
         q, k, v, *scales.values(), scale=arguments.scale(scale), **arguments.visibility(causal, align, window), softcap=arguments.softcap(softcap), out_dtype=out_dtype,
         v_transposed=arguments.flag("v_transposed", v_transposed), return_lse=arguments.flag("return_lse", return_lse),
     )  # fmt: skip

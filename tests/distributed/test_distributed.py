@@ -555,7 +555,7 @@ def copies_after_an_error():
 def copies_of_other_sizes():
     """All ranks need more memory then. What they had is given up for it, and found anew."""
     group, first = dist.new_group(), dist.get_rank() == 0
-    with copying(), mock.patch.object(sequence_shards, "check_that_ranks_agree", lambda *args: None):
+    with copying(), mock.patch.object(agreement, "check", lambda *args: None):
         distributed.ring_attention(*inputs(2)[:3], group)
         with pytest.raises(ValueError, match="`k` and `v` differ between the ranks"):
             distributed.ring_attention(*inputs(6 if first else 4)[:3], group)

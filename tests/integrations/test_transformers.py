@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers")
 
 import ffpa_attn  # noqa: E402
 from ffpa_attn.integrations import (  # noqa: E402
-    fallback,
     masks,
     sdpa_override,
 )
@@ -222,7 +221,7 @@ def test_models_with_attention_of_their_own_are_left_to_it(kind, how, ids, devic
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
     model, mask = build(config, device), padding(kind, device)
     want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits
-    monkeypatch.setattr(fallback, "_said_of_traced", set())
+    monkeypatch.setattr(ours, "_said_of_traced", set())
     run = torch.compile(model, backend="eager") if how else model
     with pytest.warns(UserWarning, match="Bloom has attention of its own"):
         found = run(ids, attention_mask=mask).logits
@@ -536,7 +535,7 @@ def test_a_rule_mask_is_the_mask_that_it_stands_for(kind, window, device):
         position = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12).to(device)
         sequence = masking_utils.find_packed_sequence_indices(position)
         asked |= {"mask_function": of_sequences(mask_function, position, sequence), "allow_is_causal_skip": False}
-    found = masks.make_mask(**asked)
+    found = ours.make_mask(**asked)
     asked.pop("config")
     want = masking_utils.sdpa_mask(**{**asked, "allow_is_causal_skip": False})
     assert type(found) is masks.RuleMask and torch.equal(found.dense(), want) and found.offsets is not None
@@ -575,7 +574,7 @@ def test_what_no_rule_says_is_written_as_for_sdpa(device):
         {"mask_function": masking_utils.bidirectional_mask_function} | own,
     ):
         given = {**asked, **changes}
-        found = masks.make_mask(**given)
+        found = ours.make_mask(**given)
         given.pop("config", None)
         assert type(found) is torch.Tensor
         assert torch.equal(found, masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False}))
@@ -594,8 +593,8 @@ def test_a_compiled_window_is_written(device):
     }
     config = transformers.Gemma3TextConfig(sliding_window=3)
     torch.compiler.reset()
-    found = torch.compile(lambda: masks.make_mask(config, **asked), backend="eager", fullgraph=True)()
-    want = masks.make_mask(config, **asked)
+    found = torch.compile(lambda: ours.make_mask(config, **asked), backend="eager", fullgraph=True)()
+    want = ours.make_mask(config, **asked)
     assert type(want) is masks.RuleMask and torch.equal(found, want.dense())
 
 
@@ -791,7 +790,7 @@ def test_a_causal_layer_that_is_left_to_sdpa_needs_no_mask(device, monkeypatch):
 @pytest.mark.filterwarnings("default:ffpa_attn")
 def test_what_ffpa_cannot_do_compiles(ids, device, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(fallback, "_said_of_traced", set())
+    monkeypatch.setattr(ours, "_said_of_traced", set())
     model = build(CONFIGS["llama"](), device, dtype=torch.float32)
     with torch.no_grad(), pytest.warns(UserWarning, match=r"LlamaAttention of layer 0.*float32.*dtype=") as said:
         found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
@@ -802,7 +801,7 @@ def test_what_ffpa_cannot_do_compiles(ids, device, monkeypatch):
 @pytest.mark.filterwarnings("default:ffpa_attn")
 def test_dropout_compiles_for_any_number(ids, device, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(fallback, "_said_of_traced", set())
+    monkeypatch.setattr(ours, "_said_of_traced", set())
     config = CONFIGS["llama"]()
     config.attention_dropout = 0.1
     model = build(config, device).model.train()

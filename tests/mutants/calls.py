@@ -34,15 +34,15 @@ MUTANTS = [
     *edits_in(
         "operators/out_of_memory.py",
         "tests/test_campaign.py -k 'fail or least'",
-        ("the least workspace is half of the first that works", "    return enough\n", "    return max(enough // 2, 1)\n"),
+        ("the least workspace is half of the first that works", "return bisect_left(range(flags[_CAP]), True, lo=1, key=runs)", "return max(bisect_left(range(flags[_CAP]), True, lo=1, key=runs) // 2, 1)"),
         ("any backend counts as the same", ".backend == choice.backend", ".backend != ''"),
         ("the cap is left out", "({_CAP}={cap})", "(the cap)"),
     ),
     *edits_in(
         "operators/ops.py",
         "tests/test_campaign.py -k 'fail'",
-        ("the forward passes PyTorch's error on", "            run(plan, \"forward\", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)\n    except triton_launch.Unable as error:\n        _without_triton(error, key, plan)\n        return _forward(form, q, k, v, out, options)\n    except torch.OutOfMemoryError as error:\n        raise no_memory(error, plan, q.dtype) from None\n", "            run(plan, \"forward\", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)\n    except triton_launch.Unable as error:\n        _without_triton(error, key, plan)\n        return _forward(form, q, k, v, out, options)\n    except torch.OutOfMemoryError as error:\n        raise\n"),
-        ("the backward passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype, sum(_bytes(x.shape, dtype) for x in (q, k, v)) + bytes_of_mask) from None\n", "        raise\n"),
+        ("the forward passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype) from None\n    return out, lse\n\n\ndef empty_like", "        raise\n    return out, lse\n\n\ndef empty_like"),
+        ("the backward passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype, result_bytes) from None\n", "        raise\n"),
     ),
     *edits_in(
         "backends/reference.py",

@@ -72,7 +72,7 @@ def test_forward(inputs, device, cap, masked, monkeypatch):
     q, k, v, mask = inputs
     rule = {"causal": True, "softcap": 10.0}
     kept = []
-    peak = peak_of(device, lambda: kept.append(ops._forward_dense(q, k, v, mask if masked else None, **rule)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["forward"](q, k, v, mask if masked else None, **rule)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
@@ -83,9 +83,9 @@ def test_backward(inputs, device, cap, masked, monkeypatch):
     q, k, v, mask = inputs
     rule = {"causal": True, "softcap": 10.0}
     mask = mask if masked else None
-    out, lse = ops._forward_dense(q, k, v, mask, **rule)
+    out, lse = ops._BODIES["forward"](q, k, v, mask, **rule)
     args, kept = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, mask), []
-    peak = peak_of(device, lambda: kept.append(ops._backward_dense(*args, mask_grad=masked, **rule)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["backward"](*args, mask_grad=masked, **rule)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
@@ -95,11 +95,11 @@ def test_packed(inputs, device, cap, monkeypatch):
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs[:3])
     cu = torch.tensor([0, 140, 140, 300], dtype=torch.int32, device=device)
     offsets, kept = (cu, cu, 160, 160), []
-    peak = peak_of(device, lambda: kept.append(ops._forward_packed(q, k, v, *offsets, causal=True)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["varlen_forward"](q, k, v, *offsets, causal=True)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
     out, lse = kept.pop()
     args = (torch.randn_like(out), None, q, k, v, out, lse, *offsets)
-    peak = peak_of(device, lambda: kept.append(ops._backward_packed(*args, causal=True)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["varlen_backward"](*args, causal=True)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
@@ -109,7 +109,7 @@ def test_no_copies_of_strided_inputs(device, monkeypatch):
     x = torch.randn(1, 1000, 3, 512).to(device, torch.bfloat16)
     q, k, v = (x[:, None, :, i] for i in range(3))
     kept = []
-    peak = peak_of(device, lambda: kept.append(ops._forward_dense(q, k, v)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["forward"](q, k, v)))
     assert peak <= bytes_of(*kept[0]) + MB + small(1000, 1, 1000)
 
 
@@ -118,7 +118,7 @@ def test_sdpa_counts_too(inputs, device, cap, monkeypatch):
     """Without an LSE PyTorch's own attention may run, whose result is copied."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
     q, kept = inputs[0].repeat(1, 1, 2, 1), []
-    peak = peak_of(device, lambda: kept.append(ops._forward_dense(q, q, q, return_lse=False)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["forward"](q, q, q, return_lse=False)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(600, 4, 600)
 
 
@@ -127,9 +127,9 @@ def test_an_expanded_gradient_is_not_copied(inputs, device, cap, monkeypatch):
     """sum().backward() hands over one scalar with strides 0."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
     q, k, v, _ = inputs
-    out, lse = ops._forward_dense(q, k, v)
+    out, lse = ops._BODIES["forward"](q, k, v)
     grad, kept = torch.ones((), dtype=out.dtype, device=device).expand(out.shape), []
-    peak = peak_of(device, lambda: kept.append(ops._backward_dense(grad, None, q, k, v, out, lse)))
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["backward"](grad, None, q, k, v, out, lse)))
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
@@ -139,9 +139,9 @@ def test_any_cap_gives_the_same(device, cap, monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
     case = Case(heads_q=4, heads_kv=2, n_q=200, n_k=230, d=64, rule={"causal": True})
     q, k, v, _ = make_inputs(case, device)
-    out, lse = ops._forward_dense(q, k, v, causal=True)
+    out, lse = ops._BODIES["forward"](q, k, v, causal=True)
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-    got = (out, *ops._backward_dense(g, None, q, k, v, out, lse, causal=True)[:3])
+    got = (out, *ops._BODIES["backward"](g, None, q, k, v, out, lse, causal=True)[:3])
     results = [got]
     for function in (lambda *x: oracle.attention(*x, causal=True)[0], lambda *x: compare.baseline(*x, causal=True)[0]):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -406,14 +406,14 @@ class TestAtOnce:
         with torch.no_grad():
             q, k, v = (x.clone() for x in (q, k, v))
         with grad():
-            assert ops.at_once("forward", q, k, v, None) is ops._BODIES["forward"]
+            assert dispatch_keys.at_once("forward", q, k, v, None) is ops._BODIES["forward"]
 
     @pytest.mark.parametrize("mode", ["Dispatch", "Function", "autocast", "profiler", "dual"])
     def test_modes(self, mode):
         q = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
         with getattr(Modes, mode)():
-            assert ops.at_once("forward", q, q, q) is OPS.forward.default
-        assert ops.at_once("forward", q, q, q) is not OPS.forward.default
+            assert dispatch_keys.at_once("forward", q, q, q) is OPS.forward.default
+        assert dispatch_keys.at_once("forward", q, q, q) is not OPS.forward.default
 
     @pytest.mark.parametrize("which", range(3))
     @pytest.mark.parametrize(
@@ -433,20 +433,20 @@ class TestAtOnce:
         tensors[which] = kind(tensors[which])
         if tensors[which].is_meta and which:
             pytest.skip("the body refuses tensors of several devices, as the operator does")
-        assert ops.at_once("forward", *tensors) is OPS.forward.default
+        assert dispatch_keys.at_once("forward", *tensors) is OPS.forward.default
 
     @pytest.mark.parametrize("which", range(3))
     def test_gradients_alone(self, which, device):
         """What records the call does what the Autograd key would do."""
         tensors = [x.detach().clone() for x in dense(device)[:3]]
         tensors[which].requires_grad_()
-        assert ops.at_once("forward_out", *tensors) is OPS.forward_out.default
-        recorded, results = ops.at_once("forward", *tensors), []
+        assert dispatch_keys.at_once("forward_out", *tensors) is OPS.forward_out.default
+        recorded, results = dispatch_keys.at_once("forward", *tensors), []
         assert recorded is dispatch_keys.recorder("forward")
         with torch._C._AutoDispatchBelowAutograd():
-            assert ops.at_once("forward", *tensors) is OPS.forward.default
+            assert dispatch_keys.at_once("forward", *tensors) is OPS.forward.default
         with torch.no_grad():
-            assert ops.at_once("forward", *tensors) is ops._BODIES["forward"]
+            assert dispatch_keys.at_once("forward", *tensors) is ops._BODIES["forward"]
         for function in (recorded, OPS.forward.default):
             out, lse = function(*tensors, None, causal=True, return_lse=True)
             (grad,) = torch.autograd.grad((out.float().sin().sum() + lse.sum()), tensors[which])
@@ -458,7 +458,7 @@ class TestAtOnce:
         seen, q = [], torch.randn(2, 1, 1, 4, 8)
 
         def call(q):
-            seen.append(ops.at_once("forward", q, q, q))
+            seen.append(dispatch_keys.at_once("forward", q, q, q))
             return q.sum()
 
         torch.vmap(call)(q)

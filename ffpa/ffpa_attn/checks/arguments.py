@@ -94,12 +94,11 @@ def softcap(value) -> float:
 
 
 def window(value) -> tuple[int, int]:
+    way_out = "pass (left, right), keys around the diagonal, -1 = unbounded"
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"`window` is {described(value)}; pass (left, right), keys around the diagonal, -1 = unbounded")
+        raise TypeError(f"`window` is {described(value)}; {way_out}")
     if len(value) != 2:
-        raise ValueError(
-            f"`window` has {len(value)} entries; pass (left, right), keys around the diagonal, -1 = unbounded"
-        )
+        raise ValueError(f"`window` has {len(value)} entries; {way_out}")
     for side in value:
         if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool):
             raise TypeError(f"`window` holds {described(side)}; both entries must be ints, -1 = unbounded")
@@ -160,19 +159,21 @@ def options(given: dict, layout_given: str = "BHND") -> None:
 
 def mask_gradient(mask) -> None:
     if mask is None or mask.dtype == torch.bool:
-        raise ValueError(
-            f"`mask_grad` is True but `mask` is {'None' if mask is None else 'bool'}; pass an additive mask"
-        )
+        kind = "None" if mask is None else "bool"
+        raise ValueError(f"`mask_grad` is True but `mask` is {kind}; pass an additive mask")
 
 
 def only_tensors(**named) -> None:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"`{name}` is {described(value) if isinstance(value, (int, float, str, Enum)) or value is None else type(value).__name__}; pass a torch.Tensor"
-            )
+            short = value is None or isinstance(value, (int, float, str, Enum))
+            raise TypeError(f"`{name}` is {described(value) if short else type(value).__name__}; pass a torch.Tensor")
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(_not_dense(name, value))
+
+
+def tensors_or_none(**named) -> None:
+    only_tensors(**{name: value for name, value in named.items() if value is not None})
 
 
 def _not_dense(name: str, x) -> str:
@@ -185,9 +186,8 @@ def _not_dense(name: str, x) -> str:
     if x.layout is torch.jagged:
         rows = f"{name}.transpose(1, 2).values()" if heads_first else f"{name}.values()"
     else:
-        rows = (
-            f"torch.cat([x.transpose(0, 1) for x in {name}.unbind()])" if heads_first else f"torch.cat({name}.unbind())"
-        )
+        one_by_one = f"[x.transpose(0, 1) for x in {name}.unbind()]" if heads_first else f"{name}.unbind()"
+        rows = f"torch.cat({one_by_one})"
     return (
         f"`{name}` is a nested tensor; pass its sequences, [N, H, D] each, one after the other to ffpa_varlen: {rows}, and "
         "where they begin as cu_seqlens, in torch.int32"
@@ -198,10 +198,7 @@ def one_output(o, out):
     """Returns the output, which the caller may have named `out` or, as in the first release, `o`."""
     if o is not None and out is not None:
         raise ValueError("`o` and `out` are both given; they name the same output: pass one")
-    if o is not None:
-        only_tensors(o=o)
-    if out is not None:
-        only_tensors(out=out)
+    tensors_or_none(o=o, out=out)
     return o if out is None else out
 
 
@@ -251,11 +248,6 @@ def has_dtype(name: str, x, dtype: torch.dtype, way_out: str) -> None:
         raise TypeError(f"`{name}` has dtype {x.dtype}; it must be {dtype}{way_out}")
 
 
-def _has_dtype_of_q(name: str, x, q) -> None:
-    if x.dtype != q.dtype:
-        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree: {name}.to({q.dtype})")
-
-
 def is_where(name: str, x, other: str, y) -> None:
     """Checks that x is on the device of y, which the caller knows as `other`."""
     if x.device != y.device:
@@ -269,14 +261,22 @@ def _has_shape(name: str, x, shape) -> None:
         raise ValueError(f"`{name}` has shape {tuple(x.shape)}; it must be {tuple(shape)}")
 
 
-def _same_dtype_and_device(q, others, dtypes) -> None:
+def agree(name: str, number: int, other: str, wanted: int, has: str, way_out: str) -> None:
+    """Checks that two arguments have the same number; `has` says of what, with {} in the number's place."""
+    if number != wanted:
+        raise ValueError(f"`{name}` has {has.format(number)} but `{other}` has {wanted}; {way_out}")
+
+
+def _have_one_dtype_and_device(q, k, v, dtypes) -> None:
     if q.dtype not in dtypes:
         way_out = _way_to_a_dtype(q, dtypes)
         raise TypeError(f"`q` has dtype {q.dtype}; allowed: {names_of(dtypes)}; {way_out}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"`q` is on {q.device}; allowed: CUDA GPUs and the CPU; move it with .to('cuda')")
-    for name, x in others:
-        _has_dtype_of_q(name, x, q)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            way_out = f"they must agree: {name}.to({q.dtype})"
+            raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; {way_out}")
         is_where(name, x, "q", q)
 
 
@@ -291,20 +291,19 @@ def _way_to_a_dtype(q, dtypes) -> str:
     return f"{way_out}, or call ffpa under torch.autocast({device!r})" if would_cast else way_out
 
 
-def _same_head_dims_and_groups(d_q, d_k, d_v, heads_q, heads_k, heads_v) -> None:
-    if d_q != d_k:
-        raise ValueError(f"`k` has head dim {d_k} but `q` has {d_q}; q and k must share their last dim")
-    for name, d, of_padding in (
-        ("q", d_q, f"pass scale={max(d_q, 1)} ** -0.5, that of the true dim"),
-        ("v", d_v, "cut the result"),
-    ):
+def _rows_and_heads(q, k, v, n: int, h: int, way_out: str) -> None:
+    """Checks what is the same in both forms; rows are in dim `n`, heads in dim `h`."""
+    agree("v", v.shape[n], "k", k.shape[n], "{} rows", way_out)
+    d_q, d_v, heads_q, heads_k = q.shape[-1], v.shape[-1], q.shape[h], k.shape[h]
+    agree("k", k.shape[-1], "q", d_q, "head dim {}", "q and k must share their last dim")
+    of_padding = f"pass scale={max(d_q, 1)} ** -0.5, that of the true dim"
+    for name, d, then in (("q", d_q, of_padding), ("v", d_v, "cut the result")):
         if d <= 0 or d % HEAD_DIM_STEP:
             raise ValueError(
                 f"`{name}` has head dim {d}; allowed: multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} up; "
-                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and {of_padding}"
+                f"pad with zeros to {max(-(-d // HEAD_DIM_STEP), 1) * HEAD_DIM_STEP} and {then}"
             )
-    if heads_k != heads_v:
-        raise ValueError(f"`v` has {heads_v} heads but `k` has {heads_k}; k and v must have the same number of heads")
+    agree("v", v.shape[h], "k", heads_k, "{} heads", "k and v must have the same number of heads")
     if heads_q == 0 or heads_k == 0:
         raise ValueError(f"`{'q' if heads_q == 0 else 'k'}` has no heads; at least one is needed")
     if heads_q % heads_k:
@@ -321,19 +320,16 @@ def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         has_rank(name, x, 4, means)
-    _same_dtype_and_device(q, (("k", k), ("v", v)), dtypes)
+    _have_one_dtype_and_device(q, k, v, dtypes)
     n, h = (2, 1) if layout == "BHND" else (1, 2)
+    batch = q.shape[0]
     for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != q.shape[0]:
-            way_out = f"; to share one, {name}.expand({q.shape[0]}, -1, -1, -1)" if x.shape[0] == 1 else ""
-            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {q.shape[0]}; they must agree{way_out}")
-    if k.shape[n] != v.shape[n]:
-        raise ValueError(
-            f"`v` has {v.shape[n]} rows but `k` has {k.shape[n]}; each key needs one value (layout is {layout})"
-        )
-    _same_head_dims_and_groups(q.shape[3], k.shape[3], v.shape[3], q.shape[h], k.shape[h], v.shape[h])
+        if x.shape[0] != batch:
+            way_out = f"; to share one, {name}.expand({batch}, -1, -1, -1)" if x.shape[0] == 1 else ""
+            raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {batch}; they must agree{way_out}")
+    _rows_and_heads(q, k, v, n, h, f"each key needs one value (layout is {layout})")
     if mask is not None:
-        _mask(mask, q, (q.shape[0], q.shape[h], q.shape[n], k.shape[n]))
+        _mask(mask, q, (batch, q.shape[h], q.shape[n], k.shape[n]))
 
 
 def _mask(mask, q, full) -> None:
@@ -354,10 +350,8 @@ def mask_kind(mask) -> str | None:
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         has_rank(name, x, 3, "[T, H, D], the sequences one after the other")
-    _same_dtype_and_device(q, (("k", k), ("v", v)), DTYPES)
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(f"`v` has {v.shape[0]} rows but `k` has {k.shape[0]}; each key needs one value")
-    _same_head_dims_and_groups(q.shape[2], k.shape[2], v.shape[2], q.shape[1], k.shape[1], v.shape[1])
+    _have_one_dtype_and_device(q, k, v, DTYPES)
+    _rows_and_heads(q, k, v, 0, 1, "each key needs one value")
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         has_dtype(name, cu, torch.int32, f": {name}.to(torch.int32)")
         has_rank(name, cu, 1, "[B + 1], offsets of the sequences")
@@ -366,11 +360,8 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         is_where(name, cu, "q", q)
         if not cu.is_contiguous():
             raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
-    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
-        raise ValueError(
-            f"`cu_seqlens_k` has {cu_seqlens_k.shape[0]} entries but `cu_seqlens_q` has {cu_seqlens_q.shape[0]}; "
-            "both must hold B + 1 offsets"
-        )
+    entries, wanted = cu_seqlens_k.shape[0], cu_seqlens_q.shape[0]
+    agree("cu_seqlens_k", entries, "cu_seqlens_q", wanted, "{} entries", "both must hold B + 1 offsets")
 
 
 def output(name: str, x, shape, q) -> None:
@@ -395,9 +386,8 @@ def arch(value, q) -> str | None:
     """Returns a name such as "sm_90", or None, which asks for the device of q."""
     if value is None:
         if q.is_cuda and not torch.cuda.is_available():
-            raise ValueError(
-                f"`arch` is None but `q` is on {q.device}, and no GPU is here; name one such as arch='sm_90'"
-            )
+            where = f"on {q.device}, and no GPU is here"
+            raise ValueError(f"`arch` is None but `q` is {where}; name one such as arch='sm_90'")
         if q.device.type == "meta":
             raise ValueError("`arch` is None but `q` is on the meta device; name a GPU such as arch='sm_90'")
         return None

@@ -45,13 +45,10 @@ def _orientation(v, keys: int, transposed: bool) -> None:
     found, other = (v.shape[3], v.shape[2]) if transposed else (v.shape[2], v.shape[3])
     if found == keys:
         return
-    means = "[B, H, Dv, Nk]" if transposed else "[B, H, Nk, Dv]"
-    said = (
-        f"`v` has shape {tuple(v.shape)}, read as {means} (v_transposed={transposed}): {found} rows but `k` has {keys}"
-    )
+    way, other_way = ("[B, H, Dv, Nk]", "[B, H, Nk, Dv]") if transposed else ("[B, H, Nk, Dv]", "[B, H, Dv, Nk]")
+    said = f"`v` has shape {tuple(v.shape)}, read as {way} (v_transposed={transposed}): {found} rows but `k` has {keys}"
     if other == keys:
-        turned = "[B, H, Nk, Dv]" if transposed else "[B, H, Dv, Nk]"
-        raise ValueError(f"{said}; it looks like {turned}: pass v_transposed={not transposed}, or v.mT.contiguous()")
+        raise ValueError(f"{said}; it looks like {other_way}: pass v_transposed={not transposed}, or v.mT.contiguous()")
     raise ValueError(f"{said}; each key needs one value")
 
 
@@ -78,10 +75,10 @@ def no_grad(**named) -> None:
 
 def to_quantize(x, dtype) -> None:
     arguments.has_rank("x", x, 4, "[B, H, N, D]")
-    if x.dtype not in (*arguments.DTYPES, torch.float32):
-        raise TypeError(
-            f"`x` has dtype {x.dtype}; allowed: {arguments.names_of((*arguments.DTYPES, torch.float32))}; cast with .to(torch.float32)"
-        )
+    allowed = (*arguments.DTYPES, torch.float32)
+    if x.dtype not in allowed:
+        names = arguments.names_of(allowed)
+        raise TypeError(f"`x` has dtype {x.dtype}; allowed: {names}; cast with .to(torch.float32)")
     if not x.shape[3]:
         raise ValueError("`x` has head dim 0; it needs at least one column")
     if dtype not in arguments.FP8:

@@ -41,6 +41,11 @@ def readable(x) -> bool:
     return x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1])
 
 
+def made_readable(x) -> torch.Tensor:
+    """Returns x, or a copy where its rows could not be read as they lie."""
+    return x if readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
     for name, x in named.items():
         if problem := rows_problem(x, alignment):

@@ -7,8 +7,10 @@ import threading
 import time
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
+from .. import env
 from ..support import private_torch
 
 # Ranks whose calls are of different known kinds hear of it at the next comparison, no more than so many calls later.
@@ -113,14 +115,18 @@ class Agreement:
 _agreements: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()
 
 
-def check(group: dist.ProcessGroup | None, kind: dict, at_every_call: bool) -> None:
-    """Raises on all ranks where this call differs between them: at each kind that is new to the group, or at every call.
+def check(group: dist.ProcessGroup | None, kind: dict, x: torch.Tensor) -> None:
+    """Raises on all ranks where this call differs between them: at each kind that is new to the group, and at every call
+    where the host waits for each call anyway.
 
     A rank for which its kind is new waits, no longer than the store's timeout, till the others come with a call that
     they compare. A rank that makes a call of a known kind waits for nothing, and is not told.
     """
+    flags = env.run_flags()
+    is_cuda, at_every_call = x.is_cuda, flags["FFPA_CHECK"]
+    kind.update(is_cuda=is_cuda, FFPA_CHECK=at_every_call, FFPA_RING_COPIES=flags["FFPA_RING_COPIES"])
     group = group or dist.group.WORLD
     agreement = _agreements.get(group)
     if agreement is None:
         agreement = _agreements[group] = Agreement(group)
-    agreement.check(kind, at_every_call)
+    agreement.check(kind, at_every_call or not is_cuda)

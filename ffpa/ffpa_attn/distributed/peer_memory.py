@@ -142,10 +142,14 @@ def _stream() -> ctypes.c_void_p:
 
 
 class _Handle(ctypes.Structure):
+    """CUDA's name of memory, by which another process opens it."""
+
     _fields_ = (("bytes", ctypes.c_byte * 64),)
 
 
 class _Span:
+    """Bytes of a GPU, as `torch.as_tensor` takes them."""
+
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 

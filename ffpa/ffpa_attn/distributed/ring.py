@@ -75,6 +75,8 @@ class _Part(NamedTuple):
 
 
 class _Ring(NamedTuple):
+    """Who the ranks of a call are, and what they compute."""
+
     group: dist.ProcessGroup | None
     rank: int
     world: int

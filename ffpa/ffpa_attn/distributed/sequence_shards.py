@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import env
 from ..checks import arguments, memory_checks, words
+from ..operators.dispatch_keys import as_autocast_would
 from . import agreement
 
 
@@ -74,7 +74,7 @@ def gather_sequence(
         )
     dim = _dim(x, dim)
     kind = {"function": "gather_sequence", "x": x.shape, "x.dtype": x.dtype, "dim": dim, "layout": _layout(layout)}
-    _compare(group, kind, x)
+    agreement.check(group, kind, x)
     _even_rows("x", x.shape[dim], layout)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world)]
@@ -120,51 +120,30 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
                 f"`{name}` is a {type(x).__name__}; pass what this rank holds, {name}.to_local(), and mesh.get_group(): ffpa itself takes "
                 "DTensors sharded by batch or heads"
             )
-    device = q.device.type
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    q, k, v = as_autocast_would(q, k, v, cast=torch.Tensor.to)
+    parts = {"q": q, "k": k, "v": v}
     arguments.flag("return_lse", return_lse)
     options = {
         "causal": arguments.flag("causal", causal),
         "scale": arguments.scale(scale),
         "softcap": arguments.softcap(softcap),
     }
-    check_that_ranks_agree(function, group, q, k, v, layout, options)
-    arguments.dense(q, k, v, None, "BHND")
-    memory_checks.rows(q=q, k=k, v=v)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"`k` has {k.shape[2]} rows but `q` has {q.shape[2]}; a rank holds the same part of all three: "
-            "cut them with shard_sequence"
-        )
-    _even_rows("q", q.shape[2], layout)
-    return q, k, v, options
-
-
-def check_that_ranks_agree(function, group, q, k, v, layout: str, options: dict) -> None:
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     kind = {
         "function": function.__name__,
-        "q": q.shape,
-        "k": k.shape,
-        "v": v.shape,
-        "q.dtype": q.dtype,
-        "k.dtype": k.dtype,
-        "v.dtype": v.dtype,
+        **{name: x.shape for name, x in parts.items()},
+        **{f"{name}.dtype": x.dtype for name, x in parts.items()},
         "requires_grad of q, k or v": wants_grad,
         "layout": _layout(layout),
         **options,
     }
-    _compare(group, kind, q)
-
-
-def _compare(group, kind: dict, x: torch.Tensor) -> None:
-    """Compares calls: each new kind, and every call where the host waits for each call anyway."""
-    flags = env.run_flags()
-    is_cuda, at_every_call = x.is_cuda, flags["FFPA_CHECK"]
-    kind.update(is_cuda=is_cuda, FFPA_CHECK=at_every_call, FFPA_RING_COPIES=flags["FFPA_RING_COPIES"])
-    agreement.check(group, kind, at_every_call or not is_cuda)
+    agreement.check(group, kind, q)
+    arguments.dense(q, k, v, None, "BHND")
+    memory_checks.rows(q=q, k=k, v=v)
+    way_out = "a rank holds the same part of all three: cut them with shard_sequence"
+    arguments.agree("k", k.shape[2], "q", q.shape[2], "{} rows", way_out)
+    _even_rows("q", q.shape[2], layout)
+    return q, k, v, options
 
 
 def untraced(function):

@@ -46,6 +46,8 @@ def ulysses_attention(
 
 
 class _Ranks(NamedTuple):
+    """The ranks of a call, which exchange rows for heads."""
+
     group: dist.ProcessGroup | None
     world: int
     layout: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +47,8 @@ def flash_attn_func(
     _no_dropout(dropout_p)
     arguments.only_tensors(q=q, k=k, v=v)
     bias = None if alibi_slopes is None else _alibi(q, k, alibi_slopes)
-    rule = _rule(q, softmax_scale, causal, window_size, softcap)
-    out = ffpa(_padded(q), _padded(k), _padded(v), mask=bias, layout="BNHD", return_lse=return_attn_probs, **rule)
-    return (_unpadded(out[0], v), out[1], None) if return_attn_probs else _unpadded(out, v)
+    rule = softmax_scale, causal, window_size, softcap, return_attn_probs
+    return _attend(ffpa, q, k, v, *rule, mask=bias, layout="BNHD")
 
 
 def flash_attn_varlen_func(
@@ -78,9 +78,8 @@ def flash_attn_varlen_func(
     _not_given("gather the pages of K and V into packed tensors first", block_table=block_table)
     arguments.only_tensors(q=q, k=k, v=v)
     offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
-    rule = _rule(q, softmax_scale, causal, window_size, softcap)
-    out = ffpa_varlen(_padded(q), _padded(k), _padded(v), *offsets, return_lse=return_attn_probs, **rule)
-    return (_unpadded(out[0], v), out[1], None) if return_attn_probs else _unpadded(out, v)
+    rule = softmax_scale, causal, window_size, softcap, return_attn_probs
+    return _attend(ffpa_varlen, q, k, v, *rule, *offsets)
 
 
 def _alibi(q, k, slopes):
@@ -106,24 +105,21 @@ def _alibi(q, k, slopes):
 # ---- ffpa-attn on PyPI, 0.2.4 ----
 
 
-class Backend:
+class Backend(SimpleNamespace):
     """A kernel and settings for PyPI's ffpa-attn: accepted, and but for tensor_layout="NHD" without effect."""
 
     name = "ffpa"
 
     def __init__(self, name=None, forward=None, backward=None, *args, tensor_layout="HND", **settings):
-        self.name, self.forward, self.backward = name or self.name, forward, backward
-        self.tensor_layout = arguments.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
-        vars(self).update(settings)
+        tensor_layout = arguments.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
+        given = {"name": name or self.name, "forward": forward, "backward": backward, "tensor_layout": tensor_layout}
+        super().__init__(**given, **settings)
 
     def __eq__(self, other):
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self):
         return hash((type(self), self.name))
-
-    def __repr__(self):
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def is_nhd_supported(self, headdim: int) -> bool:
         return True
@@ -269,8 +265,8 @@ def _backends(function: Callable, kwargs: dict):
 # ---- all of them ----
 
 
-def _rule(q, scale, causal, window, softcap) -> dict:
-    """Returns which keys a row sees, and what their scores are, as keywords of ffpa."""
+def _attend(function: Callable, q, k, v, scale, causal, window, softcap, with_lse, *offsets, **options):
+    """Calls ffpa or ffpa_varlen with arguments that flash-attn takes, and returns what that does."""
     if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
         scale = q.shape[-1] ** -0.5  # not the scale of the padded columns
     if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
@@ -279,7 +275,11 @@ def _rule(q, scale, causal, window, softcap) -> dict:
         causal = bool(causal) if isinstance(causal, Integral) else arguments.flag("causal", causal)
     if isinstance(window, (tuple, list)):
         window = tuple(map(_side, window))
-    return {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    rule = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    results = function(_padded(q), _padded(k), _padded(v), *offsets, return_lse=with_lse, **rule, **options)
+    out, lse = results if with_lse else (results, None)
+    out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
+    return (out, lse, None) if with_lse else out
 
 
 def _side(n):
@@ -302,10 +302,6 @@ def _padded(x):
         x = x.contiguous()
     missing = -x.shape[-1] % HEAD_DIM_STEP
     return F.pad(x, (0, missing)) if missing else x
-
-
-def _unpadded(out, v):
-    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
 
 
 def _no_dropout(dropout_p) -> None:

@@ -8,14 +8,11 @@ sequences, else what SDPA gets.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from .fallback import say_once
 
 _NOT_TO_BE_WRITTEN = "a mask of ffpa_attn's is a rule and holds no numbers to change; change its copy, mask.clone()"
 
@@ -177,24 +174,7 @@ def padding_keys(padding: torch.Tensor, n_k: int, first: int = 0) -> torch.Tenso
     return F.pad(padding, (0, n_k - padding.shape[1]))
 
 
-def make_mask(config=None, **asked):
-    """Makes the mask for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
-
-    if asked.get("mask_function") is None:
-        asked["mask_function"] = causal_mask_function
-    own = not _calls_attention_functions(type(config))
-    if own:
-        way_out = "choose another attn_implementation for this model"
-        say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
-    if own or not _takes_rules(type(config)):  # such layers count on numbers, and None may mean another rule to them
-        return eager_mask(config=config, **{**asked, "allow_is_bidirectional_skip": False})
-    mask = _by_rule(config, **asked)
-    # None says here that the last key is the last row's own; SDPA's would say that the first key is the first row's.
-    return sdpa_mask(**{**asked, "allow_is_causal_skip": False}) if mask is NotImplemented else mask
-
-
-def _by_rule(
+def by_rule(
     config, mask_function, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None,
     allow_is_causal_skip=True, device="cpu", **_,
 ):  # fmt: skip
@@ -291,33 +271,3 @@ def _offsets(sequence: torch.Tensor) -> torch.Tensor:
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).int().repeat(2, 1)
-
-
-def _calls_attention_functions(config_class: type) -> bool:
-    """Says whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
-    code, models = _models(config_class)
-    return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declare(models, "_supports_attention_backend")
-
-
-def _takes_rules(config_class: type) -> bool:
-    """Says whether a model's layers can do without numbers, as for SDPA or FlashAttention: `is_causal` is the rule."""
-    code, models = _models(config_class)
-    if code is None:
-        return True
-    models = [x for x in models if getattr(x, "config_class", None) is config_class] or models
-    return _declare(models, "_supports_sdpa") or _declare(models, "_supports_attention_backend", "_supports_flash_attn")
-
-
-def _models(config_class: type):
-    """Returns the module of the models that have this configuration, None where it is not known, and its classes."""
-    name = config_class.__module__
-    code = sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
-    return code, [x for x in vars(code).values() if isinstance(x, type)] if code else []
-
-
-def _declare(classes, *names: str) -> bool:
-    return any(all(getattr(x, name, False) for name in names) for x in classes)
-
-
-# The compiler need not look into these two.
-_calls_attention_functions._dynamo_marked_constant = _takes_rules._dynamo_marked_constant = True

@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import warnings
+import weakref
 from functools import cache
 from types import ModuleType
 
 import torch
 
+from .. import env
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks
 from ..support.imports import when_imported
-from .fallback import say_once
-from .masks import Seen, make_mask, seen_by
+from .masks import Seen, by_rule, seen_by
 from .sdpa_override import sdpa
 
 OLDEST = (5, 4)  # the release of transformers from which on masks are made of lengths and offsets
@@ -96,7 +98,7 @@ def attention(
     scale = None if scaling is None else float(scaling)
     side = -1 if seen.window is None else seen.window - 1  # transformers counts the row's own key, too
     rule = {"scale": scale, "softcap": softcap or 0.0, "causal": seen.is_causal, "window": (side, side)}
-    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (memory_checks.made_readable(x).transpose(1, 2) for x in (query, key, value))
     if seen.offsets:
         return _packed_attention(q, k, v, seen.offsets, (max_length_q, max_length_k), rule), None
     mask = seen.mask if seen.keys is None else seen.keys[:, None, None]
@@ -113,11 +115,6 @@ def _packed_attention(q, k, v, offsets, longest, rule):
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x, or a copy where its rows could not be read as they lie."""
-    return x if memory_checks.readable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _of_one_type_and_batch(*tensors):
     """Norms kept in float32 leave their type to queries and keys; the layer computes in the type of the others. Learned
     queries, which come once for all entries of a batch, are expanded.
@@ -128,19 +125,69 @@ def _of_one_type_and_batch(*tensors):
     return [x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors]
 
 
+# ---- the masks of a model, which are made before its first layer ----
+
+
+def make_mask(config=None, **asked):
+    """Makes the mask for `attn_implementation="ffpa"`; its arguments are those of transformers' sdpa_mask."""
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+    if asked.get("mask_function") is None:
+        asked["mask_function"] = causal_mask_function
+    own = not _calls_attention_functions(type(config))
+    if own:
+        way_out = "choose another attn_implementation for this model"
+        say_once(config, type(config).__name__.removesuffix("Config"), "attention of its own", way_out)
+    if own or not _takes_rules(type(config)):  # such layers count on numbers, and None may mean another rule to them
+        return eager_mask(config=config, **{**asked, "allow_is_bidirectional_skip": False})
+    mask = by_rule(config, **asked)
+    # None says here that the last key is the last row's own; SDPA's would say that the first key is the first row's.
+    return sdpa_mask(**{**asked, "allow_is_causal_skip": False}) if mask is NotImplemented else mask
+
+
+def _calls_attention_functions(config_class: type) -> bool:
+    """Says whether a model's layers call what is registered. transformers asks this for SDPA, but not for others."""
+    code, models = _models(config_class)
+    return code is None or hasattr(code, "ALL_ATTENTION_FUNCTIONS") or _declare(models, "_supports_attention_backend")
+
+
+def _takes_rules(config_class: type) -> bool:
+    """Says whether a model's layers can do without numbers, as for SDPA or FlashAttention: `is_causal` is the rule."""
+    code, models = _models(config_class)
+    if code is None:
+        return True
+    models = [x for x in models if getattr(x, "config_class", None) is config_class] or models
+    return _declare(models, "_supports_sdpa") or _declare(models, "_supports_attention_backend", "_supports_flash_attn")
+
+
+def _models(config_class: type):
+    """Returns the module of the models that have this configuration, None where it is not known, and its classes."""
+    name = config_class.__module__
+    code = sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+    return code, [x for x in vars(code).values() if isinstance(x, type)] if code else []
+
+
+def _declare(classes, *names: str) -> bool:
+    return any(all(getattr(x, name, False) for name in names) for x in classes)
+
+
+# The compiler need not look into these two.
+_calls_attention_functions._dynamo_marked_constant = _takes_rules._dynamo_marked_constant = True
+
+
 # ---- models that look up the class of their attention by its implementation's name: SAM's, Falcon's, and others ----
 
 
 @cache
 def _serve_models_that_look_up_a_class(name: str) -> None:
     """Adds the name to each table of attention classes. Without it, a model raises KeyError when it is made."""
-    when_imported(r"transformers\.models\..*\.modeling_\w+", lambda module: _add_to_tables(name, module))
 
+    def add_to_tables(module: ModuleType) -> None:
+        for variable, table in list(vars(module).items()):
+            if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table:
+                table.setdefault(name, _class_for(table, module))
 
-def _add_to_tables(name: str, module: ModuleType) -> None:
-    for variable, table in list(vars(module).items()):
-        if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table:
-            table.setdefault(name, _class_for(table, module))
+    when_imported(r"transformers\.models\..*\.modeling_\w+", add_to_tables)
 
 
 def _class_for(table: dict, module: ModuleType) -> type:
@@ -163,6 +210,39 @@ def _class_for(table: dict, module: ModuleType) -> type:
 
 
 # ---- what is left to transformers ----
+
+
+_said: dict[tuple[int, str], weakref.ref] = {}  # the model, by its id and the feature
+_said_of_traced: set[tuple[str, str]] = set()  # kinds of layers, and features
+
+
+def say_once(model, who: str, why: str, way_out: str) -> None:
+    """Warns, or raises; `model` is what all layers of one share, its config."""
+    message = f"ffpa_attn: {who} has {why}, which ffpa does not support: {way_out}"
+    if _strict():
+        raise NotImplementedError(f"FFPA_STRICT=1: {message}")
+    if torch.compiler.is_compiling():
+        return _say_once_while_traced(who, why, message)
+    said = _said.get((id(model), why))
+    if said is None or said() is not model:
+        _said[id(model), why] = weakref.ref(model)
+        warnings.warn(f"{message}. transformers' own attention computes it (said once a model)", stacklevel=3)
+
+
+def _strict() -> bool:
+    return env.run_flags()["FFPA_STRICT"]
+
+
+def _say_once_while_traced(who: str, why: str, message: str) -> None:
+    """No graph can say it: the compiler itself runs this, which sees no more of a model than the name of its layers."""
+    kind = who.partition(" ")[0], why
+    if kind not in _said_of_traced:
+        _said_of_traced.add(kind)
+        warnings.warn(f"{message}. transformers' own attention computes it (said once a kind of layers)", stacklevel=2)
+
+
+# Neither function is traced: PyTorch 2.11 cannot follow how flags are read.
+_strict._dynamo_marked_constant = _say_once_while_traced._dynamo_marked_constant = True
 
 
 def _check_that_all_keys_count(module, others) -> None:

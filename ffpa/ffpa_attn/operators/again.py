@@ -17,16 +17,15 @@ from .. import env
 from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
-from .dispatch_keys import gradients_of, have_work, is_recorded_as_it_is, record, rule_of, want_gradients
+from .dispatch_keys import KnownAttention, gradients_of, have_work, is_recorded_as_it_is, rule_of, want_gradients
 from .forms import Dense, Packed, seen
 
 _MOST_KINDS, _MOST_GRADIENTS = 8192, 16  # kinds of calls, and of gradients of each
 _known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors
-_WINDOW = 3  # the place of `window` among a function's arguments
-_PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
+WINDOW = 3  # the place of `window` among a function's arguments
+PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
 
-_PLAIN_FORM = Dense("BHND", None)
-CHOOSE_AGAIN = Unable  # what a call raises that must go the long way once more
+_DENSE = Dense()
 
 
 def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
@@ -51,18 +50,24 @@ def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
             flags,
             wanted,
             args,
-            (*map(type, args), *map(type, args[_WINDOW])),  # 1 equals True and 1.0, which are not the same to a check
+            (*map(type, args), *map(type, args[WINDOW])),  # 1 equals True and 1.0, which are not the same to a check
         )
     except TypeError:  # `window` is no tuple
         return None
 
 
-def find(kind: tuple) -> Callable | None:
-    """Returns what runs the calls of a kind, if there was one before."""
+def run(kind: tuple, *tensors):
+    """Returns the results of a call, if its kind was seen before, else None: it must go the long way, maybe once more."""
     try:
-        return _known.get(kind)
+        run_it = _known.get(kind)
     except TypeError:  # an argument has no hash
         return None
+    if run_it is not None:
+        try:
+            return run_it(*tensors)
+        except Unable:  # another kernel is to be chosen
+            pass
+    return None
 
 
 def forget_all() -> None:
@@ -75,8 +80,8 @@ def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
     with_lse = options.get("return_lse", True)
     if wanted:  # the backward needs the LSE
         options = {**options, "return_lse": True}
-    plan = ops.plan_of(Packed(*offsets) if offsets else Dense("BHND", None), q, k, v, options, flags)
-    if plan is None or not _PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
+    plan = ops.plan_of(Packed(*offsets) if offsets else _DENSE, q, k, v, options, flags)
+    if plan is None or not PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
         return
     if len(_known) >= _MOST_KINDS:
         _known.clear()
@@ -85,15 +90,22 @@ def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
 
 
 def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
-    make, of_plan = _results(plan, with_lse, first_q), (plan.rule, plan.workspace_cap, plan.memo)
-    forward, gives_fresh, is_empty = plan.choice.plan.forward, plan.gives_fresh, 0 in plan.out_shape
+    """Does what `ops.run_forward` does, in the least of time."""
+    forward, of_plan = plan.choice.plan.forward, (plan.rule, plan.workspace_cap, plan.memo)
+    gives_fresh, is_empty, is_like_q = plan.gives_fresh, 0 in plan.out_shape, first_q.shape == plan.out_shape
+    no_lse = None
 
     def run(q, k, v):
+        nonlocal no_lse
         try:
             fresh = ops.fresh_result(plan, q, k, v) if gives_fresh else None
             if fresh is not None:
                 return fresh
-            out, lse = make(q)
+            out = ops.empty_like(q, q.dtype) if is_like_q else q.new_empty(plan.out_shape)
+            if no_lse is None and not with_lse:
+                with torch.inference_mode(False):  # calls in any mode may write to it
+                    no_lse = q.new_empty(0, dtype=torch.float32)
+            lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if with_lse else no_lse
             if not is_empty:
                 forward(q, k, v, out, lse, None, None, *of_plan)
         except torch.OutOfMemoryError as error:
@@ -105,13 +117,7 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
 
 def _packed(plan: ops.Plan, with_lse: bool, max_q: int, max_k: int) -> Callable:
     def run(q, k, v, cu_q, cu_k):
-        try:
-            out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
-            if out.numel():
-                tensors = (x.transpose(0, 1) for x in (q, k, v, out))
-                ops.run(plan, "forward", *tensors, lse, None, (cu_q, cu_k, max_q, max_k))
-        except torch.OutOfMemoryError as error:
-            raise ops.no_memory(error, plan, q.dtype) from None
+        out, lse = ops.run_forward(plan, Packed(cu_q, cu_k, max_q, max_k), q, k, v)
         return (out, lse) if with_lse else out
 
     return run
@@ -125,14 +131,13 @@ class _Recorded:
         self._rule, self._plans = rule_of(options), {}
 
     def __call__(self, *tensors):
-        out, lse = record(self, *tensors)
+        out, lse = KnownAttention.apply(self, *tensors)
         return (out, lse) if self._with_lse else out
 
     def backward(self, saved, grad_out, grad_lse) -> tuple:
         q, k, v, out, lse, *offsets = saved
         if grad_out is None or have_work(grad_out, grad_lse):
-            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-            return self._through_operators(grad_out, grad_lse, saved)
+            return gradients_of(grad_out, grad_lse, saved, self._longest, **self._rule)[:3]
         flags = env.run_flags()
         kind = (
             (q.shape, k.shape, v.shape, out.shape, lse.shape),
@@ -144,37 +149,16 @@ class _Recorded:
             flags,
         )
         plan = self._plans.get(kind)
-        form = Packed(*offsets, *self._longest) if offsets else _PLAIN_FORM
+        form = Packed(*offsets, *self._longest) if offsets else _DENSE
         if plan is not None:
             try:
                 return ops.run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse)
-            except CHOOSE_AGAIN:
+            except Unable:
                 self._plans.clear()
-        grads = self._through_operators(grad_out, grad_lse, saved)
-        plan = ops.plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, self._rule, flags)
+        grads = gradients_of(grad_out, grad_lse, saved, self._longest, **self._rule)[:3]
+        plan = ops.plan_of_backward(form, (grad_out, grad_lse, q, k, v, out, lse), self._rule, flags)
         if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # such offsets are checked at each call
             if len(self._plans) >= _MOST_GRADIENTS:
                 self._plans.clear()
             self._plans[kind] = plan
         return grads
-
-    def _through_operators(self, grad_out, grad_lse, saved) -> tuple:
-        name = "varlen_backward" if self._longest else "backward"
-        return gradients_of(name, grad_out, grad_lse, *saved, *self._longest, **self._rule)[:3]
-
-
-def _results(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
-    """Returns what makes out and LSE, in the least of time: empty_like takes 1 µs less than new_empty."""
-    if with_lse:
-        return lambda q: (q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32))
-    no_lse = None
-    is_like_q = first_q.shape == plan.out_shape
-
-    def make(q):
-        nonlocal no_lse
-        if no_lse is None:
-            with torch.inference_mode(False):  # calls in any mode may write to it
-                no_lse = q.new_empty(0, dtype=torch.float32)
-        return ops.empty_like(q, q.dtype) if is_like_q else q.new_empty(plan.out_shape), no_lse
-
-    return make

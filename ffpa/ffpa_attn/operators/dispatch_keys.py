@@ -19,30 +19,39 @@ from ..support.private_torch import FakeTensor
 from . import flops, mapped
 from .first_order import first_order_only
 
-_ops = torch.ops.ffpa_attn
-
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
     """Registers all `bodies`. (At the Autograd key a plain Function costs a call half of register_autograd's time.)"""
+    for name, body in bodies.items():
+        _operators[name], _bodies[name] = getattr(torch.ops.ffpa_attn, name).default, body
     for name in ("forward", "varlen_forward"):
-        op = getattr(_ops, name).default
+        op, body = _operators[name], bodies[name]
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
-        lib.impl(name, kernel(op, bodies[name]), "Autograd", with_keyset=True)
+        lib.impl(name, kernel(op, body), "Autograd", with_keyset=True)
         if _is_excluded and not (private_torch.no_gradients or private_torch.no_short_way):
-            _recorders[name] = partial(_recorded, bodies[name])
-    for name in ("backward", "varlen_backward"):
-        _at_once[name] = bodies[name]
+            _recorders[name] = partial(_recorded, body)
     for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
-        op = getattr(_ops, name).default
-        lib.impl(name, _autocast(op, "cuda"), "AutocastCUDA")
-        lib.impl(name, _autocast(op, "cpu"), "AutocastCPU")
+        lib.impl(name, _autocast(_operators[name], "cuda"), "AutocastCUDA")
+        lib.impl(name, _autocast(_operators[name], "cpu"), "AutocastCPU")
     mapped.register(lib)
     flops.register()
 
 
+_operators: dict[str, Callable] = {}
+_bodies: dict[str, Callable] = {}
 _recorders: dict[str, Callable] = {}  # they record calls as the Autograd key would, without the dispatcher's 10 µs
-_at_once: dict[str, Callable] = {}  # bodies of the operators of gradients
 _is_excluded = private_torch.find("torch._C._dispatch_tls_is_dispatch_key_excluded")
+
+
+def at_once(name: str, q, *others) -> Callable:
+    """Returns what runs the operator: its body, or what records it, if the dispatcher does no more in its 10 µs, else
+    the operator.
+    """
+    if have_work(q, *others):
+        return _operators[name]
+    if want_gradients(q, *others):
+        return recorder(name) or _operators[name]
+    return _bodies[name]
 
 
 def recorder(name: str) -> Callable | None:
@@ -55,7 +64,7 @@ def _recorded(body, *args, **options):
 
 
 def is_recorded_as_it_is() -> bool:
-    """Says whether a call that wants gradients may be recorded by `record`: autograd is on, and no hook changes what is
+    """Says whether a call that wants gradients may be recorded by `KnownAttention`: autograd is on, and no hook changes what is
     saved.
     """
     return recorder("forward") is not None and _saved_hooks is not None and _saved_hooks(True) is None
@@ -64,16 +73,14 @@ def is_recorded_as_it_is() -> bool:
 _saved_hooks = private_torch.find("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
-def record(known, *tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs known.forward(*tensors), so that known.backward(saved, grad_out, grad_lse) gives the gradients of q, k and v."""
-    return _KnownAttention.apply(known, *tensors)
-
-
-def gradients_of(name: str, grad_out, grad_lse, *rest, **options):
-    """Runs an operator of gradients, or its body, if the dispatcher does no more."""
-    tensors = [x for x in (grad_lse, *rest) if isinstance(x, torch.Tensor)]
-    run = getattr(_ops, name) if have_work(grad_out, *tensors) else _at_once[name]
-    return run(grad_out, grad_lse, *rest, **options)
+def gradients_of(grad_out, grad_lse, saved, longest, **options) -> tuple:
+    """Runs an operator of gradients, or its body, if the dispatcher does no more; `saved` are the tensors that came to
+    the forward and from it, `longest` is (), or both max_seqlen.
+    """
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[3])
+    run = at_once("varlen_backward" if longest else "backward", grad_out, grad_lse, *saved)
+    return run(grad_out, grad_lse, *saved, *longest, **options)
 
 
 def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,16 +103,12 @@ class _Rules:
     @staticmethod
     @first_order_only
     def backward(ctx, saved, grad_out, grad_lse):
-        q, k, v, out, lse, *rest = saved
         rule = rule_of(ctx.options)
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        args = (grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.longest)
-        if ctx.longest:
-            return None, None, None, None, *gradients_of("varlen_backward", *args, **rule), None, None, None, None
-        mask_grad = len(rest) > 0 and ctx.needs_input_grad[7]
-        *grads, dmask = gradients_of("backward", *args, **rule, mask_grad=mask_grad)
-        return None, None, None, None, *grads, *((dmask if mask_grad else None,) if rest else ())
+        mask_grad = any(ctx.needs_input_grad[7:])
+        if mask_grad:
+            rule["mask_grad"] = True
+        grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, **rule)[: 4 if mask_grad else 3]
+        return None, None, None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4 - len(grads))
 
     @staticmethod
     def jvp(ctx, *_):
@@ -119,8 +122,10 @@ class _Attention(_Rules, autograd.Function):
     """The Function that autograd records."""
 
 
-class _KnownAttention(_Rules, autograd.Function):
-    """This is the Function of calls whose kind was seen before (again.py)."""
+class KnownAttention(_Rules, autograd.Function):
+    """The Function of calls whose kind was seen before: it runs known.forward(*tensors), and to get the gradients of q, k
+    and v known.backward(saved, grad_out, grad_lse).
+    """
 
     @staticmethod
     def forward(ctx, known, *tensors):
@@ -146,18 +151,12 @@ if not private_torch.no_torch_func:
 
 def _autograd(op, body):
     def kernel(keyset, *args, **options):
-        if _may_be_differentiated(args):
+        # Calls under forward-mode AD must come to the Function too, which says there that it has no formula.
+        if want_gradients(*args) or forward_ad._current_level >= 0:
             return _differentiably(op, body, keyset, options, *args)
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel
-
-
-def _may_be_differentiated(args) -> bool:
-    """Calls under forward-mode AD must come to the Function too, which says there that it has no formula."""
-    if private_torch.no_short_way:
-        return True
-    return (_C.is_grad_enabled() and _C._any_requires_grad(*args)) or forward_ad._current_level >= 0
 
 
 def _plain_calls_alone(op, body):
@@ -176,20 +175,16 @@ def _plain_calls_alone(op, body):
 
 def _differentiably(*args):
     if private_torch.no_torch_func:
-        return _without_torch_func(*args)
+        try:
+            return _Attention.apply(*args)
+        except RuntimeError as error:
+            if "setup_context" in str(error):  # PyTorch asks for setup_context in torch.func's transforms alone
+                raise NotImplementedError(private_torch.no_torch_func) from None
+            raise
     if not _C._are_functorch_transforms_active():
         return _Attention.apply(*args)
     with torch._functorch.utils.enable_single_level_autograd_function():
         return _AttentionOfOneLevel.apply(*args)
-
-
-def _without_torch_func(*args):
-    try:
-        return _Attention.apply(*args)
-    except RuntimeError as error:
-        if "setup_context" in str(error):  # PyTorch asks for setup_context in torch.func's transforms alone
-            raise NotImplementedError(private_torch.no_torch_func) from None
-        raise
 
 
 def _below_autograd(op, body, keyset, args, options):
@@ -262,13 +257,13 @@ else:
     _OUR_BODIES = tuple(_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
 
 
-def as_autocast_would(*tensors) -> list[torch.Tensor]:
-    """Returns what operators would get in a call that is only asked about; fakes stand for tensors that are cast."""
+def as_autocast_would(*tensors, cast: Callable | None = None) -> list[torch.Tensor]:
+    """Returns what operators get under autocast; in a call that is only asked about, fakes stand for what is cast."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [_fake(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
+    return [(cast or _fake)(x, dtype) if x.dtype == torch.float32 else x for x in tensors]
 
 
 def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -280,7 +275,13 @@ def _fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _autocast(op, device: str):
     """Makes the kernel that casts float32 q, k and v to the autocast type; masks and LSE keep theirs."""
-    without_autocast = _without_autocast(device)
+    guard, key = map(
+        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
+    )
+    keys = private_torch.find("torch._C.DispatchKeySet")
+    without_autocast = partial(torch.autocast, device, enabled=False)
+    if guard and key and keys:
+        without_autocast = partial(guard, keys(key))  # this is entered in a fifth of the time
 
     def kernel(q, k, v, *rest, **options):
         dtype = torch.get_autocast_dtype(device)
@@ -289,14 +290,3 @@ def _autocast(op, device: str):
             return op(q, k, v, *rest, **options)
 
     return kernel
-
-
-def _without_autocast(device: str) -> Callable:
-    """Returns what makes a context where autocast casts nothing, entered in a fifth of `torch.autocast`'s time."""
-    guard, key = map(
-        private_torch.find, ("torch._C._ExcludeDispatchKeyGuard", f"torch._C.DispatchKey.Autocast{device.upper()}")
-    )
-    keys = private_torch.find("torch._C.DispatchKeySet")
-    if not (guard and key and keys):
-        return partial(torch.autocast, device, enabled=False)
-    return partial(guard, keys(key))

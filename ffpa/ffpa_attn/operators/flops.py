@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import torch
 
-from ..specs.spec import Visibility
 from ..support.imports import when_imported
 from ..support.private_torch import FakeTensor
+from .forms import Dense, operators, visibility
 
 
 def register() -> None:
@@ -27,48 +27,28 @@ def _register(counter) -> None:
             counter.register_flop_formula(operator, get_raw=True)(formula)
 
 
-def _forward(q, k, v, *_, layout="BHND", out_val=None, **options) -> int:
-    return _pairs_of_dense(q, k, layout, options) * 2 * (q.shape[-1] + v.shape[-1])
+def _forward(form, q, k, v, out, options) -> int:
+    return _pairs_of(form, q, k, options) * 2 * (q.shape[-1] + v.shape[-1])
 
 
-def _backward(grad_out, grad_lse, q, k, v, *_, layout="BHND", out_val=None, **options) -> int:
-    return _pairs_of_dense(q, k, layout, options) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
+def _backward(form, tensors, fp32_grads, mask_grad, options) -> int:
+    _, _, q, k, v, *_ = tensors
+    return _pairs_of(form, q, k, options) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _fp8_forward(q, k, v, *_, v_transposed=False, out_val=None, **options) -> int:
-    return _forward(q, k, v.mT if v_transposed else v, **options)
+def _forward_fp8(q, k, v, *_, v_transposed=False, **options) -> int:
+    return _forward(Dense(), q, k, v.mT if v_transposed else v, None, options)
 
 
-def _varlen_forward(q, k, v, *offsets, out_val=None, **options) -> int:
-    return _pairs_of_packed(q, *offsets, options) * 2 * (q.shape[-1] + v.shape[-1])
+_FORMULAS = {**operators(_forward, _backward), "fp8_forward": _forward_fp8}
 
 
-def _varlen_forward_out(q, k, v, out, *offsets, out_val=None, **options) -> int:
-    return _varlen_forward(q, k, v, *offsets, **options)
-
-
-def _varlen_backward(grad_out, grad_lse, q, k, v, out, lse, *offsets, out_val=None, **options) -> int:
-    return _pairs_of_packed(q, *offsets, options) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
-
-
-_FORMULAS = {
-    "forward": _forward,
-    "forward_out": _forward,
-    "backward": _backward,
-    "fp8_forward": _fp8_forward,
-    "varlen_forward": _varlen_forward,
-    "varlen_forward_out": _varlen_forward_out,
-    "varlen_backward": _varlen_backward,
-}
-
-
-def _pairs_of_dense(q, k, layout: str, options) -> int:
-    n, h = (2, 1) if layout == "BHND" else (1, 2)
-    return q.shape[0] * q.shape[h] * _pairs(q.shape[n], k.shape[n], options)
-
-
-def _pairs_of_packed(q, cu_q, cu_k, max_q, max_k, options) -> int:
+def _pairs_of(form, q, k, options) -> int:
     """Counts every sequence as long as may be where offsets hold no numbers, as PyTorch does; else reads them."""
+    if form.offsets is None:
+        batch, heads, _, rows, keys = form.sizes(q, k)
+        return batch * heads * _pairs(rows, keys, options)
+    cu_q, cu_k, max_q, max_k = form.offsets
     if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
         return q.shape[1] * (cu_q.shape[0] - 1) * _pairs(max_q, max_k, options)
     lengths = (
@@ -79,11 +59,9 @@ def _pairs_of_packed(q, cu_q, cu_k, max_q, max_k, options) -> int:
 
 
 def _pairs(rows: int, keys: int, options) -> int:
-    get = options.get
-    left, right = get("window_left", -1), get("window_right", -1)
-    if left < 0 and right < 0:
+    if options.get("window_left", -1) < 0 and options.get("window_right", -1) < 0:
         return rows * keys
-    see = Visibility.of(get("causal", False), get("align", "bottom_right"), left, right)
+    see = visibility(options)
     shift = 0 if see.top_left else keys - rows
     seen = rows * keys if see.right < 0 else _keys_up_to(shift + see.right, rows, keys)
     return seen - (0 if see.left < 0 else _keys_up_to(shift - see.left - 1, rows, keys))

@@ -1,6 +1,10 @@
-"""This module holds the two forms of a call, dense tensors and packed sequences, and describes a call's problem."""
+"""This module holds the two forms of a call, dense tensors and packed sequences, makes them of the operators' arguments,
+and describes a call's problem.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +23,7 @@ class Dense:
 
     offsets = None
 
-    def __init__(self, layout: str, mask: torch.Tensor | None):
+    def __init__(self, layout: str = "BHND", mask: torch.Tensor | None = None):
         self.layout, self.mask = layout, mask
 
     def key(self) -> tuple:
@@ -40,8 +44,8 @@ class Dense:
         return None
 
     def lse_shape(self, q) -> tuple:
-        n, h = (2, 1) if self.layout == "BHND" else (1, 2)
-        return (q.shape[0], q.shape[h], q.shape[n])
+        batch, heads, _, rows, _ = self.sizes(q, q)
+        return (batch, heads, rows)
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [B, H, N, D] as a view."""
@@ -90,9 +94,44 @@ class Packed:
         return x.transpose(0, 1)
 
 
-def _scale(q, options) -> float:
-    scale = options.get("scale")
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
+    """Returns functions that take the operators' arguments, made of two that do for both forms what they do:
+    forward(form, q, k, v, out, options), and backward(form, tensors, fp32_grads, mask_grad, options), whose tensors are
+    those from `grad_out` to `lse`, and whose `mask_grad` is None for packed sequences, as these have no mask.
+    """
+
+    def dense(q, k, v, mask=None, *, layout="BHND", **options):
+        return forward(Dense(layout, mask), q, k, v, None, options)
+
+    def dense_out(q, k, v, out, mask=None, *, layout="BHND", **options):
+        return forward(Dense(layout, mask), q, k, v, out, options)
+
+    def packed(q, k, v, *offsets, **options):
+        return forward(Packed(*offsets), q, k, v, None, options)
+
+    def packed_out(q, k, v, out, *offsets, **options):
+        return forward(Packed(*offsets), q, k, v, out, options)
+
+    def dense_backward(*args, layout="BHND", mask_grad=False, fp32_grads=False, **options):
+        return backward(Dense(layout, *args[7:]), args[:7], fp32_grads, mask_grad, options)
+
+    def packed_backward(*args, fp32_grads=False, **options):
+        return backward(Packed(*args[7:]), args[:7], fp32_grads, None, options)
+
+    return {
+        "forward": dense,
+        "forward_out": dense_out,
+        "varlen_forward": packed,
+        "varlen_forward_out": packed_out,
+        "backward": dense_backward,
+        "varlen_backward": packed_backward,
+    }
+
+
+def visibility(options) -> Visibility:
+    get = options.get
+    window = get("window_left", -1), get("window_right", -1)
+    return Visibility.of(get("causal", False), get("align", "bottom_right"), *window)
 
 
 _DTYPES = arguments.DTYPES | arguments.FP8
@@ -100,12 +139,10 @@ _DTYPES = arguments.DTYPES | arguments.FP8
 
 def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
     """Returns the problem of a call with checked arguments; device and arch are those asked for, or the tensors'."""
-    get = options.get
-    see = Visibility.of(
-        get("causal", False), get("align", "bottom_right"), get("window_left", -1), get("window_right", -1)
-    )
+    get, scale = options.get, options.get("scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], form.packed(q, k), see, _scale(q, options), float(get("softcap", 0.0)), arguments.mask_kind(form.mask),
+        q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), arguments.mask_kind(form.mask),
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import memory_checks
+from ..checks.memory_checks import made_readable
 
 _ops = torch.ops.ffpa_attn
 
@@ -19,8 +19,8 @@ def register(lib: torch.library.Library) -> None:
 
 
 def _forward(info, in_dims, q, k, v, mask=None, **options):
-    x, batch = info.batch_size, _batch(q, in_dims[0])
-    rows = [_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
+    x, batch = info.batch_size, _shape_of_one(q, in_dims[0])[0]
+    rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
     if mask is not None:
         mask = _folded_mask(mask, in_dims[3], x, batch)
     out, lse = _ops.forward(*rows, mask, **options)
@@ -29,13 +29,12 @@ def _forward(info, in_dims, q, k, v, mask=None, **options):
 
 
 def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *, mask_grad=False, **options):
-    x, batch = info.batch_size, _batch(q, in_dims[2])
-    rows = [_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
+    x, batch = info.batch_size, _shape_of_one(q, in_dims[2])[0]
+    rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
     grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
     grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
-    folded = mask
-    if mask is not None:  # each entry has a gradient of its own, even of a mask that all share
-        folded = _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
+    # Each entry has a gradient of its own, even of a mask that all share.
+    folded = None if mask is None else _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
     *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
     if mask_grad:
         dmask = _of_one_mask(_unfolded(dmask, x), _shape_of_one(mask, in_dims[7]))
@@ -44,10 +43,6 @@ def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):
     raise NotImplementedError("`out` is given under torch.vmap, which makes its results itself: leave `out` away")
-
-
-def _batch(q, dim: int | None) -> int:
-    return _shape_of_one(q, dim)[0]
 
 
 def _shape_of_one(t, dim: int | None) -> list[int]:
@@ -68,10 +63,6 @@ def _folded(t, dim: int | None, size: int) -> torch.Tensor:
 
 def _unfolded(t, size: int) -> torch.Tensor:
     return t.reshape(size, t.shape[0] // size if size else 0, *t.shape[1:])
-
-
-def _readable(t) -> torch.Tensor:
-    return t if memory_checks.readable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _folded_mask(mask, dim: int | None, size: int, batch: int, whole: bool = False) -> torch.Tensor:

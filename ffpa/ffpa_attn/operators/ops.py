@@ -24,7 +24,7 @@ from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
 from . import dispatch_keys, out_of_memory
-from .forms import Dense, Packed, describe, seen
+from .forms import Dense, describe, operators, seen
 
 _RULE = (
     "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
@@ -51,7 +51,6 @@ _lib = torch.library.Library("ffpa_attn", "DEF")
 for _schema in SCHEMAS:
     # The compiler must hand over q, k and v with the strides the user gave them: rows are read where they lie.
     _lib.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
-_ops = torch.ops.ffpa_attn
 
 
 # ---- from a call to a choice ----
@@ -147,7 +146,7 @@ def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
     return fresh.clone(memory_format=torch.contiguous_format)
 
 
-def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(form, q, k, v, out, options):
     flags = env.run_flags()
     key = _forward_key(form, q, k, v, out, options, flags)
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
@@ -155,20 +154,26 @@ def _forward(form, q, k, v, out, options) -> tuple[torch.Tensor, torch.Tensor]:
     if out is not None:
         memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
     try:
+        results = run_forward(plan, form, q, k, v, out)
+    except triton_launch.Unable as error:
+        _without_triton(error, key, plan)
+        return _forward(form, q, k, v, out, options)
+    return results if out is None else results[1]
+
+
+def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the result, which is `out` if that is given, and the LSE."""
+    try:
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
-        fresh = None
         if out is None and plan.gives_fresh:
             with PlainTorch(q.device):
                 fresh = fresh_result(plan, q, k, v)
-        if fresh is not None:
-            return fresh, lse
+            if fresh is not None:
+                return fresh, lse
         if out is None:
             out = empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
         if out.numel():
             run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
-    except triton_launch.Unable as error:
-        _without_triton(error, key, plan)
-        return _forward(form, q, k, v, out, options)
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, q.dtype) from None
     return out, lse
@@ -179,16 +184,12 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _bytes(shape, dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
 def no_memory(
     error: torch.OutOfMemoryError, plan: Plan, dtype: torch.dtype, result_bytes: int | None = None
 ) -> torch.OutOfMemoryError:
     """Returns the error of a call without memory; its results are out of `dtype`, or of so many bytes."""
     if result_bytes is None:
-        result_bytes = _bytes(plan.out_shape, dtype)
+        result_bytes = math.prod(plan.out_shape) * dtype.itemsize
     return out_of_memory.explained(error, plan.choice, plan.memo, result_bytes, env.run_flags())
 
 
@@ -202,45 +203,33 @@ def _forward_plan(form, q, k, v, out, options, flags) -> Plan:
     return _decide(form, "forward", q, k, v, options, flags)
 
 
-# ---- forward of 8-bit floats ----
-
-
-def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
-    fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
-    arguments.options(options)
-    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 has 72 bytes, one of a transposed v has N
-    return _decide(Dense("BHND", None), "forward", q, k, v.mT if v_transposed else v, options, flags)
-
-
 # ---- backward ----
 
 
-def _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, options, flags) -> tuple:
-    return (*map(seen, (grad_out, grad_lse, q, k, v, out, lse)), fp32_grads, form.key(), flags, *options.items())
+def _backward_key(form, tensors, fp32_grads, options, flags) -> tuple:
+    return (*map(seen, tensors), fp32_grads, form.key(), flags, *options.items())
 
 
-def plan_of_backward(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan | None:
+def plan_of_backward(form, tensors, options, flags) -> Plan | None:
     """Returns the plan of a backward whose gradients have their tensors' types, if it is kept."""
-    return _plans.get(_backward_key(form, grad_out, grad_lse, q, k, v, out, lse, False, options, flags))
+    return _plans.get(_backward_key(form, tensors, False, options, flags))
 
 
-def _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options):
+def _backward(form, tensors, fp32_grads, mask_grad, options) -> tuple:
     """Computes gradients from out and LSE of whole rows, maybe merged from several calls: P is exp(score - LSE), at
     most 1. An infinite LSE of either sign says that the row sees no key, so no gradient comes from it; NaN stays NaN.
     """
     flags = env.run_flags()
-    key = _backward_key(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, options, flags)
-    plan = _plans.get(key) or _remember(
-        key, _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags)
-    )
-    form.check_values(q, k, flags)
+    key = _backward_key(form, tensors, fp32_grads, options, flags)
+    plan = _plans.get(key) or _remember(key, _backward_plan(form, *tensors, options, flags))
+    form.check_values(*tensors[2:4], flags)
     if mask_grad:
         arguments.mask_gradient(form.mask)
     try:
-        return run_backward(plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad)
+        return run_backward(plan, form, *tensors, fp32_grads, mask_grad)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
-        return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+        return _backward(form, tensors, fp32_grads, mask_grad, options)
 
 
 def run_backward(
@@ -255,8 +244,8 @@ def run_backward(
         saved = [first(grad_out), grad_lse, first(q), first(k), first(v), first(out), lse]
         run(plan, "backward", saved, [first(dq), first(dk), first(dv)], d_mask, form.mask, form.offsets)
     except torch.OutOfMemoryError as error:
-        bytes_of_mask = _bytes(form.mask.shape, form.mask.dtype) if mask_grad else 0
-        raise no_memory(error, plan, q.dtype, sum(_bytes(x.shape, dtype) for x in (q, k, v)) + bytes_of_mask) from None
+        result_bytes = sum(x.numel() for x in (q, k, v)) * dtype.itemsize + (form.mask.nbytes if mask_grad else 0)
+        raise no_memory(error, plan, q.dtype, result_bytes) from None
     return dq, dk, dv, *of_mask
 
 
@@ -272,23 +261,14 @@ def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) 
     return _decide(form, "backward", q, k, v, options, flags)
 
 
-# ---- the operators ----
+# ---- forward of 8-bit floats ----
 
 
-def _forward_dense(q, k, v, mask=None, *, layout="BHND", **options):
-    return _forward(Dense(layout, mask), q, k, v, None, options)
-
-
-def _forward_out_dense(q, k, v, out, mask=None, *, layout="BHND", **options):
-    return _forward(Dense(layout, mask), q, k, v, out, options)[1]
-
-
-def _forward_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, None, options)
-
-
-def _forward_out_packed(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)[1]
+def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
+    fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
+    arguments.options(options)
+    memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 has 72 bytes, one of a transposed v has N
+    return _decide(Dense(), "forward", q, k, v.mT if v_transposed else v, options, flags)
 
 
 def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
@@ -297,134 +277,63 @@ def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype
     key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
     plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
     fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
-    v = v.mT if v_transposed else v
+    rows = q, k, v.mT if v_transposed else v
     try:
         out = q.new_empty(plan.out_shape, dtype=out_dtype)
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
         if out.numel():
-            pairs = zip(scales, (q, k, v), strict=True)
+            pairs = zip(scales, rows, strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            run(plan, "forward_fp8", q, k, v, by_block, out, lse if lse.dim() > 1 else None)
+            run(plan, "forward_fp8", *rows, by_block, out, lse if lse.dim() > 1 else None)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
-        v = v.mT if v_transposed else v
         return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, out_dtype) from None
     return out, lse
 
 
-def _backward_dense(
-    grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options
-):
-    return _backward(Dense(layout, mask), grad_out, grad_lse, q, k, v, out, lse, fp32_grads, mask_grad, options)
+# ---- the operators ----
 
-
-def _backward_packed(
-    grad_out,
-    grad_lse,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    *,
-    fp32_grads=False,
-    **options,
-):
-    form = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _backward(form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads, False, options)[:3]
-
-
-_BODIES = {
-    "forward": _forward_dense,
-    "forward_out": _forward_out_dense,
-    "varlen_forward": _forward_packed,
-    "varlen_forward_out": _forward_out_packed,
-    "backward": _backward_dense,
-    "varlen_backward": _backward_packed,
-    "fp8_forward": _forward_fp8,
-}
+_BODIES = {**operators(_forward, _backward), "fp8_forward": _forward_fp8}
 for _name, _body in _BODIES.items():
     _lib.impl(_name, _body, "CPU")
     _lib.impl(_name, _body, "CUDA")
 
 
-def at_once(name: str, q, *others):
-    """Returns what runs the operator: its body, or what records it, if the dispatcher does no more in its 10 µs, else
-    the operator.
-    """
-    if dispatch_keys.have_work(q, *others):
-        return _OPERATORS[name]
-    if dispatch_keys.want_gradients(q, *others):
-        return dispatch_keys.recorder(name) or _OPERATORS[name]
-    return _BODIES[name]
-
-
-_OPERATORS = {name: getattr(_ops, name).default for name in _BODIES}
-
-
 # ---- fakes: shapes, types and the checks that need no memory ----
 
 
-def _fake_forward(form, q, k, v, options):
+def _fake_forward(form, q, k, v, out, options):
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out is not None:
+        arguments.output("out", out, shape, q)
     form.check(q, k, v)
-    lse_shape = form.lse_shape(q) if options.get("return_lse", True) else (0,)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
+    lse = q.new_empty(form.lse_shape(q) if options.get("return_lse", True) else (0,), dtype=torch.float32)
+    return (q.new_empty(shape), lse) if out is None else lse
 
 
-def _fake_out(form, q, k, v, out, options):
-    arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
-    return _fake_forward(form, q, k, v, options)[1]
-
-
-def _fake_backward(form, q, k, v, fp32_grads, mask_grad):
+def _fake_backward(form, tensors, fp32_grads, mask_grad, options):
+    _, _, q, k, v, *_ = tensors
     form.check(q, k, v)
     dtype = torch.float32 if fp32_grads else q.dtype
-    dmask = form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
-    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), dmask
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    if mask_grad is None:
+        return tuple(grads)
+    return *grads, form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
 
 
-@torch.library.register_fake("ffpa_attn::forward", lib=_lib)
-def _(q, k, v, mask=None, *, layout="BHND", **options):
-    return _fake_forward(Dense(layout, mask), q, k, v, options)
-
-
-@torch.library.register_fake("ffpa_attn::forward_out", lib=_lib)
-def _(q, k, v, out, mask=None, *, layout="BHND", **options):
-    return _fake_out(Dense(layout, mask), q, k, v, out, options)
-
-
-@torch.library.register_fake("ffpa_attn::varlen_forward", lib=_lib)
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _fake_forward(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, options)
-
-
-@torch.library.register_fake("ffpa_attn::varlen_forward_out", lib=_lib)
-def _(q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    return _fake_out(Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), q, k, v, out, options)
-
-
-@torch.library.register_fake("ffpa_attn::backward", lib=_lib)
-def _(grad_out, grad_lse, q, k, v, out, lse, mask=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options):
-    return _fake_backward(Dense(layout, mask), q, k, v, fp32_grads, mask_grad)
-
-
-@torch.library.register_fake("ffpa_attn::varlen_backward", lib=_lib)
-def _(grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, *, fp32_grads=False, **options):
-    return _fake_backward(Packed(cu_q, cu_k, max_q, max_k), q, k, v, fp32_grads, False)[:3]
-
-
-@torch.library.register_fake("ffpa_attn::fp8_forward", lib=_lib)
-def _(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options):
+def _fake_forward_fp8(
+    q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options
+):
     fp8_checks.inputs(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
     d_v = v.shape[2] if v_transposed else v.shape[3]
     lse_shape = q.shape[:3] if return_lse else (0,)
     return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
+
+_FAKES = {**operators(_fake_forward, _fake_backward), "fp8_forward": _fake_forward_fp8}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"ffpa_attn::{_name}", _fake, lib=_lib)
 
 dispatch_keys.register(_lib, _BODIES)

@@ -4,6 +4,7 @@ again with less: other sizes of the workspace give other bits, and these are not
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +25,7 @@ def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
         except NotImplementedError:
             return False
 
-    too_small, enough = 0, flags[_CAP]
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        too_small, enough = (too_small, middle) if runs(middle) else (middle, enough)
-    return enough
+    return bisect_left(range(flags[_CAP]), True, lo=1, key=runs)
 
 
 def _workspace_bytes(choice: Choice, memo: Mapping) -> int | None:

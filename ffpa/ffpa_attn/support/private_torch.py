@@ -93,11 +93,7 @@ no_torchscript = needs("enable_sdpa() in TorchScript", "torch.jit._builtins._reg
 no_torch_sdpa = needs("PyTorch's own kernels as a choice", "torch._fused_sdp_choice")
 
 
-class _NoTensor:
-    """No tensor is an instance of this class."""
-
-
-FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor") or _NoTensor
+FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor") or ()  # no tensor is an instance of no class
 _set_grad_enabled = find("torch._C._set_grad_enabled") or torch.set_grad_enabled
 
 
