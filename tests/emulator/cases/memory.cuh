@@ -1,4 +1,4 @@
-// Cases for ptx/native/memory.cuh and ptx/native/async_copy.cuh.
+// Cases for ptx/native/memory.cuh.
 #pragma once
 
 #include "cases/case.h"
@@ -24,7 +24,6 @@ FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output)
 FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
-  ptx::prefetch_l2(input + lane);  // this changes nothing
   ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane));
   ptx::sync_warp();
   ptx::st_global_4(output + lane, ptx::ld_shared_4(smem + (31 - lane) * 4));

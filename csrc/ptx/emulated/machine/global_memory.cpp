@@ -1,6 +1,6 @@
 #include "ptx/emulated/machine/global_memory.h"
 
-#include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/machine.h"
 
 namespace ffpa::emu {
 namespace {
@@ -74,6 +74,29 @@ std::string GlobalMemory::describe_neighbour(uintptr_t address, size_t bytes) co
   if (next == by_base_.end() || next->first - address >= kNear) return "";
   return format(" (starts %zu bytes before a range of %zu bytes)", size_t(next->first - address),
                 size_t(next->second.end - next->first));
+}
+
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                  const Instruction& instruction, Proxy proxy) {
+  const CallSite site = instruction.site;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+  if (begin % alignment) {
+    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
+  }
+  if (bytes == 0) return;
+  const Verdict verdict = machine->global->check(begin, bytes, access);
+  if (verdict == Verdict::kReadOnly) {
+    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
+  }
+  if (verdict == Verdict::kOutside) {
+    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
+         machine->global->describe_neighbour(begin, bytes).c_str());
+  }
+  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
+  if (!alone && access != Access::kAtomic && machine->options.check_races) {
+    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
+  }
+  if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
 }
 
 }  // namespace ffpa::emu

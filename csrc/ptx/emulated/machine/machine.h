@@ -13,12 +13,10 @@
 #include <string>
 #include <vector>
 
-#include "ptx/emulated/machine/bulk_store.h"
 #include "ptx/emulated/machine/context_switch.h"
-#include "ptx/emulated/machine/global_memory.h"
-#include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/matrix.h"
 #include "ptx/emulated/machine/run.h"
-#include "ptx/emulated/machine/wgmma.h"
+#include "ptx/emulated/machine/tma.h"
 #include "ptx/launch_types.h"
 
 namespace ffpa::emu {
@@ -247,6 +245,46 @@ inline void count_step(CallSite site) {
   if (++machine->steps > machine->options.max_steps) {
     fail("hang", site, "more than %lld emulated instructions", (long long)machine->options.max_steps);
   }
+}
+
+// Fails unless the current lane may access these bytes of global memory.
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                  const Instruction& instruction, Proxy proxy = Proxy::kGeneric);
+
+// mbarriers call this to complete the lane's copies up to this time (PendingCopy::time). Its own waits may still come.
+void land_tracked_copies(Lane& lane, uint32_t time);
+
+Mbarrier& find_mbarrier(uint32_t address, const Instruction& instruction);
+uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // stands for mapa
+bool has_exited(const Block& block);
+
+// Completes bytes of a copy that landed at this time of the TMA unit, and that its issuer began with this knowledge.
+void complete_bytes(Block& block, uint32_t barrier, uint32_t bytes, const VectorClock& issuer, uint32_t landed_at);
+
+// Warp collectives: all 32 lanes come to the same instruction of the same source line, and the last one executes it.
+
+// Registers the current lane's arrival; fails with "divergence" when other lanes wait in another collective. Returns
+// whether it was the last lane, which then has to execute the instruction, and to leave or to block.
+bool arrive_at_collective(const Instruction& op, void* arguments);
+void leave_collective();
+
+// `execute(warp)` runs once for the warp and finds every lane's `arguments` in warp.arguments.
+template <class Execute>
+void collective(const Instruction& op, void* arguments, Execute execute) {
+  if (!arrive_at_collective(op, arguments)) return;
+  execute(*current->warp);
+  leave_collective();
+}
+
+template <class Execute>
+void sm90_collective(const Instruction& op, void* arguments, Execute execute) {
+  require_sm90(op);
+  collective(op, arguments, execute);
+}
+
+template <class Arguments>
+Arguments& arguments_of(Warp& warp, int lane) {
+  return *static_cast<Arguments*>(warp.arguments[lane]);
 }
 
 // The functions from here on are the scheduler's, which decides which lane runs next.

@@ -1,10 +1,6 @@
-#include "ptx/emulated/machine/memory_ops.h"
-
 #include <cstring>
 
-#include "ptx/emulated/async_copy.cuh"
-#include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/emulated/memory.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -117,29 +113,6 @@ Value global_value(const void* address, CallSite site) {
 
 }  // namespace
 
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
-                  const Instruction& instruction, GlobalProxy proxy) {
-  const CallSite site = instruction.site;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-  if (begin % alignment) {
-    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
-  }
-  if (bytes == 0) return;
-  const Verdict verdict = machine->global->check(begin, bytes, access);
-  if (verdict == Verdict::kReadOnly) {
-    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
-  }
-  if (verdict == Verdict::kOutside) {
-    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
-         machine->global->describe_neighbour(begin, bytes).c_str());
-  }
-  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
-  if (!alone && access != Access::kAtomic && machine->options.check_races) {
-    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
-  }
-  if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
-}
-
 void land_tracked_copies(Lane& lane, uint32_t time) {
   for (PendingCopy& copy : lane.copies) {
     if (copy.time > time) break;
@@ -197,13 +170,6 @@ void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* sou
 
 void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
   copy_async(destination_smem, source_gmem, 4, source_bytes, site);
-}
-
-void cp_async_commit_group() { ++current->open_copy_group; }
-
-void cp_async_wait_all() {
-  maybe_preempt();
-  land_groups_before(*current, current->open_copy_group + 1);
 }
 
 }  // namespace ffpa::ptx

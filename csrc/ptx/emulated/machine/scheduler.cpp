@@ -1,6 +1,6 @@
 #include <cstdlib>
 
-#include "ptx/emulated/machine/shared_memory.h"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {

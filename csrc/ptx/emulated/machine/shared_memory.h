@@ -33,7 +33,6 @@ struct Accessor {
   int lane;
 };
 
-enum class Proxy { kGeneric, kAsync };
 enum class WriteKind { kGeneric, kAsyncIssue };
 
 // The race check records an access at this moment.

@@ -1,6 +1,4 @@
-#include "ptx/emulated/barrier.cuh"
-#include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/warp.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -51,6 +49,32 @@ void barrier_round(const Instruction& op, bool waits, int index, int expected) {
 
 }  // namespace
 
+bool arrive_at_collective(const Instruction& op, void* arguments) {
+  Lane& lane = *current;
+  Warp& warp = *lane.warp;
+  count_step(op.site);
+  if (!warp.arrived) {
+    warp.op = op;
+  } else if (!(warp.op == op)) {
+    fail("divergence", op.site, "this lane executes %s while lanes %08x of its warp wait in %s at %s", op.name,
+         warp.arrived, warp.op.name, to_string(warp.op.site).c_str());
+  }
+  warp.arguments[lane.index] = arguments;
+  warp.arrived |= 1u << lane.index;
+  if (warp.arrived != kAllLanes) {
+    block_lane(op);
+    return false;
+  }
+  warp.arrived = 0;
+  flush_access_logs(warp);
+  return true;
+}
+
+void leave_collective() {
+  wake(*current->warp, kAllLanes);
+  maybe_preempt();
+}
+
 uint32_t shuffle(uint32_t value, int source_lane, CallSite site) {
   struct Arguments {
     uint32_t value;
@@ -90,7 +114,6 @@ void sync_warp(CallSite site) {
   collective({"bar.warp.sync", site}, nullptr, [](Warp& warp) { ++warp.sync_epoch; });
 }
 
-void sync_block(CallSite site) { bar_sync(0, current->block->threads, site); }
 void bar_sync(int barrier, int threads, CallSite site) { barrier_round({"bar.sync", site}, true, barrier, threads); }
 void bar_arrive(int barrier, int threads, CallSite site) {
   barrier_round({"bar.arrive", site}, false, barrier, threads);

@@ -1,13 +1,6 @@
-#include "ptx/emulated/machine/wgmma.h"
-
 #include <cstring>
 
-#include "base/types.h"
-#include "ptx/emulated/machine/accumulate.h"
-#include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/emulated/machine/tma.h"
-#include "ptx/emulated/register_budget.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
