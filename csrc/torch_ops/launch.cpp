@@ -1,4 +1,5 @@
-// Launches kernels for Python, with PyTorch's device guard and current stream, and errors that say what was launched.
+// Finds, loads and launches kernels for Python, with PyTorch's device guard and current stream, and errors that say
+// what was launched.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -8,16 +9,54 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 
 #include "attention/params/compiled_kernel.h"
-#include "launch/registry.h"
+#include "launch/instance.h"
 #include "ptx/native/driver.h"
 
 namespace ffpa {
 namespace {
+
+std::mutex instances_mutex;
+
+// The instances by name: those built in, and those loaded since. Whoever looks holds the mutex.
+std::unordered_map<std::string, const Instance*>& instances() {
+  static std::unordered_map<std::string, const Instance*> known = [] {
+    std::unordered_map<std::string, const Instance*> built_in;
+    for (int i = 0; i < kBuiltInInstances.count; ++i) {
+      const Instance* instance = kBuiltInInstances.instances[i];
+      built_in[instance->name] = instance;
+    }
+    return built_in;
+  }();
+  return known;
+}
+
+const Instance* find_instance(const std::string& name) {
+  std::lock_guard lock(instances_mutex);
+  const auto found = instances().find(name);
+  if (found == instances().end()) {
+    throw std::runtime_error("ffpa_attn: no kernel named " + name +
+                             " is loaded; `python -m ffpa_attn.doctor` lists those of this installation");
+  }
+  return found->second;
+}
+
+// Opens a library compiled on demand, which stays open, and registers its instance of `spec` under `name`.
+void load_instance(const char* path, const std::string& spec, const char* name) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) throw std::runtime_error(std::string("ffpa_attn: ") + dlerror());
+  const void* instance = dlsym(library, ("ffpa_instance_" + spec).c_str());
+  if (instance == nullptr)
+    throw std::runtime_error(std::string("ffpa_attn: ") + path + " holds no kernel named " + spec);
+  std::lock_guard lock(instances_mutex);
+  instances()[name] = static_cast<const Instance*>(instance);
+}
 
 // PyTorch's stable ABI declares this function but puts it into libtorch_cuda, which a CPU-only PyTorch does not have:
 // linking it would tie the wheel to one of the two. Where there is a CUDA tensor the library is open already, though
@@ -149,28 +188,31 @@ const char* problem_of(const Function& does) {
 
 // These functions are no operators: programs that come with a model can call every operator there is, and here they
 // would write wherever they like.
+#define FFPA_FOR_PYTHON extern "C" __attribute__((visibility("default"))) const char*
+
+// Opens a library compiled on demand, and registers its instance of `spec` under `name`.
+FFPA_FOR_PYTHON ffpa_load_kernel(const char* path, const char* spec, const char* name) {
+  return ffpa::problem_of([&] { ffpa::load_instance(path, spec, name); });
+}
 
 // Finds the kernel of this name, loaded with this library or since.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(const char* name, const void** kernel) {
-  return ffpa::problem_of([&] { *kernel = &ffpa::find_instance(name); });
+FFPA_FOR_PYTHON ffpa_find_kernel(const char* name, const void** kernel) {
+  return ffpa::problem_of([&] { *kernel = ffpa::find_instance(name); });
 }
 
 // Enqueues a kernel with its Config's Params on PyTorch's current stream of `device`.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_launch(const void* kernel, const void* params,
-                                                                          std::size_t params_bytes, int device) {
+FFPA_FOR_PYTHON ffpa_launch(const void* kernel, const void* params, std::size_t params_bytes, int device) {
   return ffpa::problem_of(
       [&] { ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device); });
 }
 
 // Says whether kernels that Triton compiled take the parameters that Python describes.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_check_compiled(const ffpa::CompiledKernel* kernels,
-                                                                                  int count) {
+FFPA_FOR_PYTHON ffpa_check_compiled(const ffpa::CompiledKernel* kernels, int count) {
   return ffpa::problem_of([&] { std::for_each(kernels, kernels + count, ffpa::check); });
 }
 
 // Enqueues such kernels, one after another, on PyTorch's current stream of `device`. `tensors` are addresses.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_launch_compiled(const ffpa::CompiledKernel* kernels,
-                                                                                   int count, const uint64_t* tensors,
-                                                                                   int device) {
+FFPA_FOR_PYTHON ffpa_launch_compiled(const ffpa::CompiledKernel* kernels, int count, const uint64_t* tensors,
+                                     int device) {
   return ffpa::problem_of([&] { ffpa::launch_all_compiled(kernels, count, tensors, device); });
 }

@@ -71,7 +71,7 @@ def table_source(specs: Iterable[KernelSpec]) -> str:
     declarations = "\n".join(f'extern "C" const ffpa::Instance {symbol};' for symbol in symbols)
     entries = "\n".join(f"    &{symbol}," for symbol in symbols)
     return f"""// Written by ffpa_attn/building/generation.py.
-#include "launch/registry.h"
+#include "launch/instance.h"
 
 {declarations}
 

@@ -1,4 +1,5 @@
-// Cases for the other functions of ptx/native/threads.cuh: special registers, barriers of a block, the order of kernels.
+// Cases for the other functions of ptx/native/threads.cuh: special registers, barriers of a block, the order of
+// kernels.
 #pragma once
 
 #include "cases/case.h"

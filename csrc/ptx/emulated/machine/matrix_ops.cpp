@@ -55,7 +55,7 @@ float fused_dot_add(const Line& a, const Line& b, int first, int end, float c, i
   sum += std::trunc(c * scale);
   for (int k = first; k < end; ++k) sum += std::trunc(a.values[k] * b.values[k] * scale);
   const double exact = std::ldexp(sum, largest - bits);
-  if (accumulator == AccumulatorType::kHalf) return to_float(half_from_float(float(exact)));
+  if (accumulator == AccumulatorType::kHalf) return to_float(from_float<Half>(float(exact)));
   const float rounded = round_toward_zero(exact);
   return bits == k8BitFraction ? float_from_bits(float_bits(rounded) & ~0u << (23 - k8BitFraction)) : rounded;
 }
@@ -105,7 +105,7 @@ void accumulate_plainly(MmaTile& tile, AccumulatorType accumulator) {
   }
   if (accumulator == AccumulatorType::kFloat) return;
   for (auto& row : tile.c) {
-    for (float& value : row) value = to_float(half_from_float(value));
+    for (float& value : row) value = to_float(from_float<Half>(value));
   }
 }
 
@@ -251,7 +251,7 @@ void mma_m16n8k16_f16(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uin
   for (int i = 0; i < 4; ++i) values[i] = to_float(InputType::kHalf, uint16_t(d[i / 2] >> 16 * (i % 2)));
   mma_m16n8k16(InputType::kHalf, AccumulatorType::kHalf, values, a, b0, b1, site);
   for (int h = 0; h < 2; ++h) {
-    d[h] = pack_bits(half_from_float(values[2 * h]).bits, half_from_float(values[2 * h + 1]).bits);
+    d[h] = pack_bits(from_float<Half>(values[2 * h]).bits, from_float<Half>(values[2 * h + 1]).bits);
   }
 }
 
