@@ -5,46 +5,34 @@
 namespace ffpa::emu {
 namespace {
 
-struct Registry {
-  std::mutex mutex;
-  RangesByBase by_base;
-};
-
-Registry& registry() {
-  static Registry instance;
-  return instance;
-}
+std::mutex registered_mutex;
+RangesByBase registered;
 
 }  // namespace
 
 RegisteredRange::RegisteredRange(const void* base, size_t bytes, Access access) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(base);
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  place_ = registry().by_base.insert({begin, {begin + bytes, access}});
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  place_ = registered.insert({begin, {begin + bytes, access}});
 }
 
 RegisteredRange::~RegisteredRange() {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().by_base.erase(place_);
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  registered.erase(place_);
 }
 
 GlobalMemory::GlobalMemory() {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  for (const auto& [base, range] : registry().by_base) {
-    if (range.end == base) continue;
-    by_base_.insert({base, range});
-    longest_ = std::max(longest_, range.end - base);
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  for (const auto& [base, range] : registered) {
+    if (range.end != base) by_base_.insert({base, range});
   }
 }
 
 Verdict GlobalMemory::check(uintptr_t address, size_t bytes, Access wanted) const {
   Verdict verdict = Verdict::kOutside;
-  // Ranges may overlap, so walk back from the last one that starts at or before the access.
-  for (auto it = by_base_.upper_bound(address); it != by_base_.begin();) {
-    --it;
-    if (address - it->first >= longest_) break;
-    if (address + bytes > it->second.end) continue;
-    if (wanted == Access::kReadOnly || it->second.access == Access::kReadWrite) return Verdict::kFine;
+  for (const auto& [base, range] : by_base_) {
+    if (address < base || address + bytes > range.end) continue;
+    if (wanted == Access::kReadOnly || range.access == Access::kReadWrite) return Verdict::kFine;
     verdict = Verdict::kReadOnly;
   }
   return verdict;

@@ -274,10 +274,7 @@ struct Session {
   std::set<std::string> messages;
 };
 
-Session& session() {
-  static Session instance;
-  return instance;
-}
+Session session;
 
 }  // namespace
 
@@ -344,25 +341,25 @@ std::string Report::summary() const {
 }
 
 LaunchStatus run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
-  std::unique_lock<std::mutex> lock(session().mutex);
-  const Options options = session().options;
+  std::unique_lock<std::mutex> lock(session.mutex);
+  const Options options = session.options;
   lock.unlock();
   const Report report = report_of(shape, kernel, options);
   lock.lock();
-  session().report.merge(report);
+  session.report.merge(report);
   if (report.errors.empty()) return {};
-  return {1, session().messages.insert("emulator: " + report.summary()).first->c_str()};
+  return {1, session.messages.insert("emulator: " + report.summary()).first->c_str()};
 }
 
 void set_current_options(const Options& options) {
-  std::lock_guard<std::mutex> lock(session().mutex);
-  session().options = options;
+  std::lock_guard<std::mutex> lock(session.mutex);
+  session.options = options;
 }
 
 Report take_session_report() {
-  std::lock_guard<std::mutex> lock(session().mutex);
+  std::lock_guard<std::mutex> lock(session.mutex);
   Report report;
-  std::swap(report, session().report);
+  std::swap(report, session.report);
   return report;
 }
 

@@ -8,36 +8,29 @@
 namespace ffpa::emu {
 namespace {
 
-// A row of a box: its elements first … end - 1 lie inside the tensor, `inside` is the address of the first of them.
-struct BoxRow {
-  uint32_t offset;  // bytes from the start of the box
-  uint32_t first, end;
-  uintptr_t inside;
-  uint32_t inside_bytes() const { return (end - first) * kBoxElementBytes; }
-};
-
-// Calls visit(row) for all rows of a box.
-template <class Visit>
-void for_each_box_row(const TensorMapSpec& spec, const std::vector<int>& coordinates, Visit visit) {
+// Returns the parts of a box's rows that lie inside the tensor.
+std::vector<BoxRow> rows_inside(const TensorMapSpec& spec, const std::vector<int>& coordinates) {
   const int64_t start = coordinates[0];
   const int64_t first = std::clamp<int64_t>(-start, 0, spec.box[0]);
   const int64_t end = std::clamp<int64_t>(int64_t(spec.size[0]) - start, first, spec.box[0]);
-  uint32_t index[kMaxTensorRank] = {};
-  uint32_t offset = 0;
-  for (;;) {
+  const uint32_t row_bytes = spec.box[0] * kBoxElementBytes;
+  std::vector<BoxRow> rows;
+  for (uint32_t offset = 0; offset < box_bytes(spec) && first < end; offset += row_bytes) {
     bool inside = true;
     uintptr_t address = reinterpret_cast<uintptr_t>(spec.base) + (start + first) * kBoxElementBytes;
+    uint32_t number = offset / row_bytes;
     for (int i = 1; i < spec.rank; ++i) {
-      const int64_t position = int64_t(coordinates[i]) + index[i];
+      const int64_t position = int64_t(coordinates[i]) + number % spec.box[i];
+      number /= spec.box[i];
       inside &= position >= 0 && position < int64_t(spec.size[i]);
       address += position * int64_t(spec.stride_bytes[i]);
     }
-    visit(BoxRow{offset, uint32_t(first), uint32_t(inside ? end : first), address});
-    offset += spec.box[0] * kBoxElementBytes;
-    int dimension = 1;
-    while (dimension < spec.rank && ++index[dimension] == spec.box[dimension]) index[dimension++] = 0;
-    if (dimension >= spec.rank) return;
+    if (inside) {
+      rows.push_back({uint32_t(offset + first * kBoxElementBytes), reinterpret_cast<uint8_t*>(address),
+                      uint32_t(end - first) * kBoxElementBytes});
+    }
   }
+  return rows;
 }
 
 const char* problem_with(const TensorMapSpec& spec) {
@@ -56,19 +49,11 @@ const char* problem_with(const TensorMapSpec& spec) {
   return nullptr;
 }
 
-// Writes a row of a box to shared memory, with zeros for what lies outside the tensor.
-void write_row(const SharedRange& box, const TensorMapSpec& spec, const BoxRow& row) {
-  for (uint32_t i = 0; i < spec.box[0]; ++i) {
-    const uint32_t offset = row.offset + i * kBoxElementBytes;
-    const uint32_t address = swizzled_address((box.address & kOffsetMask) + offset, spec.swizzle);
-    uint8_t* target = box.block.smem.data() + (address - kSmemBase);
-    if (i >= row.first && i < row.end) {
-      const uintptr_t source = row.inside + (i - row.first) * kBoxElementBytes;
-      std::memcpy(target, reinterpret_cast<void*>(source), kBoxElementBytes);
-    } else {
-      std::memset(target, 0, kBoxElementBytes);
-    }
-  }
+// Returns the place of a box's 16 bytes at `offset`, which no swizzle takes apart.
+constexpr uint32_t kChunkBytes = 16;
+uint8_t* chunk_of(const SharedRange& box, uint32_t offset, Swizzle swizzle) {
+  const uint32_t address = swizzled_address((box.address & kOffsetMask) + offset, swizzle);
+  return box.block.smem.data() + (address - kSmemBase);
 }
 
 // Makes a copy complete now; returns this moment of the TMA unit.
@@ -88,15 +73,13 @@ void check_tensor_copy(const TensorMapSpec& spec, const std::vector<int>& coordi
   if (const char* problem = problem_with(spec)) fail("tma", site, "%s", problem);
 }
 
-// Fails unless the rows may be accessed; returns how many bytes of the box lie inside the tensor.
-int64_t check_box(const TensorMapSpec& spec, const std::vector<int>& coordinates, Access access,
-                  const Instruction& instruction, Proxy proxy) {
+// Fails unless the rows may be accessed; returns how many bytes they have.
+int64_t check_rows(const std::vector<BoxRow>& rows, Access access, const Instruction& instruction, Proxy proxy) {
   int64_t bytes = 0;
-  for_each_box_row(spec, coordinates, [&](const BoxRow& row) {
-    if (!row.inside_bytes()) return;
-    bytes += row.inside_bytes();
-    check_global(reinterpret_cast<void*>(row.inside), row.inside_bytes(), kBoxElementBytes, access, instruction, proxy);
-  });
+  for (const BoxRow& row : rows) {
+    check_global(row.address, row.bytes, kBoxElementBytes, access, instruction, proxy);
+    bytes += row.bytes;
+  }
   return bytes;
 }
 
@@ -104,19 +87,14 @@ SharedRange source_of(const BulkStore& store) { return {*store.lane->block, stor
 
 void read_source(BulkStore& store) {
   if (!store.bytes.empty()) return;
-  const Block& block = *store.lane->block;
   store.bytes.resize(box_bytes(store.spec));
-  for (uint32_t offset = 0; offset < store.bytes.size(); offset += kBoxElementBytes) {
-    const uint32_t address = swizzled_address(store.source + offset, store.spec.swizzle);
-    std::memcpy(&store.bytes[offset], block.smem.data() + (address - kSmemBase), kBoxElementBytes);
+  for (uint32_t offset = 0; offset < store.bytes.size(); offset += kChunkBytes) {
+    std::memcpy(&store.bytes[offset], chunk_of(source_of(store), offset, store.spec.swizzle), kChunkBytes);
   }
 }
 
 void write_destination(BulkStore& store) {
-  for_each_box_row(store.spec, store.coordinates, [&](const BoxRow& row) {
-    std::memcpy(reinterpret_cast<void*>(row.inside), &store.bytes[row.offset] + row.first * kBoxElementBytes,
-                row.inside_bytes());
-  });
+  for (const BoxRow& row : store.rows) std::memcpy(row.address, &store.bytes[row.offset], row.bytes);
   store.bytes = {};
 }
 
@@ -169,7 +147,8 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   constexpr uint32_t kDestinationAlignment = 128;
   check_tensor_copy(spec, coordinates, site);
   find_mbarrier(barrier, {"cp.async.bulk.tensor", site});
-  const int64_t bytes_read = check_box(spec, coordinates, Access::kReadOnly, {"TMA load", site}, Proxy::kAsync);
+  const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
+  const int64_t bytes_read = check_rows(rows, Access::kReadOnly, {"TMA load", site}, Proxy::kAsync);
 
   std::vector<SharedRange> targets;
   for (size_t rank = 0; rank < machine->blocks.size(); ++rank) {
@@ -184,8 +163,12 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   machine->report.counters.bytes_global_to_shared += bytes_read * int64_t(targets.size());
 
   machine->async_work.push_back([=, issued_at = current->warp->clock] {
+    std::vector<uint8_t> bytes(box_bytes(spec));  // zero outside the tensor
+    for (const BoxRow& row : rows) std::memcpy(&bytes[row.offset], row.address, row.bytes);
     for (const SharedRange& target : targets) {
-      for_each_box_row(spec, coordinates, [&](const BoxRow& row) { write_row(target, spec, row); });
+      for (uint32_t offset = 0; offset < bytes.size(); offset += kChunkBytes) {
+        std::memcpy(chunk_of(target, offset, spec.swizzle), &bytes[offset], kChunkBytes);
+      }
       land(target, barrier, issued_at);
     }
   });
@@ -205,21 +188,22 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const std::vector<int
   }
   Lane& lane = *current;
   shared_pointer({*lane.block, source, box_bytes(spec)}, kSourceAlignment, instruction);
-  machine->report.counters.bytes_global_stored +=
-      check_box(spec, coordinates, Access::kReadWrite, instruction, Proxy::kGeneric);
+  const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
+  machine->report.counters.bytes_global_stored += check_rows(rows, Access::kReadWrite, instruction, Proxy::kGeneric);
 
   const uint32_t id = uint32_t(machine->bulk_stores.size());
-  machine->bulk_stores.push_back({&lane, spec, coordinates, source & kOffsetMask, lane.open_store_group, site});
+  machine->bulk_stores.push_back({&lane, spec, rows, source & kOffsetMask, lane.open_store_group, site});
   BulkStore& store = machine->bulk_stores.back();
   lane.pending_stores.push_back(id);
   note_bulk_read_begin(source_of(store), site);
   // Reading at the wait alone would hide a source that is not ready at the issue: with random seeds one store in four
   // reads at once.
   if (machine->by_chance(4)) read_source(store);
-  for_each_box_row(spec, coordinates, [&](const BoxRow& row) {
-    machine->bulk_footprint.for_each(row.inside, row.inside_bytes(), true, [&](uint32_t& mark) { mark = id + 1; });
-    std::memset(reinterpret_cast<void*>(row.inside), 0xff, row.inside_bytes());
-  });
+  for (const BoxRow& row : rows) {
+    machine->bulk_footprint.for_each(reinterpret_cast<uintptr_t>(row.address), row.bytes, true,
+                                     [&](uint32_t& mark) { mark = id + 1; });
+    std::memset(row.address, 0xff, row.bytes);
+  }
 }
 
 void bulk_wait(int pending_groups, BulkStep step, CallSite site) {

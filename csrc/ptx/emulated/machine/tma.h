@@ -28,11 +28,17 @@ uint32_t swizzled_address(uint32_t address, Swizzle swizzle);
 // The step that a store has reached, as far as its thread's waits guarantee.
 enum class BulkStep { kIssued, kRead, kComplete };
 
+struct BoxRow {
+  uint32_t offset;  // bytes from the start of the box
+  uint8_t* address;
+  uint32_t bytes;
+};
+
 // One TMA store of the cluster that runs.
 struct BulkStore {
   Lane* lane;
   TensorMapSpec spec;
-  std::vector<int> coordinates;
+  std::vector<BoxRow> rows;  // where it writes
   uint32_t source;
   uint32_t group;
   CallSite site;
