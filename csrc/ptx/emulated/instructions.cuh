@@ -19,8 +19,8 @@
 // What the templates below need of the machine.
 namespace ffpa::emu {
 
-// Returns the value of the lane that `source_lane` names, modulo 32.
-uint32_t shuffle(uint32_t value, int source_lane, CallSite site);
+// Returns the values of all lanes, which are there until the lane's next collective.
+const uint32_t* exchange(uint32_t value, const Instruction& op);
 
 void wait_for_copies(int pending_groups);
 
@@ -76,7 +76,7 @@ inline Value shfl_idx(Value value, int source_lane, CallSite site = CallSite()) 
   static_assert(sizeof(Value) == 4, "shuffles move 32-bit registers");
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  bits = emu::shuffle(bits, source_lane, site);
+  bits = emu::exchange(bits, {"shfl.sync", site})[source_lane & (emu::kWarpSize - 1)];
   std::memcpy(&value, &bits, sizeof(bits));
   return value;
 }
@@ -173,9 +173,7 @@ void st_global_16(void* address, const uint32_t (&value)[4], CallSite site = Cal
 
 uint32_t atom_add_global(void* address, uint32_t value, CallSite site = CallSite());
 
-void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes = 16, CallSite site = CallSite());
 void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site = CallSite());
-void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes = 4, CallSite site = CallSite());
 
 inline void cp_async_commit_group() { ++emu::current->open_copy_group; }
 
@@ -183,9 +181,6 @@ template <int kPending>
 inline void cp_async_wait_group() {
   emu::wait_for_copies(kPending);
 }
-
-// Its group is the one that a commit would close now.
-inline void cp_async_wait_all() { emu::wait_for_copies(-1); }
 
 void cp_async_mbarrier_arrive(uint32_t barrier_smem, CallSite site = CallSite());
 
@@ -254,40 +249,37 @@ inline void decrease_registers(CallSite site = CallSite()) {
 
 // ---- tma.cuh ----
 
-// The description itself stands for the hardware's encoded form.
-struct alignas(64) TensorMap {
-  TensorMapSpec spec;
-};
+using TensorMap = TensorMapSpec;  // it stands for the hardware's encoded form
 
 template <Evict = Evict::kNormal>
 inline void tma_load_2d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1,
                         CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1}, emu::kOwnBlock, site);
+  emu::tma_load(destination_smem, *map, barrier_smem, {c0, c1}, emu::kOwnBlock, site);
 }
 
 inline void tma_load_4d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
                         int c3, CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, emu::kOwnBlock, site);
+  emu::tma_load(destination_smem, *map, barrier_smem, {c0, c1, c2, c3}, emu::kOwnBlock, site);
 }
 
 inline void tma_load_5d(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0, int c1, int c2,
                         int c3, int c4, CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3, c4}, emu::kOwnBlock, site);
+  emu::tma_load(destination_smem, *map, barrier_smem, {c0, c1, c2, c3, c4}, emu::kOwnBlock, site);
 }
 
 inline void tma_load_4d_multicast(uint32_t destination_smem, const TensorMap* map, uint32_t barrier_smem, int c0,
                                   int c1, int c2, int c3, uint16_t block_mask, CallSite site = CallSite()) {
-  emu::tma_load(destination_smem, map->spec, barrier_smem, {c0, c1, c2, c3}, block_mask, site);
+  emu::tma_load(destination_smem, *map, barrier_smem, {c0, c1, c2, c3}, block_mask, site);
 }
 
 template <Evict = Evict::kNormal>
 inline void tma_store_2d(const TensorMap* map, uint32_t source_smem, int c0, int c1, CallSite site = CallSite()) {
-  emu::tma_store(map->spec, source_smem, {c0, c1}, site);
+  emu::tma_store(*map, source_smem, {c0, c1}, site);
 }
 
 inline void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3,
                          CallSite site = CallSite()) {
-  emu::tma_store(map->spec, source_smem, {c0, c1, c2, c3}, site);
+  emu::tma_store(*map, source_smem, {c0, c1, c2, c3}, site);
 }
 
 void bulk_commit_group(CallSite site = CallSite());

@@ -51,9 +51,7 @@ struct VectorClock {
 // One cp.async that has been issued and not waited for.
 struct PendingCopy {
   uint32_t destination;
-  const uint8_t* source;
-  uint32_t bytes;
-  uint32_t source_bytes;
+  const uint8_t* source;  // null: it writes zeros
   uint32_t group;
   uint32_t time;  // time as copies_of(warp) counts it
   CallSite site;
@@ -128,6 +126,7 @@ struct Warp {
   uint32_t arrived = 0;
   Instruction op{"", {"", 0}};
   void* arguments[kWarpSize] = {};
+  uint32_t exchanged[kWarpSize] = {};  // the values of all lanes in the last shuffle or vote
 
   VectorClock clock;
   uint32_t sync_epoch = 1;   // advances at __syncwarp and every barrier: orders the lanes among themselves

@@ -5,17 +5,19 @@
 namespace ffpa::emu {
 namespace {
 
+constexpr uint32_t kCopyBytes = 16;
+
 void write_bytes(Block& block, PendingCopy& copy) {
   if (copy.landed) return;
   uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
-  std::memcpy(destination, copy.source, copy.source_bytes);
-  std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+  std::memset(destination, 0, kCopyBytes);
+  if (copy.source) std::memcpy(destination, copy.source, kCopyBytes);
   copy.landed = true;
 }
 
 void complete(Lane& lane, PendingCopy& copy, Completion completion) {
   write_bytes(*lane.block, copy);
-  note_copy_complete({*lane.block, copy.destination, copy.bytes}, lane, copy.time, completion);
+  note_copy_complete({*lane.block, copy.destination, kCopyBytes}, lane, copy.time, completion);
   copy.complete = true;
 }
 
@@ -25,36 +27,6 @@ void land_groups_before(Lane& lane, uint32_t group) {
     complete(lane, lane.copies[count++], Completion::kAwaited);
   }
   lane.copies.erase(lane.copies.begin(), lane.copies.begin() + count);
-}
-
-// Writes `bytes` bytes, of which the bytes from `source_bytes` on are zero.
-void copy_async(uint32_t destination, const void* source, uint32_t bytes, int source_bytes, CallSite site) {
-  const Instruction instruction{"cp.async", site};
-  count_step(site);
-  Lane& lane = *current;
-  const SharedRange target{*lane.block, destination, bytes};
-  shared_pointer(target, bytes, instruction);
-  if (source_bytes < 0 || source_bytes > int(bytes)) {
-    fail("misaligned", site, "cp.async: a source size of %d for a copy of %u bytes", source_bytes, bytes);
-  }
-  check_global(source, source_bytes, bytes, Access::kReadOnly, instruction);
-  machine->report.counters.bytes_global_to_shared += source_bytes;
-  begin_async_write(target, site);
-  log_shared_access(instruction, destination, bytes);
-  PendingCopy copy{destination,
-                   static_cast<const uint8_t*>(source),
-                   bytes,
-                   uint32_t(source_bytes),
-                   lane.open_copy_group,
-                   lane.copy_time,
-                   site};
-  // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
-  // copy in four lands at once.
-  if (machine->by_chance(4)) write_bytes(*lane.block, copy);
-  // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
-  const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination; };
-  lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
-  lane.copies.push_back(copy);
 }
 
 // Checks and records a load or a store, and returns where the bytes lie.
@@ -160,16 +132,26 @@ uint32_t atom_add_global(void* address, uint32_t value, CallSite site) {
   return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
 }
 
-void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
-  copy_async(destination_smem, source_gmem, 16, source_bytes, site);
-}
-
 void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site) {
-  copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
-}
-
-void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
-  copy_async(destination_smem, source_gmem, 4, source_bytes, site);
+  const Instruction instruction{"cp.async", site};
+  count_step(site);
+  Lane& lane = *current;
+  const SharedRange target{*lane.block, destination_smem, kCopyBytes};
+  shared_pointer(target, kCopyBytes, instruction);
+  const uint32_t bytes_read = exists ? kCopyBytes : 0;
+  check_global(source_gmem, bytes_read, kCopyBytes, Access::kReadOnly, instruction);
+  machine->report.counters.bytes_global_to_shared += bytes_read;
+  begin_async_write(target, site);
+  log_shared_access(instruction, destination_smem, kCopyBytes);
+  PendingCopy copy{destination_smem, exists ? static_cast<const uint8_t*>(source_gmem) : nullptr, lane.open_copy_group,
+                   lane.copy_time, site};
+  // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
+  // copy in four lands at once.
+  if (machine->by_chance(4)) write_bytes(*lane.block, copy);
+  // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
+  const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination_smem; };
+  lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
+  lane.copies.push_back(copy);
 }
 
 }  // namespace ffpa::ptx

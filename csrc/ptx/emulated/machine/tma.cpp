@@ -260,7 +260,7 @@ namespace ffpa::ptx {
 using namespace emu;
 
 LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec) {
-  map.spec = spec;
+  map = spec;
   const char* problem = problem_with(spec);
   return problem ? LaunchStatus{1, problem} : LaunchStatus{};
 }

@@ -75,19 +75,11 @@ void leave_collective() {
   maybe_preempt();
 }
 
-uint32_t shuffle(uint32_t value, int source_lane, CallSite site) {
-  struct Arguments {
-    uint32_t value;
-    int source_lane;
-    uint32_t result;
-  } arguments{value, source_lane, 0};
-  collective({"shfl.sync", site}, &arguments, [&](Warp& warp) {
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      auto& mine = arguments_of<Arguments>(warp, lane);
-      mine.result = arguments_of<Arguments>(warp, mine.source_lane & (kWarpSize - 1)).value;
-    }
+const uint32_t* exchange(uint32_t value, const Instruction& op) {
+  collective(op, &value, [](Warp& warp) {
+    for (int lane = 0; lane < kWarpSize; ++lane) warp.exchanged[lane] = arguments_of<uint32_t>(warp, lane);
   });
-  return arguments.result;
+  return current->warp->exchanged;
 }
 
 }  // namespace ffpa::emu
@@ -96,18 +88,10 @@ namespace ffpa::ptx {
 using namespace emu;
 
 uint32_t vote_ballot(bool predicate, CallSite site) {
-  struct Arguments {
-    bool predicate;
-    uint32_t result;
-  } arguments{predicate, 0};
-  collective({"vote.sync", site}, &arguments, [&](Warp& warp) {
-    uint32_t votes = 0;
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      votes |= uint32_t(arguments_of<Arguments>(warp, lane).predicate) << lane;
-    }
-    for (int lane = 0; lane < kWarpSize; ++lane) arguments_of<Arguments>(warp, lane).result = votes;
-  });
-  return arguments.result;
+  const uint32_t* predicates = exchange(predicate, {"vote.sync", site});
+  uint32_t votes = 0;
+  for (int lane = 0; lane < kWarpSize; ++lane) votes |= predicates[lane] << lane;
+  return votes;
 }
 
 void sync_warp(CallSite site) {
