@@ -5,9 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <type_traits>
-#include <vector>
 
 #include "base/types.h"
 #include "ptx/call_site.h"
@@ -25,13 +23,10 @@ const uint32_t* exchange(uint32_t value, const Instruction& op);
 void wait_for_copies(int pending_groups);
 
 template <class Element>
-inline constexpr InputType kInputType = InputType::kHalf;
-template <>
-inline constexpr InputType kInputType<BFloat16> = InputType::kBFloat16;
-template <>
-inline constexpr InputType kInputType<E4M3> = InputType::kE4M3;
-template <>
-inline constexpr InputType kInputType<E5M2> = InputType::kE5M2;
+inline constexpr InputType kInputType = std::is_same_v<Element, Half>       ? InputType::kHalf
+                                        : std::is_same_v<Element, BFloat16> ? InputType::kBFloat16
+                                        : std::is_same_v<Element, E4M3>     ? InputType::kE4M3
+                                                                            : InputType::kE5M2;
 
 // `d` points to 4 floats of the current lane, also where the accumulators are halves.
 void mma_m16n8k16(InputType input, AccumulatorType accumulator, float* d, const uint32_t* a, uint32_t b0, uint32_t b1,
@@ -150,12 +145,10 @@ inline float mul_rn(float x, float y) { return std::fma(x, y, -0.0f); }
 
 // ---- memory.cuh ----
 
-uint16_t ld_shared_2(uint32_t address, CallSite site = CallSite());
 uint32_t ld_shared_4(uint32_t address, CallSite site = CallSite());
 void ld_shared_8(uint32_t (&value)[2], uint32_t address, CallSite site = CallSite());
 void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite site = CallSite());
 
-void st_shared_2(uint32_t address, uint16_t value, CallSite site = CallSite());
 void st_shared_4(uint32_t address, uint32_t value, CallSite site = CallSite());
 void st_shared_8(uint32_t address, const uint32_t (&value)[2], CallSite site = CallSite());
 void st_shared_16(uint32_t address, const uint32_t (&value)[4], CallSite site = CallSite());

@@ -1,5 +1,5 @@
-// Loads and stores of 2, 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers). From
-// global memory, single bytes can be loaded too; there is also an atomic addition on it.
+// Loads and stores of 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers), where there
+// are also those of 2 bytes, loads of single bytes, and an atomic addition.
 //
 // Addresses must be multiples of the access size. Values of 8 and 16 bytes are arrays of 32-bit registers, lowest
 // address first.
@@ -14,12 +14,6 @@ namespace ffpa::ptx {
 
 // ld.shared / st.shared, "Data Movement and Conversion Instructions: ld, st". They are volatile with a memory clobber
 // because the compiler does not know that these addresses alias the targets of cp.async and ldmatrix.
-FFPA_DEVICE uint16_t ld_shared_2(uint32_t address) {
-  uint16_t value;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-  return value;
-}
-
 FFPA_DEVICE uint32_t ld_shared_4(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -35,10 +29,6 @@ FFPA_DEVICE void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite =
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "r"(address)
                : "memory");
-}
-
-FFPA_DEVICE void st_shared_2(uint32_t address, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
 FFPA_DEVICE void st_shared_4(uint32_t address, uint32_t value) {

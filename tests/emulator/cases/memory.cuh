@@ -6,7 +6,8 @@
 
 namespace ffpa::cases {
 
-// Each size goes from global to shared memory and, after a __syncwarp, from the opposite lane's place to the output.
+// Sizes from 4 on go from global to shared memory and, after a __syncwarp, from the opposite lane's place to the
+// output.
 
 FFPA_KERNEL(32, 1) void memory_1_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
@@ -15,10 +16,8 @@ FFPA_KERNEL(32, 1) void memory_1_kernel(const uint32_t* input, uint32_t* output)
 
 FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
-  const uint32_t smem = ptx::dynamic_smem();
-  ptx::st_shared_2(smem + lane * 2, ptx::ld_global_2(reinterpret_cast<const uint16_t*>(input) + lane));
-  ptx::sync_warp();
-  ptx::st_global_2(reinterpret_cast<uint16_t*>(output) + lane, ptx::ld_shared_2(smem + (31 - lane) * 2));
+  const uint16_t value = ptx::ld_global_2(reinterpret_cast<const uint16_t*>(input) + 31 - lane);
+  ptx::st_global_2(reinterpret_cast<uint16_t*>(output) + lane, value);
 }
 
 FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output) {

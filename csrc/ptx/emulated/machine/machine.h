@@ -163,8 +163,7 @@ struct ShadowWord {
   uint32_t copied_time = 0;  // kAsyncAgent's time when the last copy of the word to another block landed
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
-  uint8_t written_bytes = 0;  // bit b is set if byte b was part of the last write
-  uint8_t reader = kNobody;   // last reader; Block::read_times has the times of all readers
+  uint8_t reader = kNobody;  // last reader; Block::read_times has the times of all readers
   uint8_t reader_lane = 0;
   uint16_t bulk_reads = 0;     // number of TMA stores and copies to another block that may still read it
   bool in_flight = false;      // true in the destination of an asynchronous copy that has not been waited for

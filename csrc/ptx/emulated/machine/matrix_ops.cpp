@@ -61,9 +61,9 @@ float fused_dot_add(const Line& a, const Line& b, int first, int end, float c, i
 }
 
 // Infinities and NaN do not depend on the order of additions; a NaN result is the canonical one.
-float non_finite_dot_add(const float* a, const float (*b)[8], int depth, int column, float c) {
+float non_finite_dot_add(const Line& a, const Line& b, int depth, float c) {
   double sum = c;
-  for (int k = 0; k < depth; ++k) sum += double(a[k]) * b[k][column];
+  for (int k = 0; k < depth; ++k) sum += a.values[k] * b.values[k];
   return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
 }
 
@@ -77,7 +77,7 @@ void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumula
     for (int column = 0; column < 8; ++column) {
       float& c = tile.c[row][column];
       if (!a[row].is_finite || !b[column].is_finite || !std::isfinite(c)) {
-        c = non_finite_dot_add(tile.a[row], tile.b, tile.depth, column, c);
+        c = non_finite_dot_add(a[row], b[column], tile.depth, c);
       } else if (model == Accumulation::kAmpere) {
         c = fused_dot_add(a[row], b[column], 0, 8, c, 24, accumulator);
         c = fused_dot_add(a[row], b[column], 8, 16, c, 24, accumulator);

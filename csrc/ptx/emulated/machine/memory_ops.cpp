@@ -70,13 +70,6 @@ void store_global(void* address, const Value& value, CallSite site) {
 }
 
 template <class Value>
-Value shared_value(uint32_t address, CallSite site) {
-  Value value;
-  load_shared(value, address, site);
-  return value;
-}
-
-template <class Value>
 Value global_value(const void* address, CallSite site) {
   Value value;
   load_global(value, address, site);
@@ -103,12 +96,14 @@ void wait_for_copies(int pending_groups) {
 namespace ffpa::ptx {
 using namespace emu;
 
-uint16_t ld_shared_2(uint32_t address, CallSite site) { return shared_value<uint16_t>(address, site); }
-uint32_t ld_shared_4(uint32_t address, CallSite site) { return shared_value<uint32_t>(address, site); }
+uint32_t ld_shared_4(uint32_t address, CallSite site) {
+  uint32_t value;
+  load_shared(value, address, site);
+  return value;
+}
 void ld_shared_8(uint32_t (&value)[2], uint32_t address, CallSite site) { load_shared(value, address, site); }
 void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite site) { load_shared(value, address, site); }
 
-void st_shared_2(uint32_t address, uint16_t value, CallSite site) { store_shared(address, value, site); }
 void st_shared_4(uint32_t address, uint32_t value, CallSite site) { store_shared(address, value, site); }
 void st_shared_8(uint32_t address, const uint32_t (&value)[2], CallSite site) { store_shared(address, value, site); }
 void st_shared_16(uint32_t address, const uint32_t (&value)[4], CallSite site) { store_shared(address, value, site); }

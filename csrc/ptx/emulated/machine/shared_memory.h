@@ -18,6 +18,8 @@ struct SharedRange {
   Block& block;
   uint32_t address;  // its rank does not matter: the block is known
   uint32_t bytes;
+
+  uint32_t offset() const { return (address & kOffsetMask) - kSmemBase; }
 };
 
 // Returns a host pointer to a range; fails if it is misaligned or out of bounds.
