@@ -7,9 +7,8 @@
 
 #if FFPA_CUDA
 #include "ptx/native/arithmetic.cuh"
-#include "ptx/native/grid_launch.cuh"
+#include "ptx/native/driver.h"
 #include "ptx/native/matrix.cuh"
-#include "ptx/native/mbarrier.cuh"
 #include "ptx/native/memory.cuh"
 #include "ptx/native/threads.cuh"
 #include "ptx/native/tma.cuh"

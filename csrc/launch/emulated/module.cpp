@@ -19,33 +19,11 @@ namespace {
 
 using MemoryTuple = std::tuple<uintptr_t, size_t, bool>;  // address, bytes, whether a kernel may write them
 
-void configure(int arch, uint64_t seed, bool exact, int os_threads) {
-  emu::Options options;
-  options.arch = arch;
-  options.seed = seed;
-  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
-  options.os_threads = os_threads;
-  emu::set_current_options(options);
-}
-
 // Returns the kernel of this name, which must take parameters of this size.
 const EmulatedInstance& find_instance(const std::string& kernel, const std::string& params) {
   const EmulatedInstance& instance = emulated_instances().at(kernel);
   if (params.size() != instance.params_bytes) throw std::invalid_argument(kernel + ": parameters of another size");
   return instance;
-}
-
-// Runs a kernel, which may touch no other memory than this. Returns the message of a failed run, or an empty one.
-std::string launch_kernel(const std::string& kernel, const std::string& params,
-                          const std::vector<MemoryTuple>& memory) {
-  const EmulatedInstance& instance = find_instance(kernel, params);
-  std::deque<emu::RegisteredRange> ranges;
-  for (const auto& [address, bytes, writes] : memory) {
-    ranges.emplace_back(reinterpret_cast<void*>(address), bytes,
-                        writes ? emu::Access::kReadWrite : emu::Access::kReadOnly);
-  }
-  const py::gil_scoped_release release;
-  return instance.launch(params).message;
 }
 
 // Returns (bytes of shared memory, grid) of a launch.
@@ -54,8 +32,7 @@ std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::strin
   return {shape.smem_bytes, shape.grid.x, shape.grid.y, shape.grid.z};
 }
 
-py::dict take_report() {
-  const emu::Report report = emu::take_session_report();
+py::dict to_python(const emu::Report& report) {
   int64_t wavefronts = 0, ideal = 0;
   for (const auto& [instruction, conflicts] : report.bank_conflicts) {
     wavefronts += conflicts.wavefronts;
@@ -68,12 +45,34 @@ py::dict take_report() {
                   py::arg("bank_conflict_ratio") = ideal ? double(wavefronts) / double(ideal) : 1.0);
 }
 
+// Runs a kernel, which may touch no other memory than this. Returns the message of a failed run, or an empty one, and
+// the report.
+py::tuple run(const std::string& kernel, const std::string& params, const std::vector<MemoryTuple>& memory, int arch,
+              uint64_t seed, bool exact, int os_threads) {
+  const EmulatedInstance& instance = find_instance(kernel, params);
+  emu::Options options;
+  options.arch = arch;
+  options.seed = seed;
+  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
+  options.os_threads = os_threads;
+  emu::set_current_options(options);
+  std::deque<emu::RegisteredRange> ranges;
+  for (const auto& [address, bytes, writes] : memory) {
+    ranges.emplace_back(reinterpret_cast<void*>(address), bytes,
+                        writes ? emu::Access::kReadWrite : emu::Access::kReadOnly);
+  }
+  LaunchStatus status;
+  {
+    const py::gil_scoped_release release;
+    status = instance.launch(params);
+  }
+  return py::make_tuple(status.message, to_python(emu::take_session_report()));
+}
+
 }  // namespace
 }  // namespace ffpa
 
 PYBIND11_MODULE(ffpa_emulated, module) {
-  module.def("configure", &ffpa::configure);
-  module.def("launch", &ffpa::launch_kernel);
+  module.def("run", &ffpa::run);
   module.def("launch_shape", &ffpa::launch_shape);
-  module.def("take_report", &ffpa::take_report);
 }

@@ -95,6 +95,16 @@ inline void sync_block(CallSite site = CallSite()) { bar_sync(0, emu::current->b
 void cluster_arrive(CallSite site = CallSite());
 void cluster_wait(CallSite site = CallSite());
 
+void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals, CallSite site = CallSite());
+
+// The race check asks for a barrier between initialisation and use; it has no way to see this fence.
+inline void fence_mbarrier_init() {}
+
+void mbarrier_arrive(uint32_t barrier_smem, CallSite site = CallSite());
+void mbarrier_arrive_remote(uint32_t barrier_smem, uint32_t rank, CallSite site = CallSite());
+void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes, CallSite site = CallSite());
+void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site = CallSite());
+
 // Kernels run one after the other.
 inline void wait_for_earlier_kernels() {}
 inline void start_later_kernels() {}
@@ -176,18 +186,6 @@ inline void cp_async_wait_group() {
 }
 
 void cp_async_mbarrier_arrive(uint32_t barrier_smem, CallSite site = CallSite());
-
-// ---- mbarrier.cuh ----
-
-void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals, CallSite site = CallSite());
-
-// The race check asks for a barrier between initialisation and use; it has no way to see this fence.
-inline void fence_mbarrier_init() {}
-
-void mbarrier_arrive(uint32_t barrier_smem, CallSite site = CallSite());
-void mbarrier_arrive_remote(uint32_t barrier_smem, uint32_t rank, CallSite site = CallSite());
-void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes, CallSite site = CallSite());
-void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site = CallSite());
 
 // ---- matrix.cuh ----
 
@@ -297,7 +295,7 @@ void fence_proxy_async_global(CallSite site = CallSite());
 
 LaunchStatus encode_tensor_map(TensorMap& map, const TensorMapSpec& spec);
 
-// ---- grid_launch.cuh ----
+// ---- driver.h ----
 
 // Runs the grid to its end; `stream` has no meaning here.
 template <class... Parameters>

@@ -71,15 +71,13 @@ def launch(spec: KernelSpec, params: bytes, memory: list[tuple[torch.Tensor, str
     """Runs a kernel, which may touch no other memory than this. Where it is to write all, NaN shows what it leaves
     unwritten, or reads before it writes.
     """
-    module = _module_with(spec)
-    arch = env.run_flags()["FFPA_EMULATE"]
-    module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
     for x, use in memory:
         if use == WRITE:
             x.fill_(torch.nan if x.is_floating_point() else 0x7F)  # this is NaN in 8-bit floats
     ranges = [(x.data_ptr(), _extent(x), use != READ) for x, use in memory]
-    message = module.launch(spec.name, params, ranges)
-    report = module.take_report()
+    arch = int(env.run_flags()["FFPA_EMULATE"].removeprefix("sm_").rstrip("a"))
+    options = arch, _settings.seed, _settings.exact, os.cpu_count() or 1
+    message, report = _module_with(spec).run(spec.name, params, ranges, *options)
     if _settings.reports is not None:
         _settings.reports.append({"kernel": spec.name, **report})
     if message:

@@ -1,4 +1,4 @@
-// Cases for the part of ptx/native/mbarrier.cuh that sm_80 has, and for cp.async that mbarriers track.
+// Cases for the mbarriers of ptx/native/threads.cuh that sm_80 has, and for cp.async that mbarriers track.
 #pragma once
 
 #include "cases/case.h"

@@ -13,11 +13,17 @@
 #include <string>
 #include <vector>
 
-#include "ptx/emulated/machine/context_switch.h"
 #include "ptx/emulated/machine/matrix.h"
 #include "ptx/emulated/machine/run.h"
 #include "ptx/emulated/machine/tma.h"
 #include "ptx/launch_types.h"
+
+#if defined(__x86_64__) && !defined(FFPA_EMU_UCONTEXT)
+#define FFPA_EMU_FAST_SWITCH 1
+#else
+#define FFPA_EMU_FAST_SWITCH 0
+#include <ucontext.h>
+#endif
 
 namespace ffpa::emu {
 
@@ -78,6 +84,18 @@ struct Mbarrier {
   VectorClock completed;  // knowledge that a waiter gains
   int initialising_warp = 0;
   uint32_t initialised_at = 0;
+};
+
+// A suspended flow of control. A default-constructed one receives the caller's flow in switch_to.
+struct Context {
+#if FFPA_EMU_FAST_SWITCH
+  void* stack_pointer = nullptr;
+#else
+  ucontext_t registers;
+#endif
+  const void* stack_low = nullptr;  // AddressSanitizer has to know the stacks; unused otherwise
+  size_t stack_bytes = 0;
+  void* sanitizer_state = nullptr;
 };
 
 struct Lane {
@@ -284,6 +302,18 @@ template <class Arguments>
 Arguments& arguments_of(Warp& warp, int lane) {
   return *static_cast<Arguments*>(warp.arguments[lane]);
 }
+
+// These three switch between the stacks of CUDA threads.
+
+// Makes `context` start in `entry` on the given stack when it is first switched to. `entry` must never return. The
+// first `poisoned_bytes` of stack that it will use are NaN, so that variables nobody has set show.
+void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poisoned_bytes, void (*entry)());
+
+// Saves the running flow in `from` and resumes `to`. `from_is_finished` says that nobody will resume `from` again.
+void switch_to(Context& from, Context& to, bool from_is_finished = false);
+
+// This must be the first statement of every `entry`.
+void finish_first_switch(Context& launcher);
 
 // The functions from here on are the scheduler's, which decides which lane runs next.
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <vector>
 
@@ -29,7 +30,7 @@ struct MmaTile {
 float to_float(InputType type, uint16_t bits);
 
 // Computes tile.c += tile.a · tile.b. Half accumulators are left as values that a half can hold.
-void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model);
+void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator);
 
 // Fragment maps of m16n8k16, with g = lane / 4 and t = lane % 4. wgmma uses the same maps for each warp's 16 rows.
 void scatter_a_fragment(MmaTile& tile, int lane, const uint32_t* a, InputType type);
@@ -57,8 +58,10 @@ struct WgmmaRecord {
 
 // The values of an accumulator array while products on it are in flight. The kernel's registers hold poison meanwhile.
 struct AccumulatorsInFlight {
-  float* registers[kWarpSize];
-  std::vector<float> values;  // [lane][n / 2]
+  CallSite site;     // place of the first product
+  int products = 0;  // number of them that are queued
+  float* registers[kWarpSize] = {};
+  std::vector<float> values = {};  // [lane][n / 2]
 };
 
 struct QueuedProduct {
@@ -70,7 +73,7 @@ struct QueuedProduct {
 };
 
 struct WgmmaQueue {
-  std::vector<QueuedProduct> products;
+  std::deque<QueuedProduct> products;
   std::map<float*, AccumulatorsInFlight> in_flight;
   int open_group = 0;
   bool fenced = false;

@@ -48,8 +48,7 @@ float fused_dot_add(const Line& a, const Line& b, int first, int end, float c, i
   int largest = exponent_of(c);
   for (int k = first; k < end; ++k) largest = std::max(largest, a.exponents[k] + b.exponents[k]);
   if (largest < kZeroExponent / 2) return 0.0f;
-  // All of this is exact: powers of two scale, and what is cut off has at most `bits` + 2 bits. It begins with +0, so
-  // that no sum is -0.
+  // This is exact: a power of two scales, and a sum has fewer bits than a double. It begins with +0: no sum is -0.
   const double scale = std::ldexp(1.0, bits - largest);
   double sum = 0.0;
   sum += std::trunc(c * scale);
@@ -67,10 +66,8 @@ float non_finite_dot_add(const Line& a, const Line& b, int depth, float c) {
   return std::isnan(sum) ? float_from_bits(0x7fffffff) : float(sum);
 }
 
-void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
+void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator) {
   std::vector<Line> a, b;
-  a.reserve(16);
-  b.reserve(8);
   for (int row = 0; row < 16; ++row) a.emplace_back(tile.a[row], 1, tile.depth);
   for (int column = 0; column < 8; ++column) b.emplace_back(&tile.b[0][column], 8, tile.depth);
   for (int row = 0; row < 16; ++row) {
@@ -78,7 +75,7 @@ void accumulate_as_hardware(MmaTile& tile, AccumulatorType accumulator, Accumula
       float& c = tile.c[row][column];
       if (!a[row].is_finite || !b[column].is_finite || !std::isfinite(c)) {
         c = non_finite_dot_add(a[row], b[column], tile.depth, c);
-      } else if (model == Accumulation::kAmpere) {
+      } else if (machine->options.accumulation == Accumulation::kAmpere) {
         c = fused_dot_add(a[row], b[column], 0, 8, c, 24, accumulator);
         c = fused_dot_add(a[row], b[column], 8, 16, c, 24, accumulator);
       } else {
@@ -163,11 +160,11 @@ float to_float(InputType type, uint16_t bits) {
 #endif
 }
 
-void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator, Accumulation model) {
-  if (model == Accumulation::kPlain) {
+void multiply_accumulate(MmaTile& tile, AccumulatorType accumulator) {
+  if (machine->options.accumulation == Accumulation::kPlain) {
     accumulate_plainly(tile, accumulator);
   } else {
-    accumulate_as_hardware(tile, accumulator, model);
+    accumulate_as_hardware(tile, accumulator);
   }
 }
 
@@ -207,7 +204,7 @@ void mma_m16n8k16(InputType input, AccumulatorType accumulator, float* d, const 
       scatter_b_fragment(tile, lane, mine.b, input);
       scatter_c_fragment(tile, lane, mine.d);
     }
-    multiply_accumulate(tile, accumulator, machine->options.accumulation);
+    multiply_accumulate(tile, accumulator);
     for (int lane = 0; lane < kWarpSize; ++lane) gather_c_fragment(tile, lane, arguments_of<Arguments>(warp, lane).d);
     ++machine->report.counters.mma;
   });

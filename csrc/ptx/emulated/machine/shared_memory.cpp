@@ -121,7 +121,7 @@ void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy
   });
 }
 
-void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind kind) {
+void note_write(const SharedRange& range, Accessor by, CallSite site, Proxy proxy) {
   const Warp& warp = by.warp;
   const int self = warp.cluster_id;
   const size_t warp_count = machine->warps.size();
@@ -143,7 +143,7 @@ void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind 
     uint32_t* read_times = &range.block.read_times[i * warp_count];
     for (size_t reader = 0; reader < warp_count; ++reader) {
       if (int(reader) == self || read_times[reader] <= warp.clock.at[reader]) continue;
-      access.report_race(kind == WriteKind::kAsyncIssue ? "asynchronous write after read" : "write after read",
+      access.report_race(proxy == Proxy::kAsync ? "asynchronous write after read" : "write after read",
                          "no barrier between", int(reader), word.read_site);
       read_times[reader] = 0;
     }
@@ -159,13 +159,13 @@ void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind 
     word.write_proxy_epoch = warp.proxy_epoch;
     word.write_site = site;
     word.copy_time = 0;
-    word.in_flight = kind == WriteKind::kAsyncIssue;
-    word.generic_write = kind == WriteKind::kGeneric;
+    word.in_flight = proxy == Proxy::kAsync;
+    word.generic_write = proxy == Proxy::kGeneric;
   });
 }
 
 void begin_async_write(const SharedRange& range, CallSite site) {
-  note_write(range, *current, site, WriteKind::kAsyncIssue);
+  note_write(range, *current, site, Proxy::kAsync);
   std::memset(range.block.smem.data() + range.offset(), 0xff, range.bytes);
 }
 

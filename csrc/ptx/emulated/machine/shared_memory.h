@@ -35,11 +35,9 @@ struct Accessor {
   int lane;
 };
 
-enum class WriteKind { kGeneric, kAsyncIssue };
-
-// The race check records an access at this moment.
+// The race check records an access at this moment; an asynchronous write begins, and is in flight.
 void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy = Proxy::kGeneric);
-void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind kind = WriteKind::kGeneric);
+void note_write(const SharedRange& range, Accessor by, CallSite site, Proxy proxy = Proxy::kGeneric);
 
 // Records that an asynchronous write of these bytes begins, which are poison until it lands.
 void begin_async_write(const SharedRange& range, CallSite site);

@@ -113,8 +113,8 @@ const char* what_is_missing(const BulkStore& store, const Lane& lane, Proxy prox
   if (store.lane->warp == &warp && store.complete_in_sync_epoch == warp.sync_epoch) {
     return "no __syncwarp after its bulk_wait_group";
   }
-  const bool fenced = std::any_of(store.fences.begin(), store.fences.end(), [&](const BulkStore::Fence& fence) {
-    return fence.warp == warp.cluster_id || fence.time <= warp.clock.at[fence.warp];
+  const bool fenced = std::any_of(store.fences.begin(), store.fences.end(), [&](const auto& fence) {
+    return fence.first == warp.cluster_id || fence.second <= warp.clock.at[fence.first];
   });
   return proxy == Proxy::kAsync && !fenced ? "fence_proxy_async_global missing" : nullptr;
 }
@@ -295,12 +295,9 @@ void bulk_commit_group(CallSite site) {
 void fence_proxy_async_global(CallSite site) {
   require_sm90({"fence.proxy.async", site});
   const Warp& warp = *current->warp;
-  const int self = warp.cluster_id;
   for (BulkStore& store : machine->bulk_stores) {
     if (store.step != BulkStep::kComplete || !is_known(store, warp)) continue;
-    const bool again = std::any_of(store.fences.begin(), store.fences.end(),
-                                   [&](const BulkStore::Fence& fence) { return fence.warp == self; });
-    if (!again) store.fences.push_back({self, warp.clock.at[self]});
+    store.fences.emplace(warp.cluster_id, warp.clock.at[warp.cluster_id]);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "ptx/descriptors.h"
@@ -47,13 +48,9 @@ struct BulkStore {
   uint32_t complete_at = 0;         // time of the lane's warp
   uint32_t complete_in_sync_epoch = 0;
 
-  // A fence.proxy.async.global by a warp that knew of the completion. A warp that knows of such a fence may load the
-  // bytes through the async proxy.
-  struct Fence {
-    int warp;
-    uint32_t time;
-  };
-  std::vector<Fence> fences = {};
+  // For each warp that executed fence.proxy.async.global and knew of the completion, the time when it first did. A warp
+  // that knows of such a fence may load the bytes through the async proxy.
+  std::map<int, uint32_t> fences = {};
 };
 
 // The first is called when a lane exits, the second when the cluster has ended.
