@@ -259,11 +259,16 @@ def test_the_table_of_the_chip(recorded):
     assert chip_table(recorded) not in markdown(recorded)  # the tables of a GPU have speeds to tell
 
 
+def shape_of(plan, d):
+    numbers = {name: getattr(plan, name) for name in ("stages", "q_resident", "value_stages")}
+    return emulated.launch_shape(plan.spec, d_qk=d, **numbers)
+
+
 @pytest.mark.parametrize("d", [64, 320, 512, 1024])
 def test_what_kernels_take_of_the_chip(d):
     """Shared memory is what the kernel itself asks for; O and S are what the tile has."""
     for tag, use, plan in chip.chip_uses(Workload(1, 48, 48, 8192, 8192, d, d), "sm_90"):
-        smem, _ = emulated.launch_shape(plan.spec, d, plan.stages, plan.q_resident, plan.value_stages)
+        smem, _ = shape_of(plan, d)
         assert use.shared_bytes == smem <= use.most_shared_bytes == 227 << 10
         assert 64 <= use.accumulators <= 212 and use.kernel == plan.spec.name
         if use.acc == "f16":  # half of what f32 sums take in the same tile
@@ -276,14 +281,16 @@ def test_a_ring_of_vs_own_takes_shared_memory(monkeypatch):
     monkeypatch.setenv("FFPA_PV_STAGES", "1")
     _, use, plan = next(chip.chip_uses(Workload(1, 48, 48, 8192, 8192, 320, 320), "sm_90"))
     assert plan.value_stages == 1
-    assert use.shared_bytes == emulated.launch_shape(plan.spec, 320, plan.stages, plan.q_resident, 1)[0]
+    assert use.shared_bytes == shape_of(plan, 320)[0]
 
 
 def test_whole_rows_are_our_own_kernels_where_these_exist():
     for d in (64, 128, 192, 256):
         smem, accumulators = chip.flash_attention_2(d)
         spec = ForwardMmaRows("f16", "f32", "f32", d, 64, 64)
-        assert smem == emulated.launch_shape(replace(spec, q_in_registers=d == 192), d, 1, True)[0]
+        assert (
+            smem == emulated.launch_shape(replace(spec, q_in_registers=d == 192), d_qk=d, stages=1, q_resident=True)[0]
+        )
         assert accumulators == d // 2 + 32
 
 

@@ -6,19 +6,24 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "base/compiler.h"
 
 namespace ffpa {
 
+// Each format says how many bits its fraction has, and what is too large becomes: infinity, or the largest number.
+
 // IEEE binary16: 1 sign, 5 exponent, 10 fraction bits.
 struct Half {
+  static constexpr int kFractionBits = 10, kBias = 15;
+  static constexpr uint16_t kOverflow = 0x7c00;
   uint16_t bits;
 };
 
 // bfloat16: the upper half of a binary32.
 struct BFloat16 {
+  static constexpr int kFractionBits = 7, kBias = 127;
+  static constexpr uint16_t kOverflow = 0x7f80;
   uint16_t bits;
 };
 
@@ -26,12 +31,12 @@ struct BFloat16 {
 // IEEE format.
 struct E4M3 {
   static constexpr int kFractionBits = 3, kBias = 7;
-  static constexpr uint8_t kLargest = 0x7e;  // 448
+  static constexpr uint8_t kOverflow = 0x7e;  // 448
   uint8_t bits;
 };
 struct E5M2 {
   static constexpr int kFractionBits = 2, kBias = 15;
-  static constexpr uint8_t kLargest = 0x7b;  // 57344
+  static constexpr uint8_t kOverflow = 0x7b;  // 57344
   uint8_t bits;
 };
 
@@ -76,59 +81,26 @@ FFPA_HOST_DEVICE float to_float(E4M3 value) {
   return float_from_bits(sign | float_bits(scaled));
 }
 
-// Rounds to nearest even, turns overflow into infinity and NaN into the canonical 0x7fff, as cvt.rn.f16.f32 does.
-FFPA_HOST_DEVICE Half half_from_float(float value) {
-  const uint32_t sign = float_bits(value) >> 16 & 0x8000;
+// Rounds to nearest even and turns NaN into 0x7fff or 0x7f, as cvt.rn does, to 8 bits with .satfinite.
+template <class Element>
+FFPA_HOST_DEVICE Element from_float(float value) {
+  using Bits = decltype(Element::bits);
+  constexpr int kDropped = 23 - Element::kFractionBits;
+  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1);
+  constexpr uint32_t kSmallestNormal = uint32_t(127 + 1 - Element::kBias) << 23;
+  const uint32_t sign = float_bits(value) >> (32 - 8 * sizeof(Bits)) & kSign;
   const uint32_t magnitude = float_bits(value) & 0x7fffffff;
-  constexpr uint32_t kSmallestOverflow = 0x477ff000;  // 65520, halfway between the largest half and 2^16
-  constexpr uint32_t kSmallestNormal = 0x38800000;    // 2^-14
-  if (magnitude > 0x7f800000) return {0x7fff};
-  if (magnitude >= kSmallestOverflow) return {uint16_t(sign | 0x7c00)};
-  if (magnitude < kSmallestNormal) {
-    // 0.5 has an ulp of 2^-24, the step of a half subnormal: the addition rounds for us.
-    const float shifted = float_from_bits(magnitude) + 0.5f;
-    return {uint16_t(sign | (float_bits(shifted) - 0x3f000000))};
-  }
-  const uint32_t round_to_even = 0xfff + (magnitude >> 13 & 1);
-  constexpr uint32_t kRebias = uint32_t(127 - 15) << 23;
-  return {uint16_t(sign | ((magnitude - kRebias + round_to_even) >> 13))};
-}
-
-// Rounds to nearest even and turns NaN into the canonical 0x7fff, as cvt.rn.bf16.f32 does.
-FFPA_HOST_DEVICE BFloat16 bfloat16_from_float(float value) {
-  const uint32_t bits = float_bits(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return {0x7fff};
-  return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
-// Rounds to nearest even, saturates at the largest finite number and turns NaN into 0x7f, as cvt.rn.satfinite does.
-template <class Float8>
-FFPA_HOST_DEVICE Float8 float8_from_float(float value) {
-  constexpr int kDropped = 23 - Float8::kFractionBits;
-  constexpr uint32_t kSmallestNormal = uint32_t(127 + 1 - Float8::kBias) << 23;
-  const uint32_t sign = float_bits(value) >> 24 & 0x80;
-  const uint32_t magnitude = float_bits(value) & 0x7fffffff;
-  if (magnitude > 0x7f800000) return {0x7f};
+  if (magnitude > 0x7f800000) return {Bits(kSign - 1)};
   uint32_t bits;
   if (magnitude < kSmallestNormal) {
-    const uint32_t step = kSmallestNormal + (uint32_t(kDropped) << 23);  // its ulp is the step of a subnormal
+    // The ulp of this number is the step of a subnormal: the addition rounds for us.
+    const uint32_t step = kSmallestNormal + (uint32_t(kDropped) << 23);
     bits = float_bits(float_from_bits(magnitude) + float_from_bits(step)) - step;
   } else {
     const uint32_t round_to_even = (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1);
-    bits = (magnitude - (uint32_t(127 - Float8::kBias) << 23) + round_to_even) >> kDropped;
+    bits = (magnitude - (uint32_t(127 - Element::kBias) << 23) + round_to_even) >> kDropped;
   }
-  return {uint8_t(sign | (bits < Float8::kLargest ? bits : Float8::kLargest))};
-}
-
-template <class Element>
-FFPA_HOST_DEVICE Element from_float(float value) {
-  if constexpr (std::is_same_v<Element, Half>) {
-    return half_from_float(value);
-  } else if constexpr (std::is_same_v<Element, BFloat16>) {
-    return bfloat16_from_float(value);
-  } else {
-    return float8_from_float<Element>(value);
-  }
+  return {Bits(sign | (bits < Element::kOverflow ? bits : Element::kOverflow))};
 }
 
 }  // namespace ffpa

@@ -1,5 +1,5 @@
-// One compiled kernel as the host sees it. Each generated file defines one `extern "C" Instance ffpa_instance_<spec>`,
-// the same in the wheel's library and in a library compiled on demand.
+// One compiled kernel as the host sees it, and the table of all. Each generated file defines one `extern "C" Instance
+// ffpa_instance_<spec>`, the same in the wheel's library and in a library compiled on demand.
 #pragma once
 
 #include <cstddef>
@@ -16,5 +16,12 @@ struct Instance {
   // asked for, whatever the result is, so that a failure can be described.
   LaunchStatus (*launch)(const void* params, int device, void* stream, LaunchShape* shape);
 };
+
+// The table of all instances compiled into the wheel's library; generation.py writes it.
+struct InstanceTable {
+  const Instance* const* instances;
+  int count;
+};
+extern const InstanceTable kBuiltInInstances;
 
 }  // namespace ffpa

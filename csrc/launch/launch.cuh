@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "ptx/grid_launch.cuh"
+#include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
 
 namespace ffpa {

@@ -1,4 +1,5 @@
-// Launches kernels for Python, with PyTorch's device guard and current stream, and errors that say what was launched.
+// Finds, loads and launches kernels for Python, with PyTorch's device guard and current stream, and errors that say
+// what was launched.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -8,16 +9,64 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 
 #include "attention/params/compiled_kernel.h"
-#include "launch/registry.h"
+#include "launch/instance.h"
 #include "ptx/native/driver.h"
 
 namespace ffpa {
 namespace {
+
+std::ostream& operator<<(std::ostream& text, const GridDim& dim) {
+  return text << dim.x << " x " << dim.y << " x " << dim.z;
+}
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream text;
+  text << "ffpa_attn: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+std::mutex instances_mutex;
+
+// The instances by name: those built in, and those loaded since. Whoever looks holds the mutex.
+std::unordered_map<std::string, const Instance*>& instances() {
+  static std::unordered_map<std::string, const Instance*> known = [] {
+    std::unordered_map<std::string, const Instance*> built_in;
+    for (int i = 0; i < kBuiltInInstances.count; ++i) {
+      const Instance* instance = kBuiltInInstances.instances[i];
+      built_in[instance->name] = instance;
+    }
+    return built_in;
+  }();
+  return known;
+}
+
+const Instance* find_instance(const std::string& name) {
+  std::lock_guard lock(instances_mutex);
+  const auto found = instances().find(name);
+  if (found == instances().end()) {
+    fail("no kernel named ", name, " is loaded; `python -m ffpa_attn.doctor` lists those of this installation");
+  }
+  return found->second;
+}
+
+// Opens a library compiled on demand, which stays open, and registers its instance of `spec` under `name`.
+void load_instance(const char* path, const std::string& spec, const char* name) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) fail(dlerror());
+  const void* instance = dlsym(library, ("ffpa_instance_" + spec).c_str());
+  if (instance == nullptr) fail(path, " holds no kernel named ", spec);
+  std::lock_guard lock(instances_mutex);
+  instances()[name] = static_cast<const Instance*>(instance);
+}
 
 // PyTorch's stable ABI declares this function but puts it into libtorch_cuda, which a CPU-only PyTorch does not have:
 // linking it would tie the wheel to one of the two. Where there is a CUDA tensor the library is open already, though
@@ -31,37 +80,25 @@ void* current_stream(int device) {
   }();
   void* stream = nullptr;
   if (get_stream == nullptr || get_stream(device, &stream) != 0) {
-    throw std::runtime_error(
-        "ffpa_attn: PyTorch's current CUDA stream is out of reach; is this PyTorch built for CUDA?");
+    fail("PyTorch's current CUDA stream is out of reach; is this PyTorch built for CUDA?");
   }
   return stream;
 }
 
-std::ostream& operator<<(std::ostream& text, const GridDim& dim) {
-  return text << dim.x << " x " << dim.y << " x " << dim.z;
-}
-
-std::string describe_failure(const Instance& instance, const LaunchShape& shape, int device, const char* why) {
-  int most_smem = 0;
-  cudaDeviceGetAttribute(&most_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  std::ostringstream text;
-  text << "ffpa_attn: launching " << instance.name << " failed: " << why << "; grid " << shape.grid << ", cluster "
-       << shape.cluster << ", " << shape.threads << " threads, " << shape.smem_bytes << " of " << most_smem
-       << " bytes of shared memory, device " << device;
-  return text.str();
-}
-
 void launch(const Instance& instance, const void* params, std::size_t params_bytes, int device) {
   if (params_bytes != instance.params_bytes) {
-    throw std::runtime_error(std::string("ffpa_attn: ") + instance.name + " takes " +
-                             std::to_string(instance.params_bytes) + " bytes of parameters, and got " +
-                             std::to_string(params_bytes) +
-                             ": its library was built from other sources; install ffpa-cuda again");
+    fail(instance.name, " takes ", instance.params_bytes, " bytes of parameters, and got ", params_bytes,
+         ": its library was built from other sources; install ffpa-cuda again");
   }
   const torch::stable::accelerator::DeviceGuard guard(device);
   LaunchShape shape;
   const LaunchStatus status = instance.launch(params, device, current_stream(device), &shape);
-  if (!status.ok()) throw std::runtime_error(describe_failure(instance, shape, device, status.message));
+  if (status.ok()) return;
+  int most_smem = 0;
+  cudaDeviceGetAttribute(&most_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  fail("launching ", instance.name, " failed: ", status.message, "; grid ", shape.grid, ", cluster ", shape.cluster,
+       ", ", shape.threads, " threads, ", shape.smem_bytes, " of ", most_smem, " bytes of shared memory, device ",
+       device);
 }
 
 // ---- kernels that Triton compiled ----
@@ -72,22 +109,19 @@ constexpr int kMostImageBytes = 4096;
 // Throws where the kernel's parameters are not as many, or not of the sizes, that Python took from Triton. Triton has
 // just launched it here, so the thread has a context.
 void check(const CompiledKernel& kernel) {
-  const auto refuse = [&](const std::string& why) {
-    throw std::runtime_error(std::string("ffpa_attn: ") + kernel.name + " cannot be launched from here: " + why);
-  };
+  const auto refuse = [&](const auto&... why) { fail(kernel.name, " cannot be launched from here: ", why...); };
   if (kernel.parameters > kMostParameters || kernel.image_bytes > kMostImageBytes) refuse("it has too many parameters");
   const auto function = static_cast<CUfunction>(kernel.function);
   std::size_t offset = 0, bytes = 0;
   for (int i = 0; i < kernel.parameters; ++i) {
     const LaunchStatus status = ptx::parameter_info.once(function, std::size_t(i), &offset, &bytes);
-    if (!status.ok()) refuse(std::string("of a parameter the driver says: ") + status.message);
+    if (!status.ok()) refuse("of a parameter the driver says: ", status.message);
     if (bytes != std::size_t(kernel.bytes[i])) {
-      refuse("parameter " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes, not " +
-             std::to_string(kernel.bytes[i]));
+      refuse("parameter ", i, " has ", bytes, " bytes, not ", kernel.bytes[i]);
     }
   }
   if (ptx::parameter_info.once(function, std::size_t(kernel.parameters), &offset, &bytes).ok()) {
-    refuse("it has more than " + std::to_string(kernel.parameters) + " parameters");
+    refuse("it has more than ", kernel.parameters, " parameters");
   }
 }
 
@@ -123,11 +157,8 @@ void launch_all_compiled(const CompiledKernel* kernels, int count, const uint64_
   for (int i = 0; i < count; ++i) {
     const LaunchStatus status = launch_compiled(kernels[i], tensors, stream);
     if (status.ok()) continue;
-    std::ostringstream text;
-    text << "ffpa_attn: launching Triton's " << kernels[i].name << " failed: " << status.message << "; grid "
-         << kernels[i].programs << ", " << kernels[i].threads << " threads, " << kernels[i].smem_bytes
-         << " bytes of shared memory, device " << device;
-    throw std::runtime_error(text.str());
+    fail("launching Triton's ", kernels[i].name, " failed: ", status.message, "; grid ", kernels[i].programs, ", ",
+         kernels[i].threads, " threads, ", kernels[i].smem_bytes, " bytes of shared memory, device ", device);
   }
 }
 
@@ -149,28 +180,31 @@ const char* problem_of(const Function& does) {
 
 // These functions are no operators: programs that come with a model can call every operator there is, and here they
 // would write wherever they like.
+#define FFPA_FOR_PYTHON extern "C" __attribute__((visibility("default"))) const char*
+
+// Opens a library compiled on demand, and registers its instance of `spec` under `name`.
+FFPA_FOR_PYTHON ffpa_load_kernel(const char* path, const char* spec, const char* name) {
+  return ffpa::problem_of([&] { ffpa::load_instance(path, spec, name); });
+}
 
 // Finds the kernel of this name, loaded with this library or since.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_find_kernel(const char* name, const void** kernel) {
-  return ffpa::problem_of([&] { *kernel = &ffpa::find_instance(name); });
+FFPA_FOR_PYTHON ffpa_find_kernel(const char* name, const void** kernel) {
+  return ffpa::problem_of([&] { *kernel = ffpa::find_instance(name); });
 }
 
 // Enqueues a kernel with its Config's Params on PyTorch's current stream of `device`.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_launch(const void* kernel, const void* params,
-                                                                          std::size_t params_bytes, int device) {
+FFPA_FOR_PYTHON ffpa_launch(const void* kernel, const void* params, std::size_t params_bytes, int device) {
   return ffpa::problem_of(
       [&] { ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device); });
 }
 
 // Says whether kernels that Triton compiled take the parameters that Python describes.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_check_compiled(const ffpa::CompiledKernel* kernels,
-                                                                                  int count) {
+FFPA_FOR_PYTHON ffpa_check_compiled(const ffpa::CompiledKernel* kernels, int count) {
   return ffpa::problem_of([&] { std::for_each(kernels, kernels + count, ffpa::check); });
 }
 
 // Enqueues such kernels, one after another, on PyTorch's current stream of `device`. `tensors` are addresses.
-extern "C" __attribute__((visibility("default"))) const char* ffpa_launch_compiled(const ffpa::CompiledKernel* kernels,
-                                                                                   int count, const uint64_t* tensors,
-                                                                                   int device) {
+FFPA_FOR_PYTHON ffpa_launch_compiled(const ffpa::CompiledKernel* kernels, int count, const uint64_t* tensors,
+                                     int device) {
   return ffpa::problem_of([&] { ffpa::launch_all_compiled(kernels, count, tensors, device); });
 }

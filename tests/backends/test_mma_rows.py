@@ -79,7 +79,7 @@ def test_maxima_that_move_emulated(acc, steepness, falling):
 def test_shared_memory_is_what_the_kernel_asks_for():
     for spec in SHIPPED:
         for stages in (1, 2):
-            smem, _ = emulated.launch_shape(spec, spec.head_dim, stages, True)
+            smem, _ = emulated.launch_shape(spec, d_qk=spec.head_dim, stages=stages, q_resident=True)
             assert levels.smem_bytes(spec, spec.head_dim, stages, True) == smem
 
 

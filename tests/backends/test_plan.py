@@ -34,7 +34,7 @@ def test_shared_memory_is_what_the_kernel_asks_for():
         for d_qk, stages, q_resident in ((8, 1, True), (spec.columns, 2, True), (1152, 4, False), (520, 3, True)):
             assert (
                 levels.smem_bytes(spec, d_qk, stages, q_resident)
-                == emulated.launch_shape(spec, d_qk, stages, q_resident)[0]
+                == emulated.launch_shape(spec, d_qk=d_qk, stages=stages, q_resident=q_resident)[0]
             )
 
 

@@ -151,9 +151,10 @@ def test_emulated(level, case, flags, words, rings, monkeypatch):
     assert report["kernel"].endswith(words) and report["bank_conflict_ratio"] <= 1.001
 
     plan = plans[-1]
-    settings = plan.spec, case.d, plan.stages, plan.q_resident, plan.value_stages
-    smem, grid = emulated.launch_shape(*settings, plan.grid_of_heads, heads=3, batch=2)
-    assert smem == levels.smem_bytes(*settings)
+    names = "stages", "q_resident", "value_stages", "grid_of_heads"
+    numbers = {name: getattr(plan, name) for name in names}
+    smem, grid = emulated.launch_shape(plan.spec, d_qk=case.d, heads_q=3, batch=2, **numbers)
+    assert smem == levels.smem_bytes(plan.spec, case.d, plan.stages, plan.q_resident, plan.value_stages)
     assert grid[1:] == ((3, 2) if "ENABLE_FFPA_LAUNCH_GRID_DNHB" in flags else (1, 1)) and math.prod(grid) == 6
 
 

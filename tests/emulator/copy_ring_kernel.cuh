@@ -78,7 +78,7 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
   }
   if (bug != RingBug::kNoSyncAfterInit) ptx::sync_block();
 
-  ptx::cp_async_16(resident + mine, input + thread * 4);
+  ptx::cp_async_16_or_zero(true, resident + mine, input + thread * 4);
   ptx::cp_async_commit_group();
 
   RingPosition filling(slots, kSlotBytes);
@@ -90,7 +90,7 @@ void copy_ring_kernel(const uint32_t* input, uint32_t* output, int steps, int sl
     }
     if (bug == RingBug::kArrivesBeforeItsCopy) ptx::cp_async_mbarrier_arrive(full_slot);
     const int source_row = 1 + min_of(step, steps - 1);
-    ptx::cp_async_16(slots_smem + filling.offset() + mine, input + (source_row * kThreads + thread) * 4);
+    ptx::cp_async_16_or_zero(true, slots_smem + filling.offset() + mine, input + (source_row * kThreads + thread) * 4);
     if (bug == RingBug::kOrdinaryArrival) {
       ptx::mbarrier_arrive(full_slot);
     } else if (bug == RingBug::kOneLaneArrivesForWarp) {

@@ -32,26 +32,27 @@ FFPA_KERNEL(32, 1) void divergent_shuffle_kernel(const uint32_t*, uint32_t* outp
 }
 
 FFPA_KERNEL(32, 1) void copy_never_awaited_kernel(const uint32_t* input, uint32_t*) {
-  ptx::cp_async_16(ptx::dynamic_smem() + ptx::lane_id() * 16, input + ptx::lane_id() * 4);
+  ptx::cp_async_16_or_zero(true, ptx::dynamic_smem() + ptx::lane_id() * 16, input + ptx::lane_id() * 4);
   ptx::cp_async_commit_group();
 }
 
 // wait_group covers committed groups only.
 FFPA_KERNEL(32, 1) void copy_never_committed_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t mine = ptx::dynamic_smem() + ptx::lane_id() * 16;
-  ptx::cp_async_16(mine, input + ptx::lane_id() * 4);
+  ptx::cp_async_16_or_zero(true, mine, input + ptx::lane_id() * 4);
   ptx::cp_async_wait_group<0>();
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
-  ptx::cp_async_wait_all();
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
 }
 
 // An mbarrier tracks the copies and they may well have landed, but the thread has not waited for it.
 FFPA_KERNEL(32, 1) void tracked_copy_not_awaited_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t barrier = ptx::dynamic_smem();
-  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 16;
   if (ptx::lane_id() == 0) ptx::mbarrier_init(barrier, 32);
   ptx::sync_block();
-  ptx::cp_async_4(mine, input + ptx::lane_id());
+  ptx::cp_async_16_or_zero(true, mine, input + ptx::lane_id() * 4);
   ptx::cp_async_mbarrier_arrive(barrier);
   for (int i = 0; i < 32; ++i) ptx::sync_warp();
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
@@ -61,39 +62,42 @@ FFPA_KERNEL(32, 1) void tracked_copy_not_awaited_kernel(const uint32_t* input, u
 // The arrival of the copies says nothing about the ordinary stores before it.
 FFPA_KERNEL(64, 1) void store_before_tracked_copy_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t barrier = ptx::dynamic_smem();
-  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 16;
   if (ptx::thread_x() == 0) ptx::mbarrier_init(barrier, 32);
   ptx::sync_block();
   if (ptx::thread_x() < 32) {
     ptx::st_shared_4(mine, 1);
-    ptx::cp_async_4(mine + 128, input + ptx::lane_id());
+    ptx::cp_async_16_or_zero(true, mine + 512, input + ptx::lane_id() * 4);
     ptx::cp_async_mbarrier_arrive(barrier);
-    ptx::cp_async_wait_all();
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
   } else {
     ptx::mbarrier_wait(barrier, 0);
-    ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine) + ptx::ld_shared_4(mine + 128));
+    ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine) + ptx::ld_shared_4(mine + 512));
   }
 }
 
 // Warp 1 knows warp 0's copies from the mbarrier and puts its own in their place. Warp 0's wait does not cover those.
 FFPA_KERNEL(64, 1) void wait_for_overwritten_copy_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t barrier = ptx::dynamic_smem();
-  const uint32_t mine = barrier + 128 + ptx::lane_id() * 4;
+  const uint32_t mine = barrier + 128 + ptx::lane_id() * 16;
   if (ptx::thread_x() == 0) ptx::mbarrier_init(barrier, 32);
   ptx::sync_block();
   if (ptx::thread_x() < 32) {
-    ptx::cp_async_4(mine, input + ptx::lane_id());
+    ptx::cp_async_16_or_zero(true, mine, input + ptx::lane_id() * 4);
     ptx::cp_async_mbarrier_arrive(barrier);
     ptx::bar_sync(1, 64);
-    ptx::cp_async_wait_all();
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
     ptx::bar_sync(2, 64);
   } else {
     ptx::mbarrier_wait(barrier, 0);
-    ptx::cp_async_4(mine, input + ptx::lane_id());
+    ptx::cp_async_16_or_zero(true, mine, input + ptx::lane_id() * 4);
     ptx::bar_sync(1, 64);
     ptx::bar_sync(2, 64);
     ptx::st_global_4(output + ptx::lane_id(), ptx::ld_shared_4(mine));
-    ptx::cp_async_wait_all();
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
   }
 }
 

@@ -70,15 +70,6 @@ def ld_global_2(words):
     return words.view(np.uint16)[::-1].copy().view(np.uint32)
 
 
-def cp_async(size):
-    def define(words):
-        source = words.view(np.uint8).reshape(32, size)
-        keep = np.arange(size)[None, :] < (LANES % (size + 1))[:, None]
-        return np.where(keep, source, 0).astype(np.uint8).ravel().view(np.uint32)
-
-    return define
-
-
 def cp_async_16_or_zero(words):
     return np.where((LANES % 2 == 0)[:, None], words.reshape(32, 4), 0).astype(np.uint32).ravel()
 
@@ -339,7 +330,8 @@ def mbarrier_wait(words):
 
 
 def tracked_and_awaited(words):
-    return np.concatenate([words + np.uint32(1), words[::-1] + np.uint32(2)])
+    copied = words[::4]
+    return np.concatenate([copied + np.uint32(1), copied[::-1] + np.uint32(2)])
 
 
 def copy_ring(words, threads, slots):
@@ -463,8 +455,6 @@ EXACT = {
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
     "ld_global_8": reversed_lanes(2),
     "ld_global_16": reversed_lanes(4),
-    "cp_async_4": cp_async(4),
-    "cp_async_16": cp_async(16),
     "cp_async_16_or_zero": cp_async_16_or_zero,
     "cp_async_wait_group": lambda words: words,
     "ldmatrix_x4": ldmatrix(False),
@@ -497,7 +487,7 @@ EXACT = {
     "tile/accumulator_f16": accumulator(lambda x: x.astype(np.float16).astype(np.float32)),
     "tile/stage_ring": stage_ring,
     "mbarrier_wait": mbarrier_wait,
-    "cp_async_mbarrier_arrive/and_wait_all": tracked_and_awaited,
+    "cp_async_mbarrier_arrive/and_wait": tracked_and_awaited,
     "cp_async_mbarrier_arrive/ring_64": copy_rings(64),
     "cp_async_mbarrier_arrive/ring_256": copy_rings(256),
     "elect_one": lambda words: np.ones(32, np.uint32),

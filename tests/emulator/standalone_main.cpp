@@ -28,7 +28,7 @@ bool attention_is_right(uint64_t seed) {
   for (auto* tensor : {&q, &k, &v}) {
     for (uint16_t& value : *tensor) {
       state = state * 1664525 + 1013904223;
-      value = half_from_float(float(int(state >> 16) % 2000 - 1000) * 1e-3f).bits;
+      value = from_float<Half>(float(int(state >> 16) % 2000 - 1000) * 1e-3f).bits;
     }
   }
   emu::Options options;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <map>
 #include <string>
 
@@ -11,8 +12,8 @@ namespace ffpa {
 
 struct EmulatedInstance {
   std::size_t params_bytes;
-  LaunchStatus (*launch)(const void* params);
-  LaunchShape (*shape)(const void* params);
+  LaunchStatus (*launch)(const std::string& params);
+  LaunchShape (*shape)(const std::string& params);
 };
 
 inline std::map<std::string, EmulatedInstance>& emulated_instances() {
@@ -21,17 +22,19 @@ inline std::map<std::string, EmulatedInstance>& emulated_instances() {
 }
 
 template <class Config, auto kKernel>
-struct Emulated {
+EmulatedInstance emulated_instance() {
   using Params = typename Config::Params;
-
-  static EmulatedInstance instance() {
-    const auto shape = [](const void* params) { return Config::launch_shape(*static_cast<const Params*>(params)); };
-    const auto launch = [](const void* params) {
-      const Params& typed = *static_cast<const Params*>(params);
-      return launch_config<Config, kKernel>(typed, Config::launch_shape(typed), nullptr);
-    };
-    return {sizeof(Params), launch, shape};
-  }
-};
+  // Python has their bytes in a string of its own, which is not aligned.
+  static constexpr auto read = [](const std::string& bytes) {
+    Params params;
+    std::memcpy(&params, bytes.data(), sizeof(params));
+    return params;
+  };
+  const auto launch = [](const std::string& bytes) {
+    const Params params = read(bytes);
+    return launch_config<Config, kKernel>(params, Config::launch_shape(params), nullptr);
+  };
+  return {sizeof(Params), launch, [](const std::string& bytes) { return Config::launch_shape(read(bytes)); }};
+}
 
 }  // namespace ffpa

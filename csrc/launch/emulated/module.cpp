@@ -3,8 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstddef>
-#include <cstring>
 #include <deque>
 #include <stdexcept>
 #include <string>
@@ -21,52 +19,20 @@ namespace {
 
 using MemoryTuple = std::tuple<uintptr_t, size_t, bool>;  // address, bytes, whether a kernel may write them
 
-void configure(int arch, uint64_t seed, bool exact, int os_threads) {
-  emu::Options options;
-  options.arch = arch;
-  options.seed = seed;
-  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
-  options.os_threads = os_threads;
-  emu::set_current_options(options);
-}
-
-// A kernel with its Params, whose bytes Python has in a string of its own.
-class Call {
- public:
-  Call(const std::string& kernel, const std::string& params)
-      : instance_(emulated_instances().at(kernel)), params_(params.size() / sizeof(std::max_align_t) + 1) {
-    if (params.size() != instance_.params_bytes) throw std::invalid_argument(kernel + ": parameters of another size");
-    std::memcpy(params_.data(), params.data(), params.size());
-  }
-
-  LaunchStatus launch() const { return instance_.launch(params_.data()); }
-  LaunchShape shape() const { return instance_.shape(params_.data()); }
-
- private:
-  const EmulatedInstance& instance_;
-  std::vector<std::max_align_t> params_;
-};
-
-// Runs a kernel, which may touch no other memory than this. Returns the message of a failed run, or an empty one.
-std::string launch_kernel(const std::string& kernel, const py::bytes& params, const std::vector<MemoryTuple>& memory) {
-  const Call call(kernel, params);
-  std::deque<emu::RegisteredRange> ranges;
-  for (const auto& [address, bytes, writes] : memory) {
-    ranges.emplace_back(reinterpret_cast<void*>(address), bytes,
-                        writes ? emu::Access::kReadWrite : emu::Access::kReadOnly);
-  }
-  const py::gil_scoped_release release;
-  return call.launch().message;
+// Returns the kernel of this name, which must take parameters of this size.
+const EmulatedInstance& find_instance(const std::string& kernel, const std::string& params) {
+  const EmulatedInstance& instance = emulated_instances().at(kernel);
+  if (params.size() != instance.params_bytes) throw std::invalid_argument(kernel + ": parameters of another size");
+  return instance;
 }
 
 // Returns (bytes of shared memory, grid) of a launch.
-std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::string& kernel, const py::bytes& params) {
-  const LaunchShape shape = Call(kernel, params).shape();
+std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> launch_shape(const std::string& kernel, const std::string& params) {
+  const LaunchShape shape = find_instance(kernel, params).shape(params);
   return {shape.smem_bytes, shape.grid.x, shape.grid.y, shape.grid.z};
 }
 
-py::dict take_report() {
-  const emu::Report report = emu::take_session_report();
+py::dict to_python(const emu::Report& report) {
   int64_t wavefronts = 0, ideal = 0;
   for (const auto& [instruction, conflicts] : report.bank_conflicts) {
     wavefronts += conflicts.wavefronts;
@@ -79,12 +45,34 @@ py::dict take_report() {
                   py::arg("bank_conflict_ratio") = ideal ? double(wavefronts) / double(ideal) : 1.0);
 }
 
+// Runs a kernel, which may touch no other memory than this. Returns the message of a failed run, or an empty one, and
+// the report.
+py::tuple run(const std::string& kernel, const std::string& params, const std::vector<MemoryTuple>& memory, int arch,
+              uint64_t seed, bool exact, int os_threads) {
+  const EmulatedInstance& instance = find_instance(kernel, params);
+  emu::Options options;
+  options.arch = arch;
+  options.seed = seed;
+  if (exact) options.accumulation = arch >= emu::kSm90 ? emu::Accumulation::kHopper : emu::Accumulation::kAmpere;
+  options.os_threads = os_threads;
+  emu::set_current_options(options);
+  std::deque<emu::RegisteredRange> ranges;
+  for (const auto& [address, bytes, writes] : memory) {
+    ranges.emplace_back(reinterpret_cast<void*>(address), bytes,
+                        writes ? emu::Access::kReadWrite : emu::Access::kReadOnly);
+  }
+  LaunchStatus status;
+  {
+    const py::gil_scoped_release release;
+    status = instance.launch(params);
+  }
+  return py::make_tuple(status.message, to_python(emu::take_session_report()));
+}
+
 }  // namespace
 }  // namespace ffpa
 
 PYBIND11_MODULE(ffpa_emulated, module) {
-  module.def("configure", &ffpa::configure);
-  module.def("launch", &ffpa::launch_kernel);
+  module.def("run", &ffpa::run);
   module.def("launch_shape", &ffpa::launch_shape);
-  module.def("take_report", &ffpa::take_report);
 }

@@ -1,5 +1,5 @@
-// Loads and stores of 2, 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers). From
-// global memory, single bytes can be loaded too; there is also an atomic addition on it.
+// Loads and stores of 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers), where there
+// are also those of 2 bytes, loads of single bytes, and an atomic addition.
 //
 // Addresses must be multiples of the access size. Values of 8 and 16 bytes are arrays of 32-bit registers, lowest
 // address first.
@@ -8,18 +8,12 @@
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/native/call_site.cuh"
+#include "ptx/call_site.h"
 
 namespace ffpa::ptx {
 
 // ld.shared / st.shared, "Data Movement and Conversion Instructions: ld, st". They are volatile with a memory clobber
 // because the compiler does not know that these addresses alias the targets of cp.async and ldmatrix.
-FFPA_DEVICE uint16_t ld_shared_2(uint32_t address) {
-  uint16_t value;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-  return value;
-}
-
 FFPA_DEVICE uint32_t ld_shared_4(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -35,10 +29,6 @@ FFPA_DEVICE void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite =
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "r"(address)
                : "memory");
-}
-
-FFPA_DEVICE void st_shared_2(uint32_t address, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
 FFPA_DEVICE void st_shared_4(uint32_t address, uint32_t value) {
@@ -85,9 +75,6 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "memory");
 }
 
-// prefetch.global.L2: asks for the line that holds this address, which must be valid. Nothing waits for it.
-FFPA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 FFPA_DEVICE void st_global_2(void* address, uint16_t value) {
   asm volatile("st.global.b16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
 }
@@ -111,6 +98,45 @@ FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
+}
+
+// cp.async: copies from global to shared memory that run beside the thread and end at a wait.
+//
+// The bytes are visible to the issuing thread after cp_async_wait_group, and to other threads only after a barrier that
+// follows it. Instead, cp_async_mbarrier_arrive can make an mbarrier wait for them: it arrives when all copies that
+// this thread has issued so far, in committed groups or not, have landed. A thread that has waited for that phase, the
+// issuing one or another, sees the copies. It sees nothing else that the issuing thread did: ordinary stores and loads
+// need an mbarrier_arrive of their own. Either way, a thread exits only when its copies have landed.
+
+// cp.async with ignore-src, "Data Movement and Conversion Instructions: cp.async": copies 16 bytes; where `exists` is
+// false the destination becomes zeros and the source is not read. This costs one predicate, while a source size costs
+// the arithmetic of another address. `.cg` caches in L2 only: a tile is read once per block, so L1 is better left to
+// others. `.L2::128B` asks L2 to fetch whole lines: rows are read to their end anyway.
+FFPA_DEVICE void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem,
+                                     CallSite = CallSite()) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred missing;\n"
+      "  setp.eq.b32 missing, %0, 0;\n"
+      "  cp.async.cg.shared.global.L2::128B [%1], [%2], 16, missing;\n"
+      "}" ::"r"(static_cast<int>(exists)),
+      "r"(destination_smem), "l"(source_gmem)
+      : "memory");
+}
+
+// cp.async.commit_group: closes the group of all copies this thread has issued since the last one (maybe none).
+FFPA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group: waits until at most `kPending` of the thread's latest groups are still in flight.
+template <int kPending>
+FFPA_DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive, "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive".
+// `.noinc`: the arrival is one of those that mbarrier_init counts; without it the barrier would expect one more.
+FFPA_DEVICE void cp_async_mbarrier_arrive(uint32_t barrier_smem) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_smem) : "memory");
 }
 
 }  // namespace ffpa::ptx

@@ -19,9 +19,9 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "ptx/descriptors.h"
 #include "ptx/launch_types.h"
 #include "ptx/native/driver.h"
-#include "ptx/tensor_map_spec.h"
 
 namespace ffpa::ptx {
 
@@ -113,6 +113,21 @@ FFPA_DEVICE void bulk_wait_group_read() {
 template <int kPending>
 FFPA_DEVICE void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.bulk: copies from the shared memory of this block to that of block `rank` of the cluster, and completes on
+// the mbarrier at this address there. Whoever has waited for that phase knows that the source has been read, too.
+FFPA_DEVICE void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t bytes, uint32_t barrier_smem,
+                               uint32_t rank) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 destination, barrier;\n"
+      "  mapa.shared::cluster.u32 destination, %0, %4;\n"
+      "  mapa.shared::cluster.u32 barrier, %3, %4;\n"
+      "  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [destination], [%1], %2, [barrier];\n"
+      "}" ::"r"(destination_smem),
+      "r"(source_smem), "r"(bytes), "r"(barrier_smem), "r"(rank)
+      : "memory");
 }
 
 // fence.proxy.async: makes the writes to shared memory that this thread made through the generic proxy (st.shared,

@@ -14,7 +14,7 @@
 
 #include "base/compiler.h"
 #include "base/types.h"
-#include "ptx/wgmma_descriptor.h"
+#include "ptx/descriptors.h"
 
 namespace ffpa::ptx {
 
@@ -122,6 +122,21 @@ FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b
   FFPA_WGMMA_RS(192, "%96, %97, %98, %99", "%100", "%101", "%102")
   FFPA_WGMMA_RS(224, "%112, %113, %114, %115", "%116", "%117", "%118")
   FFPA_WGMMA_RS(256, "%128, %129, %130, %131", "%132", "%133", "%134")
+}
+
+// setmaxnreg (sm_90a), "Miscellaneous Instructions: setmaxnreg": moves registers from warpgroups that need few to those
+// that need many. Every warp of a warpgroup executes it. kRegisters counts registers per thread: 24 … 256, a multiple
+// of 8. It takes effect only in kernels whose FFPA_KERNEL names the number of blocks per SM.
+template <int kRegisters>
+FFPA_DEVICE void increase_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "setmaxnreg takes 24, 32, ... 256");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+FFPA_DEVICE void decrease_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "setmaxnreg takes 24, 32, ... 256");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 }  // namespace ffpa::ptx

@@ -212,7 +212,7 @@ def compile_library(
             table = directory / "table.cpp"
             write_if_changed(table, generation.table_source(kernels))
             objects["table.o"] = Object("host", table)
-            for source in sorted((*root.glob("launch/*.cpp"), *root.glob("torch_ops/*.cpp"))):
+            for source in sorted(root.glob("torch_ops/*.cpp")):
                 objects[f"{source.parent.name}_{source.stem}.o"] = Object("host", source)
         library = directory / "library.so"
         write_ninja(directory / "build.ninja", _RULES, variables, objects, library.name)

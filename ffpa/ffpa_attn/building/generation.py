@@ -57,7 +57,7 @@ def emulated_source(specs: Iterable[KernelSpec]) -> str:
         f"""{config_source(spec)}
 static const bool {spec.name}_registered =
     ffpa::emulated_instances()
-        .emplace("{spec.name}", ffpa::Emulated<{spec.name}, ffpa::{spec.family}<{spec.name}>>::instance())
+        .emplace("{spec.name}", ffpa::emulated_instance<{spec.name}, ffpa::{spec.family}<{spec.name}>>())
         .second;
 """
         for spec in specs
@@ -71,7 +71,7 @@ def table_source(specs: Iterable[KernelSpec]) -> str:
     declarations = "\n".join(f'extern "C" const ffpa::Instance {symbol};' for symbol in symbols)
     entries = "\n".join(f"    &{symbol}," for symbol in symbols)
     return f"""// Written by ffpa_attn/building/generation.py.
-#include "launch/registry.h"
+#include "launch/instance.h"
 
 {declarations}
 

@@ -52,32 +52,14 @@ def _module_with(spec: KernelSpec):
 RESIDENT_BLOCKS = 2  # the emulated GPU holds so many blocks of a kernel with scratch
 
 
-def launch_shape(
-    spec: KernelSpec,
-    d_qk: int,
-    stages: int,
-    q_resident: bool,
-    value_stages: int = 0,
-    grid_of_heads: bool = False,
-    heads: int = 1,
-    batch: int = 1,
-) -> tuple[int, tuple[int, int, int]]:
-    """Returns (bytes of shared memory, grid) as the kernel itself says, for one row tile of each head."""
-    kind = structs.struct("AttentionParams")
-    params = kind(
-        d_qk=d_qk, d_v=1, n_q=1, heads_q=heads, group=1, batch=batch, splits=1, tile_heads=1, resident_blocks=2**31 - 1
-    )
-    params.stages, params.value_stages, params.q_resident = stages, value_stages, q_resident
-    params.grid_of_heads = grid_of_heads
+def launch_shape(spec: KernelSpec, **numbers: int) -> tuple[int, tuple[int, int, int]]:
+    """Returns (bytes of shared memory, grid) as the kernel itself says, for one row tile of each head and these numbers
+    of its AttentionParams.
+    """
+    ones = dict.fromkeys(("d_v", "n_q", "heads_q", "group", "batch", "splits", "tile_heads"), 1)
+    params = structs.struct("AttentionParams")(**{**ones, "resident_blocks": 2**31 - 1, **numbers})
     smem, *grid = _module_with(spec).launch_shape(spec.name, bytes(params))
     return smem, tuple(grid)
-
-
-def _configured(spec: KernelSpec):
-    module = _module_with(spec)
-    arch = env.run_flags()["FFPA_EMULATE"]
-    module.configure(int(arch.removeprefix("sm_").rstrip("a")), _settings.seed, _settings.exact, os.cpu_count() or 1)
-    return module
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -89,13 +71,13 @@ def launch(spec: KernelSpec, params: bytes, memory: list[tuple[torch.Tensor, str
     """Runs a kernel, which may touch no other memory than this. Where it is to write all, NaN shows what it leaves
     unwritten, or reads before it writes.
     """
-    module = _configured(spec)
     for x, use in memory:
         if use == WRITE:
             x.fill_(torch.nan if x.is_floating_point() else 0x7F)  # this is NaN in 8-bit floats
     ranges = [(x.data_ptr(), _extent(x), use != READ) for x, use in memory]
-    message = module.launch(spec.name, params, ranges)
-    report = module.take_report()
+    arch = int(env.run_flags()["FFPA_EMULATE"].removeprefix("sm_").rstrip("a"))
+    options = arch, _settings.seed, _settings.exact, os.cpu_count() or 1
+    message, report = _module_with(spec).run(spec.name, params, ranges, *options)
     if _settings.reports is not None:
         _settings.reports.append({"kernel": spec.name, **report})
     if message:

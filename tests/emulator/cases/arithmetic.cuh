@@ -1,4 +1,4 @@
-// Cases for ptx/native/convert.cuh and ptx/native/math.cuh.
+// Cases for ptx/native/arithmetic.cuh.
 #pragma once
 
 #include "cases/case.h"

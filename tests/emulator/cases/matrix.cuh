@@ -1,4 +1,4 @@
-// Cases for ptx/native/ldmatrix.cuh and ptx/native/mma.cuh.
+// Cases for ptx/native/matrix.cuh.
 #pragma once
 
 #include <type_traits>

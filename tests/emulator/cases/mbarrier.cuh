@@ -1,4 +1,4 @@
-// Cases for the part of ptx/native/mbarrier.cuh that sm_80 has, and for cp.async that mbarriers track.
+// Cases for the mbarriers of ptx/native/threads.cuh that sm_80 has, and for cp.async that mbarriers track.
 #pragma once
 
 #include "cases/case.h"
@@ -46,14 +46,15 @@ FFPA_KERNEL(64, 1) void tracked_and_awaited_kernel(const uint32_t* input, uint32
   if (thread == 0) ptx::mbarrier_init(full, 64);
   ptx::sync_block();
   if (thread < 32) {
-    ptx::cp_async_4(buffer + lane * 4, input + lane);
+    ptx::cp_async_16_or_zero(true, buffer + lane * 16, input + lane * 4);
     ptx::cp_async_mbarrier_arrive(full);
-    ptx::cp_async_wait_all();
-    ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + lane * 4) + 1);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + lane * 16) + 1);
   } else {
     ptx::mbarrier_arrive(full);
     ptx::mbarrier_wait(full, 0);
-    ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + (31 - lane) * 4) + 2);
+    ptx::st_global_4(output + thread, ptx::ld_shared_4(buffer + (31 - lane) * 16) + 2);
   }
 }
 
@@ -77,8 +78,8 @@ inline std::vector<Case> mbarrier_cases() {
   };
   return {
       {"mbarrier_wait", 80, Input::kBits, 32, 32, 0, run_kernel<mbarrier_kernel, 64, 512>},
-      {"cp_async_mbarrier_arrive/and_wait_all", 80, Input::kBits, 32, 64, 0,
-       run_kernel<tracked_and_awaited_kernel, 64, 256>},
+      {"cp_async_mbarrier_arrive/and_wait", 80, Input::kBits, 128, 64, 0,
+       run_kernel<tracked_and_awaited_kernel, 64, 640>},
       ring_case("cp_async_mbarrier_arrive/ring_64", 64, run_copy_rings<64>),
       ring_case("cp_async_mbarrier_arrive/ring_256", 256, run_copy_rings<256>),
   };

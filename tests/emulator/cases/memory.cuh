@@ -1,4 +1,4 @@
-// Cases for ptx/native/memory.cuh and ptx/native/async_copy.cuh.
+// Cases for ptx/native/memory.cuh.
 #pragma once
 
 #include "cases/case.h"
@@ -6,7 +6,8 @@
 
 namespace ffpa::cases {
 
-// Each size goes from global to shared memory and, after a __syncwarp, from the opposite lane's place to the output.
+// Sizes from 4 on go from global to shared memory and, after a __syncwarp, from the opposite lane's place to the
+// output.
 
 FFPA_KERNEL(32, 1) void memory_1_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
@@ -15,16 +16,13 @@ FFPA_KERNEL(32, 1) void memory_1_kernel(const uint32_t* input, uint32_t* output)
 
 FFPA_KERNEL(32, 1) void memory_2_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
-  const uint32_t smem = ptx::dynamic_smem();
-  ptx::st_shared_2(smem + lane * 2, ptx::ld_global_2(reinterpret_cast<const uint16_t*>(input) + lane));
-  ptx::sync_warp();
-  ptx::st_global_2(reinterpret_cast<uint16_t*>(output) + lane, ptx::ld_shared_2(smem + (31 - lane) * 2));
+  const uint16_t value = ptx::ld_global_2(reinterpret_cast<const uint16_t*>(input) + 31 - lane);
+  ptx::st_global_2(reinterpret_cast<uint16_t*>(output) + lane, value);
 }
 
 FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
-  ptx::prefetch_l2(input + lane);  // this changes nothing
   ptx::st_shared_4(smem + lane * 4, ptx::ld_global_4(input + lane));
   ptx::sync_warp();
   ptx::st_global_4(output + lane, ptx::ld_shared_4(smem + (31 - lane) * 4));
@@ -73,23 +71,6 @@ inline std::vector<Case> memory_cases() {
 }
 
 // cp.async: lane l copies its bytes with source size l % (size + 1); the rest of the destination must become zero.
-template <int kBytes>
-FFPA_KERNEL(32, 1)
-void cp_async_kernel(const uint32_t* input, uint32_t* output) {
-  constexpr int kWords = kBytes / 4;
-  const int lane = ptx::lane_id();
-  const uint32_t smem = ptx::dynamic_smem();
-  const uint32_t mine = smem + lane * kBytes;
-  for (int i = 0; i < kWords; ++i) ptx::st_shared_4(mine + i * 4, 0x11111111u * (i + 1));
-  const uint32_t* source = input + lane * kWords;
-  const int source_bytes = lane % (kBytes + 1);
-  if (kBytes == 16) ptx::cp_async_16(mine, source, source_bytes);
-  if (kBytes == 4) ptx::cp_async_4(mine, source, source_bytes);
-  ptx::cp_async_wait_all();
-  ptx::sync_warp();
-  for (int i = 0; i < kWords; ++i) ptx::st_global_4(output + lane * kWords + i, ptx::ld_shared_4(mine + i * 4));
-}
-
 // Odd lanes have no source, and get zeros.
 FFPA_KERNEL(32, 1) void cp_async_or_zero_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
@@ -97,7 +78,8 @@ FFPA_KERNEL(32, 1) void cp_async_or_zero_kernel(const uint32_t* input, uint32_t*
   for (int i = 0; i < 4; ++i) ptx::st_shared_4(mine + i * 4, 7);
   const bool exists = lane % 2 == 0;
   ptx::cp_async_16_or_zero(exists, mine, exists ? input + lane * 4 : nullptr);
-  ptx::cp_async_wait_all();
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
   for (int i = 0; i < 4; ++i) ptx::st_global_4(output + lane * 4 + i, ptx::ld_shared_4(mine + i * 4));
 }
 
@@ -106,7 +88,7 @@ FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* 
   const int lane = ptx::lane_id();
   const uint32_t mine = ptx::dynamic_smem() + lane * 16;
   for (int group = 0; group < 4; ++group) {
-    ptx::cp_async_16(mine + group * 512, input + group * 128 + lane * 4);
+    ptx::cp_async_16_or_zero(true, mine + group * 512, input + group * 128 + lane * 4);
     ptx::cp_async_commit_group();
   }
   for (int group = 0; group < 4; ++group) {
@@ -122,8 +104,6 @@ FFPA_KERNEL(32, 1) void cp_async_groups_kernel(const uint32_t* input, uint32_t* 
 
 inline std::vector<Case> async_copy_cases() {
   return {
-      warp_case<cp_async_kernel<4>, 128>("cp_async_4", Input::kBits, 1, 1),
-      warp_case<cp_async_kernel<16>, 512>("cp_async_16", Input::kBits, 4, 4),
       warp_case<cp_async_or_zero_kernel, 512>("cp_async_16_or_zero", Input::kBits, 4, 4),
       warp_case<cp_async_groups_kernel, 2048>("cp_async_wait_group", Input::kBits, 16, 16),
   };

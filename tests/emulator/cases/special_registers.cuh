@@ -1,4 +1,5 @@
-// Cases for ptx/native/special_registers.cuh, ptx/native/kernel_order.cuh and ptx/native/barrier.cuh.
+// Cases for the other functions of ptx/native/threads.cuh: special registers, barriers of a block, the order of
+// kernels.
 #pragma once
 
 #include "cases/case.h"

@@ -37,7 +37,8 @@ void tile_product_kernel(const uint32_t* input, uint32_t* output) {
                                                           {a_gmem, kRowBytesA / 2, kStoredRowsA, kRowBytesA / 2}, lane);
   tile::copy_tile_async<kStoredRowsB, kRowBytesB / 2, 32>(b_smem, kLayoutB,
                                                           {b_gmem, kRowBytesB / 2, kStoredRowsB, kRowBytesB / 2}, lane);
-  ptx::cp_async_wait_all();
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
   ptx::sync_warp();
 
   float c[2][4] = {};
@@ -78,7 +79,8 @@ void guarded_copy_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t smem = ptx::dynamic_smem();
   const tile::GmemWindow matrix{reinterpret_cast<const uint16_t*>(input), 48, 21, 40};
   tile::copy_tile_async<kRows, kColumns, 64>(smem, kLayout, tile::window_at(matrix, 3, 8), thread);
-  ptx::cp_async_wait_all();
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
   ptx::sync_block();
   tile::store_tile<kRows, kColumns, 64>({reinterpret_cast<uint16_t*>(output), kColumns, kRows, kColumns}, smem, kLayout,
                                         thread);
@@ -95,7 +97,8 @@ void row_layout_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t smem = ptx::dynamic_smem();
   const tile::GmemWindow matrix{reinterpret_cast<const uint16_t*>(input), kColumns, kLayoutRows, kColumns};
   tile::copy_tile_async<kLayoutRows, kColumns, 32>(smem, kLayout, matrix, lane);
-  ptx::cp_async_wait_all();
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
   ptx::sync_warp();
   for (int chunk = 0; chunk < kRowBytes / tile::kChunkBytes; ++chunk) {
     uint32_t pairs[kLayoutRows / 8];
@@ -161,7 +164,7 @@ void stage_ring_kernel(const uint32_t* input, uint32_t* output, int stages) {
     int filled = 0;
     const auto fill = [&] {
       if (filled == kStageRingSteps) return;
-      ptx::cp_async_16(ring.begin_fill() + thread * 16, item_in + (filled++ * kThreads + thread) * 4);
+      ptx::cp_async_16_or_zero(true, ring.begin_fill() + thread * 16, item_in + (filled++ * kThreads + thread) * 4);
       ring.end_fill();
     };
     for (int step = 0; step < ring.ahead(); ++step) fill();

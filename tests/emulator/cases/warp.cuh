@@ -1,4 +1,4 @@
-// Cases for ptx/native/warp.cuh.
+// Cases for what warps do in ptx/native/threads.cuh.
 #pragma once
 
 #include "cases/case.h"

@@ -50,6 +50,21 @@ struct OperandLayout {
   }
 };
 
+// Copies an operand, which is [extent][depth] in global memory, to shared memory, two neighbours of the layout at a
+// time.
+template <class Layout>
+FFPA_DEVICE void copy_operand(uint32_t smem, const uint16_t* gmem, int extent) {
+  constexpr int kDepth = Layout::kDepth;
+  constexpr int kPairs = Layout::kKMajor ? kDepth / 2 : kDepth;
+  for (int i = ptx::thread_x(); i < extent * kDepth / 2; i += kWgmmaThreads) {
+    const int mn = Layout::kKMajor ? i / kPairs : i / kPairs * 2;
+    const int k = Layout::kKMajor ? i % kPairs * 2 : i % kPairs;
+    const uint16_t* first = gmem + mn * kDepth + k;
+    const uint16_t* second = first + (Layout::kKMajor ? 1 : kDepth);
+    ptx::st_shared_4(smem + Layout::offset(mn, k), pack_bits(ptx::ld_global_2(first), ptx::ld_global_2(second)));
+  }
+}
+
 // `input`: A [64][depth], then B [N][depth], in pairs; `output`: [thread][N / 2]. Two 8-bit elements go as one of 16.
 template <class Element, int kN, Swizzle kSwizzle, ptx::OperandMajor kA, ptx::OperandMajor kB>
 FFPA_KERNEL(kWgmmaThreads, 1)
@@ -62,12 +77,8 @@ void wgmma_ss_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t b_smem = a_smem + kWgmmaRows * kDepth * 2;
   const uint16_t* a_gmem = reinterpret_cast<const uint16_t*>(input);
   const uint16_t* b_gmem = a_gmem + kWgmmaRows * kDepth;
-  for (int i = thread; i < kWgmmaRows * kDepth; i += kWgmmaThreads) {
-    ptx::st_shared_2(a_smem + LayoutA::offset(i / kDepth, i % kDepth), ptx::ld_global_2(a_gmem + i));
-  }
-  for (int i = thread; i < kN * kDepth; i += kWgmmaThreads) {
-    ptx::st_shared_2(b_smem + LayoutB::offset(i / kDepth, i % kDepth), ptx::ld_global_2(b_gmem + i));
-  }
+  copy_operand<LayoutA>(a_smem, a_gmem, kWgmmaRows);
+  copy_operand<LayoutB>(b_smem, b_gmem, kN);
   ptx::fence_proxy_async();
   ptx::sync_block();
 
@@ -98,9 +109,7 @@ void wgmma_rs_kernel(const uint32_t* input, uint32_t* output) {
   const uint32_t b_smem = ptx::dynamic_smem();
   const uint16_t* a_gmem = reinterpret_cast<const uint16_t*>(input);
   const uint16_t* b_gmem = a_gmem + kWgmmaRows * kDepth;
-  for (int i = thread; i < kN * kDepth; i += kWgmmaThreads) {
-    ptx::st_shared_2(b_smem + LayoutB::offset(i / kDepth, i % kDepth), ptx::ld_global_2(b_gmem + i));
-  }
+  copy_operand<LayoutB>(b_smem, b_gmem, kN);
   uint32_t a[kSteps][4];
   FFPA_UNROLL
   for (int step = 0; step < kSteps; ++step) {

@@ -2,10 +2,10 @@
 // swapcontext saves the signal mask, which takes two system calls of ~300 ns, and an emulated tile takes tens of
 // thousands of switches; this switch saves the six registers that the System V ABI asks a callee to preserve and takes
 // ~5 ns. Other machines (or -DFFPA_EMU_UCONTEXT) use swapcontext.
-#include "ptx/emulated/machine/context_switch.h"
-
 #include <cstdint>
 #include <cstring>
+
+#include "ptx/emulated/machine/machine.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 extern "C" {

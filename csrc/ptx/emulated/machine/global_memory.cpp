@@ -1,50 +1,38 @@
 #include "ptx/emulated/machine/global_memory.h"
 
-#include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/machine.h"
 
 namespace ffpa::emu {
 namespace {
 
-struct Registry {
-  std::mutex mutex;
-  RangesByBase by_base;
-};
-
-Registry& registry() {
-  static Registry instance;
-  return instance;
-}
+std::mutex registered_mutex;
+RangesByBase registered;
 
 }  // namespace
 
 RegisteredRange::RegisteredRange(const void* base, size_t bytes, Access access) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(base);
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  place_ = registry().by_base.insert({begin, {begin + bytes, access}});
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  place_ = registered.insert({begin, {begin + bytes, access}});
 }
 
 RegisteredRange::~RegisteredRange() {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().by_base.erase(place_);
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  registered.erase(place_);
 }
 
 GlobalMemory::GlobalMemory() {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  for (const auto& [base, range] : registry().by_base) {
-    if (range.end == base) continue;
-    by_base_.insert({base, range});
-    longest_ = std::max(longest_, range.end - base);
+  std::lock_guard<std::mutex> lock(registered_mutex);
+  for (const auto& [base, range] : registered) {
+    if (range.end != base) by_base_.insert({base, range});
   }
 }
 
 Verdict GlobalMemory::check(uintptr_t address, size_t bytes, Access wanted) const {
   Verdict verdict = Verdict::kOutside;
-  // Ranges may overlap, so walk back from the last one that starts at or before the access.
-  for (auto it = by_base_.upper_bound(address); it != by_base_.begin();) {
-    --it;
-    if (address - it->first >= longest_) break;
-    if (address + bytes > it->second.end) continue;
-    if (wanted == Access::kReadOnly || it->second.access == Access::kReadWrite) return Verdict::kFine;
+  for (const auto& [base, range] : by_base_) {
+    if (address < base || address + bytes > range.end) continue;
+    if (wanted == Access::kReadOnly || range.access == Access::kReadWrite) return Verdict::kFine;
     verdict = Verdict::kReadOnly;
   }
   return verdict;
@@ -74,6 +62,29 @@ std::string GlobalMemory::describe_neighbour(uintptr_t address, size_t bytes) co
   if (next == by_base_.end() || next->first - address >= kNear) return "";
   return format(" (starts %zu bytes before a range of %zu bytes)", size_t(next->first - address),
                 size_t(next->second.end - next->first));
+}
+
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                  const Instruction& instruction, Proxy proxy) {
+  const CallSite site = instruction.site;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+  if (begin % alignment) {
+    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
+  }
+  if (bytes == 0) return;
+  const Verdict verdict = machine->global->check(begin, bytes, access);
+  if (verdict == Verdict::kReadOnly) {
+    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
+  }
+  if (verdict == Verdict::kOutside) {
+    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
+         machine->global->describe_neighbour(begin, bytes).c_str());
+  }
+  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
+  if (!alone && access != Access::kAtomic && machine->options.check_races) {
+    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
+  }
+  if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
 }
 
 }  // namespace ffpa::emu

@@ -71,7 +71,6 @@ class GlobalMemory {
 
  private:
   RangesByBase by_base_;
-  uintptr_t longest_ = 0;
   std::mutex mutex_;
   GlobalMarks writers_;  // 1 + the cluster that wrote there
 };

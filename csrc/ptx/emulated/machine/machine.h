@@ -13,13 +13,17 @@
 #include <string>
 #include <vector>
 
-#include "ptx/emulated/machine/bulk_store.h"
-#include "ptx/emulated/machine/context_switch.h"
-#include "ptx/emulated/machine/global_memory.h"
-#include "ptx/emulated/machine/report.h"
+#include "ptx/emulated/machine/matrix.h"
 #include "ptx/emulated/machine/run.h"
-#include "ptx/emulated/machine/wgmma.h"
+#include "ptx/emulated/machine/tma.h"
 #include "ptx/launch_types.h"
+
+#if defined(__x86_64__) && !defined(FFPA_EMU_UCONTEXT)
+#define FFPA_EMU_FAST_SWITCH 1
+#else
+#define FFPA_EMU_FAST_SWITCH 0
+#include <ucontext.h>
+#endif
 
 namespace ffpa::emu {
 
@@ -53,9 +57,7 @@ struct VectorClock {
 // One cp.async that has been issued and not waited for.
 struct PendingCopy {
   uint32_t destination;
-  const uint8_t* source;
-  uint32_t bytes;
-  uint32_t source_bytes;
+  const uint8_t* source;  // null: it writes zeros
   uint32_t group;
   uint32_t time;  // time as copies_of(warp) counts it
   CallSite site;
@@ -82,6 +84,18 @@ struct Mbarrier {
   VectorClock completed;  // knowledge that a waiter gains
   int initialising_warp = 0;
   uint32_t initialised_at = 0;
+};
+
+// A suspended flow of control. A default-constructed one receives the caller's flow in switch_to.
+struct Context {
+#if FFPA_EMU_FAST_SWITCH
+  void* stack_pointer = nullptr;
+#else
+  ucontext_t registers;
+#endif
+  const void* stack_low = nullptr;  // AddressSanitizer has to know the stacks; unused otherwise
+  size_t stack_bytes = 0;
+  void* sanitizer_state = nullptr;
 };
 
 struct Lane {
@@ -130,6 +144,7 @@ struct Warp {
   uint32_t arrived = 0;
   Instruction op{"", {"", 0}};
   void* arguments[kWarpSize] = {};
+  uint32_t exchanged[kWarpSize] = {};  // the values of all lanes in the last shuffle or vote
 
   VectorClock clock;
   uint32_t sync_epoch = 1;   // advances at __syncwarp and every barrier: orders the lanes among themselves
@@ -166,8 +181,7 @@ struct ShadowWord {
   uint32_t copied_time = 0;  // kAsyncAgent's time when the last copy of the word to another block landed
   uint8_t writer = kNobody;  // cluster id of a warp, or kAsyncAgent
   uint8_t writer_lane = 0;
-  uint8_t written_bytes = 0;  // bit b is set if byte b was part of the last write
-  uint8_t reader = kNobody;   // last reader; Block::read_times has the times of all readers
+  uint8_t reader = kNobody;  // last reader; Block::read_times has the times of all readers
   uint8_t reader_lane = 0;
   uint16_t bulk_reads = 0;     // number of TMA stores and copies to another block that may still read it
   bool in_flight = false;      // true in the destination of an asynchronous copy that has not been waited for
@@ -248,6 +262,58 @@ inline void count_step(CallSite site) {
     fail("hang", site, "more than %lld emulated instructions", (long long)machine->options.max_steps);
   }
 }
+
+// Fails unless the current lane may access these bytes of global memory.
+void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                  const Instruction& instruction, Proxy proxy = Proxy::kGeneric);
+
+// mbarriers call this to complete the lane's copies up to this time (PendingCopy::time). Its own waits may still come.
+void land_tracked_copies(Lane& lane, uint32_t time);
+
+Mbarrier& find_mbarrier(uint32_t address, const Instruction& instruction);
+uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // stands for mapa
+bool has_exited(const Block& block);
+
+// Completes bytes of a copy that landed at this time of the TMA unit, and that its issuer began with this knowledge.
+void complete_bytes(Block& block, uint32_t barrier, uint32_t bytes, const VectorClock& issuer, uint32_t landed_at);
+
+// Warp collectives: all 32 lanes come to the same instruction of the same source line, and the last one executes it.
+
+// Registers the current lane's arrival; fails with "divergence" when other lanes wait in another collective. Returns
+// whether it was the last lane, which then has to execute the instruction, and to leave or to block.
+bool arrive_at_collective(const Instruction& op, void* arguments);
+void leave_collective();
+
+// `execute(warp)` runs once for the warp and finds every lane's `arguments` in warp.arguments.
+template <class Execute>
+void collective(const Instruction& op, void* arguments, Execute execute) {
+  if (!arrive_at_collective(op, arguments)) return;
+  execute(*current->warp);
+  leave_collective();
+}
+
+template <class Execute>
+void sm90_collective(const Instruction& op, void* arguments, Execute execute) {
+  require_sm90(op);
+  collective(op, arguments, execute);
+}
+
+template <class Arguments>
+Arguments& arguments_of(Warp& warp, int lane) {
+  return *static_cast<Arguments*>(warp.arguments[lane]);
+}
+
+// These three switch between the stacks of CUDA threads.
+
+// Makes `context` start in `entry` on the given stack when it is first switched to. `entry` must never return. The
+// first `poisoned_bytes` of stack that it will use are NaN, so that variables nobody has set show.
+void prepare(Context& context, char* stack_low, size_t stack_bytes, size_t poisoned_bytes, void (*entry)());
+
+// Saves the running flow in `from` and resumes `to`. `from_is_finished` says that nobody will resume `from` again.
+void switch_to(Context& from, Context& to, bool from_is_finished = false);
+
+// This must be the first statement of every `entry`.
+void finish_first_switch(Context& launcher);
 
 // The functions from here on are the scheduler's, which decides which lane runs next.
 

@@ -1,11 +1,4 @@
-#include "ptx/emulated/mbarrier.cuh"
-
-#include "ptx/emulated/async_copy.cuh"
-#include "ptx/emulated/cluster.cuh"
-#include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/machine/memory_ops.h"
-#include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/emulated/machine/tma.h"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -165,8 +158,6 @@ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site) {
   lane.warp->clock.join(barrier.completed);
   maybe_preempt();
 }
-
-uint32_t cluster_rank() { return uint32_t(current->block->rank); }
 
 void cluster_arrive(CallSite site) {
   sm90_collective({"barrier.cluster.arrive", site}, nullptr, [&](Warp& warp) {

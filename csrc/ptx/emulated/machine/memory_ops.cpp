@@ -1,25 +1,23 @@
-#include "ptx/emulated/machine/memory_ops.h"
-
 #include <cstring>
 
-#include "ptx/emulated/async_copy.cuh"
-#include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/emulated/memory.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
 
+constexpr uint32_t kCopyBytes = 16;
+
 void write_bytes(Block& block, PendingCopy& copy) {
   if (copy.landed) return;
   uint8_t* destination = block.smem.data() + (copy.destination - kSmemBase);
-  std::memcpy(destination, copy.source, copy.source_bytes);
-  std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+  std::memset(destination, 0, kCopyBytes);
+  if (copy.source) std::memcpy(destination, copy.source, kCopyBytes);
   copy.landed = true;
 }
 
 void complete(Lane& lane, PendingCopy& copy, Completion completion) {
   write_bytes(*lane.block, copy);
-  note_copy_complete({*lane.block, copy.destination, copy.bytes}, lane, copy.time, completion);
+  note_copy_complete({*lane.block, copy.destination, kCopyBytes}, lane, copy.time, completion);
   copy.complete = true;
 }
 
@@ -29,36 +27,6 @@ void land_groups_before(Lane& lane, uint32_t group) {
     complete(lane, lane.copies[count++], Completion::kAwaited);
   }
   lane.copies.erase(lane.copies.begin(), lane.copies.begin() + count);
-}
-
-// Writes `bytes` bytes, of which the bytes from `source_bytes` on are zero.
-void copy_async(uint32_t destination, const void* source, uint32_t bytes, int source_bytes, CallSite site) {
-  const Instruction instruction{"cp.async", site};
-  count_step(site);
-  Lane& lane = *current;
-  const SharedRange target{*lane.block, destination, bytes};
-  shared_pointer(target, bytes, instruction);
-  if (source_bytes < 0 || source_bytes > int(bytes)) {
-    fail("misaligned", site, "cp.async: a source size of %d for a copy of %u bytes", source_bytes, bytes);
-  }
-  check_global(source, source_bytes, bytes, Access::kReadOnly, instruction);
-  machine->report.counters.bytes_global_to_shared += source_bytes;
-  begin_async_write(target, site);
-  log_shared_access(instruction, destination, bytes);
-  PendingCopy copy{destination,
-                   static_cast<const uint8_t*>(source),
-                   bytes,
-                   uint32_t(source_bytes),
-                   lane.open_copy_group,
-                   lane.copy_time,
-                   site};
-  // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
-  // copy in four lands at once.
-  if (machine->by_chance(4)) write_bytes(*lane.block, copy);
-  // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
-  const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination; };
-  lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
-  lane.copies.push_back(copy);
 }
 
 // Checks and records a load or a store, and returns where the bytes lie.
@@ -102,13 +70,6 @@ void store_global(void* address, const Value& value, CallSite site) {
 }
 
 template <class Value>
-Value shared_value(uint32_t address, CallSite site) {
-  Value value;
-  load_shared(value, address, site);
-  return value;
-}
-
-template <class Value>
 Value global_value(const void* address, CallSite site) {
   Value value;
   load_global(value, address, site);
@@ -116,29 +77,6 @@ Value global_value(const void* address, CallSite site) {
 }
 
 }  // namespace
-
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
-                  const Instruction& instruction, GlobalProxy proxy) {
-  const CallSite site = instruction.site;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
-  if (begin % alignment) {
-    fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
-  }
-  if (bytes == 0) return;
-  const Verdict verdict = machine->global->check(begin, bytes, access);
-  if (verdict == Verdict::kReadOnly) {
-    fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
-  }
-  if (verdict == Verdict::kOutside) {
-    fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
-         machine->global->describe_neighbour(begin, bytes).c_str());
-  }
-  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
-  if (!alone && access != Access::kAtomic && machine->options.check_races) {
-    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
-  }
-  if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
-}
 
 void land_tracked_copies(Lane& lane, uint32_t time) {
   for (PendingCopy& copy : lane.copies) {
@@ -158,12 +96,14 @@ void wait_for_copies(int pending_groups) {
 namespace ffpa::ptx {
 using namespace emu;
 
-uint16_t ld_shared_2(uint32_t address, CallSite site) { return shared_value<uint16_t>(address, site); }
-uint32_t ld_shared_4(uint32_t address, CallSite site) { return shared_value<uint32_t>(address, site); }
+uint32_t ld_shared_4(uint32_t address, CallSite site) {
+  uint32_t value;
+  load_shared(value, address, site);
+  return value;
+}
 void ld_shared_8(uint32_t (&value)[2], uint32_t address, CallSite site) { load_shared(value, address, site); }
 void ld_shared_16(uint32_t (&value)[4], uint32_t address, CallSite site) { load_shared(value, address, site); }
 
-void st_shared_2(uint32_t address, uint16_t value, CallSite site) { store_shared(address, value, site); }
 void st_shared_4(uint32_t address, uint32_t value, CallSite site) { store_shared(address, value, site); }
 void st_shared_8(uint32_t address, const uint32_t (&value)[2], CallSite site) { store_shared(address, value, site); }
 void st_shared_16(uint32_t address, const uint32_t (&value)[4], CallSite site) { store_shared(address, value, site); }
@@ -187,23 +127,26 @@ uint32_t atom_add_global(void* address, uint32_t value, CallSite site) {
   return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
 }
 
-void cp_async_16(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
-  copy_async(destination_smem, source_gmem, 16, source_bytes, site);
-}
-
 void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site) {
-  copy_async(destination_smem, source_gmem, 16, exists ? 16 : 0, site);
-}
-
-void cp_async_4(uint32_t destination_smem, const void* source_gmem, int source_bytes, CallSite site) {
-  copy_async(destination_smem, source_gmem, 4, source_bytes, site);
-}
-
-void cp_async_commit_group() { ++current->open_copy_group; }
-
-void cp_async_wait_all() {
-  maybe_preempt();
-  land_groups_before(*current, current->open_copy_group + 1);
+  const Instruction instruction{"cp.async", site};
+  count_step(site);
+  Lane& lane = *current;
+  const SharedRange target{*lane.block, destination_smem, kCopyBytes};
+  shared_pointer(target, kCopyBytes, instruction);
+  const uint32_t bytes_read = exists ? kCopyBytes : 0;
+  check_global(source_gmem, bytes_read, kCopyBytes, Access::kReadOnly, instruction);
+  machine->report.counters.bytes_global_to_shared += bytes_read;
+  begin_async_write(target, site);
+  log_shared_access(instruction, destination_smem, kCopyBytes);
+  PendingCopy copy{destination_smem, exists ? static_cast<const uint8_t*>(source_gmem) : nullptr, lane.open_copy_group,
+                   lane.copy_time, site};
+  // Landing at the wait alone would hide a stage that is refilled while others still read it: with random seeds one
+  // copy in four lands at once.
+  if (machine->by_chance(4)) write_bytes(*lane.block, copy);
+  // A ring without cp.async.wait_group would collect copies forever: complete ones go when they are overwritten.
+  const auto ended = [&](const PendingCopy& old) { return old.complete && old.destination == destination_smem; };
+  lane.copies.erase(std::remove_if(lane.copies.begin(), lane.copies.end(), ended), lane.copies.end());
+  lane.copies.push_back(copy);
 }
 
 }  // namespace ffpa::ptx

@@ -4,13 +4,15 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <new>
 #include <set>
 #include <thread>
 
 #include "base/math.h"
-#include "ptx/emulated/grid_launch.cuh"
-#include "ptx/emulated/machine/machine.h"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -116,6 +118,20 @@ void reset_block(Block& block, int rank, const GridDim& index) {
   }
 }
 
+void reset_lane(Warp& warp, int index) {
+  const size_t id = size_t(warp.cluster_id) * kWarpSize + index;
+  Lane& lane = machine->lanes[id];
+  lane = Lane{};
+  lane.block = warp.block;
+  lane.warp = &warp;
+  lane.index = index;
+  lane.thread = warp.index * kWarpSize + index;
+  warp.lanes[index] = &lane;
+  // Stacks whose tops are all page-aligned would compete for the same sets of the L1 cache (15 to 29% slower).
+  const size_t stagger = id % 61 * 1088;
+  prepare(lane.context, machine->stacks[id], kStackBytes - stagger, kPoisonedStackBytes, lane_entry);
+}
+
 void reset_warp(Warp& warp, Block& block, int index) {
   warp = Warp{};
   warp.index = index;
@@ -125,18 +141,7 @@ void reset_warp(Warp& warp, Block& block, int index) {
   warp.clock.at[warp.cluster_id] = 1;
   machine->warps.push_back(&warp);
   machine->ready_warps |= uint64_t(1) << warp.cluster_id;
-}
-
-void reset_lane(Lane& lane, char* stack, Warp& warp, int index) {
-  lane = Lane{};
-  lane.block = warp.block;
-  lane.warp = &warp;
-  lane.index = index;
-  lane.thread = warp.index * kWarpSize + index;
-  warp.lanes[index] = &lane;
-  // Stacks whose tops are all page-aligned would compete for the same sets of the L1 cache (15 to 29% slower).
-  const size_t stagger = size_t(&lane - machine->lanes.data()) % 61 * 1088;
-  prepare(lane.context, stack, kStackBytes - stagger, kPoisonedStackBytes, lane_entry);
+  for (int lane = 0; lane < kWarpSize; ++lane) reset_lane(warp, lane);
 }
 
 uint64_t hash_seed(uint64_t seed, const GridDim& block) {
@@ -160,13 +165,7 @@ void run_cluster(Machine& self, const GridDim& first_block) {
     const GridDim within = place_of(rank, shape.cluster);
     reset_block(block, rank, {first_block.x + within.x, first_block.y + within.y, first_block.z + within.z});
     block.warps.resize(shape.threads / kWarpSize);
-    for (size_t w = 0; w < block.warps.size(); ++w) {
-      reset_warp(block.warps[w], block, int(w));
-      for (int l = 0; l < kWarpSize; ++l) {
-        const size_t id = size_t(rank) * shape.threads + w * kWarpSize + l;
-        reset_lane(self.lanes[id], self.stacks[id], block.warps[w], l);
-      }
-    }
+    for (size_t w = 0; w < block.warps.size(); ++w) reset_warp(block.warps[w], block, int(w));
   }
   run_lanes();
   self.report.counters.blocks += block_count;
@@ -272,34 +271,92 @@ struct Session {
   std::set<std::string> messages;
 };
 
-Session& session() {
-  static Session instance;
-  return instance;
-}
+Session session;
 
 }  // namespace
 
-// Runs the grid under the current options and adds to the session's report. A report with errors is a failed launch.
+std::string to_string(CallSite site) {
+  const char* slash = std::strrchr(site.file, '/');
+  return format("%s:%d", slash ? slash + 1 : site.file, site.line);
+}
+
+std::string format(const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  const std::string text = format(pattern, values);
+  va_end(values);
+  return text;
+}
+
+std::string format(const char* pattern, va_list values) {
+  char* text = nullptr;
+  if (vasprintf(&text, pattern, values) < 0) throw std::bad_alloc();
+  const std::unique_ptr<char, decltype(&std::free)> owner(text, std::free);
+  return text;
+}
+
+void BankConflicts::add(const BankConflicts& other) {
+  executions += other.executions;
+  wavefronts += other.wavefronts;
+  ideal_wavefronts += other.ideal_wavefronts;
+  worst_way = std::max(worst_way, other.worst_way);
+}
+
+void Counters::add(const Counters& other) {
+  blocks += other.blocks;
+  mma += other.mma;
+  wgmma += other.wgmma;
+  barriers += other.barriers;
+  bytes_global_to_shared += other.bytes_global_to_shared;
+  bytes_global_loaded += other.bytes_global_loaded;
+  bytes_global_stored += other.bytes_global_stored;
+}
+
+void Report::add(const Error& error) {
+  const auto same = std::find_if(errors.begin(), errors.end(),
+                                 [&](const Error& mine) { return mine.kind == error.kind && mine.key == error.key; });
+  if (same == errors.end()) {
+    errors.push_back(error);
+  } else {
+    same->count += error.count;
+  }
+}
+
+void Report::merge(const Report& other) {
+  for (const Error& error : other.errors) add(error);
+  for (const auto& [instruction, conflicts] : other.bank_conflicts) bank_conflicts[instruction].add(conflicts);
+  counters.add(other.counters);
+}
+
+std::string Report::summary() const {
+  std::string text;
+  for (const Error& error : errors) {
+    if (!text.empty()) text += "\n";
+    text += error.kind + " (" + std::to_string(error.count) + "x): " + error.message;
+  }
+  return text;
+}
+
 LaunchStatus run_grid(const LaunchShape& shape, const std::function<void()>& kernel) {
-  std::unique_lock<std::mutex> lock(session().mutex);
-  const Options options = session().options;
+  std::unique_lock<std::mutex> lock(session.mutex);
+  const Options options = session.options;
   lock.unlock();
   const Report report = report_of(shape, kernel, options);
   lock.lock();
-  session().report.merge(report);
+  session.report.merge(report);
   if (report.errors.empty()) return {};
-  return {1, session().messages.insert("emulator: " + report.summary()).first->c_str()};
+  return {1, session.messages.insert("emulator: " + report.summary()).first->c_str()};
 }
 
 void set_current_options(const Options& options) {
-  std::lock_guard<std::mutex> lock(session().mutex);
-  session().options = options;
+  std::lock_guard<std::mutex> lock(session.mutex);
+  session.options = options;
 }
 
 Report take_session_report() {
-  std::lock_guard<std::mutex> lock(session().mutex);
+  std::lock_guard<std::mutex> lock(session.mutex);
   Report report;
-  std::swap(report, session().report);
+  std::swap(report, session.report);
   return report;
 }
 

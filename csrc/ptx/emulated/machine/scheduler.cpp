@@ -1,6 +1,6 @@
 #include <cstdlib>
 
-#include "ptx/emulated/machine/shared_memory.h"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -16,46 +16,6 @@ void resume(Lane& next, bool current_is_finished = false) {
   resume(next, true);
   std::abort();  // unreachable: nobody resumes such a lane
 }
-
-}  // namespace
-
-uint32_t Machine::random() {  // xorshift64
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 7;
-  random_state ^= random_state << 17;
-  return uint32_t(random_state >> 11);
-}
-
-void report_error(const char* kind, CallSite site, const char* pattern, ...) {
-  va_list values;
-  va_start(values, pattern);
-  machine->report.add({kind, pattern + to_string(site), format(pattern, values), site});
-  va_end(values);
-}
-
-void fail(const char* kind, CallSite site, const char* pattern, ...) {
-  va_list values;
-  va_start(values, pattern);
-  std::string text = format(pattern, values);
-  va_end(values);
-  if (current && current->warp) {
-    const GridDim& block = current->block->index;
-    text = format("block (%u, %u, %u) thread %d (warp %d, lane %d) at %s: ", block.x, block.y, block.z, current->thread,
-                  current->warp->index, current->index, to_string(site).c_str()) +
-           text;
-  }
-  machine->report.add({kind, to_string(site), text, site});
-  machine->given_up = true;
-  abandon_lane_for(machine->launcher);
-}
-
-void require_sm90(const Instruction& instruction) {
-  const int arch = machine->options.arch;
-  if (arch >= kSm90) return;
-  fail("unsupported", instruction.site, "%s needs sm_%d, this is sm_%d", instruction.name, kSm90, arch);
-}
-
-namespace {
 
 void mark_not_ready(Lane& lane) {
   lane.warp->ready &= ~(1u << lane.index);
@@ -125,6 +85,42 @@ Lane* pick() {
 }
 
 }  // namespace
+
+uint32_t Machine::random() {  // xorshift64
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return uint32_t(random_state >> 11);
+}
+
+void report_error(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  machine->report.add({kind, pattern + to_string(site), format(pattern, values), site});
+  va_end(values);
+}
+
+void fail(const char* kind, CallSite site, const char* pattern, ...) {
+  va_list values;
+  va_start(values, pattern);
+  std::string text = format(pattern, values);
+  va_end(values);
+  if (current && current->warp) {
+    const GridDim& block = current->block->index;
+    text = format("block (%u, %u, %u) thread %d (warp %d, lane %d) at %s: ", block.x, block.y, block.z, current->thread,
+                  current->warp->index, current->index, to_string(site).c_str()) +
+           text;
+  }
+  machine->report.add({kind, to_string(site), text, site});
+  machine->given_up = true;
+  abandon_lane_for(machine->launcher);
+}
+
+void require_sm90(const Instruction& instruction) {
+  const int arch = machine->options.arch;
+  if (arch >= kSm90) return;
+  fail("unsupported", instruction.site, "%s needs sm_%d, this is sm_%d", instruction.name, kSm90, arch);
+}
 
 void wake(Warp& warp, uint32_t lanes) {
   warp.ready |= lanes & warp.alive;

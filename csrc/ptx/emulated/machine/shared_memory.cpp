@@ -1,36 +1,19 @@
 #include "ptx/emulated/machine/shared_memory.h"
 
+#include <algorithm>
 #include <cstring>
-
-#include "ptx/emulated/machine/tma.h"
 
 namespace ffpa::emu {
 namespace {
 
 constexpr uint32_t kWordBytes = 4;
 
-struct WordRange {
-  uint32_t first, end;
-};
-
-WordRange words_of(uint32_t address, uint32_t bytes) {
-  const uint32_t offset = (address & kOffsetMask) - kSmemBase;
-  return {offset / kWordBytes, (offset + bytes + kWordBytes - 1) / kWordBytes};
-}
-
-// Calls visit(number, shadow) for the words of a range, if races are checked.
+// Calls visit(number, shadow) for the words of a range, if races are checked. Ranges are made of whole words.
 template <class Visit>
 void for_each_word(const SharedRange& range, Visit visit) {
   if (!machine->options.check_races) return;
-  const WordRange words = words_of(range.address, range.bytes);
-  for (uint32_t i = words.first; i < words.end; ++i) visit(i, range.block.shadow[i]);
-}
-
-// Returns which bytes of word i an access touches. Neighbouring halves of a word may belong to different threads.
-uint8_t bytes_in_word(const SharedRange& range, uint32_t i) {
-  if (range.bytes >= kWordBytes) return 0xf;  // accesses of that size are aligned
-  const uint32_t first = (range.address & kOffsetMask) - kSmemBase - i * kWordBytes;
-  return uint8_t(((1u << range.bytes) - 1) << first);
+  const uint32_t first = range.offset() / kWordBytes, end = first + range.bytes / kWordBytes;
+  for (uint32_t i = first; i < end; ++i) visit(i, range.block.shadow[i]);
 }
 
 std::string name_of(int warp) {
@@ -81,9 +64,9 @@ struct WordAccess {
 void report_write_under_bulk_store(const Block& block, const WordAccess& access) {
   bool found = false;
   for (const BulkStore& store : machine->bulk_stores) {
-    const WordRange source = words_of(store.source, box_bytes(store.spec));
-    const bool reads_it = store.step == BulkStep::kIssued && store.lane->block == &block &&
-                          source.first <= access.word && access.word < source.end;
+    const uint32_t from_source = access.word * kWordBytes - (store.source - kSmemBase);
+    const bool reads_it =
+        store.step == BulkStep::kIssued && store.lane->block == &block && from_source < box_bytes(store.spec);
     if (!reads_it) continue;
     found = true;
     access.report_race("write to bytes that a TMA store may still read", "bulk_wait_group_read missing",
@@ -101,7 +84,7 @@ Block& block_of(uint32_t address) {
 }
 
 uint8_t* shared_pointer(const SharedRange& range, uint32_t alignment, const Instruction& instruction) {
-  const uint32_t offset = (range.address & kOffsetMask) - kSmemBase;
+  const uint32_t offset = range.offset();
   const uint32_t limit = range.block.smem_bytes;
   if (range.address % alignment) {
     fail("misaligned", instruction.site, "%s: shared address 0x%x is not a multiple of %u", instruction.name,
@@ -123,7 +106,7 @@ void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy
     const bool known = knows_copy(word, warp);
     if (word.in_flight && !known) {
       report_race("read of bytes that an asynchronous copy still writes", "wait missing");
-    } else if (word.writer != kNobody && !known && (word.written_bytes & bytes_in_word(range, i))) {
+    } else if (word.writer != kNobody && !known) {
       if (word.writer != warp.cluster_id) {
         if (word.write_time > warp.clock.at[word.writer]) report_race("read after write", "no barrier between");
       } else if (word.write_sync_epoch == warp.sync_epoch && word.writer_lane != by.lane) {
@@ -138,7 +121,7 @@ void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy
   });
 }
 
-void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind kind) {
+void note_write(const SharedRange& range, Accessor by, CallSite site, Proxy proxy) {
   const Warp& warp = by.warp;
   const int self = warp.cluster_id;
   const size_t warp_count = machine->warps.size();
@@ -149,7 +132,7 @@ void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind 
       access.report_race("write to bytes that an asynchronous copy still writes", "wait missing", word.writer,
                          word.write_site);
     } else if (word.writer != kNobody && word.writer != self && !known &&
-               word.write_time > warp.clock.at[word.writer] && (word.written_bytes & bytes_in_word(range, i))) {
+               word.write_time > warp.clock.at[word.writer]) {
       access.report_race("write after write", "no barrier between", word.writer, word.write_site);
     }
     if (word.bulk_reads) {
@@ -160,7 +143,7 @@ void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind 
     uint32_t* read_times = &range.block.read_times[i * warp_count];
     for (size_t reader = 0; reader < warp_count; ++reader) {
       if (int(reader) == self || read_times[reader] <= warp.clock.at[reader]) continue;
-      access.report_race(kind == WriteKind::kAsyncIssue ? "asynchronous write after read" : "write after read",
+      access.report_race(proxy == Proxy::kAsync ? "asynchronous write after read" : "write after read",
                          "no barrier between", int(reader), word.read_site);
       read_times[reader] = 0;
     }
@@ -171,20 +154,19 @@ void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind 
     }
     word.writer = uint8_t(self);
     word.writer_lane = uint8_t(by.lane);
-    word.written_bytes = bytes_in_word(range, i);
     word.write_time = warp.clock.at[self];
     word.write_sync_epoch = warp.sync_epoch;
     word.write_proxy_epoch = warp.proxy_epoch;
     word.write_site = site;
     word.copy_time = 0;
-    word.in_flight = kind == WriteKind::kAsyncIssue;
-    word.generic_write = kind == WriteKind::kGeneric;
+    word.in_flight = proxy == Proxy::kAsync;
+    word.generic_write = proxy == Proxy::kGeneric;
   });
 }
 
 void begin_async_write(const SharedRange& range, CallSite site) {
-  note_write(range, *current, site, WriteKind::kAsyncIssue);
-  std::memset(range.block.smem.data() + ((range.address & kOffsetMask) - kSmemBase), 0xff, range.bytes);
+  note_write(range, *current, site, Proxy::kAsync);
+  std::memset(range.block.smem.data() + range.offset(), 0xff, range.bytes);
 }
 
 void note_bulk_read_begin(const SharedRange& range, CallSite site) {
@@ -226,10 +208,63 @@ void note_landed(const SharedRange& range, uint32_t landed_at) {
     word.generic_write = false;
     word.writer = uint8_t(kAsyncAgent);
     word.writer_lane = Accessor::kWholeWarp;
-    word.written_bytes = 0xf;
     word.write_time = landed_at;
     word.write_sync_epoch = 0;
   });
+}
+
+// Shared memory has 32 banks of 4 bytes. A request of up to 4 bytes per lane is served for all 32
+// lanes together, one of 8 bytes in two halves of the warp, one of 16 bytes in four quarters. Each group takes as many
+// wavefronts as the busiest bank has distinct words; lanes that name the same word share it.
+void count_wavefronts(const SharedInstruction& access) {
+  constexpr int kBanks = 32;
+  const int lanes_per_group = access.bytes_per_lane == 16 ? 8 : access.bytes_per_lane == 8 ? 16 : 32;
+  BankConflicts result;
+  result.executions = 1;
+  for (int first = 0; first < kWarpSize; first += lanes_per_group) {
+    uint32_t words[kBanks][kWarpSize];
+    int word_count[kBanks] = {};
+    int busiest = 0;
+    for (int lane = first; lane < first + lanes_per_group; ++lane) {
+      if (!(access.active_lanes >> lane & 1)) continue;
+      for (int byte = 0; byte < access.bytes_per_lane; byte += 4) {
+        const uint32_t word = (access.address[lane] + byte) / 4;
+        const int bank = word % kBanks;
+        uint32_t* end = words[bank] + word_count[bank];
+        if (std::find(words[bank], end, word) == end) {
+          *end = word;
+          ++word_count[bank];
+        }
+        busiest = std::max(busiest, word_count[bank]);
+      }
+    }
+    result.wavefronts += busiest;
+    result.ideal_wavefronts += busiest > 0;
+    result.worst_way = std::max(result.worst_way, busiest);
+  }
+  machine->report.bank_conflicts[access.instruction].add(result);
+}
+
+void log_shared_access(const Instruction& instruction, uint32_t address, int bytes) {
+  auto& logs = current->warp->access_logs;
+  auto log = std::find_if(logs.begin(), logs.end(),
+                          [&](const SharedAccessLog& entry) { return entry.site == instruction.site; });
+  if (log == logs.end()) {
+    logs.push_back({instruction.site, {}, {}});
+    log = logs.end() - 1;
+  }
+  const size_t execution = log->executions[current->index]++;
+  if (execution == log->instructions.size()) log->instructions.push_back({instruction, bytes});
+  SharedInstruction& access = log->instructions[execution];
+  access.active_lanes |= 1u << current->index;
+  access.address[current->index] = address;
+}
+
+void flush_access_logs(Warp& warp) {
+  for (const SharedAccessLog& log : warp.access_logs) {
+    for (const SharedInstruction& access : log.instructions) count_wavefronts(access);
+  }
+  warp.access_logs.clear();
 }
 
 }  // namespace ffpa::emu

@@ -18,6 +18,8 @@ struct SharedRange {
   Block& block;
   uint32_t address;  // its rank does not matter: the block is known
   uint32_t bytes;
+
+  uint32_t offset() const { return (address & kOffsetMask) - kSmemBase; }
 };
 
 // Returns a host pointer to a range; fails if it is misaligned or out of bounds.
@@ -33,12 +35,9 @@ struct Accessor {
   int lane;
 };
 
-enum class Proxy { kGeneric, kAsync };
-enum class WriteKind { kGeneric, kAsyncIssue };
-
-// The race check records an access at this moment.
+// The race check records an access at this moment; an asynchronous write begins, and is in flight.
 void note_read(const SharedRange& range, Accessor by, CallSite site, Proxy proxy = Proxy::kGeneric);
-void note_write(const SharedRange& range, Accessor by, CallSite site, WriteKind kind = WriteKind::kGeneric);
+void note_write(const SharedRange& range, Accessor by, CallSite site, Proxy proxy = Proxy::kGeneric);
 
 // Records that an asynchronous write of these bytes begins, which are poison until it lands.
 void begin_async_write(const SharedRange& range, CallSite site);

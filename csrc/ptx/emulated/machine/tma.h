@@ -1,13 +1,19 @@
-// TMA: the boxes of tensors that its copies move, and the mbarriers that these complete on.
+// TMA: the boxes of tensors that its copies move; stores, with the shared memory that pending ones may still read, and
+// the global memory that they write.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <map>
+#include <vector>
 
-#include "ptx/emulated/machine/machine.h"
-#include "ptx/tensor_map_spec.h"
+#include "ptx/descriptors.h"
+#include "ptx/emulated/machine/run.h"
 
 namespace ffpa::emu {
+
+struct Lane;
+
+enum class Proxy { kGeneric, kAsync };
 
 inline constexpr int kBoxElementBytes = 2;
 
@@ -17,53 +23,41 @@ inline uint32_t box_bytes(const TensorMapSpec& spec) {
   return bytes;
 }
 
-// A row of a box: its elements first … end - 1 lie inside the tensor, `inside` is the address of the first of them.
-struct BoxRow {
-  uint32_t offset;  // bytes from the start of the box
-  uint32_t first, end;
-  uintptr_t inside;
-  uint32_t inside_bytes() const { return (end - first) * kBoxElementBytes; }
-};
-
-// Calls visit(row) for all rows of a box.
-template <class Visit>
-void for_each_box_row(const TensorMapSpec& spec, const std::vector<int>& coordinates, Visit visit) {
-  const int64_t start = coordinates[0];
-  const int64_t first = std::clamp<int64_t>(-start, 0, spec.box[0]);
-  const int64_t end = std::clamp<int64_t>(int64_t(spec.size[0]) - start, first, spec.box[0]);
-  uint32_t index[kMaxTensorRank] = {};
-  uint32_t offset = 0;
-  for (;;) {
-    bool inside = true;
-    uintptr_t address = reinterpret_cast<uintptr_t>(spec.base) + (start + first) * kBoxElementBytes;
-    for (int i = 1; i < spec.rank; ++i) {
-      const int64_t position = int64_t(coordinates[i]) + index[i];
-      inside &= position >= 0 && position < int64_t(spec.size[i]);
-      address += position * int64_t(spec.stride_bytes[i]);
-    }
-    visit(BoxRow{offset, uint32_t(first), uint32_t(inside ? end : first), address});
-    offset += spec.box[0] * kBoxElementBytes;
-    int dimension = 1;
-    while (dimension < spec.rank && ++index[dimension] == spec.box[dimension]) index[dimension++] = 0;
-    if (dimension >= spec.rank) return;
-  }
-}
-
 // Returns where the swizzle puts the byte that would lie at `address`.
 uint32_t swizzled_address(uint32_t address, Swizzle swizzle);
 
-// Fails unless the GPU has TMA, the coordinates fit the map, and cuTensorMapEncodeTiled would accept the description.
-void check_tensor_copy(const TensorMapSpec& spec, const std::vector<int>& coordinates, CallSite site);
+// The step that a store has reached, as far as its thread's waits guarantee.
+enum class BulkStep { kIssued, kRead, kComplete };
 
-// Fails unless the rows may be accessed; returns how many bytes of the box lie inside the tensor.
-int64_t check_box(const TensorMapSpec& spec, const std::vector<int>& coordinates, Access access,
-                  const Instruction& instruction, GlobalProxy proxy);
+struct BoxRow {
+  uint32_t offset;  // bytes from the start of the box
+  uint8_t* address;
+  uint32_t bytes;
+};
 
-Mbarrier& find_mbarrier(uint32_t address, const Instruction& instruction);
-uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // stands for mapa
-bool has_exited(const Block& block);
+// One TMA store of the cluster that runs.
+struct BulkStore {
+  Lane* lane;
+  TensorMapSpec spec;
+  std::vector<BoxRow> rows;  // where it writes
+  uint32_t source;
+  uint32_t group;
+  CallSite site;
+  BulkStep step = BulkStep::kIssued;
+  std::vector<uint8_t> bytes = {};  // bytes of the box, from when they are read until they are written
+  uint32_t complete_at = 0;         // time of the lane's warp
+  uint32_t complete_in_sync_epoch = 0;
 
-// Completes bytes of a copy that landed at this time of the TMA unit, and that its issuer began with this knowledge.
-void complete_bytes(Block& block, uint32_t barrier, uint32_t bytes, const VectorClock& issuer, uint32_t landed_at);
+  // For each warp that executed fence.proxy.async.global and knew of the completion, the time when it first did. A warp
+  // that knows of such a fence may load the bytes through the async proxy.
+  std::map<int, uint32_t> fences = {};
+};
+
+// The first is called when a lane exits, the second when the cluster has ended.
+void check_bulk_stores_at_exit(const Lane& lane);
+void finish_bulk_stores();
+
+// Checks an access to global memory for races with the bytes of a bulk store.
+void check_against_bulk_stores(uintptr_t address, uint32_t bytes, Proxy proxy, const Instruction& instruction);
 
 }  // namespace ffpa::emu

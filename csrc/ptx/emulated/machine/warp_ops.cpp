@@ -1,6 +1,4 @@
-#include "ptx/emulated/barrier.cuh"
-#include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/warp.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -51,19 +49,37 @@ void barrier_round(const Instruction& op, bool waits, int index, int expected) {
 
 }  // namespace
 
-uint32_t shuffle(uint32_t value, int source_lane, CallSite site) {
-  struct Arguments {
-    uint32_t value;
-    int source_lane;
-    uint32_t result;
-  } arguments{value, source_lane, 0};
-  collective({"shfl.sync", site}, &arguments, [&](Warp& warp) {
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      auto& mine = arguments_of<Arguments>(warp, lane);
-      mine.result = arguments_of<Arguments>(warp, mine.source_lane & (kWarpSize - 1)).value;
-    }
+bool arrive_at_collective(const Instruction& op, void* arguments) {
+  Lane& lane = *current;
+  Warp& warp = *lane.warp;
+  count_step(op.site);
+  if (!warp.arrived) {
+    warp.op = op;
+  } else if (!(warp.op == op)) {
+    fail("divergence", op.site, "this lane executes %s while lanes %08x of its warp wait in %s at %s", op.name,
+         warp.arrived, warp.op.name, to_string(warp.op.site).c_str());
+  }
+  warp.arguments[lane.index] = arguments;
+  warp.arrived |= 1u << lane.index;
+  if (warp.arrived != kAllLanes) {
+    block_lane(op);
+    return false;
+  }
+  warp.arrived = 0;
+  flush_access_logs(warp);
+  return true;
+}
+
+void leave_collective() {
+  wake(*current->warp, kAllLanes);
+  maybe_preempt();
+}
+
+const uint32_t* exchange(uint32_t value, const Instruction& op) {
+  collective(op, &value, [](Warp& warp) {
+    for (int lane = 0; lane < kWarpSize; ++lane) warp.exchanged[lane] = arguments_of<uint32_t>(warp, lane);
   });
-  return arguments.result;
+  return current->warp->exchanged;
 }
 
 }  // namespace ffpa::emu
@@ -72,25 +88,16 @@ namespace ffpa::ptx {
 using namespace emu;
 
 uint32_t vote_ballot(bool predicate, CallSite site) {
-  struct Arguments {
-    bool predicate;
-    uint32_t result;
-  } arguments{predicate, 0};
-  collective({"vote.sync", site}, &arguments, [&](Warp& warp) {
-    uint32_t votes = 0;
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      votes |= uint32_t(arguments_of<Arguments>(warp, lane).predicate) << lane;
-    }
-    for (int lane = 0; lane < kWarpSize; ++lane) arguments_of<Arguments>(warp, lane).result = votes;
-  });
-  return arguments.result;
+  const uint32_t* predicates = exchange(predicate, {"vote.sync", site});
+  uint32_t votes = 0;
+  for (int lane = 0; lane < kWarpSize; ++lane) votes |= predicates[lane] << lane;
+  return votes;
 }
 
 void sync_warp(CallSite site) {
   collective({"bar.warp.sync", site}, nullptr, [](Warp& warp) { ++warp.sync_epoch; });
 }
 
-void sync_block(CallSite site) { bar_sync(0, current->block->threads, site); }
 void bar_sync(int barrier, int threads, CallSite site) { barrier_round({"bar.sync", site}, true, barrier, threads); }
 void bar_arrive(int barrier, int threads, CallSite site) {
   barrier_round({"bar.arrive", site}, false, barrier, threads);

@@ -1,13 +1,6 @@
-#include "ptx/emulated/machine/wgmma.h"
-
 #include <cstring>
 
-#include "base/types.h"
-#include "ptx/emulated/machine/accumulate.h"
-#include "ptx/emulated/machine/collective.h"
-#include "ptx/emulated/machine/shared_memory.h"
-#include "ptx/emulated/machine/tma.h"
-#include "ptx/emulated/register_budget.cuh"
+#include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
@@ -108,7 +101,7 @@ void execute(Warp& warp, QueuedProduct& product) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
       scatter_c_fragment(tile, lane, operands.accumulate ? &values[size_t(lane) * per_lane + column / 2] : zeros);
     }
-    multiply_accumulate(tile, AccumulatorType::kFloat, machine->options.accumulation);
+    multiply_accumulate(tile, AccumulatorType::kFloat);
     for (int lane = 0; lane < kWarpSize; ++lane) {
       gather_c_fragment(tile, lane, &values[size_t(lane) * per_lane + column / 2]);
     }
@@ -117,26 +110,27 @@ void execute(Warp& warp, QueuedProduct& product) {
 }
 
 // Takes the accumulators out of the kernel's registers, and leaves poison: nobody may look at them before the wait.
-void take_accumulators(Warp& warp, int per_lane) {
-  AccumulatorsInFlight taken;
+AccumulatorsInFlight take_accumulators(Warp& warp, int per_lane, CallSite site) {
+  AccumulatorsInFlight taken{site};
   taken.values.resize(size_t(kWarpSize) * per_lane);
   for (int lane = 0; lane < kWarpSize; ++lane) {
     taken.registers[lane] = arguments_of<WgmmaOperands>(warp, lane).d;
     std::memcpy(&taken.values[size_t(lane) * per_lane], taken.registers[lane], per_lane * sizeof(float));
     std::memset(taken.registers[lane], 0xff, per_lane * sizeof(float));
   }
-  warp.wgmma.in_flight[taken.registers[0]] = std::move(taken);
+  return taken;
 }
 
-void give_back_accumulators(const AccumulatorsInFlight& taken, int per_lane, CallSite site) {
+void give_back(const AccumulatorsInFlight& taken) {
+  const size_t per_lane = taken.values.size() / kWarpSize;
   bool touched = false;
   for (int lane = 0; lane < kWarpSize; ++lane) {
-    for (int i = 0; i < per_lane; ++i) touched |= float_bits(taken.registers[lane][i]) != kPoisonBits;
-    std::memcpy(taken.registers[lane], &taken.values[size_t(lane) * per_lane], per_lane * sizeof(float));
+    for (size_t i = 0; i < per_lane; ++i) touched |= float_bits(taken.registers[lane][i]) != kPoisonBits;
+    std::memcpy(taken.registers[lane], &taken.values[lane * per_lane], per_lane * sizeof(float));
   }
   if (touched) {
-    report_error("wgmma", site, "the accumulators of the product at %s were written before the wait",
-                 to_string(site).c_str());
+    report_error("wgmma", taken.site, "the accumulators of the product at %s were written before the wait",
+                 to_string(taken.site).c_str());
   }
 }
 
@@ -183,14 +177,16 @@ void wgmma(const WgmmaOperands& operands, CallSite site) {
     if (!mine.a) check_descriptor(mine.a_descriptor, "A", site);
     check_descriptor(mine.b_descriptor, "B", site);
     compare_with_warpgroup(warp, mine, site);
-    if (!queue.in_flight.count(product.operands.d)) {
+    float* const d = product.operands.d;
+    if (!queue.in_flight.count(d)) {
       if (!queue.fenced) {
         report_error("wgmma", site,
                      "no wgmma.fence before the product at %s, whose accumulators the last wait gave back",
                      to_string(site).c_str());
       }
-      take_accumulators(warp, operands.n / 2);
+      queue.in_flight.emplace(d, take_accumulators(warp, operands.n / 2, site));
     }
+    ++queue.in_flight.at(d).products;
     queue.products.push_back(product);
     ++machine->report.counters.wgmma;
   });
@@ -200,20 +196,15 @@ void wgmma_wait(int pending_groups, CallSite site) {
   maybe_preempt();
   sm90_collective({"wgmma.wait_group", site}, nullptr, [&](Warp& warp) {
     WgmmaQueue& queue = warp.wgmma;
-    size_t count = 0;
-    while (count < queue.products.size() && queue.products[count].group < queue.open_group - pending_groups) {
-      execute(warp, queue.products[count++]);
-    }
-    const std::vector<QueuedProduct> done(queue.products.begin(), queue.products.begin() + count);
-    queue.products.erase(queue.products.begin(), queue.products.begin() + count);
-    for (const QueuedProduct& product : done) {
-      const auto entry = queue.in_flight.find(product.operands.d);
-      const bool still_used =
-          std::any_of(queue.products.begin(), queue.products.end(),
-                      [&](const QueuedProduct& later) { return later.operands.d == product.operands.d; });
-      if (still_used || entry == queue.in_flight.end()) continue;
-      give_back_accumulators(entry->second, product.operands.n / 2, product.site);
-      queue.in_flight.erase(entry);
+    while (!queue.products.empty() && queue.products.front().group < queue.open_group - pending_groups) {
+      QueuedProduct& product = queue.products.front();
+      execute(warp, product);
+      const auto accumulators = queue.in_flight.find(product.operands.d);
+      if (--accumulators->second.products == 0) {
+        give_back(accumulators->second);
+        queue.in_flight.erase(accumulators);
+      }
+      queue.products.pop_front();
     }
     if (queue.products.empty()) queue.fenced = false;
   });

@@ -1,13 +1,42 @@
-// Shared-memory matrix descriptors of wgmma: plain bits, the same for both compilers. The PTX manual describes them in
-// "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
+// What TMA and wgmma read of tensors and tiles, the same for both compilers: the contents of a TMA descriptor, and the
+// shared-memory matrix descriptors of wgmma, which are plain bits. The PTX manual describes the latter in "Asynchronous
+// Warpgroup Level Matrix Shared Memory Layout".
 #pragma once
 
 #include <cstdint>
 
 #include "base/compiler.h"
-#include "ptx/tensor_map_spec.h"
+
+namespace ffpa {
+
+// A swizzle permutes the 16-byte chunks of a tile in shared memory and repeats every 8 rows of that many bytes. The
+// values are those of a wgmma descriptor's swizzle field.
+enum class Swizzle { kNone = 0, k128Bytes = 1, k64Bytes = 2, k32Bytes = 3 };
+
+inline constexpr int swizzle_bytes(Swizzle swizzle) {
+  return swizzle == Swizzle::kNone ? 0 : 256 >> static_cast<int>(swizzle);
+}
+
+inline constexpr int kMaxTensorRank = 5;
+
+// A tensor of 16-bit elements. Dimensions are innermost first; the innermost one is contiguous.
+struct TensorMapSpec {
+  const void* base = nullptr;                  // 16-byte aligned
+  int rank = 0;                                // 1 … 5
+  bool bfloat16 = false;                       // false: half; only out-of-bounds NaN fill would tell them apart
+  uint64_t size[kMaxTensorRank] = {};          // elements
+  uint64_t stride_bytes[kMaxTensorRank] = {};  // strides of dimensions 1 …, multiples of 16; [0] is not used
+  uint32_t box[kMaxTensorRank] = {};           // elements a copy moves, at most 256 in each dimension
+  Swizzle swizzle = Swizzle::kNone;            // the box's innermost extent must not exceed its bytes
+};
+
+}  // namespace ffpa
 
 namespace ffpa::ptx {
+
+// The treatment of a copy's lines in the L2 cache. kSoon is for data that passes through once, or that comes from far
+// away: its lines are the first to make room for others.
+enum class Evict { kNormal, kSoon };
 
 // The dimension along which an operand is contiguous in shared memory. The values are the instruction's transpose bits.
 enum class OperandMajor { kK = 0, kMN = 1 };

@@ -1,8 +1,17 @@
-// Emulated side of ptx/native/call_site.cuh: the source line that called an emulated instruction. Every report names
-// it.
+// A CallSite is the place in a kernel that a report should name. Functions of ptx record the place of their caller; a
+// helper above ptx that wants its own caller named takes a `ptx::CallSite site = ptx::CallSite()` as last parameter and
+// hands it on. On a GPU it is empty and costs nothing.
 #pragma once
 
+#include "base/compiler.h"
+
 namespace ffpa::ptx {
+
+#if FFPA_CUDA
+
+struct CallSite {};
+
+#else
 
 struct CallSite {
   const char* file;
@@ -16,8 +25,6 @@ struct CallSite {
   bool operator!=(const CallSite& other) const { return !(*this == other); }
 };
 
-}  // namespace ffpa::ptx
+#endif
 
-namespace ffpa::emu {
-using ptx::CallSite;
-}  // namespace ffpa::emu
+}  // namespace ffpa::ptx
