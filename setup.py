@@ -25,7 +25,8 @@ class BuildPackage(build_py):
 
     def run(self):
         package = Path(self.build_lib) / "ffpa_attn"
-        if not self.editable_mode:  # an earlier build may have left modules there that are no more
+        sources = package.resolve() == ROOT / "ffpa" / "ffpa_attn"
+        if not (self.editable_mode or sources):  # an earlier build may have left modules there that are no more
             shutil.rmtree(package, ignore_errors=True)
         super().run()
         if not self.editable_mode:

@@ -74,7 +74,7 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile&
   }
 }
 
-// The places of 16 rows of O, or of a part's O, from row `first` of the tile and column `column` on.
+// OutRows says where 16 rows of O, or of a part's O, lie, from row `first` of the tile and column `column` on.
 struct OutRows {
   const AttentionParams& params;
   const SharedRowTile& rows;

@@ -88,11 +88,12 @@ FFPA_HOST_DEVICE Element from_float(float value) {
   constexpr int kDropped = 23 - Element::kFractionBits;
   constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1);
   constexpr uint32_t kSmallestNormal = uint32_t(127 + 1 - Element::kBias) << 23;
+  constexpr bool kHasOtherExponents = Element::kBias < 127;  // its subnormals are normal floats, but for a BFloat16
   const uint32_t sign = float_bits(value) >> (32 - 8 * sizeof(Bits)) & kSign;
   const uint32_t magnitude = float_bits(value) & 0x7fffffff;
   if (magnitude > 0x7f800000) return {Bits(kSign - 1)};
   uint32_t bits;
-  if (magnitude < kSmallestNormal) {
+  if (kHasOtherExponents && magnitude < kSmallestNormal) {
     // The ulp of this number is the step of a subnormal: the addition rounds for us.
     const uint32_t step = kSmallestNormal + (uint32_t(kDropped) << 23);
     bits = float_bits(float_from_bits(magnitude) + float_from_bits(step)) - step;

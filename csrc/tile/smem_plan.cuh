@@ -7,13 +7,13 @@
 
 namespace ffpa::tile {
 
-// Bytes of a plan, which begin at a multiple of kAlign.
+// SmemBytes are bytes of a plan that begin at a multiple of kAlign.
 template <uint32_t kCount, uint32_t kAlign = 16>
 struct alignas(kAlign) SmemBytes {
   uint8_t bytes[kCount];
 };
 
-// Slots of a ring of boxes, and mbarriers.
+// These are the slots of a ring of boxes, and mbarriers.
 template <class Ring>
 using SmemSlots = SmemBytes<Ring::kBytes, 1024>;
 template <uint32_t kCount>

@@ -120,7 +120,7 @@ FLAGS: tuple[Flag, ...] = (
     _run("FFPA_RING_COPIES", "GPUs of one host copy in ring attention; 0: messages, as between hosts.", default=True),
     _run(
         "FFPA_SMEM_KB",
-        "An experiment: a GPU runs what one with so much shared memory would, 163 KB as an A100, 99 as consumer cards.",
+        "An experiment: a GPU with more shared memory runs what one with so many KB would, 163 as an A100, 99 as consumer cards.",
         _SMEM_KB,
     ),
     # These are experiments with the split-D mma.sync kernels.

@@ -246,7 +246,7 @@ class TestForced:
 class TestLessSharedMemory:
     """FFPA_SMEM_KB makes a GPU choose what an A100 or a consumer card would."""
 
-    @pytest.mark.parametrize("kilobytes, arch", [(163, "sm_80"), (99, "sm_89")])
+    @pytest.mark.parametrize("kilobytes, arch", [(163, "sm_80"), (99, "sm_86")])
     @pytest.mark.parametrize("changes", [{}, {"n_q": 4, "heads_kv": 4}, {"d_qk": 128, "d_v": 128}], ids=str)
     def test_what_others_would_run(self, kilobytes, arch, changes, monkeypatch):
         monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))
@@ -255,6 +255,19 @@ class TestLessSharedMemory:
         assert (chosen.backend, chosen.plan) == (there.backend, there.plan)
         assert f"as on a GPU with {kilobytes} KB of shared memory (FFPA_SMEM_KB)" in str(chosen) and arch in str(chosen)
         assert choose(p, flags()).plan != chosen.plan and "FFPA_SMEM_KB" not in str(choose(p, flags()))
+
+    @pytest.mark.parametrize("kilobytes, arch", [(163, "sm_80"), (163, "sm_89"), (99, "sm_86"), (99, "sm_120")])
+    def test_a_gpu_that_has_no_more_is_left_as_it_is(self, kilobytes, arch):
+        p = PROBLEM._replace(arch=arch)
+        assert str(choose(p, flags(FFPA_SMEM_KB=kilobytes))) == str(choose(p, flags()))
+
+    def test_the_kernels_are_those_of_the_gpu_at_hand(self, monkeypatch):
+        asked = set()
+        monkeypatch.setattr(native, "why_not", lambda spec, gpu: asked.add(gpu))
+        assert choose(PROBLEM, flags(FFPA_SMEM_KB=99)).backend == "mma" and asked == {"sm_90"}
+        fp8 = PROBLEM._replace(dtype="e4m3", d_qk=128, d_v=128)
+        with pytest.raises(NotImplementedError, match="e4m3"):  # an A100 runs none, whatever it runs as
+            choose(fp8._replace(arch="sm_80"), flags(FFPA_SMEM_KB=99))
 
     def test_it_says_what_was_estimated(self, monkeypatch):
         monkeypatch.setattr(native, "why_not", lambda spec, gpu: archs.why_not_on(spec.arch, gpu))

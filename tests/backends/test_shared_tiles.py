@@ -207,6 +207,7 @@ def test_parts_are_even():
         (Visibility(100, 0, False), 300),
         (Visibility(100, 30, False), 300),
         (Visibility(-1, 5, True), 128),
+        (Visibility(100, -1, False), 320),
     ):
         of_keys = row_tiles.cut_keys(60, 9000, see, 16, 64, 64)
         assert of_keys.count * of_keys.keys <= keys, see

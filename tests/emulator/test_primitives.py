@@ -96,6 +96,18 @@ def test_mma_with_infinities_and_nan(emulator):
         assert np.isinf(d[0]).all() and np.isnan(d[1]).all() and np.isfinite(d[2:]).all()
 
 
+def test_mma_that_overflows_a_half_at_once(emulator):
+    """Ampere adds eight products at a time: those after an infinity leave it."""
+    words = np.zeros(64 * 32 * 10, np.uint32)
+    product = words.reshape(64, 32, 10)[0]
+    product[:, :6] = 0x58005800  # all of A and B are 128: the first eight products make 131072
+    product[:4, [0, 2]] |= np.uint32(0x80008000)  # row 0 of A is negative
+    for model in ("ampere", "hopper"):
+        output, _ = emulator.run_case("mma_m16n8k16_f16", words, 64 * 32 * 2, accumulation=model)
+        d = scalar.c_matrix(scalar.halves(output[:64]).astype(np.float32))
+        assert np.isneginf(d[0]).all() and np.isposinf(d[1:]).all(), model
+
+
 MATH = {
     "ex2": (np.exp2, 2.0),
     "lg2": (np.log2, 2.0),

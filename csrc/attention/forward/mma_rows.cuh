@@ -96,7 +96,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   constexpr int kRows = Config::kRows;
   constexpr int kKeys = Config::kKeys;
   constexpr int kWarpRows = Config::kWarpRows;
-  constexpr tile::RowLayout kLayout(kHeadDim * 2);  // Q, K, V and O: [rows or keys][kHeadDim]
+  constexpr tile::RowLayout kLayout(kHeadDim * 2);  // Q, K and V: [rows or keys][kHeadDim]
 
   const AttentionParams& params = arguments.params;
   const int thread = ptx::thread_x();

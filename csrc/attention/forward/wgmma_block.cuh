@@ -1,5 +1,5 @@
-// What the persistent forwards on wgmma have in common: the arguments of their kernel, and where a block has what in
-// shared memory.
+// WgmmaBlock is what the persistent forwards on wgmma have in common: the arguments of their kernel, and where a block
+// has what in shared memory.
 #pragma once
 
 #include <cstddef>

@@ -72,12 +72,12 @@ struct ForwardWgmmaFp8Config : Fields {
   static_assert(kChunkColumns <= kKeys, "a slot holds a chunk of V, too");
   template <int kSlots>
   struct SmemPlan {
-    using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;  // of boxes of columns of K, or of chunks of V
+    using Ring = tile::BoxRing<0, kKeySteps, kSlots, 1, 1>;  // its slots have a box of columns of K, or a chunk of V
     tile::SmemSlots<Ring> slots[tile::kConsumerGroups];
     tile::SmemBytes<Queries::kBytes> q;
     tile::SmemBytes<tile::kBoxBytes> p[kTilesOfP];
     tile::SmemBytes<tile::kAtomBytes> ones;  // what P is multiplied with for its sums
-    float references[kTilesOfP][kRows];      // of P
+    float references[kTilesOfP][kRows];      // those that P refers to
     float sums[tile::kConsumerGroups][kRows][2];
     tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers[tile::kConsumerGroups];
     tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;

@@ -19,8 +19,8 @@
 
 namespace ffpa {
 
-// The arguments of a forward, with maps of its tensors. A box of V has kValueRows keys; boxes of Q are those of whole
-// tiles, or of warpgroups.
+// A forward takes these arguments, with maps of its tensors. A box of V has kValueRows keys; boxes of Q are those of
+// whole tiles, or of warpgroups.
 template <int kRows, int kValueRows = tile::kBox, bool kWholeTiles = true>
 struct WgmmaForwardArguments {
   AttentionParams params;

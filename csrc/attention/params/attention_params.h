@@ -78,7 +78,8 @@ struct AttentionParams {
   int value_stages;    // slots in the ring of V steps, where they have a ring of their own
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
   bool has_slopes;     // parts have references that were made with slopes (logits.cuh)
-  bool grid_of_heads;  // a grid (work items of a head, heads, batch) instead of one dim; the items are the same
+  bool grid_of_heads;  // a grid (items of a head, heads that share none, batch) instead of one dim; the items are the
+                       // same
 
   // The scratch of kernels that stream O or P has a part for each block; the parts of P follow a counter of all blocks.
   float* scratch;

@@ -1,4 +1,4 @@
-// Grids of kernels whose blocks take the item of their own number, whatever the shape of the grid.
+// These are grids of kernels whose blocks take the item of their own number, whatever the shape of the grid.
 #pragma once
 
 #include <cstdint>

@@ -101,7 +101,7 @@ FFPA_DEVICE bool all_rows_see(const Block& block, int key, int count) {
   return key >= common_keys_begin(block) && key + count <= common_keys_end(block);
 }
 
-// ---- rows as persistent kernels take them ----
+// ---- rows as blocks take them ----
 
 // A range of rows of one query head.
 struct RowTile {
@@ -186,7 +186,7 @@ FFPA_DEVICE tile::GmemWindow window_of(const TensorView& x, int batch, int head,
           columns - column};
 }
 
-// K and V of a batch entry, from row 0 on, in the head that a row tile has.
+// They point to row 0 of K and V of a batch entry, in the head that a row tile has.
 struct KeysInGmem {
   const uint16_t *k, *v;
   int count;

@@ -77,7 +77,7 @@ class RowTiles {
   int together_;
 };
 
-// The arguments of a kernel on mma.sync, with its row tiles.
+// A kernel on mma.sync takes these arguments: the call's numbers, and its row tiles.
 template <int kRows>
 struct RowTileArguments {
   AttentionParams params;

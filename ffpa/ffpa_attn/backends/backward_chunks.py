@@ -81,7 +81,7 @@ class Work:
         self.packed = Packed(p.batch, *p.packed) if p.packed else None
         self.entries = p.heads_kv * (1 if p.packed else p.batch)
         self.group, self.d_qk, self.d_v = p.group, p.d_qk, p.d_v
-        self.n_q, self.n_k = p.n_q, p.n_k  # of packed sequences, those of the longest
+        self.n_q, self.n_k = p.n_q, p.n_k  # the longest has so many, where sequences are packed
         self.multiprocessors = archs.multiprocessors(p.arch or "sm_90")
         see, diagonal = p.visibility, 0 if p.visibility.top_left else p.n_k - p.n_q
         self.is_bounded = see.bounded

@@ -52,8 +52,8 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", f"  runs on {self.kernel}: {self.why}"]
-        if microseconds := getattr(self.plan, "microseconds", 0):
-            lines.append(f"  estimated to take {microseconds:.3g} µs of an otherwise idle GPU")
+        if self.problem.arch == "sm_90" and (microseconds := getattr(self.plan, "microseconds", 0)):
+            lines.append(f"  estimated to take {microseconds:.3g} µs of an otherwise idle H200")
         lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected]
         return "\n".join(lines)
 
@@ -171,14 +171,14 @@ def _impossible(p: Problem, asked_by: str | None, rejected: list[tuple[str, str]
     return NotImplementedError(f"none can run {p}, not {reasons}{way_out}; or pass bfloat16 tensors to ffpa")
 
 
-_ARCHS_OF = {163: "sm_80", 99: "sm_89"}  # a kind of GPU with so many KB of shared memory
+_ARCHS_OF = {163: "sm_80", 99: "sm_86"}  # a kind of GPU with so many KB of shared memory
 
 
 def choose(p: Problem, flags: Flags) -> Choice:
     limit = flags["FFPA_SMEM_KB"]
-    if not limit or p.device != "cuda":
+    if not limit or p.device != "cuda" or archs.shared_memory_bytes(p.arch) <= limit << 10:
         return _choose(p, flags)
-    choice = _choose(p._replace(arch=_ARCHS_OF[limit]), flags)
+    choice = _choose(p._replace(arch=_ARCHS_OF[limit], at_hand=p.arch), flags)
     return replace(choice, why=f"{choice.why}, as on a GPU with {limit} KB of shared memory (FFPA_SMEM_KB)")
 
 

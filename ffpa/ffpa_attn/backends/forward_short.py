@@ -33,5 +33,5 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> ForwardShortPlan | str:
 
 
 def why_slower(p: Problem) -> str | None:
-    """Says why the levels of the mma forward are faster, or None: they pack heads."""
-    return "the levels pack the heads of a group" if p.n_q == 1 and p.group > 1 and not p.packed else None
+    """Says why the levels of the mma forward are faster, or None: the heads of a group share their tiles."""
+    return "the heads of a group share tiles of the levels" if p.n_q == 1 and p.group > 1 and not p.packed else None

@@ -57,6 +57,7 @@ _KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes of the split-D k
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
+_WITHOUT_HIDING = 8  # times as long, to the choice: what hides no loads is taken only where nothing else fits
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
 
@@ -245,10 +246,14 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     return _cheapest(plans, spec, p)
 
 
+def _hides_loads(plan: LevelPlan) -> bool:
+    return isinstance(plan.spec, ForwardMmaRows) or plan.stages > 1
+
+
 def _cheapest(plans: list[LevelPlan], last: Spec, p: Problem) -> LevelPlan | str:
     if not plans:
         return f"{last.name} with these settings needs more shared memory than {p.arch} has"
-    best = min(plans, key=lambda plan: plan.microseconds)
+    best = min(plans, key=lambda plan: plan.microseconds * (1 if _hides_loads(plan) else _WITHOUT_HIDING))
     groups = 1 if isinstance(best.spec, ForwardMmaRows) else -(-p.d_v // best.spec.columns)
     blocks = row_tiles.count(p, best.spec.rows, best.tile_heads) * groups * best.splits
     if blocks > row_tiles.MOST_TILES:
@@ -278,8 +283,6 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
         splits = _splits(p, level, shape, heads, cap - of_a_block)
         cost = _microseconds(p, level, shape, heads, splits)
         stages, value_stages, q_resident = fitting
-        if stages == 1:
-            cost *= 8  # nothing hides the loads: taken only where nothing else fits
         of_plan = {"value_stages": value_stages, "tile_heads": heads, "microseconds": cost}
         plans.append(LevelPlan(spec, level, stages, q_resident, splits, **of_plan))
     return reason if reason and not plans else _cheapest(plans, spec, p)

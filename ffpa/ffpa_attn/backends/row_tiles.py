@@ -49,6 +49,8 @@ def cut_keys(n_q: int, n_k: int, see: Visibility, rows: int, tile_keys: int, cou
         visible = min(visible, see.left + see.right + rows)
     if see.top_left and see.right >= 0:
         visible = min(visible, n_q + see.right)
+    if not see.top_left and see.left >= 0:
+        visible = min(visible, n_q + see.left)
     tiles = max(min((visible + 2 * tile_keys - 2) // tile_keys, -(-n_k // tile_keys)), 1)  # they begin anywhere
     tiles_of_part = -(-tiles // count)
     parts = -(-tiles // tiles_of_part)

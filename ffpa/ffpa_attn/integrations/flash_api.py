@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -105,21 +104,24 @@ def _alibi(q, k, slopes):
 # ---- ffpa-attn on PyPI, 0.2.4 ----
 
 
-class Backend(SimpleNamespace):
+class Backend:
     """A kernel and settings for PyPI's ffpa-attn: accepted, and but for tensor_layout="NHD" without effect."""
 
     name = "ffpa"
 
     def __init__(self, name=None, forward=None, backward=None, *args, tensor_layout="HND", **settings):
-        tensor_layout = arguments.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
-        given = {"name": name or self.name, "forward": forward, "backward": backward, "tensor_layout": tensor_layout}
-        super().__init__(**given, **settings)
+        self.name, self.forward, self.backward = name or self.name, forward, backward
+        self.tensor_layout = arguments.one_of("tensor_layout", tensor_layout, ("HND", "NHD"))
+        vars(self).update(settings)
 
     def __eq__(self, other):
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self):
         return hash((type(self), self.name))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def is_nhd_supported(self, headdim: int) -> bool:
         return True

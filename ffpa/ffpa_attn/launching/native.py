@@ -97,7 +97,7 @@ def _why_not_in_a_wheel(spec: KernelSpec, gpu: str) -> str | None:
 def why_not_all(plan, p: Problem) -> str | None:
     """Says why one of the plan's kernels cannot run on the problem's GPU, here or in an installed wheel, or None."""
     of_one = _why_not_in_a_wheel if p.supposed else why_not
-    return next((reason for spec in plan.specs if (reason := of_one(spec, p.arch))), None)
+    return next((reason for spec in plan.specs if (reason := of_one(spec, p.at_hand or p.arch))), None)
 
 
 def driver_problem(runtime: int, driver: int) -> str | None:

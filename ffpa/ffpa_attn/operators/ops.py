@@ -305,12 +305,11 @@ for _name, _body in _BODIES.items():
 
 
 def _fake_forward(form, q, k, v, out, options):
-    shape = (*q.shape[:-1], v.shape[-1])
     if out is not None:
-        arguments.output("out", out, shape, q)
+        arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
     form.check(q, k, v)
     lse = q.new_empty(form.lse_shape(q) if options.get("return_lse", True) else (0,), dtype=torch.float32)
-    return (q.new_empty(shape), lse) if out is None else lse
+    return (q.new_empty((*q.shape[:-1], v.shape[-1])), lse) if out is None else lse
 
 
 def _fake_backward(form, tensors, fp32_grads, mask_grad, options):

@@ -84,6 +84,7 @@ class Problem(NamedTuple):
     level: int | None
     acc: str
     num_stages: int | None
+    at_hand: str | None = None  # the GPU that runs it, where it is to be run as on another, whose arch this problem has
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property

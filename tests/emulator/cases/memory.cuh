@@ -70,8 +70,7 @@ inline std::vector<Case> memory_cases() {
   };
 }
 
-// cp.async: lane l copies its bytes with source size l % (size + 1); the rest of the destination must become zero.
-// Odd lanes have no source, and get zeros.
+// This is cp.async: odd lanes have no source, and get zeros.
 FFPA_KERNEL(32, 1) void cp_async_or_zero_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t mine = ptx::dynamic_smem() + lane * 16;

@@ -45,6 +45,7 @@ constexpr int k8BitFraction = 13;
 // is below a float's precision, it rounds toward zero to that many bits. (This follows the models of arXiv 2511.10909
 // and 2512.07004; hardware confirms it for 16-bit elements.)
 float fused_dot_add(const Line& a, const Line& b, int first, int end, float c, int bits, AccumulatorType accumulator) {
+  if (!std::isfinite(c)) return c;  // the step before has overflowed a half, and these products are finite
   int largest = exponent_of(c);
   for (int k = first; k < end; ++k) largest = std::max(largest, a.exponents[k] + b.exponents[k]);
   if (largest < kZeroExponent / 2) return 0.0f;
