@@ -134,7 +134,8 @@ class KernelSpec:
     allowed_spill_bytes: ClassVar[int] = 0  # bytes of spills above which a build fails
 
     def __init_subclass__(cls) -> None:
-        cls.family = vars(cls).get("family") or re.sub(r"(?<=\w)(?=[A-Z])", "_", cls.__name__).lower()
+        if KernelSpec in cls.__bases__ and "family" not in vars(cls):
+            cls.family = re.sub(r"(?<=\w)(?=[A-Z])", "_", cls.__name__).lower()
 
     @property
     def header(self) -> str:
