@@ -15,7 +15,7 @@ from test_numerics import by_sequence
 F16 = torch.float16
 LONG = [
     PackedCase((1, 0, 1, 1), (1100, 30, 0, 600), heads_q=2, heads_kv=1, d=512, dtype=F16, rule={"causal": True}),
-    PackedCase((3, 40), (1300, 700), heads_q=2, heads_kv=1, d=128, dtype=F16, spare=5, rule={"window": (600, -1)}),
+    PackedCase((3, 40), (1300, 700), heads_q=2, heads_kv=1, d=128, dtype=F16, spare=5, rule={"window": (900, -1)}),
 ]
 NONEMPTY = [case for case in PACKED_CASES if sum(case.lengths_q)] + LONG
 LEVELS = [(case, level) for case in NONEMPTY for level in ((None, 1, 2, 3) if case.d > 256 else (None, 3))]

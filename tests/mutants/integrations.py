@@ -83,7 +83,7 @@ MUTANTS = [
         ("PyPI: a mask of 3 dims by heads", "attn_mask = attn_mask.unsqueeze(1)", "pass"),
         ("PyPI: groups without enable_gqa", 'if not arguments.flag("enable_gqa", enable_gqa) and', "if False and"),
         ("PyPI: unknown keywords swallowed", 'if name not in ("backend", "forward_backend", "backward_backend"):', "if False:"),
-        ("PyPI: settings forgotten", "super().__init__(**given, **settings)", "super().__init__(**given)"),
+        ("PyPI: settings forgotten", "vars(self).update(settings)", "pass"),
         ("PyPI: sinks ignored", '"sink attention_mask', '"attention_mask'),
     ),
     *edits_in(
