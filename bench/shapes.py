@@ -216,18 +216,13 @@ def load(stem: str) -> list[Measured]:
 
 
 def draw(found: Sequence[Measured], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     dims = sorted({m.cell.work.d for m in found})
     sizes = sorted({m.cell.work.n_kv for m in found})
     rows = [list(dict.fromkeys(m.cell.row for m in found if m.cell.work.d == d)) for d in dims]
-    figure, panels = plt.subplots(
-        len(dims), 1, figsize=(9, sum(map(len, rows)) * 0.22 + len(dims)), squeeze=False,
-        gridspec_kw={"height_ratios": [len(r) for r in rows]},
-    )  # fmt: skip
+    figure = Figure(figsize=(9, sum(map(len, rows)) * 0.22 + len(dims)))
+    panels = figure.subplots(len(dims), 1, squeeze=False, gridspec_kw={"height_ratios": [len(r) for r in rows]})
     for d, names, panel in zip(dims, rows, panels[:, 0], strict=True):
         shares = [[float("nan")] * len(sizes) for _ in names]
         for m in found:
@@ -243,17 +238,16 @@ def draw(found: Sequence[Measured], path: Path) -> None:
 
 def draw_small(found: Sequence[Measured], path: Path) -> None:
     """Draws one panel: a line for each kind of call, a column for each head dim, the median share of its cells."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     def kind(m: Measured) -> str:
         notes = [name for name in ("causal", "backward") if m.cell.kind == "square" and getattr(m.cell.work, name)]
         return ", ".join([m.cell.kind, *notes])
 
     dims, kinds = sorted({m.cell.work.d for m in found}), list(dict.fromkeys(map(kind, found)))
-    figure, panel = plt.subplots(figsize=(6, 0.3 * len(kinds) + 0.6))
+    figure = Figure(figsize=(6, 0.3 * len(kinds) + 0.6))
+    panel = figure.subplots()
     shares = [[float("nan")] * len(dims) for _ in kinds]
     for line, of_kind in enumerate(kinds):
         for column, d in enumerate(dims):

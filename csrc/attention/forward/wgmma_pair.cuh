@@ -1,7 +1,7 @@
-// Attention forward on wgmma, for head dims whose O fits the registers of two blocks. The persistent blocks of a
-// cluster take row tiles of kRows rows together, each with all keys that it sees or a part of them. A block owns half
-// of the columns of O, and computes S for half of the keys of every tile of 2 · 64. In each block, both warpgroups have
-// 64 rows each, and send P of their keys to the warpgroup with the same rows in the other block:
+// This is the attention forward on wgmma for head dims whose O fits the registers of two blocks. Two persistent
+// blocks, a cluster, take row tiles of kRows rows together, each with all keys that it sees or a part of them. A block
+// owns half of O's columns, and computes S for half of the keys of every tile of 2 · 64. In each block, both warpgroups
+// have 64 rows each, and send P of their keys to the warpgroup with the same rows in the other block:
 //
 //   S of its keys of the next tile = Q Kᵀ, and O += P V, with P of its own keys of this tile from registers, are queued
 //   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from

@@ -1,4 +1,4 @@
-// Conversions between float and packed elements of 16 and 8 bits, products of packed pairs, approximate
+// This file has conversions between float and packed elements of 16 and 8 bits, products of packed pairs, approximate
 // single-precision functions of the special function unit, and a product that is always rounded by itself. The lowest
 // part of a packed register is the element with the smallest index.
 //

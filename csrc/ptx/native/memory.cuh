@@ -1,5 +1,5 @@
-// Loads and stores of 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory (pointers), where there
-// are also those of 2 bytes, loads of single bytes, and an atomic addition.
+// This file has loads and stores of 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory
+// (pointers), where there are also those of 2 bytes, loads of single bytes, and an atomic addition.
 //
 // Addresses must be multiples of the access size. Values of 8 and 16 bytes are arrays of 32-bit registers, lowest
 // address first.

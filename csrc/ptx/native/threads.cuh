@@ -1,5 +1,5 @@
-// The place of a thread, and what it does together with the other threads of its warp, its block and its cluster:
-// shuffles, votes, barriers, mbarriers.
+// This file says where a thread is, and has what it does together with the others of its warp, its block and its
+// cluster: shuffles, votes, barriers, mbarriers.
 //
 // Every function of a warp (shuffles, votes, elect_one, sync_warp) must be reached by all 32 lanes together.
 #pragma once

@@ -125,8 +125,8 @@ FFPA_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b
 }
 
 // setmaxnreg (sm_90a), "Miscellaneous Instructions: setmaxnreg": moves registers from warpgroups that need few to those
-// that need many. Every warp of a warpgroup executes it. kRegisters counts registers per thread: 24 … 256, a multiple
-// of 8. It takes effect only in kernels whose FFPA_KERNEL names the number of blocks per SM.
+// that need many. Every warp of a warpgroup executes it. kRegisters counts registers per thread: 24, 32, … 256. It
+// takes effect only in kernels whose FFPA_KERNEL names the number of blocks per SM.
 template <int kRegisters>
 FFPA_DEVICE void increase_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "setmaxnreg takes 24, 32, ... 256");
