@@ -15,7 +15,16 @@ from ffpa_attn.backends.fused import FusedPlan
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, ForwardWgmmaFused, ForwardWgmmaPair, Problem, Visibility
+from ffpa_attn.specs.spec import (
+    FUSED_COLUMNS,
+    LATENT_COLUMNS,
+    PAIR_COLUMNS,
+    ForwardWgmmaFused,
+    ForwardWgmmaLatent,
+    ForwardWgmmaPair,
+    Problem,
+    Visibility,
+)
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 from test_two_phase import check_bits_repeat, check_graph_replays, check_packed, steep_inputs
@@ -23,6 +32,7 @@ from test_two_phase import check_bits_repeat, check_graph_replays, check_packed,
 F16, BF16 = torch.float16, torch.bfloat16
 FUSED = [ForwardWgmmaFused(dtype, *widths) for dtype in ("f16", "bf16") for widths in FUSED_COLUMNS]
 SHIPPED = FUSED + [ForwardWgmmaPair(dtype, columns) for dtype in ("f16", "bf16") for columns in PAIR_COLUMNS]
+LATENT = [ForwardWgmmaLatent(dtype, columns) for dtype in ("f16", "bf16") for columns in LATENT_COLUMNS]
 # The head dims are the narrowest of each kernel.
 by_kernel = pytest.mark.parametrize("d", [64, 384], ids=["d64", "d384"])
 
@@ -48,10 +58,10 @@ def plan_tiles(monkeypatch, shared: bool, count: int) -> None:
     """Makes plans in which query heads share row tiles, or do not, with keys in at most `count` parts."""
 
     def cut(p, spec, tile_heads, workspace_cap):
-        return 1.0, row_tiles.cut_keys(p.n_q, p.n_k, p.visibility, row_tiles.ROWS // tile_heads, 128, count)
+        return 1.0, row_tiles.cut_keys(p.n_q, p.n_k, p.visibility, spec.rows // tile_heads, 128, count)
 
-    def heads(p):
-        planned, fit = SHARED_HEADS(p), [n for n in range(1, row_tiles.ROWS + 1) if p.group % n == 0]
+    def heads(p, rows=row_tiles.ROWS):
+        planned, fit = SHARED_HEADS(p, rows), [n for n in range(1, rows + 1) if p.group % n == 0]
         return (max(fit) if planned == 1 else planned) if shared else 1
 
     monkeypatch.setattr(ops, "_plans", {})
@@ -67,7 +77,7 @@ def run(device: str, function, seed: int = 0):
         torch.cuda.synchronize()
         return result, None
     report, *merges = reports
-    assert report["kernel"] in {spec.name for spec in SHIPPED}
+    assert report["kernel"] in {spec.name for spec in SHIPPED + LATENT}
     plan = next(reversed(ops._plans.values())).choice.plan
     assert [merge["kernel"][:14] for merge in merges] == ["forward_merge_"] * (plan.parts.count > 1)
     return result, report

@@ -1,6 +1,6 @@
 // Merges the results over parts of the keys (AttentionParams::partial) into one: each part weighs as much as its P sums
-// up to, relative to the largest reference. O of parts is added in the order of the keys: every run gives the same
-// bits.
+// up to, relative to the largest reference. A block has a row, and 128 of its threads add O of 16 parts at most, in the
+// order of the keys; what these groups of threads have is then added in the same order: every run gives the same bits.
 #pragma once
 
 #include "attention/logits.cuh"
@@ -20,13 +20,17 @@ namespace ffpa {
 template <class Fields>
 struct ForwardMergeConfig : Fields {
   using Params = AttentionParams;
-  static constexpr int kThreads = 128;
+  static constexpr int kGroupThreads = 128, kGroupParts = 16, kMostGroups = 4;  // 64 parts at most (row_tiles.py)
+  static constexpr int kThreads = kMostGroups * kGroupThreads;
   static constexpr int kColumns = 4;  // columns of a thread at a time
+
+  static int groups(const Params& params) { return ceil_div(params.splits, kGroupParts); }
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
     shape.grid.x = uint32_t(params.all_rows());
-    shape.threads = kThreads;
+    shape.threads = uint32_t(groups(params) * kGroupThreads);
+    shape.smem_bytes = uint32_t((groups(params) - 1) * kGroupThreads * kColumns * 4);
     shape.starts_early = true;
     return shape;
   }
@@ -43,8 +47,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
       params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
   if (rows.begin + row >= rows.end) return;
 
-  constexpr int kPartsOfLane = 2;  // 64 parts at most (row_tiles.py)
-  constexpr int kPartsAtOnce = 8;
+  constexpr int kPartsOfLane = Config::kMostGroups * Config::kGroupParts / 32;
   // Each lane knows the weights of two parts: what their P sum up to, relative to the largest reference of all.
   const int lane = ptx::lane_id();
   float references[kPartsOfLane], weights[kPartsOfLane], reference = -kInfinity, sum = 0;
@@ -76,30 +79,47 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
 
   uint16_t* out_gmem = row_of(params.out, batch, head, rows.begin + row);
-  const int columns = round_up(params.d_v, Config::kThreads * Config::kColumns);  // all lanes run each shuffle
-  for (int column = ptx::thread_x() * Config::kColumns; column < columns;
-       column += Config::kThreads * Config::kColumns) {
+  constexpr int kColumnsOfGroup = Config::kGroupThreads * Config::kColumns;
+  const int group = ptx::thread_x() / Config::kGroupThreads, thread = ptx::thread_x() % Config::kGroupThreads;
+  const int groups = ceil_div(params.splits, Config::kGroupParts), first = group * Config::kGroupParts;
+  const auto sums_smem = [&](int of_group) {
+    return ptx::dynamic_smem() + ((of_group - 1) * Config::kGroupThreads + thread) * Config::kColumns * 4;
+  };
+  const int64_t part_stride = params.all_rows() * params.part_columns();
+  const int columns = round_up(params.d_v, kColumnsOfGroup);  // all lanes run each shuffle
+  for (int column = thread * Config::kColumns; column < columns; column += kColumnsOfGroup) {
+    const float* part_gmem = params.partial_out(first) + row_of_all * params.part_columns() +
+                             min_of(column, params.d_v - Config::kColumns);
+    uint32_t values[Config::kGroupParts][Config::kColumns];
+    FFPA_UNROLL
+    for (int i = 0; i < Config::kGroupParts; ++i) {  // all are on their way before the first is used
+      if (first + i < params.splits) ptx::ld_global_16(values[i], part_gmem + i * part_stride);
+    }
     float out[Config::kColumns] = {};
-    for (int first = 0; first < params.splits; first += kPartsAtOnce) {
-      uint32_t values[kPartsAtOnce][Config::kColumns];
+    FFPA_UNROLL
+    for (int i = 0; i < Config::kGroupParts; ++i) {
+      const int split = first + i;
+      const float of_lane = split < 32 ? weights[0] : weights[1];
+      const float share = float_from_bits(ptx::shfl_idx(float_bits(of_lane), split % 32)) * inverse;
+      if (split >= params.splits || share == 0) continue;  // a part without keys has no O
       FFPA_UNROLL
-      for (int i = 0; i < kPartsAtOnce; ++i) {  // all are on their way before the first is used
-        const int split = min_of(first + i, params.splits - 1);
-        const float* part_gmem = params.partial_out(split) + row_of_all * params.part_columns();
-        ptx::ld_global_16(values[i], part_gmem + min_of(column, params.d_v - Config::kColumns));
+      for (int c = 0; c < Config::kColumns; ++c) out[c] += share * float_from_bits(values[i][c]);
+    }
+    if (groups > 1) {
+      if (group > 0) {
+        ptx::st_shared_16(sums_smem(group), {float_bits(out[0]), float_bits(out[1]), float_bits(out[2]), float_bits(out[3])});
       }
-      FFPA_UNROLL
-      for (int i = 0; i < kPartsAtOnce; ++i) {
-        const int split = first + i;
-        const float of_lane = split < 32 ? weights[0] : weights[1];
-        const float share = float_from_bits(ptx::shfl_idx(float_bits(of_lane), split % 32)) * inverse;
-        if (share == 0) continue;  // there is no such part, or it has no keys, and no O
+      ptx::sync_block();
+      for (int other = 1; group == 0 && other < groups; ++other) {
+        uint32_t sums[Config::kColumns];
+        ptx::ld_shared_16(sums, sums_smem(other));
         FFPA_UNROLL
-        for (int c = 0; c < Config::kColumns; ++c) out[c] += share * float_from_bits(values[i][c]);
+        for (int c = 0; c < Config::kColumns; ++c) out[c] += float_from_bits(sums[c]);
       }
+      ptx::sync_block();  // the next columns come where these sums lie
     }
     using Element = typename Config::Dtype;
-    if (column >= params.d_v) continue;
+    if (group > 0 || column >= params.d_v) continue;
     ptx::st_global_8(out_gmem + column, {ptx::pack<Element>(out[0], out[1]), ptx::pack<Element>(out[2], out[3])});
   }
 }

@@ -248,19 +248,12 @@ FFPA_DEVICE void write_part(const float (&out)[kSums], const AttentionParams& pa
   }
 }
 
-// Writes a warp's rows of O times `factor`, from column `column` on: by TMA, in whole boxes, where all rows exist.
-template <class Element, class Stores, int kSums>
-FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
-                           const AttentionParams& params, const SharedRowTile& rows, int row, int column,
-                           const float (&factor)[2], int lane) {
+// Writes a warp's rows of O times `factor`, or those of a part's O, from column `column` on.
+template <class Element, int kSums>
+FFPA_DEVICE void write_rows(const float (&out)[kSums], const AttentionParams& params, const SharedRowTile& rows,
+                            int row, int column, const float (&factor)[2], int lane) {
   if (params.splits > 1) {
     write_part(out, params, rows, row, column, factor, lane);
-    return;
-  }
-  const int first = rows.first + row;
-  const bool in_boxes = rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;
-  if (kSums % (tile::kBox / 2) == 0 && in_boxes) {
-    store_rows<Element>(stores, out, factor, map, place_of_row(params, rows), column, first);
     return;
   }
   auto writer = out_writer<Element, kSums / 4>(params, rows, row, column, lane);
@@ -269,6 +262,20 @@ FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx:
     const float values[4] = {out[4 * n] * factor[0], out[4 * n + 1] * factor[0], out[4 * n + 2] * factor[1],
                              out[4 * n + 3] * factor[1]};
     writer.put(n, values);
+  }
+}
+
+// Does the same by TMA, in whole boxes, where all rows exist.
+template <class Element, class Stores, int kSums>
+FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
+                           const AttentionParams& params, const SharedRowTile& rows, int row, int column,
+                           const float (&factor)[2], int lane) {
+  const int first = rows.first + row;
+  const bool in_boxes = params.splits == 1 && rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;
+  if (kSums % (tile::kBox / 2) == 0 && in_boxes) {
+    store_rows<Element>(stores, out, factor, map, place_of_row(params, rows), column, first);
+  } else {
+    write_rows<Element>(out, params, rows, row, column, factor, lane);
   }
 }
 

@@ -12,15 +12,17 @@ from typing import Any
 from ..specs import archs
 from ..specs.spec import (
     FUSED_COLUMNS,
+    LATENT_COLUMNS,
     PAIR_COLUMNS,
     ForwardWgmmaFused,
+    ForwardWgmmaLatent,
     ForwardWgmmaPair,
     Problem,
     Visibility,
     visible_keys,
 )
 from . import forward_short, levels, row_tiles
-from .row_tiles import ROWS, Parts, Scratch
+from .row_tiles import Parts, Scratch
 
 MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
 _TILE_KEYS = 128  # keys of a part are a multiple of it: of the tiles of all these kernels
@@ -36,6 +38,10 @@ class FusedPlan(row_tiles.RowTilePlan):
     __slots__ = ()
 
     @property
+    def rows(self) -> int:
+        return self.spec.rows
+
+    @property
     def workspace_bytes(self) -> int | None:
         """Says that there is no workspace where keys are not cut; otherwise the call knows how much."""
         return 0 if self.parts.count == 1 else None
@@ -45,7 +51,14 @@ class FusedPlan(row_tiles.RowTilePlan):
         return Scratch(min(tiles * self.spec.blocks, multiprocessors), 0, row_tiles.HEAD_BYTES)
 
 
-def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair:
+def has_latents(p: Problem) -> bool:
+    """Says whether V is the first columns of K, in one storage, and both are wider than what one block has else."""
+    return p.values_in_keys and p.d_v <= MOST_COLUMNS and FUSED_COLUMNS[-1][0] < p.d_qk <= LATENT_COLUMNS[-1]
+
+
+def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair | ForwardWgmmaLatent:
+    if has_latents(p):
+        return ForwardWgmmaLatent(p.dtype, next(columns for columns in LATENT_COLUMNS if p.d_qk <= columns))
     fused = (
         ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
     )
@@ -55,6 +68,8 @@ def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair:
 
 def is_faster_in_pairs(p: Problem) -> bool:
     """Says whether wider Q and K than V are faster here than in two phases, which few rows leave idle: MLA's decoding."""
+    if has_latents(p):
+        return True
     return MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS and bool(row_tiles.why_slower(p))
 
 
@@ -63,12 +78,13 @@ def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
     share of the memory.
     """
     blocks, count = archs.multiprocessors(p.arch or "sm_90") // spec.blocks, of_keys.count
-    items = max(row_tiles.count(p, tile_heads=tile_heads), 1) * count
+    items = max(row_tiles.count(p, spec.rows, tile_heads), 1) * count
     keys = visible_keys(p) + (_TILE_KEYS / 2 if p.visibility.bounded else 0)
     longest = min(keys, of_keys.keys) if count > 1 else keys
-    of_key = 2 * ROWS * (spec.columns + spec.value_columns) / (_SPEED * 1e6 * spec.blocks)
+    of_key = 2 * spec.rows * (spec.columns + spec.value_columns) / (_SPEED * 1e6 * spec.blocks)
     readers = min(max(items, _LEAST_READERS * blocks), blocks)
-    bytes_of_key = p.batch * p.heads_kv * (p.d_qk + p.d_v) * 2 * count / items
+    columns = p.d_qk if has_latents(p) else p.d_qk + p.d_v
+    bytes_of_key = p.batch * p.heads_kv * columns * 2 * count / items
     of_item = longest * max(of_key, bytes_of_key / (_BANDWIDTH[spec.blocks] / readers)) + _ENDS * of_key
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
     rows = p.batch * p.heads_q * p.n_q
@@ -78,9 +94,9 @@ def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
 
 def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, Parts]:
     """Returns the parts that take the shortest, and how long."""
-    most = row_tiles.MOST_TILES // max(row_tiles.count(p, tile_heads=tile_heads), 1)
+    most = row_tiles.MOST_TILES // max(row_tiles.count(p, spec.rows, tile_heads), 1)
     most = max(min(row_tiles.most_parts(p, _TILE_KEYS, workspace_cap), most), 1)
-    of_tile = p.n_q, p.n_k, p.visibility, ROWS // tile_heads, _TILE_KEYS
+    of_tile = p.n_q, p.n_k, p.visibility, spec.rows // tile_heads, _TILE_KEYS
     cuts = dict.fromkeys(row_tiles.cut_keys(*of_tile, count) for count in range(1, most + 1))
     return min((_microseconds(p, spec, tile_heads, cut), cut) for cut in cuts)
 
@@ -91,9 +107,10 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {p.d_v}"
     if p.d_qk > PAIR_COLUMNS[-1]:
         return f"shared memory holds {PAIR_COLUMNS[-1]} columns of Q in the fused forward, not {p.d_qk}"
-    if reason := row_tiles.why_not(p, "fused", flags):
+    spec = _spec(p)
+    if reason := row_tiles.why_not(p, "fused", flags, spec.rows):
         return reason
-    spec, tile_heads = _spec(p), row_tiles.shared_heads(p)
+    tile_heads = row_tiles.shared_heads(p, spec.rows)
     microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
     return FusedPlan(spec, tile_heads, of_keys, microseconds)
 

@@ -43,10 +43,11 @@ def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
         if cu_q.device.type == "cpu" or cu_k.device.type == "cpu" or flags["FFPA_CHECK"]:
             return None
         args = (*args, seen(cu_q), seen(cu_k), max_q, max_k)
+    of_k, of_v = k.data_ptr(), v.data_ptr()
     try:
         return (
             (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-            (q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ROW_ALIGNMENT),
+            (q.device, k.device, v.device, (q.data_ptr() | of_k | of_v) % ROW_ALIGNMENT, of_k == of_v),
             flags,
             wanted,
             args,

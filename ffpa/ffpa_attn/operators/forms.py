@@ -134,6 +134,11 @@ def visibility(options) -> Visibility:
     return Visibility.of(get("causal", False), get("align", "bottom_right"), *window)
 
 
+def values_in_keys(k, v) -> bool:
+    """Says whether V is the first columns of K, in one storage."""
+    return k.data_ptr() == v.data_ptr() != 0 and k.stride() == v.stride()
+
+
 _DTYPES = arguments.DTYPES | arguments.FP8
 
 
@@ -144,5 +149,5 @@ def describe(form, direction, q, k, v, options, device: str | None = None, arch:
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
         q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), arguments.mask_kind(form.mask),
-        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
+        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"), values_in_keys(k, v),
     )  # fmt: skip

@@ -84,6 +84,7 @@ class Problem(NamedTuple):
     level: int | None
     acc: str
     num_stages: int | None
+    values_in_keys: bool = False  # V is the first columns of K, in one storage
     at_hand: str | None = None  # the GPU that runs it, where it is to be run as on another, whose arch this problem has
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
@@ -101,6 +102,7 @@ class Problem(NamedTuple):
             f"scale={self.scale:.4g}" if self.scale <= 0 else "",
             f"softcap={self.softcap}" if self.softcap else "",
             f"{self.mask} mask" if self.mask else "",
+            "V in K" if self.values_in_keys else "",
             f"level={self.level}" if self.level else "",
             f"acc={self.acc}" if self.acc != "f32" else "",
             f"on {self.arch or self.device}",
@@ -280,6 +282,7 @@ class ForwardWgmmaFused(KernelSpec):
 
     arch = "sm_90a"
     blocks = 1  # blocks that share a row tile
+    rows = 128  # of a row tile
     allowed_spill_bytes = 400  # spills are mostly the producer's, and of what is needed once a tile
 
     dtype: str
@@ -293,6 +296,7 @@ class ForwardWgmmaPair(KernelSpec):
 
     arch = "sm_90a"
     blocks = 2
+    rows = 128
     most_value_columns = 512
 
     dtype: str
@@ -301,6 +305,20 @@ class ForwardWgmmaPair(KernelSpec):
     @property
     def value_columns(self) -> int:
         return min(self.columns, self.most_value_columns)
+
+
+@dataclass(frozen=True)
+class ForwardWgmmaLatent(KernelSpec):
+    """In this forward V is the first columns of K, in one storage; a spec serves every D_qk up to `columns`."""
+
+    arch = "sm_90a"
+    blocks = 1
+    rows = 64
+    value_columns = 512
+    allowed_spill_bytes = 64  # spills are the producer's, and of what is needed once a row tile
+
+    dtype: str
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -344,6 +362,7 @@ class ForwardWgmmaFp8(KernelSpec):
 
 FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512, 576)  # of Q and K; 576 is for 512 of V and O
+LATENT_COLUMNS = (512, 576)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
 SHORT_COLUMNS = (64, 128)  # columns of a step: for narrow heads, and for others
 SHORT_TILES = (64, 128)  # rows and keys, in the backward
@@ -447,6 +466,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
         ]
         kernels += [ForwardWgmmaFused(dtype, *widths) for widths in FUSED_COLUMNS[first]]
         kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[first]]
+        kernels += [ForwardWgmmaLatent(dtype, width) for width in LATENT_COLUMNS[last]]
         kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[last]]
         kernels += [ForwardMmaTwoPhase(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[first]:
