@@ -85,6 +85,7 @@ class Problem(NamedTuple):
     acc: str
     num_stages: int | None
     at_hand: str | None = None  # the GPU that runs it, where it is to be run as on another, whose arch this problem has
+    copied: bool = False  # a result of PyTorch's own making would be copied to where this call's is to lie
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property
