@@ -33,7 +33,7 @@ from workload import Inputs, Workload, make_inputs
 
 RESULTS = Path(__file__).resolve().parent / "results" / "shapes"
 _BACKENDS = {False: ("hopper", "mma", "triton", "sdpa"), True: ("hopper", "mma", "triton")}  # forward, backward
-_SDPA_BACKENDS = (PEERS["sdpa-cudnn"], PEERS["sdpa-flash"], sdpa)
+_SDPA_BACKENDS = {"cuDNN": PEERS["sdpa-cudnn"], "flash": PEERS["sdpa-flash"], "efficient": sdpa}
 _CHOSEN, _SDPA = "chosen", "SDPA's best"
 
 
@@ -66,13 +66,14 @@ class Cell:
 class Measured:
     cell: Cell
     kernel: str
-    microseconds: dict[str, float]  # of the chosen kernel, of each candidate, of SDPA's best backend
+    microseconds: dict[str, float]  # of the chosen kernel, of each candidate, of SDPA's backends and the best of these
     share: float  # of the ceiling that binds
 
     @property
     def regret(self) -> float:
-        ours = [t for name, t in self.microseconds.items() if name not in (_CHOSEN, _SDPA)]
-        return self.microseconds[_CHOSEN] / min(ours, default=self.microseconds[_CHOSEN])
+        """Compares with all that could have run the cell: SDPA's backward needs what its own forward saved."""
+        left_out = (_SDPA, *_SDPA_BACKENDS) if self.cell.work.backward else ()
+        return self.microseconds[_CHOSEN] / min(t for name, t in self.microseconds.items() if name not in left_out)
 
 
 _HEADS = {64: (32, 8), 128: (32, 8), 192: (16, 16), 256: (32, 8), 320: (16, 16), 512: (32, 4), 576: (128, 1)}
@@ -93,18 +94,37 @@ def _cells() -> Iterator[Cell]:
                 yield Cell("square", work(n, n, causal=True))
                 if d != 192:
                     yield Cell("square", work(n, n, causal=True, backward=True))
+            yield Cell("square", work(16384, 16384))
+            yield Cell("square", work(16384, 16384, causal=True))
+            if d != 192:
+                yield Cell("square", work(4096, 4096, backward=True))
+                yield Cell("window", work(4096, 4096, causal=True, backward=True), window=1023)
             for n in (4096, 16384):
                 yield Cell("few heads", work(n, n, heads=2, heads_kv=1))
                 yield Cell("window", work(n, n, causal=True), window=1023)
-        for batch, n_kv in ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (64, 1024)):
+                if d in (64, 128, 256, 512):
+                    for few in (1, 2, 4):
+                        yield Cell("few heads", work(n, n, heads=few, heads_kv=few))
+        batches = (1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (64, 1024), (64, 8192)
+        for batch, n_kv in batches:
             yield Cell("decode", work(1, n_kv, batch=batch))
         for n_q in (2, 4, 8, 16):
             yield Cell("short", work(n_q, 8192, batch=8, causal=True))
         for n_q in (32, 64, 65, 128, 256, 512):
             yield Cell("chunk", work(n_q, 32768, causal=True))
-        if d in (128, 512):
+        if d in (256, 576):
+            for batch, n_kv in ((1, 8192), (8, 8192), (64, 8192)):
+                yield Cell("decode", work(1, n_kv, batch=batch, heads=16, heads_kv=1))
+        if d == 256:
+            yield Cell("square", work(4096, 4096, heads=16, heads_kv=1))
+            yield Cell("square", work(4096, 4096, heads=16, heads_kv=1, causal=True))
+        if d in (256, 512, 576):
+            for n_q in (128, 512):
+                yield Cell("chunk", work(n_q, 32768, heads=16 if d == 576 else 8, heads_kv=1, causal=True))
+        if d in (64, 128, 256, 320, 512):
             for n in (64, 256):
                 yield Cell("short sequences", work(n, n, batch=64))
+            yield Cell("short sequences", work(256, 256, batch=64, causal=True))
             for n in (1024, 4096):
                 yield Cell("pack", work(n, n, batch=4, causal=True, packed=True))
                 yield Cell("mask", work(n, n), masked=True)
@@ -144,7 +164,9 @@ def _calls(c: Cell, x: Inputs, options: dict) -> dict[str, Callable[[], object]]
     found = {_CHOSEN: in_backend("auto")}
     makers = {name: partial(in_backend, name) for name in _BACKENDS[c.work.backward]}
     if x.q.is_cuda and not (c.masked or c.work.packed or c.window >= 0):
-        makers |= {f"{_SDPA} {i}": partial(of_sdpa, make) for i, make in enumerate(_SDPA_BACKENDS)}
+        makers |= {name: partial(of_sdpa, make) for name, make in _SDPA_BACKENDS.items()}
+        if c.work.heads != c.work.heads_kv:
+            del makers["efficient"]  # its users repeat K and V, of which there may be tens of gigabytes
     for name, make in makers.items():
         try:
             call = make()
@@ -173,8 +195,7 @@ def measure(
         subjects = {name: (lambda call=call: timer.milliseconds(call)) for name, call in calls.items()}
         measure_in_turn(subjects, iters, times, lambda name: None, settle=False)
         medians = {name: statistics.median(ms) * 1e3 for name, ms in times.items()}
-        of_sdpa = [medians.pop(name) for name in list(medians) if name.startswith(f"{_SDPA} ")]
-        if of_sdpa:
+        if of_sdpa := [medians[name] for name in _SDPA_BACKENDS if name in medians]:
             medians[_SDPA] = min(of_sdpa)
         least = max(c.flops / limits.gemm_tflops * 1e-6, least_bytes(c.work) / limits.copy_gb_per_s * 1e-3)
         kernel = "" if c.work.packed or c.work.backward else explain(x.q, x.k, x.v, **options).kernel

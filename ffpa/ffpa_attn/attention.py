@@ -246,7 +246,7 @@ def explain(
         arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
     if arguments.one_of("direction", direction, ("forward", "backward")) == "forward":
         options = {**options, "return_lse": return_lse or needs_grad}
-    problem = forms.describe(form, direction, q, k, v, options, device="cuda" if arch else None, arch=arch)
+    problem = forms.describe(form, direction, q, k, v, options, out, device="cuda" if arch else None, arch=arch)
     return choose(problem._replace(supposed=arch is not None and native.record() is None), env.run_flags())
 
 

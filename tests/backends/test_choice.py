@@ -9,12 +9,14 @@ import torch
 from ffpa_attn import env, explain, ffpa
 from ffpa_attn.backends import choice, sdpa, triton_attention
 from ffpa_attn.backends.choice import CANDIDATES, choose
+from ffpa_attn.backends.reference import Rule
 from ffpa_attn.building import toolchain
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import Problem, Visibility
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WHY_NOT_TRITON = triton_attention.why_not.__wrapped__  # the function, without its memory of what it has said before
 ALL_KEYS = Visibility(-1, -1, False)
@@ -55,7 +57,6 @@ class TestSdpaMeansTheSame:
             ({"visibility": Visibility(9, -1, False)}, "window"),
             ({"visibility": Visibility(-1, 4, True)}, "window"),
             ({"visibility": Visibility(-1, 0, False), "n_q": 100}, "top-left"),
-            ({"heads_kv": 4}, "grouped heads"),
             ({"d_v": 256}, "D_v"),
             ({"n_k": 0}, "without keys"),
             ({"scale": 0.0}, "scale"),
@@ -84,6 +85,30 @@ class TestSdpaMeansTheSame:
         x = q(device=device)
         assert ffpa(x, x, x).shape == x.shape
 
+    def test_grouped_heads(self, device):
+        x, shared = q(1, 4, 16, 64, device=device), q(device=device)
+        assert explain(x, shared, shared).backend == "sdpa"
+        got, (expected, _) = ffpa(x, shared, shared), ffpa(x, shared, shared, return_lse=True)
+        assert torch.allclose(got, expected, atol=2e-2)
+
+    @pytest.mark.filterwarnings("ignore")  # PyTorch's reasons
+    def test_switches_that_leave_pytorch_no_kernel(self, device, monkeypatch):
+        x, shared = q(1, 4, 16, 64, device=device), q(device=device)
+        expected = ffpa(x, shared, shared)
+        monkeypatch.setattr(sdpa, "torch_sdpa", None)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            assert torch.allclose(ffpa(x, shared, shared), expected, atol=2e-2)
+
+    def test_the_memory_efficient_kernel_has_no_grouped_heads(self, monkeypatch):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: SDPBackend.EFFICIENT_ATTENTION.value)
+        asked, torch_sdpa = [], sdpa.torch_sdpa
+        monkeypatch.setattr(
+            sdpa, "torch_sdpa", lambda *args, **options: (asked.append(options), torch_sdpa(*args, **options))[1]
+        )
+        for heads in (2, 4):
+            ffpa(q(1, heads, 16, 64), q(), q())
+        assert len(asked) == 1 and not asked[0]["enable_gqa"]
+
 
 class TestSmallHeadDims:
     """Every kernel is there."""
@@ -105,10 +130,21 @@ class TestSmallHeadDims:
             ({"visibility": Visibility(-1, 0, False), "n_q": 640, "n_k": 640}, "hopper"),  # 160
             ({"visibility": Visibility(-1, 0, False), "n_q": 512, "n_k": 512, "needs_lse": True}, "hopper"),
             ({"d_qk": 136}, "hopper"),
-            ({"d_qk": 256, "d_v": 256}, "hopper"),
+            ({"d_qk": 256, "d_v": 256}, "sdpa"),
+            (
+                {"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096},
+                "hopper",
+            ),  # cuts its keys
             ({"needs_lse": True}, "hopper"),
-            ({"heads_kv": 4}, "hopper"),
+            ({"heads_kv": 4}, "sdpa"),
+            ({"heads_kv": 4, "needs_lse": True}, "hopper"),
+            ({"heads_kv": 4, "visibility": Visibility(-1, 0, False)}, "hopper"),
+            ({"heads_kv": 4, "copied": True}, "hopper"),  # into `out`, or rows first
             ({"d_v": 64}, "hopper"),
+            ({"d_qk": 192}, "sdpa"),
+            ({"d_qk": 192, "visibility": Visibility(-1, 0, False)}, "hopper"),
+            ({"d_qk": 192, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"d_qk": 192, "d_v": 192}, "hopper"),
             ({"packed": (8192, 8192)}, "hopper"),
             ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),
             ({"d_qk": 264, "packed": (256, 256)}, "hopper"),  # few row tiles, whose keys it cuts
@@ -120,12 +156,16 @@ class TestSmallHeadDims:
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "needs_lse": True}, "hopper"),  # cuts its keys
             ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "mma"),  # heads share tiles of 64 rows, which memory bounds
             ({"heads_kv": 4, "n_q": 32, "n_k": 32768}, "hopper"),  # heads share tiles of 128
-            ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "hopper"),
+            ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "sdpa"),
+            ({"heads_kv": 4, "n_q": 300, "n_k": 512, "needs_lse": True}, "hopper"),
             ({"n_q": 256, "n_k": 256}, "sdpa"),  # few row tiles, but as few keys
             ({"n_q": 256, "n_k": 1024, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
             ({"n_q": 256, "n_k": 1023, "d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
             ({"n_q": 1, "n_k": 32768}, "mma"),
-            ({"batch": 16, "heads_kv": 4, "n_q": 1}, "mma"),  # packs its heads
+            ({"n_q": 1, "n_k": 4096}, "sdpa"),  # 64 MiB of K and V
+            ({"heads_kv": 8, "n_q": 1, "n_k": 1024, "d_qk": 256, "d_v": 256, "needs_lse": True}, "hopper"),
+            ({"batch": 16, "heads_kv": 4, "n_q": 1}, "sdpa"),
+            ({"batch": 16, "heads_kv": 4, "n_q": 1, "needs_lse": True}, "mma"),  # packs its heads
             ({"num_stages": 2}, "mma"),
             ({"dtype": "f16", "acc": "f16"}, "mma"),
             ({"d_qk": 264}, "hopper"),
@@ -138,6 +178,7 @@ class TestSmallHeadDims:
             ({"arch": "sm_80"}, "mma"),
             ({"arch": "sm_80", "heads_kv": 4}, "mma"),
             ({"arch": "sm_80", "d_qk": 256, "d_v": 256}, "sdpa"),
+            ({"arch": "sm_80", "d_qk": 256, "d_v": 256, "heads_kv": 4}, "sdpa"),
             ({"direction": "backward"}, "triton"),
             ({"direction": "backward", "d_qk": 136}, "hopper"),
             ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch
@@ -153,6 +194,48 @@ class TestSmallHeadDims:
     )
     def test_the_fastest_measured(self, changes, backend):
         assert choose(self.SMALL._replace(**changes), flags()).backend == backend
+
+    @pytest.mark.parametrize("name, takes", [("CUDNN", True), ("FLASH", False), ("EFFICIENT", False), ("MATH", False)])
+    @pytest.mark.parametrize("changes, other", [({}, "hopper"), ({"d_qk": 64, "d_v": 64}, "triton")], ids=str)
+    def test_where_pytorch_takes_no_kernel_that_is_as_fast(self, name, takes, changes, other, monkeypatch):
+        """What would be chosen if there were no SDPA then runs, and its kernels are ready."""
+        choice = choose(self.SMALL._replace(**changes, heads_kv=4), flags())
+        without = CANDIDATES[other](choice.problem, flags())
+        assert choice.backend == "sdpa" and choice.plan.otherwise == without and choice.plan.specs == without.specs
+        assert f"or on {without.kernel}, where PyTorch" in str(choice)
+        number = getattr(SDPBackend, name if name == "MATH" else f"{name}_ATTENTION").value
+        ran, x, rule = [], q(1, 4, 16, 64), Rule(0.1, 0.0, ALL_KEYS)
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: number)
+        monkeypatch.setattr(type(without), "forward", lambda plan, *args: ran.append(plan))
+        memo, out = {}, torch.empty_like(x)
+        fresh = choice.plan.fresh(x, q(), q(), rule, 1 << 20, memo)
+        choice.plan.forward(x, q(), q(), out, x.new_empty(0), None, None, rule, 1 << 20, memo)
+        assert (fresh is not None) == takes and ran == ([] if takes else [without])
+
+    def test_flash_attention_serves_older_gpus(self):
+        choice = choose(self.SMALL._replace(arch="sm_80", d_qk=256, d_v=256), flags())
+        assert SDPBackend.FLASH_ATTENTION.value in choice.plan.takes and "mma" in choice.plan.otherwise.kernel
+        assert SDPBackend.EFFICIENT_ATTENTION.value not in choice.plan.takes
+
+    def test_what_lies_where_the_caller_says_is_copied(self):
+        x = torch.empty(1, 32, 8192, 128, dtype=torch.bfloat16, device="meta")
+        rows_first = x.transpose(1, 2).contiguous()
+        assert explain(x, x, x, arch="sm_90").backend == "sdpa"
+        for given, options in (
+            (x, {"out": x}),
+            (rows_first, {"layout": "BNHD"}),
+            (rows_first.transpose(1, 2), {}),
+        ):
+            said = explain(given, given, given, **options, arch="sm_90")
+            assert said.backend == "hopper" and said.problem.copied
+
+    def test_triton_fails_behind_sdpa(self, monkeypatch):
+        choice = choose(self.SMALL._replace(d_qk=64, d_v=64), flags())
+        monkeypatch.setattr(triton_attention, "_gave_up", [])
+        monkeypatch.setattr(ops, "_plans", {"key": None})
+        ops._without_triton(RuntimeError("no memory"), "key", ops.Plan(choice, None, (), (), 0, {}, True))
+        again = choose(choice.problem, flags())
+        assert again.backend == "sdpa" and "wgmma" in again.plan.otherwise.kernel
 
     def test_cores_ask_for_triton(self):
         choice = choose(self.SMALL, flags(FFPA_TRITON_CORES=24))
@@ -222,6 +305,13 @@ class TestForced:
     def test_what_can_run_runs(self, backend):
         choice = choose(PROBLEM, flags(FFPA_BACKEND=backend))
         assert choice.backend == backend and choice.fallback is None
+
+    def test_sdpa_that_pytorch_does_not_fuse(self, monkeypatch):
+        plan = choose(PROBLEM, flags(FFPA_BACKEND="sdpa")).plan
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: 0)
+        rule = Rule(0.1, 0.0, ALL_KEYS)
+        with pytest.raises(NotImplementedError, match="FFPA_BACKEND=sdpa cannot run this call.*drop FFPA_BACKEND=sdpa"):
+            plan.forward(q(), q(), q(), q(), torch.empty(0), None, None, rule, 1 << 20, {})
 
     def test_level_means_the_forward(self):
         assert choose(PROBLEM._replace(level=1, direction="backward"), flags()).backend == "reference"

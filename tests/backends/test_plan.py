@@ -154,7 +154,8 @@ def test_accumulators(acc, expected, monkeypatch):
     "d, needs_lse, backend",
     [
         (128, False, "sdpa"),
-        (256, False, "hopper"),
+        (256, False, "sdpa"),
+        (256, True, "hopper"),
         (512, False, "hopper"),
         (1024, False, "hopper"),
         (1024, True, "hopper"),

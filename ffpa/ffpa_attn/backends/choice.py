@@ -54,6 +54,8 @@ class Choice:
         lines = [f"{self.problem}", f"  runs on {self.kernel}: {self.why}"]
         if self.problem.arch == "sm_90" and (microseconds := getattr(self.plan, "microseconds", 0)):
             lines.append(f"  estimated to take {microseconds:.3g} µs of an otherwise idle H200")
+        if isinstance(self.plan, sdpa.SdpaPlan):
+            lines.append(f"  or on {self.plan.otherwise.kernel}, where PyTorch takes no kernel that is as fast")
         lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected]
         return "\n".join(lines)
 
@@ -123,11 +125,26 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
     return many_keys and p.n_q < 1024 and row_tiles.count(p) < row_tiles.least_blocks(p)
 
 
+_CUDNN_ABOVE_128 = ((192, 128), (256, 256))  # wider D_qk and D_v for which cuDNN's forward was measured
+
+
+def _is_for_cudnn(p: Problem, widest: int) -> bool:
+    """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.3 times as fast as ours, on an H100).
+
+    It is up to 64 columns; for rows that see all keys; and for tiles so few that ours do not balance what causal rows
+    see. Our kernels have calls of few rows, as they cut keys, and as cuDNN takes 40 ms to plan for a number of keys that
+    is new, as it is at each token of decoding; and results that lie where a caller says: a copy takes what cuDNN gains.
+    """
+    if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128) or _has_few_rows(p, p.d_v):
+        return False
+    return widest <= 64 or not p.visibility.bounded or row_tiles.count(p) <= archs.multiprocessors(p.arch)
+
+
 def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:
-    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md), where SDPA's kernels are
-    cuDNN's. On other GPUs Triton's forward is not measured. SDPA and Triton know nothing of stages, accumulators and
-    experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow path would lose what 8
-    bits are used for.
+    """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md, bench/results/shapes),
+    where SDPA's kernels are cuDNN's. On other GPUs Triton's forward is not measured. SDPA and Triton know nothing of
+    stages, accumulators and experiments. For 8-bit floats a GPU gets a kernel of ours, and nothing in its place: a slow
+    path would lose what 8 bits are used for.
     """
     widest = max(p.d_qk, p.d_v)
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
@@ -143,14 +160,11 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
         order = "hopper mma sdpa reference"
     elif p.arch != "sm_90":
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
-    elif _has_few_rows(p, widest):
-        order = "hopper mma sdpa triton reference"
-    elif widest <= 64 or (widest <= 128 and p.mask):
-        order = "sdpa triton hopper mma reference"
-    elif widest <= 128 and (not p.visibility.bounded or row_tiles.count(p) <= archs.multiprocessors(p.arch)):
-        order = "sdpa hopper triton mma reference"
     else:
-        order = "hopper sdpa triton mma reference"
+        narrow = widest <= 64 or (widest <= 128 and p.mask)
+        ours = "triton hopper mma" if narrow else "hopper triton mma"
+        ours = "hopper mma triton" if _has_few_rows(p, widest) else ours
+        order = f"sdpa {ours} reference" if _is_for_cudnn(p, widest) else f"{ours} sdpa reference"
     return order.split()
 
 
@@ -207,6 +221,9 @@ def _choose(p: Problem, flags: Flags) -> Choice:
         rejected.append((name, plan))
     else:
         raise _impossible(p, None, rejected)
+    if isinstance(plan, sdpa.SdpaPlan):
+        behind = (answer(name) for name in names[len(rejected) + 1 :])
+        plan = sdpa.beside(next(other for other in behind if not isinstance(other, str)), p)
     if p.device == "cuda" and name not in _OUR_KERNELS and "mma" in dict(rejected):
         fallback = f"runs on {name}, not on a kernel of ours: " + "; ".join(reason for _, reason in rejected)
     why = f"the first of {', '.join(names)} that can" if rejected else "the fastest that can"

@@ -56,6 +56,7 @@ _ROW_TILE_BYTES = 48  # bytes of shared memory, as KeptRows::kBytes says
 _KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes of the split-D kernel says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
+_MORE_ENDS = {256: 192}  # keys more for tiles of so many columns: their ring of one stage hides none of the first loads
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
 _WITHOUT_HIDING = 8  # times as long, to the choice: what hides no loads is taken only where nothing else fits
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
@@ -157,7 +158,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
     rows = p.batch * p.heads_q * p.n_q
     items = row_tiles.count(p, shape.rows, tile_heads) * (groups if level < 3 else 1) * splits
     width = p.d_qk + (p.d_v if level == 3 else shape.columns)
-    ends = _ENDS[level] / shape.keys
+    ends = (_ENDS[level] + _MORE_ENDS.get(shape.columns, 0)) / shape.keys
     measured = 2 * shape.rows * _MEASURED_KEYS * width / (shape.speed * 1e6 / 132)
     of_a_tile = measured / (_MEASURED_KEYS / shape.keys + ends)
     rows_of_head = shape.rows // tile_heads

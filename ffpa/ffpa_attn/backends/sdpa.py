@@ -1,4 +1,8 @@
-"""This backend is PyTorch's own fused attention, only where that means exactly the same and never materialises N^2."""
+"""This backend is PyTorch's own fused attention, only where that means exactly the same and never materialises N^2.
+
+PyTorch's switches decide at each call which of its kernels it takes. Where that is none that `SdpaPlan` takes, another
+plan runs the call: the one that would be chosen if there were no SDPA.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,35 @@ def _switches() -> tuple:
     return (*[switch() for switch in _SWITCHES], *_priorities())
 
 
-class SdpaPlan(NamedTuple):
-    kernel = "sdpa"
+_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.FLASH_ATTENTION.value
+_EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
+
+
+class Refusal(NamedTuple):
+    """It takes the place of another plan where FFPA_BACKEND=sdpa asks for PyTorch and nothing else."""
+
+    kernel = "nothing"
     specs = ()
+
+    def forward(self, q, k, v, *_) -> None:
+        raise NotImplementedError(
+            "FFPA_BACKEND=sdpa cannot run this call: as its switches are, PyTorch takes a kernel for q of "
+            f"{tuple(q.shape)} and k of {tuple(k.shape)} that materialises N^2 or repeats K and V; drop FFPA_BACKEND=sdpa"
+        )
+
+
+class SdpaPlan(NamedTuple):
+    otherwise: Any = ReferencePlan()  # the plan of calls for which PyTorch takes none of these kernels
+    takes: tuple[int, ...] = (_CUDNN, _FLASH, _EFFICIENT)
+    kernel = "sdpa"
+
+    @property
+    def specs(self) -> tuple:
+        return self.otherwise.specs
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        return getattr(self.otherwise, "workspace_bytes", None)
 
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         with PlainTorch(q.device):
@@ -43,16 +73,32 @@ class SdpaPlan(NamedTuple):
             if result is not None:
                 out.copy_(result)
         if result is None:
-            ReferencePlan().forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
+            self.otherwise.forward(q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo)
 
     def fresh(self, q, k, v, rule, workspace_cap: int, memo: dict) -> torch.Tensor | None:
-        """Returns SDPA's own tensor, or None where it would materialise N^2."""
-        causal, switches = rule.visibility.right == 0, _switches()
+        """Returns SDPA's own tensor, or None where the other plan is to run."""
+        causal, grouped, switches = rule.visibility.right == 0, q.shape[1] != k.shape[1], _switches()
         fuses = memo.get(switches)
         if fuses is None:
-            chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale)
-            fuses = memo[switches] = chosen != SDPBackend.MATH.value
-        return torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale) if fuses else None
+            try:
+                chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=rule.scale, enable_gqa=grouped)
+            except RuntimeError:  # the switches leave PyTorch no kernel
+                chosen = SDPBackend.ERROR.value
+            # Some releases of PyTorch give the memory-efficient kernel K and V once for each query head of a group.
+            fuses = memo[switches] = chosen in self.takes and not (grouped and chosen == _EFFICIENT)
+        return torch_sdpa(q, k, v, is_causal=causal, scale=rule.scale, enable_gqa=grouped) if fuses else None
+
+
+def beside(otherwise: Any, p: Problem) -> SdpaPlan:
+    """Returns a plan that takes what is faster than the other one. A GPU of Hopper has that from cuDNN alone; the
+    memory-efficient kernel is faster than nothing but the reference path.
+    """
+    if isinstance(otherwise, (ReferencePlan, Refusal)):
+        return SdpaPlan(otherwise)
+    return SdpaPlan(otherwise, (_CUDNN,) if p.arch == "sm_90" else (_CUDNN, _FLASH))
+
+
+_UNEQUAL = (192, 128)  # wider Q and K than V for which cuDNN has a kernel; PyTorch's other fast ones want them equal
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:
@@ -68,10 +114,13 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:
         (p.scale < LEAST_SCALE, "SDPA's fused kernels scale after masking, which a scale of 0 or less turns into NaN"),
         (see.left >= 0 or see.right > 0, "SDPA has no window"),
         (see.right == 0 and not see.top_left and p.n_q != p.n_k, "SDPA's causal mask is top-left aligned"),
-        (p.heads_q != p.heads_kv, "SDPA repeats K and V or materialises N^2 for grouped heads"),
-        (p.d_qk != p.d_v, "SDPA materialises N^2 where D_qk differs from D_v"),
+        (
+            p.d_qk != p.d_v and (p.d_qk, p.d_v) != _UNEQUAL,
+            "SDPA has no fused kernel where D_qk differs from D_v, but for 192 and 128",
+        ),
         (p.heads_q > _MOST_HEADS, f"SDPA launches no more than {_MOST_HEADS} heads"),
         (not p.n_k, "SDPA leaves open what a row without keys gives"),
         (bytes_of_out > flags["FFPA_WORKSPACE_MB"] << 20, "SDPA's own copy of the result is larger than the workspace"),
     )
-    return next((reason for holds, reason in refusals if holds), None) or SdpaPlan()
+    reason = next((reason for holds, reason in refusals if holds), None)
+    return reason or (SdpaPlan(Refusal()) if p.device == "cuda" else SdpaPlan())

@@ -142,12 +142,15 @@ def values_in_keys(k, v) -> bool:
 _DTYPES = arguments.DTYPES | arguments.FP8
 
 
-def describe(form, direction, q, k, v, options, device: str | None = None, arch: str | None = None) -> Problem:
+def describe(
+    form, direction, q, k, v, options, out=None, device: str | None = None, arch: str | None = None
+) -> Problem:
     """Returns the problem of a call with checked arguments; device and arch are those asked for, or the tensors'."""
     get, scale = options.get, options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
         q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), arguments.mask_kind(form.mask),
-        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"), values_in_keys(k, v),
+        get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
+        values_in_keys=values_in_keys(k, v), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
     )  # fmt: skip

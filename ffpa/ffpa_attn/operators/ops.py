@@ -73,8 +73,8 @@ _plans: dict[tuple, Plan] = {}
 _warned: set[str] = set()
 
 
-def _decide(form, direction, q, k, v, options, flags) -> Plan:
-    problem = describe(form, direction, q, k, v, options)
+def _decide(form, direction, q, k, v, options, flags, out=None) -> Plan:
+    problem = describe(form, direction, q, k, v, options, out)
     choice = _ready_choice(problem, flags)
     if choice.fallback and flags["FFPA_STRICT"]:
         raise NotImplementedError(f"FFPA_STRICT=1: {problem}: {choice.fallback}")
@@ -102,7 +102,8 @@ def _ready_choice(problem: Problem, flags) -> Choice:
 
 def _without_triton(error: triton_launch.Unable, key: tuple, plan: Plan) -> None:
     """Leaves this call, and all that follow of its kind, to the next candidate."""
-    triton_attention.give_up(plan.choice.problem, plan.choice.plan, str(error))
+    of_triton = getattr(plan.choice.plan, "otherwise", plan.choice.plan)
+    triton_attention.give_up(plan.choice.problem, of_triton, str(error))
     _plans.pop(key, None)
 
 
@@ -200,7 +201,7 @@ def _forward_plan(form, q, k, v, out, options, flags) -> Plan:
     if out is not None:
         arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
         memory_checks.rows(out=out)
-    return _decide(form, "forward", q, k, v, options, flags)
+    return _decide(form, "forward", q, k, v, options, flags, out)
 
 
 # ---- backward ----

@@ -86,6 +86,7 @@ class Problem(NamedTuple):
     num_stages: int | None
     values_in_keys: bool = False  # V is the first columns of K, in one storage
     at_hand: str | None = None  # the GPU that runs it, where it is to be run as on another, whose arch this problem has
+    copied: bool = False  # a result of PyTorch's own making would be copied to where this call's is to lie
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property
