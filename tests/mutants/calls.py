@@ -88,7 +88,7 @@ MUTANTS = [
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
         ("choice: the reference path is behind SDPA", "for name in names[len(rejected) + 1 :])", "for name in [\"reference\"])"),
         ("choice: SDPA's result is copied", "if p.copied or not (widest", "if not (widest"),
-        ("choice: what decodes has little to read", "bytes_to_read <= _LITTLE_TO_READ or", "True or"),
+        ("choice: cuDNN plans for each length of decoding", " or _has_few_rows(p, p.d_v):", ":"),
     ),
     *edits_in(
         "bench/truth.py",

@@ -1,6 +1,6 @@
 """These mutants change the forwards on wgmma, those of 8-bit floats among them."""
 
-from .kinds import edits_in, fp8, fused, pair, row_tiles, shared_tiles, two_phase
+from .kinds import edits_in, fp8, fused, latent, pair, row_tiles, shared_tiles, two_phase
 
 MUTANTS = [
     *edits_in(
@@ -86,6 +86,46 @@ MUTANTS = [
         ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
         ("fused: maxima of a thread's keys", 'return tile::largest_of_lanes(largest);', 'return largest;'),
     ),
+    *latent(
+        "csrc/attention/forward/wgmma_latent.cuh",
+        ("latent: K behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
+        ("latent: the first columns of V for both warpgroups", "producer, place, group * kOwnColumns, key", "producer, place, 0, key"),
+        ("latent: the tail from the first columns", "place, Config::kValueBoxes * tile::kBox, key", "place, 0, key"),
+        ("latent: keys hidden as if they were the other warpgroup's", "return tile * kKeys + group * Config::kTileKeys;", "return tile * kKeys + (1 - group) * Config::kTileKeys;"),
+        ("latent: the last tile's P is not received", "            if (group == 0) {\n              receive(", "            if (false) {\n              receive("),
+        ("latent: V given back before its product is done", "    ptx::wgmma_wait_group<0>();\n    give_back(ring().empty(slot));", "    give_back(ring().empty(slot));\n    ptx::wgmma_wait_group<0>();"),
+        ("latent: the other's V given back before its product is done", "              ptx::wgmma_wait_group<1>();  // before the tensor cores have so much to do that the warp waits for them\n", ""),
+        ("latent: the tail given back before its product is done", "    ptx::wgmma_wait_group<0>();\n    if constexpr (Config::kHasTail) give_back(tails().empty(group));", "    if constexpr (Config::kHasTail) give_back(tails().empty(group));\n    ptx::wgmma_wait_group<0>();"),
+        ("latent: K before it is there", "    ptx::mbarrier_wait(ring().full(slot), tiles_ & 1);\n", ""),
+        ("latent: the tail before it is there", "      ptx::mbarrier_wait(tails().full(group), tiles_ & 1);\n", ""),
+        ("latent: P before it is there", "    ptx::mbarrier_wait(message(1 - group), messages_ & 1);\n", ""),
+        ("latent: P over the one that is still multiplied", "    ptx::bar_sync(1 + group, tile::kGroupThreads);  // the warpgroup's product with the P that lies there is done\n", ""),
+        ("latent: P that is not fenced", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(message(group));", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(message(group));"),
+        ("latent: O does not follow the other warpgroup's references", "      state.reference[h] = theirs;\n    });\n    follow(out, of_out, state.reference);", "      state.reference[h] = theirs;\n    });"),
+        ("latent: O does not follow its own references", "    pack_probabilities<Element>(p, scores);\n    follow(out, of_out, state.reference);", "    pack_probabilities<Element>(p, scores);"),
+        ("latent: sums do not follow the other warpgroup's references", "      state.sum[h] *= growth(state.reference[h], theirs);\n", ""),
+        ("latent: the other warpgroup's references do not count", "      state.reference[h] = theirs;\n", ""),
+        ("latent: sums of one warpgroup's keys", "state.sum[h] += float_from_bits(ptx::ld_shared_4(sum(1 - group, row + r)));", "(void)r;"),
+        ("latent: sums before they are there", "    ptx::bar_sync(1 + tile::kConsumerGroups, tile::kConsumerGroups * tile::kGroupThreads);\n", ""),
+        ("latent: Q is never given back", "            queries().release(lane_);\n            if (group == 0) {", "            if (group == 0) {"),
+    ),
+    *edits_in(
+        "backends/fused.py",
+        "tests/backends/test_latent.py -k 'kind_of_call or what_runs or values_in_keys'",
+        ("latent: V wherever it lies", "return p.values_in_keys and p.d_v", "return p.d_v"),
+        ("latent: more columns than O has", "p.d_v <= MOST_COLUMNS and FUSED_COLUMNS", "FUSED_COLUMNS"),
+        ("latent: tiles of 128 rows", "tile_heads = row_tiles.shared_heads(p, spec.rows)", "tile_heads = row_tiles.shared_heads(p)"),
+    ),
+    *edits_in(
+        "operators/forms.py",
+        "tests/backends/test_latent.py -k 'kind_of_call or what_runs or values_in_keys'",
+        ("latent: K and V of the same strides are one", "return k.data_ptr() == v.data_ptr() != 0 and", "return"),
+    ),
+    *edits_in(
+        "operators/again.py",
+        "tests/backends/test_latent.py -k 'kind_of_call'",
+        ("latent: a kind of call does not know where V is", "% ROW_ALIGNMENT, of_k == of_v),", "% ROW_ALIGNMENT),"),
+    ),
     *pair(
         "csrc/attention/forward/wgmma_pair.cuh",
         ("pair: a block ends before the other", "    tile::meet_cluster();  // no block ends while the other still copies or arrives there\n", ""),
@@ -140,7 +180,9 @@ MUTANTS = [
     ),
     *shared_tiles(
         "csrc/attention/forward/merge.cuh",
-        ("merge: the first eight parts alone", "first < params.splits; first += kPartsAtOnce", "first < kPartsAtOnce; first += kPartsAtOnce"),
+        ("merge: the first eight parts of a group of threads alone", "min_of(first + Config::kGroupParts, params.splits)", "min_of(first + kPartsAtOnce, params.splits)"),
+        ("merge: parts of the first threads alone", "group == 0 && other < groups", "group == 0 && other < 1"),
+        ("merge: sums of threads that still add", "      ptx::sync_block();\n      for (int other = 1;", "      for (int other = 1;"),
         ("merge: weights of the first parts for all", "split < 32 ? weights[0] : weights[1]", "weights[0]"),
         ("merge: LSE of slopes as of other logits", "params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit)", "logit * kLn2"),
     ),

@@ -56,6 +56,11 @@ def pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def latent(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    tests = "tests/backends/test_latent.py -k '(d576 or every_kernel and 576 or move) and not cuda'"
+    return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") -> list[Mutant]:
     return edits_in(file, f"tests/backends/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 

@@ -37,7 +37,7 @@ struct ForwardMergeConfig : Fields {
 };
 
 template <class Config>
-FFPA_KERNEL(Config::kThreads, 1)
+FFPA_KERNEL(Config::kThreads, 2)
 void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   ptx::wait_for_earlier_kernels();
   const int64_t row_of_all = ptx::block_x();
@@ -47,6 +47,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
       params.is_packed() ? rows_of_sequence(params.packed_q, int(batch), params.n_q) : RowRange{0, params.n_q};
   if (rows.begin + row >= rows.end) return;
 
+  constexpr int kPartsAtOnce = 8;
   constexpr int kPartsOfLane = Config::kMostGroups * Config::kGroupParts / 32;
   // Each lane knows the weights of two parts: what their P sum up to, relative to the largest reference of all.
   const int lane = ptx::lane_id();
@@ -76,7 +77,8 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
     const float lse = params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit);
     ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
   }
-  const float inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
+  FFPA_UNROLL
+  for (float& weight : weights) weight *= sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
 
   uint16_t* out_gmem = row_of(params.out, batch, head, rows.begin + row);
   constexpr int kColumnsOfGroup = Config::kGroupThreads * Config::kColumns;
@@ -90,20 +92,23 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   for (int column = thread * Config::kColumns; column < columns; column += kColumnsOfGroup) {
     const float* part_gmem = params.partial_out(first) + row_of_all * params.part_columns() +
                              min_of(column, params.d_v - Config::kColumns);
-    uint32_t values[Config::kGroupParts][Config::kColumns];
-    FFPA_UNROLL
-    for (int i = 0; i < Config::kGroupParts; ++i) {  // all are on their way before the first is used
-      if (first + i < params.splits) ptx::ld_global_16(values[i], part_gmem + i * part_stride);
-    }
     float out[Config::kColumns] = {};
-    FFPA_UNROLL
-    for (int i = 0; i < Config::kGroupParts; ++i) {
-      const int split = first + i;
-      const float of_lane = split < 32 ? weights[0] : weights[1];
-      const float share = float_from_bits(ptx::shfl_idx(float_bits(of_lane), split % 32)) * inverse;
-      if (split >= params.splits || share == 0) continue;  // a part without keys has no O
+    FFPA_NO_UNROLL
+    for (int split = first; split < min_of(first + Config::kGroupParts, params.splits); split += kPartsAtOnce) {
+      uint32_t values[kPartsAtOnce][Config::kColumns];
       FFPA_UNROLL
-      for (int c = 0; c < Config::kColumns; ++c) out[c] += share * float_from_bits(values[i][c]);
+      for (int i = 0; i < kPartsAtOnce; ++i) {  // all are on their way before the first is used
+        if (split + i < params.splits) ptx::ld_global_16(values[i], part_gmem);
+        part_gmem += part_stride;
+      }
+      FFPA_UNROLL
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        const float of_lane = split < 32 ? weights[0] : weights[1];
+        const float share = float_from_bits(ptx::shfl_idx(float_bits(of_lane), (split + i) % 32));
+        if (split + i >= params.splits || share == 0) continue;  // a part without keys has no O
+        FFPA_UNROLL
+        for (int c = 0; c < Config::kColumns; ++c) out[c] += share * float_from_bits(values[i][c]);
+      }
     }
     if (groups > 1) {
       if (group > 0) {
