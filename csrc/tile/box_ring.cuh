@@ -208,6 +208,15 @@ class SlotReader {
     }
   }
 
+  // Gives the next slots back unread, each once it has landed.
+  FFPA_DEVICE void pass(int slots) {
+    FFPA_NO_UNROLL
+    for (int i = 0; i < slots; ++i) {
+      next();
+      release();
+    }
+  }
+
  private:
   const Ring ring_;
   int lane_;

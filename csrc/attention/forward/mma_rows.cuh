@@ -190,12 +190,31 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   }
 
   uint32_t slot = 0, slot_before = (stages - 1) * Config::kTileBytes;  // offsets of this tile and the one before
+  const auto next_keys = [&](int tile_index) {
+    wait_for_next_tile();  // K of this tile is there; everybody has used V of the tile before
+    load_tile(v_gmem, v_slots_smem + slot_before, tile_index + stages - 1);
+  };
+  const auto next_values = [&](int tile_index) {
+    wait_for_next_tile();  // V of this tile is there; everybody has used K of this tile
+    load_tile(k_gmem, k_slots_smem + slot, tile_index + stages);
+  };
+  const auto end_tile_of_keys = [&] {
+    slot_before = slot;
+    slot = slot == (stages - 1) * Config::kTileBytes ? 0 : slot + Config::kTileBytes;
+  };
+
+  if (kRows == 64 && !has_row(rows, warp_row)) {  // the warp copies for others, and multiplies nothing
+    for (int tile_index = first_tile; tile_index < end_tile; ++tile_index) {
+      next_keys(tile_index);
+      next_values(tile_index);
+      end_tile_of_keys();
+    }
+    return;
+  }
   for (int tile_index = first_tile; tile_index < end_tile; ++tile_index) {
     // ---- 1. S = Q Kᵀ ----
 
-    wait_for_next_tile();  // K of this tile is there; everybody has used V of the tile before
-    load_tile(v_gmem, v_slots_smem + slot_before, tile_index + stages - 1);
-
+    next_keys(tile_index);
     tile::Accumulator<typename Config::AccQk> products[kM][kScoreN];
     tile::add_product<Element, Config::kAhead, kScoreDepths>(
         products,
@@ -250,9 +269,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
 
     // ---- 3. O += P V ----
 
-    wait_for_next_tile();  // V of this tile is there; everybody has used K of this tile
-    load_tile(k_gmem, k_slots_smem + slot, tile_index + stages);
-
+    next_values(tile_index);
     tile::add_product<Element, Config::kAhead, kOutDepths>(
         o,
         [&](uint32_t (&fragment)[4], int m, int depth) {
@@ -271,8 +288,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
           ptx::ldmatrix_x4_trans(fragments, kLayout.moved(v_lane_smem + slot, depth * 16, pair * 2));
         });
 
-    slot_before = slot;
-    slot = slot == (stages - 1) * Config::kTileBytes ? 0 : slot + Config::kTileBytes;
+    end_tile_of_keys();
   }
 
   // ---- out = O / row sum, LSE ----

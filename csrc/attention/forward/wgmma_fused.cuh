@@ -172,6 +172,11 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
           const TileRange tiles = visible_part(kept.get(), kKeys, params_);
+          if (!has_row(kept.get(), group * tile::kBox)) {
+            slots_.pass((tiles.end - tiles.first) * (kSlotsOfKeys + kSlotsOfValues));
+            queries().release(lane_);
+            return;
+          }
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;

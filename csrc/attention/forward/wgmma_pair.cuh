@@ -227,6 +227,11 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
           const TileRange tiles = visible_part(kept.get(), kKeys, params_);
+          if (!has_row(kept.get(), at.group() * tile::kBox)) {  // nor has the warpgroup of the other block
+            slots_.pass((tiles.end - tiles.first) * (Config::kKeyParts + 2 * Config::kValueParts));
+            queries().release(lane_);
+            return;
+          }
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;

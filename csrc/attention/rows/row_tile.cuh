@@ -142,6 +142,9 @@ struct SharedRowTile : RowTile {
   }
 };
 
+// Returns whether row `i` of the tile exists, or one behind it does.
+FFPA_DEVICE bool has_row(const SharedRowTile& rows, int i) { return rows.place(i).row <= rows.last; }
+
 // Returns the place of a row as those count rows who compute scores: SharedRowTile from its first row on, others from
 // the first row of the batch entry.
 template <class Block>

@@ -318,7 +318,6 @@ class ForwardWgmmaLatent(KernelSpec):
     blocks = 1
     rows = 64
     value_columns = 512
-    allowed_spill_bytes = 64  # spills are the producer's, and of what is needed once a row tile
 
     dtype: str
     columns: int
