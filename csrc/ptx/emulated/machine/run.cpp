@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
@@ -150,7 +151,8 @@ uint64_t hash_seed(uint64_t seed, const GridDim& block) {
   return hash ? hash : 1;
 }
 
-void run_cluster(Machine& self, const GridDim& first_block) {
+// Prepares the machine for this cluster.
+void begin_cluster(Machine& self, const GridDim& first_block) {
   const LaunchShape& shape = self.shape;
   const int block_count = int(count_of(shape.cluster));
   static_cast<ClusterState&>(self) = {};
@@ -167,9 +169,10 @@ void run_cluster(Machine& self, const GridDim& first_block) {
     block.warps.resize(shape.threads / kWarpSize);
     for (size_t w = 0; w < block.warps.size(); ++w) reset_warp(block.warps[w], block, int(w));
   }
-  run_lanes();
-  self.report.counters.blocks += block_count;
-  if (self.given_up) return;
+}
+
+void end_cluster(Machine& self) {
+  self.report.counters.blocks += self.blocks.size();
   if (!self.async_work.empty()) {
     report_error("exit", CallSite("kernel", 0), "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
   }
@@ -177,34 +180,138 @@ void run_cluster(Machine& self, const GridDim& first_block) {
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 
-// Runs on one OS thread: takes clusters until there are none left or somebody gives up.
-Report run_clusters(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
-                    GlobalMemory& global, std::atomic<int64_t>& next_cluster) {
-  const GridDim size = shape.cluster;
-  const GridDim clusters{shape.grid.x / size.x, shape.grid.y / size.y, shape.grid.z / size.z};
-  const FaultGuard fault_guard;
-  Machine self;
-  self.options = options;
-  self.global = &global;
-  self.shape = shape;
-  self.kernel = kernel;
-  machine = &self;
-  for (int64_t i = next_cluster++; i < count_of(clusters); i = next_cluster++) {
-    self.cluster = uint32_t(i);
-    const GridDim place = place_of(i, clusters);
-    run_cluster(self, {place.x * size.x, place.y * size.y, place.z * size.z});
-    if (self.given_up) next_cluster = count_of(clusters);
+// The clusters of a launch that one OS thread runs. One runs until it ends, or waits for others; then another goes on
+// or begins. The first blocks of a launch that is not cooperative may be alone on a GPU, so no cluster begins here
+// before the last one has ended, unless a random seed lets a few of them mix.
+class ClusterRunner {
+ public:
+  ClusterRunner(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
+                GlobalMemory& global, std::atomic<int64_t>& next_cluster)
+      : shape_(shape), kernel_(kernel), options_(options), global_(global), next_cluster_(next_cluster) {
+    const GridDim size = shape.cluster;
+    clusters_ = {shape.grid.x / size.x, shape.grid.y / size.y, shape.grid.z / size.z};
+    most_ = shape.cooperative ? count_of(clusters_) : options.seed < 2 ? 1 : 1 + int64_t(options.seed % 3);
+    random_ = hash_seed(options.seed, {});
   }
-  machine = nullptr;
-  for (char* stack : self.stacks) munmap(stack - kPageBytes, kStackBytes + kPageBytes);
-  return self.report;
-}
+
+  Report run() {
+    const FaultGuard fault_guard;
+    while (!given_up_) {
+      const uint64_t seen = global_.changes();
+      const bool first = options_.seed >= 2 && next_random() % 2;  // a new one, although others could go on
+      if ((first && begin()) || go_on() || begin()) continue;
+      if (running_.empty()) break;
+      if (global_.wait_for_change(seen)) continue;
+      if (!global_.given_up()) report_deadlock();
+      return report();
+    }
+    if (given_up_) next_cluster_ = count_of(clusters_);
+    global_.leave(given_up_);
+    return report();
+  }
+
+ private:
+  // Blocks of a grid begin in any order.
+  int64_t cluster_at(int64_t i) const {
+    const int64_t count = count_of(clusters_);
+    if (options_.seed == 0) return i;
+    return options_.seed == 1 ? count - 1 - i : (i + int64_t(options_.seed)) % count;
+  }
+
+  bool begin() {
+    if (int64_t(running_.size()) >= most_) return false;
+    const int64_t i = next_cluster_++;
+    if (i >= count_of(clusters_)) return false;
+    if (idle_.empty()) {
+      idle_.push_back(std::make_unique<Machine>());
+      Machine& fresh = *idle_.back();
+      fresh.options = options_;
+      fresh.global = &global_;
+      fresh.shape = shape_;
+      fresh.kernel = kernel_;
+    }
+    running_.push_back(std::move(idle_.back()));
+    idle_.pop_back();
+    machine = running_.back().get();
+    machine->cluster = uint32_t(cluster_at(i));
+    const GridDim place = place_of(machine->cluster, clusters_), size = shape_.cluster;
+    begin_cluster(*machine, {place.x * size.x, place.y * size.y, place.z * size.z});
+    return run(running_.size() - 1);
+  }
+
+  // Lets one that can run go on.
+  bool go_on() {
+    const size_t count = running_.size(), first = options_.seed < 2 ? 0 : next_random() % std::max<size_t>(count, 1);
+    for (size_t n = 0; n < count; ++n) {
+      if (run(options_.seed == 1 ? count - 1 - n : (first + n) % count)) return true;
+    }
+    return false;
+  }
+
+  bool run(size_t i) {
+    machine = running_[i].get();
+    const bool ran = run_lanes();
+    given_up_ = machine->given_up;
+    if (!given_up_ && machine->lanes_alive == 0) {
+      end_cluster(*machine);
+      idle_.push_back(std::move(running_[i]));
+      running_.erase(running_.begin() + i);
+    }
+    machine = nullptr;
+    return ran;
+  }
+
+  void report_deadlock() {
+    std::string text = "no block can go on.";
+    CallSite place("", 0);
+    for (const auto& waiting : running_) {
+      machine = waiting.get();
+      text += describe_waits(place);
+    }
+    machine = nullptr;
+    const int64_t left =
+        count_of(shape_.grid) - std::min<int64_t>(next_cluster_, count_of(clusters_)) * count_of(shape_.cluster);
+    if (left > 0)
+      text += format(" %lld blocks have not begun: no other is sure to run while these wait", (long long)left);
+    idle_.push_back(std::make_unique<Machine>());
+    idle_.back()->report.add({"deadlock", to_string(place), text, place});
+  }
+
+  Report report() const {
+    Report total;
+    for (const auto* machines : {&running_, &idle_}) {
+      for (const auto& each : *machines) total.merge(each->report);
+    }
+    return total;
+  }
+
+  uint64_t next_random() { return (random_ = hash_seed(random_, {})) >> 20; }
+
+  const LaunchShape& shape_;
+  const std::function<void()>& kernel_;
+  const Options& options_;
+  GlobalMemory& global_;
+  std::atomic<int64_t>& next_cluster_;
+  GridDim clusters_;
+  int64_t most_;
+  uint64_t random_;
+  bool given_up_ = false;
+  std::vector<std::unique_ptr<Machine>> running_, idle_;
+};
 
 // Returns the bytes of dynamic shared memory that one block may ask for.
 uint32_t max_shared_bytes(int arch) {
   if (arch == 80 || arch == 87) return 163 << 10;
   const bool is_small = arch == 86 || arch == 89 || arch == 120;
   return is_small ? 99 << 10 : 227 << 10;
+}
+
+// Returns how many blocks a GPU of this kind holds at once, as far as threads and shared memory say: the emulator knows
+// no registers.
+int64_t resident_blocks(const LaunchShape& shape, int arch) {
+  const int64_t multiprocessors = arch >= kSm90 ? 132 : 108;
+  const uint32_t by_memory = max_shared_bytes(arch) / std::max(shape.smem_bytes, 1u);
+  return multiprocessors * std::min({uint32_t(2048 / shape.threads), by_memory, 32u});
 }
 
 std::string problem_with(const LaunchShape& shape, const Options& options) {
@@ -226,6 +333,11 @@ std::string problem_with(const LaunchShape& shape, const Options& options) {
     return format("the emulator runs clusters of up to %d warps, this one has %lld", kMaxWarps,
                   (long long)(blocks * shape.threads / kWarpSize));
   }
+  const int64_t resident = resident_blocks(shape, options.arch);
+  if (shape.cooperative && count_of(shape.grid) > resident) {
+    return format("a cooperative grid of %lld blocks; sm_%d holds %lld of them at once",
+                  (long long)count_of(shape.grid), options.arch, (long long)resident);
+  }
   constexpr uint32_t kMaxGridYZ = 65535;
   if (count_of(shape.grid) == 0 || shape.grid.y > kMaxGridYZ || shape.grid.z > kMaxGridYZ) {
     return format("a grid of %u x %u x %u blocks", shape.grid.x, shape.grid.y, shape.grid.z);
@@ -242,13 +354,13 @@ Report report_of(const LaunchShape& shape, const std::function<void()>& kernel, 
     total.add({"launch", problem, problem, {"", 0}});
     return total;
   }
-  GlobalMemory global;
+  GlobalMemory global(std::max(options.os_threads, 1));
   std::atomic<int64_t> next_cluster{0};
   std::mutex total_mutex;
   const auto work = [&] {
     Report part;
     try {
-      part = run_clusters(shape, kernel, options, global, next_cluster);
+      part = ClusterRunner(shape, kernel, options, global, next_cluster).run();
     } catch (const std::exception& problem) {
       part.add({"launch", problem.what(), problem.what(), {"", 0}});
     }
@@ -274,6 +386,10 @@ struct Session {
 Session session;
 
 }  // namespace
+
+Machine::~Machine() {
+  for (char* stack : stacks) munmap(stack - kPageBytes, kStackBytes + kPageBytes);
+}
 
 std::string to_string(CallSite site) {
   const char* slash = std::strrchr(site.file, '/');
