@@ -221,7 +221,7 @@ inline void wgmma_wait_group(CallSite site = CallSite()) {
 template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>
 inline void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate,
                      CallSite site = CallSite()) {
-  static_assert(is_wgmma_width<Element>(kN), "widths that the GPU side spells out");
+  static_assert(is_wgmma_width(kN), "8, 16, ... 256 columns");
   static_assert(!kIs8Bit<Element> || (kA == OperandMajor::kK && kB == OperandMajor::kK), "8-bit operands are K-major");
   emu::wgmma({kN, emu::kInputType<Element>, kA == OperandMajor::kMN, kB == OperandMajor::kMN, accumulate, d, nullptr,
               a_descriptor, b_descriptor},
@@ -231,7 +231,7 @@ inline void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descr
 template <class Element, int kN, OperandMajor kB = OperandMajor::kK>
 inline void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, bool accumulate,
                      CallSite site = CallSite()) {
-  static_assert(!kIs8Bit<Element> && is_wgmma_width<Element>(kN), "types and widths that the GPU side spells out");
+  static_assert(!kIs8Bit<Element> && is_wgmma_width(kN), "elements of 16 bits, 8, 16, ... 256 columns");
   emu::wgmma({kN, emu::kInputType<Element>, false, kB == OperandMajor::kMN, accumulate, d, a, 0, b_descriptor}, site);
 }
 
