@@ -40,6 +40,23 @@ FFPA_KERNEL(32, 1) void wait_for_the_block_before_kernel(const uint32_t*, uint32
   ptx::red_add_release_global(out.counter(0), 1);
 }
 
+// Blocks read the same words; the last block, which overwrites them, waits for one of the readers alone.
+template <int kReader>
+FFPA_KERNEL(32, 1)
+void overwrite_after_one_reader_kernel(const uint32_t*, uint32_t* output) {
+  const FlagOutput out{output};
+  const int lane = ptx::lane_id(), block = ptx::block_x(), last = ptx::grid_x() - 1;
+  if (block < last) {
+    ptx::st_global_4(out.part(block) + lane, ptx::ld_global_4(out.words + lane));
+    ptx::sync_warp();
+    if (lane == 0) ptx::st_release_global_4(out.counter(block), 1);
+    return;
+  }
+  if (lane == 0) ptx::wait_global_at_least(out.counter(kReader), 1);
+  ptx::sync_warp();
+  ptx::st_global_4(out.words + lane, 7);
+}
+
 // What is wrong where block 0 writes a part and block 1 reads it.
 enum class FlagBug {
   kNone,

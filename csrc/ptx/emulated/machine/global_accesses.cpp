@@ -49,7 +49,7 @@ uint32_t GlobalMemory::mark_of(GlobalAccess now, uint32_t previous, const Vector
   now.previous = previous;
   constexpr size_t kRecent = 4;  // the lanes of a warp come here one after the other
   for (size_t i = accesses_.size(), last = i > kRecent ? i - kRecent : 0; i-- > last;) {
-    if (now.time != kNever && now == accesses_[i]) return uint32_t(i + 1);
+    if (now == accesses_[i]) return uint32_t(i + 1);
   }
   accesses_.push_back(now);
   return uint32_t(accesses_.size());
@@ -108,9 +108,11 @@ uint32_t GlobalMemory::note_access(uintptr_t address, size_t bytes, const Global
   return own;
 }
 
-void GlobalMemory::set_time(uint32_t mark, uint32_t time) {
+void GlobalMemory::set_time(const std::vector<uint32_t>& marks, uint32_t time) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (mark) accesses_[mark - 1].time = time;
+  for (const uint32_t mark : marks) {
+    if (mark) accesses_[mark - 1].time = time;
+  }
 }
 
 std::string GlobalMemory::describe_last_change(const void* address) {

@@ -47,6 +47,7 @@ struct GlobalAccess {
   uint32_t cluster;
   int warp;       // as a VectorClock counts them
   uint32_t time;  // kNever: nobody can know of it yet
+  size_t store;   // number of a TMA store in its cluster, which has a time of its own
   GridDim block;
   Instruction instruction;
   uint32_t previous = 0;  // mark of an access of its kind that nothing orders before this one, or 0
@@ -57,8 +58,8 @@ struct GlobalAccess {
   bool is_strong() const { return access == Access::kAtomic || access == Access::kAcquire; }
 
   bool operator==(const GlobalAccess& other) const {
-    return std::tie(access, cluster, warp, time, previous) ==
-               std::tie(other.access, other.cluster, other.warp, other.time, other.previous) &&
+    return std::tie(access, cluster, warp, time, store, previous) ==
+               std::tie(other.access, other.cluster, other.warp, other.time, other.store, other.previous) &&
            instruction == other.instruction;
   }
 };
@@ -80,7 +81,7 @@ class GlobalMemory {
                        std::string& conflict);
 
   // Says when a TMA store was complete.
-  void set_time(uint32_t mark, uint32_t time);
+  void set_time(const std::vector<uint32_t>& marks, uint32_t time);
 
   // Calls change(what an acquire at this address learns), alone. It `writes` where waiting blocks should look again.
   template <class Change>

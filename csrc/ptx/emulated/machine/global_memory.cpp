@@ -63,8 +63,10 @@ uint32_t check_global(const void* address, uint32_t bytes, uint32_t alignment, A
   }
   if (bytes == 0) return 0;
   const Warp& warp = *current->warp;
-  const uint32_t time = access == Access::kBulkWrite ? kNever : warp.clock.at[warp.cluster_id];
-  const GlobalAccess now{access, machine->cluster, warp.cluster_id, time, warp.block->index, instruction};
+  const bool later = access == Access::kBulkWrite;
+  const uint32_t time = later ? kNever : warp.clock.at[warp.cluster_id];
+  const size_t store = later ? machine->bulk_stores.size() : 0;
+  const GlobalAccess now{access, machine->cluster, warp.cluster_id, time, store, warp.block->index, instruction};
   const Verdict verdict = machine->global->check(begin, bytes);
   if (verdict == Verdict::kReadOnly && now.writes()) {
     fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);

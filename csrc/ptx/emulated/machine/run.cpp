@@ -363,6 +363,7 @@ Report report_of(const LaunchShape& shape, const std::function<void()>& kernel, 
       part = ClusterRunner(shape, kernel, options, global, next_cluster).run();
     } catch (const std::exception& problem) {
       part.add({"launch", problem.what(), problem.what(), {"", 0}});
+      global.leave(true);
     }
     std::lock_guard<std::mutex> lock(total_mutex);
     total.merge(part);

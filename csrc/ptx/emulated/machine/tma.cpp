@@ -90,16 +90,16 @@ void check_tensor_copy(const TensorMapSpec& spec, const std::vector<int>& coordi
   if (const char* problem = problem_with(spec)) fail("tma", site, "%s", problem);
 }
 
-// Fails unless the rows may be accessed; returns how many bytes they have, and the mark of the access.
-std::pair<int64_t, uint32_t> check_rows(const std::vector<BoxRow>& rows, Access access, const Instruction& instruction,
-                                        Proxy proxy) {
+// Fails unless the rows may be accessed; returns how many bytes they have, and adds the marks of the access.
+int64_t check_rows(const std::vector<BoxRow>& rows, Access access, const Instruction& instruction, Proxy proxy,
+                   std::vector<uint32_t>& marks) {
   int64_t bytes = 0;
-  uint32_t mark = 0;
   for (const BoxRow& row : rows) {
-    mark = check_global(row.address, row.bytes, kBoxElementBytes, access, instruction, proxy);
+    const uint32_t mark = check_global(row.address, row.bytes, kBoxElementBytes, access, instruction, proxy);
+    if (marks.empty() || marks.back() != mark) marks.push_back(mark);
     bytes += row.bytes;
   }
-  return {bytes, mark};
+  return bytes;
 }
 
 SharedRange source_of(const BulkStore& store) { return {*store.lane->block, store.source, box_bytes(store.spec)}; }
@@ -156,7 +156,7 @@ void advance(BulkStore& store, BulkStep step) {
     write_destination(store);
     store.complete_at = warp.clock.at[warp.cluster_id];
     store.complete_in_sync_epoch = warp.sync_epoch;
-    machine->global->set_time(store.mark, store.complete_at);
+    machine->global->set_time(store.marks, store.complete_at);
   }
   store.step = step;
 }
@@ -192,7 +192,8 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   find_mbarrier(barrier, {"cp.async.bulk.tensor", site});
   const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
   const Instruction instruction{"TMA load", site};
-  const int64_t bytes_read = check_rows(rows, Access::kBulkRead, instruction, Proxy::kAsync).first;
+  std::vector<uint32_t> marks;
+  const int64_t bytes_read = check_rows(rows, Access::kBulkRead, instruction, Proxy::kAsync, marks);
 
   std::vector<SharedRange> targets;
   for (size_t rank = 0; rank < machine->blocks.size(); ++rank) {
@@ -206,7 +207,7 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   }
   machine->report.counters.bytes_global_to_shared += bytes_read * int64_t(targets.size());
 
-  const GlobalAccess access{Access::kReadOnly, machine->cluster, kAsyncAgent, 0, current->block->index, instruction};
+  const GlobalAccess access{Access::kReadOnly, machine->cluster, kAsyncAgent, 0, 0, current->block->index, instruction};
   machine->async_work.push_back([=, issued_at = current->warp->clock] {
     note_landed_rows(rows, access, issued_at);
     std::vector<uint8_t> bytes(box_bytes(spec));  // zero outside the tensor
@@ -235,9 +236,10 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const std::vector<int
   Lane& lane = *current;
   shared_pointer({*lane.block, source, box_bytes(spec)}, kSourceAlignment, instruction);
   const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
-  const auto [bytes, mark] = check_rows(rows, Access::kBulkWrite, instruction, Proxy::kGeneric);
-  machine->report.counters.bytes_global_stored += bytes;
-  issue({&lane, spec, rows, source & kOffsetMask, lane.open_store_group, site, mark, instruction.name});
+  std::vector<uint32_t> marks;
+  machine->report.counters.bytes_global_stored +=
+      check_rows(rows, Access::kBulkWrite, instruction, Proxy::kGeneric, marks);
+  issue({&lane, spec, rows, source & kOffsetMask, lane.open_store_group, site, marks, instruction.name});
 }
 
 void bulk_wait(int pending_groups, BulkStep step, CallSite site) {
@@ -335,8 +337,8 @@ void bulk_reduce_add_f32(void* destination, uint32_t source_smem, uint32_t bytes
   row.rank = 1;
   row.box[0] = bytes / kBoxElementBytes;
   auto* const target = static_cast<uint8_t*>(destination);
-  BulkStore addition{&lane, row,  {{0, target, bytes}}, source_smem & kOffsetMask, lane.open_store_group,
-                     site,  mark, instruction.name};
+  BulkStore addition{&lane, row,    {{0, target, bytes}}, source_smem & kOffsetMask, lane.open_store_group,
+                     site,  {mark}, instruction.name};
   addition.before.assign(target, target + bytes);
   issue(std::move(addition));
 }

@@ -41,8 +41,8 @@ struct BulkStore {
   uint32_t source;
   uint32_t group;
   CallSite site;
-  uint32_t mark;     // of its access to global memory
-  const char* name;  // as reports call it
+  std::vector<uint32_t> marks;  // those of its accesses to global memory
+  const char* name;             // as reports call it
   BulkStep step = BulkStep::kIssued;
   std::vector<uint8_t> bytes = {};   // bytes of the box, from when they are read until they are written
   std::vector<uint8_t> before = {};  // what it adds to
