@@ -61,9 +61,12 @@ MUTANTS = [
         ("flags: nobody looks at them again", "!run_async_work() && !wake_flag_waiters()", "!run_async_work()"),
     ),
     *emulator(
-        "run.cpp",
+        "clusters.cpp",
         ("blocks: all run at once", "shape.cooperative ? count_of(clusters_) : options.seed < 2 ? 1 : 1 + int64_t(options.seed % 3)", "count_of(clusters_)"),
         ("blocks: in the order of their numbers", "options_.seed == 1 ? count - 1 - i", "options_.seed == 1 ? i"),
+    ),
+    *emulator(
+        "run.cpp",
         ("blocks: a cooperative grid of any size", "if (shape.cooperative && count_of(shape.grid) > resident)", "if (false)"),
     ),
     *emulator(

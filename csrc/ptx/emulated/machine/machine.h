@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -35,6 +36,8 @@ struct Lane;
 struct Warp;
 
 inline constexpr uint32_t kAllLanes = ~0u;
+
+inline int64_t count_of(const GridDim& extent) { return int64_t(extent.x) * extent.y * extent.z; }
 
 inline constexpr int kNobody = 255;
 
@@ -331,6 +334,10 @@ void maybe_yield_to_clusters();
 // Runs the lanes of machine->blocks to their end, until a failure, or until they wait for other clusters or yield to
 // them. Returns whether any could run.
 bool run_lanes();
+
+// Runs on one OS thread: takes clusters until there are none left or somebody gives up.
+Report run_clusters(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
+                    GlobalMemory& global, std::atomic<int64_t>& next_cluster);
 
 // Says where the machine's lanes wait; the first place goes to `first` if that has no line.
 std::string describe_waits(CallSite& first);
