@@ -101,7 +101,7 @@ FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   return before;
 }
 
-// Flags and counters in global memory, by which blocks of one launch tell each other what they have done, and wait.
+// Blocks of one launch tell each other what they have done, and wait, by flags and counters in global memory.
 //
 // What a thread knows of when it releases is known to whoever acquires what the release has written, or what additions
 // have made of it. A thread knows what it has done, and what others of its block did before a barrier. One thread waits
@@ -125,12 +125,12 @@ FFPA_DEVICE void wait_global_at_least(const void* address, uint32_t value) {
   }
 }
 
-// st.release.gpu
+// st.release.gpu: stores the value and releases.
 FFPA_DEVICE void st_release_global_4(void* address, uint32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// red.release.gpu.add: an addition whose result nobody awaits.
+// red.release.gpu.add: adds the value and releases.
 FFPA_DEVICE void red_add_release_global(void* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

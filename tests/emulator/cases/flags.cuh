@@ -9,7 +9,7 @@ namespace ffpa::cases {
 inline constexpr int kFlagBlocks = 8, kFlagThreads = 64;
 inline constexpr int kFlagWords = kFlagBlocks * kFlagThreads;
 
-// The output of such a case: words, a part of each block, and counters, which are 0 when the kernel begins.
+// The output of such a case has words, a part of each block, and counters. All are 0 when the kernel begins.
 struct FlagOutput {
   uint32_t* words;
 
@@ -36,7 +36,7 @@ LaunchStatus run_flags(const uint32_t* input, uint32_t* output) {
   return launch(shape, nullptr, kKernel, input, output);
 }
 
-// Thread 0's value, for all threads of the block.
+// Returns thread 0's value to all threads of the block.
 FFPA_DEVICE uint32_t of_first_thread(uint32_t value) {
   const uint32_t place = ptx::dynamic_smem() + 1024;
   if (ptx::thread_x() == 0) ptx::st_shared_4(place, value);

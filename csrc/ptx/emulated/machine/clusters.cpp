@@ -1,4 +1,4 @@
-// Runs the clusters of a launch, one after the other or, where they wait for each other, in turn.
+// This file runs the clusters of a launch, one after the other or, where they wait for each other, in turn.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -173,9 +173,9 @@ void end_cluster(Machine& self) {
   for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
 }
 
-// The clusters of a launch that one OS thread runs. One runs until it ends, or waits for others; then another goes on
-// or begins. The first blocks of a launch that is not cooperative may be alone on a GPU, so no cluster begins here
-// before the last one has ended, unless a random seed lets a few of them mix.
+// A ClusterRunner has the clusters of a launch that one OS thread runs. One runs until it ends, or waits for others;
+// then another goes on or begins. The first blocks of a launch that is not cooperative may be alone on a GPU, so no
+// cluster begins here before the last one has ended, unless a random seed lets a few of them mix.
 class ClusterRunner {
  public:
   ClusterRunner(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,

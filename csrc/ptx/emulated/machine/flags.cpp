@@ -1,4 +1,4 @@
-// Flags and counters in global memory, by which blocks tell each other what they have done, and wait.
+// This file has the flags and counters in global memory by which blocks tell each other what they have done, and wait.
 #include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {

@@ -1,5 +1,5 @@
-// What the clusters of a launch do in global memory: the race check between them, and the flags by which they wait for
-// each other.
+// This file records what the clusters of a launch do in global memory, for the race check between them, and what the
+// flags tell by which they wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ class GlobalMarks {
 
 inline constexpr uint32_t kNever = ~0u;
 
-// An access to global memory, as the race check remembers it.
+// This is an access to global memory, as the race check remembers it.
 struct GlobalAccess {
   Access access;
   uint32_t cluster;
@@ -64,11 +64,11 @@ struct GlobalAccess {
   }
 };
 
-// What a range of bytes allows.
+// A Verdict says what a range of bytes allows.
 enum class Verdict { kReadWrite, kReadOnly, kOutside };
 
-// The ranges that are registered when a launch begins, and what its clusters have done there. Adjacent tensors do not
-// merge: an access that runs from one into the next is out of bounds. All OS threads of a launch share it.
+// This has the ranges that are registered when a launch begins, and what its clusters have done there. Adjacent tensors
+// do not merge: an access that runs from one into the next is out of bounds. All OS threads of a launch share it.
 class GlobalMemory {
  public:
   explicit GlobalMemory(int os_threads);

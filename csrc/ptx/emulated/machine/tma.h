@@ -33,7 +33,7 @@ struct BoxRow {
   uint32_t bytes;
 };
 
-// One TMA store of the cluster that runs, or an addition by TMA.
+// This is a TMA store of the cluster that runs, or an addition by TMA.
 struct BulkStore {
   Lane* lane;
   TensorMapSpec spec;

@@ -1,4 +1,5 @@
-// What happened before what, which is the exact base of the race checks: who has seen which moment of whom.
+// This file says what happened before what, which is the exact base of the race checks: who has seen which moment of
+// whom.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +19,13 @@ inline constexpr int kClocks = kAsyncAgent + 1 + kMaxWarps;
 // counted from 1. The lanes of a warp share the entry, as if all had arrived equally often.
 inline constexpr int copies_of(int warp) { return kAsyncAgent + 1 + warp; }
 
-// The times of several clusters, each with the entries of a VectorClock. Many share one, and nobody changes it.
+// ClusterTimes are the times of several clusters, each with the entries of a VectorClock. Many share them, and nobody
+// changes them.
 using TimesOfClusters = std::map<uint32_t, std::array<uint32_t, kClocks>>;
 using ClusterTimes = std::shared_ptr<const TimesOfClusters>;
 
-// What releases and acquires in global memory have told of clusters: of others, and of the own as they knew it.
+// A FarClock has what releases and acquires in global memory have told of clusters: of others, and of the own as they
+// knew it.
 struct FarClock {
   ClusterTimes known;   // null: nothing
   ClusterTimes fenced;  // the part of it that a fence.proxy.async.global has followed
@@ -35,9 +38,9 @@ struct FarClock {
   static void join(ClusterTimes& mine, const ClusterTimes& theirs);
 };
 
-// The time of every warp of the own cluster, as far as the owner knows it, and what it knows of other clusters. A
-// warp's own entry advances whenever others may learn from it; an access made at time t of warp w happened before
-// everything whose clock has at[w] >= t.
+// A VectorClock has the time of every warp of the own cluster, as far as the owner knows it, and what it knows of other
+// clusters. A warp's own entry advances whenever others may learn from it; an access made at time t of warp w happened
+// before everything whose clock has at[w] >= t.
 struct VectorClock {
   uint32_t at[kClocks] = {};
   FarClock far;
