@@ -28,6 +28,7 @@ std::vector<Kernel> misuse_flag_kernels() {
       {"misuse_flags/overwrites_after_reader_0", run<overwrite_after_one_reader_kernel<0>, 32, 3>},
       {"misuse_flags/overwrites_after_reader_1", run<overwrite_after_one_reader_kernel<1>, 32, 3>},
       {"misuse_flags/overwrites_after_its_reader", run<overwrite_after_one_reader_kernel<0>, 32, 2>},
+      {"misuse_flags/flag_of_each_warp", run<flag_of_each_warp_kernel<2>, 64>},
       {"misuse_flags/none", run_pass_on<FlagBug::kNone>},
       {"misuse_flags/set_before_the_data", run_pass_on<FlagBug::kSetBeforeTheData>},
       {"misuse_flags/set_without_barrier", run_pass_on<FlagBug::kSetWithoutBarrier>},

@@ -57,6 +57,23 @@ void overwrite_after_one_reader_kernel(const uint32_t*, uint32_t* output) {
   ptx::st_global_4(out.words + lane, 7);
 }
 
+// This one is right: each warp of block 0 has a flag of its own, and block 1 waits for both.
+template <int kWarps>
+FFPA_KERNEL(32 * kWarps, 1)
+void flag_of_each_warp_kernel(const uint32_t*, uint32_t* output) {
+  const FlagOutput out{output};
+  const int thread = ptx::thread_x();
+  if (ptx::block_x() == 0) {
+    ptx::st_global_4(out.part(0) + thread, thread + 1);
+    ptx::sync_warp();
+    if (thread % 32 == 0) ptx::st_release_global_4(out.counter(thread / 32), 1);
+    return;
+  }
+  for (int warp = 0; thread == 0 && warp < kWarps; ++warp) ptx::wait_global_at_least(out.counter(warp), 1);
+  ptx::sync_block();
+  ptx::st_global_4(out.part(1) + thread, ptx::ld_global_4(out.part(0) + thread));
+}
+
 // What is wrong where block 0 writes a part and block 1 reads it.
 enum class FlagBug {
   kNone,

@@ -249,7 +249,7 @@ def test_misuse_of_a_flag_is_reported(emulator, name, seed):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("os_threads", [1, 3])
 def test_blocks_wait_for_each_other_on_any_os_thread(emulator, seed, os_threads):
-    for name in ("none", "overwrites_after_its_reader"):
+    for name in ("none", "overwrites_after_its_reader", "flag_of_each_warp"):
         assert not run_flags(emulator, name, seed=seed, os_threads=os_threads).errors
     run = run_flags(emulator, "wait_for_each_other", seed=seed, os_threads=os_threads)
     assert run.kinds == {"deadlock"}, run.status
