@@ -45,12 +45,8 @@ enum class OperandMajor { kK = 0, kMN = 1 };
 template <class Element>
 inline constexpr bool kIs8Bit = sizeof(Element) == 1;
 
-// Tells whether native/wgmma.cuh spells out the instruction of width n.
-template <class Element>
-FFPA_HOST_DEVICE constexpr bool is_wgmma_width(int n) {
-  if (n == 64 || n == 128) return true;
-  return kIs8Bit<Element> ? n == 8 || n == 80 || n == 96 || n == 112 : n == 160 || n == 192 || n == 224 || n == 256;
-}
+// Tells whether there is a wgmma of n columns.
+FFPA_HOST_DEVICE constexpr bool is_wgmma_width(int n) { return n >= 8 && n <= 256 && n % 8 == 0; }
 
 // A tile consists of atoms of 8 rows, each row as long as the swizzle (16 bytes without one).
 //   K-major, swizzled:   stride_bytes = from 8 rows of M or N to the next 8; leading_bytes is not used.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cases/arithmetic.cuh"
+#include "cases/flags.cuh"
 #include "cases/matrix.cuh"
 #include "cases/mbarrier.cuh"
 #include "cases/memory.cuh"

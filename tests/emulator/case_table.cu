@@ -1,5 +1,6 @@
 // All cases in one translation unit, and the table of everything that can be run by name.
 #include "cases/arithmetic.cuh"
+#include "cases/flags.cuh"
 #include "cases/matrix.cuh"
 #include "cases/mbarrier.cuh"
 #include "cases/memory.cuh"
@@ -20,8 +21,8 @@ std::vector<Kernel> all_kernels() {
                      return run(arguments.input<uint32_t>(0), arguments.output<uint32_t>(0));
                    }});
   }
-  for (auto group : {misuse_kernels, misuse_sm90_kernels, misuse_bulk_store_kernels, split_d_kernels,
-                     split_d_sm90_kernels, split_d_sm90_bugs}) {
+  for (auto group : {misuse_kernels, misuse_flag_kernels, misuse_sm90_kernels, misuse_bulk_store_kernels,
+                     split_d_kernels, split_d_sm90_kernels, split_d_sm90_bugs}) {
     const std::vector<Kernel> kernels = group();
     all.insert(all.end(), kernels.begin(), kernels.end());
   }

@@ -7,9 +7,10 @@ namespace {
 
 constexpr int kSmemBytes = 16 << 10;
 
-// Runs a kernel with a map of boxes of 1 × 64 elements, in 4 rows that start at word kFirstWord of output or input.
+// Runs a kernel with a map of boxes of kBoxRows × 64 elements, in 4 rows that start at word kFirstWord of output or
+// input.
 template <void (*kKernel)(ptx::TensorMap, uint32_t*), int kThreads, int kBlocks = 1, bool kOfInput = false,
-          int kFirstWord = 0>
+          int kFirstWord = 0, int kBoxRows = 1>
 LaunchStatus run_with_map(const Arguments& arguments) {
   TensorMapSpec spec;
   spec.base = (kOfInput ? arguments.input<uint32_t>(0) : arguments.output<uint32_t>(0)) + kFirstWord;
@@ -18,7 +19,7 @@ LaunchStatus run_with_map(const Arguments& arguments) {
   spec.size[1] = 4;
   spec.stride_bytes[1] = kStoredRowBytes;
   spec.box[0] = 64;
-  spec.box[1] = 1;
+  spec.box[1] = kBoxRows;
   ptx::TensorMap map;
   const LaunchStatus encoded = ptx::encode_tensor_map(map, spec);
   if (!encoded.ok()) return encoded;
@@ -26,6 +27,7 @@ LaunchStatus run_with_map(const Arguments& arguments) {
   shape.grid.x = kBlocks;
   shape.threads = kThreads;
   shape.smem_bytes = kSmemBytes;
+  shape.cooperative = kBlocks > 1;
   return launch(shape, nullptr, kKernel, map, arguments.output<uint32_t>(0));
 }
 
@@ -69,6 +71,19 @@ std::vector<Kernel> misuse_bulk_store_kernels() {
       {"misuse_bulk/wrong_rank", run_with_map<wrong_rank_kernel, 32>},
       {"misuse_bulk/to_read_only", run_with_map<store_to_the_last_row_kernel, 32, 1, true>},
       {"misuse_bulk/past_end", run_with_map<store_to_the_last_row_kernel, 32, 1, false, kOutputWords - kThreeRows>},
+      {"misuse_bulk/told", run_with_map<tell_another_block_kernel<Told::kAll>, 32, 2>},
+      {"misuse_bulk/told_to_ordinary_loads",
+       run_with_map<tell_another_block_kernel<Told::kNoFenceToOrdinaryLoads>, 32, 2, false, 0, 2>},
+      {"misuse_bulk/told_without_fence", run_with_map<tell_another_block_kernel<Told::kNoFence>, 32, 2>},
+      {"misuse_bulk/told_before_complete", run_with_map<tell_another_block_kernel<Told::kOnlyRead>, 32, 2>},
+      {"misuse_bulk/told_before_it_is_loaded",
+       run_with_map<tell_another_block_kernel<Told::kLoadsBeforeRelease>, 32, 2>},
+      {"misuse_bulk/added", run_with_map<add_row_kernel<AddBug::kNone>, 32, 2>},
+      {"misuse_bulk/added_over_the_source", run_with_map<add_row_kernel<AddBug::kOverwritesSource>, 32, 2>},
+      {"misuse_bulk/added_twice", run_with_map<add_row_kernel<AddBug::kAddsTwice>, 32, 2>},
+      {"misuse_bulk/added_in_any_order", run_with_map<add_row_kernel<AddBug::kUnordered>, 32, 2>},
+      {"misuse_bulk/added_without_fence", run_with_map<add_row_kernel<AddBug::kNoFence>, 32, 2>},
+      {"misuse_bulk/added_odd_bytes", run_with_map<add_row_kernel<AddBug::kOddBytes>, 32, 2>},
       {"misuse_bulk/blocks_store_the_same", run_with_map<blocks_meet_in_a_row_kernel<false>, 32, 2>},
       {"misuse_bulk/block_loads_what_another_stored", run_with_map<blocks_meet_in_a_row_kernel<true>, 32, 2>},
   };

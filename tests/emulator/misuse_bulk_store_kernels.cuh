@@ -8,6 +8,7 @@ namespace ffpa::testing {
 inline constexpr uint32_t kStoredRowBytes = 128;
 inline constexpr uint32_t kReadBackOffset = 4096;
 inline constexpr uint32_t kLoadBarrierOffset = 8192;
+inline constexpr int kFlagWord = 1000;  // of the output
 
 // One warp writes ones to the row at `smem`.
 FFPA_DEVICE void write_row(uint32_t smem, bool fence = true) {
@@ -257,6 +258,69 @@ void blocks_meet_in_a_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, ui
   }
   store_row(&map, ptx::dynamic_smem());
   ptx::bulk_wait_group<0>();
+}
+
+// Block 0 stores a row and says so; block 1 waits for that and loads the row by TMA or in the ordinary way.
+enum class Told { kAll, kNoFence, kNoFenceToOrdinaryLoads, kOnlyRead, kLoadsBeforeRelease };
+template <Told kTold>
+FFPA_KERNEL(32, 1)
+void tell_another_block_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  uint32_t* const flag = output + kFlagWord;
+  const bool stores = ptx::block_x() == 0;
+  if (stores) write_row(smem);
+  if (ptx::lane_id() != 0) return;
+  if (kTold == Told::kLoadsBeforeRelease) {
+    const uint32_t barrier = smem + kLoadBarrierOffset;
+    if (!stores) {
+      ptx::mbarrier_init(barrier, 1);
+      ptx::mbarrier_arrive_expect_tx(barrier, kStoredRowBytes);
+      ptx::tma_load_2d(smem, &map, barrier, 0, 0);
+      ptx::st_release_global_4(flag, 1);  // the load may not have read yet
+      ptx::mbarrier_wait(barrier, 0);
+    } else {
+      ptx::wait_global_at_least(flag, 1);
+      store_row(&map, smem);
+      ptx::bulk_wait_group<0>();
+    }
+    return;
+  }
+  if (stores) {
+    store_row(&map, smem);
+    if (kTold == Told::kOnlyRead) ptx::bulk_wait_group_read<0>();
+    if (kTold != Told::kOnlyRead) ptx::bulk_wait_group<0>();
+    if (kTold != Told::kNoFence && kTold != Told::kNoFenceToOrdinaryLoads) ptx::fence_proxy_async_global();
+    ptx::st_release_global_4(flag, 1);
+    if (kTold == Told::kOnlyRead) ptx::bulk_wait_group<0>();
+    return;
+  }
+  ptx::wait_global_at_least(flag, 1);
+  if (kTold == Told::kNoFenceToOrdinaryLoads) {
+    ptx::st_global_4(output + 512, ptx::ld_global_4(output));
+  } else {
+    load_row(&map, smem);
+    ptx::st_global_4(output + 512, ptx::ld_shared_4(smem));
+  }
+}
+
+// Ones are added to the row; each of these forgets something. With two blocks, they take turns by a flag.
+enum class AddBug { kNone, kOverwritesSource, kAddsTwice, kUnordered, kNoFence, kOddBytes };
+template <AddBug kBug>
+FFPA_KERNEL(32, 1)
+void add_row_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  uint32_t* const flag = output + kFlagWord;
+  write_row(smem);
+  if (ptx::lane_id() == 0) {
+    if (kBug != AddBug::kUnordered) ptx::wait_global_at_least(flag, ptx::block_x());
+    if (kBug != AddBug::kNoFence) ptx::fence_proxy_async_global();
+    ptx::bulk_reduce_add_f32(output, smem, kBug == AddBug::kOddBytes ? 100 : kStoredRowBytes);
+    if (kBug == AddBug::kAddsTwice) ptx::bulk_reduce_add_f32(output, smem, kStoredRowBytes);
+    ptx::bulk_commit_group();
+    if (kBug == AddBug::kOverwritesSource) ptx::st_shared_4(smem, 0);
+    ptx::bulk_wait_group<0>();
+    ptx::red_add_release_global(flag, 1);
+  }
 }
 
 }  // namespace ffpa::testing

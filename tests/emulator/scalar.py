@@ -444,6 +444,29 @@ def wgmma_result(output, n):
     return values.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
 
 
+def flag_parts(words):
+    return words.reshape(8, 64)
+
+
+def flag_chain(words):
+    """Each block in turn triples what is there and adds its own."""
+    total = np.zeros(64, np.uint32)
+    for part in flag_parts(words):
+        total = total * np.uint32(3) + part
+    return total
+
+
+def added_in_turn(words):
+    total = np.zeros(64, np.float32)
+    for part in words.view(np.float32).reshape(8, 64):
+        total += part
+    return total.view(np.uint32)
+
+
+def weighted_parts(words):
+    return (flag_parts(words) * np.arange(1, 9, dtype=np.uint32)[:, None]).sum(0, dtype=np.uint32)
+
+
 EXACT = {
     "special_registers": special_registers,
     "wait_for_earlier_kernels": lambda words: words,
@@ -453,6 +476,12 @@ EXACT = {
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
+    "wait_global_at_least": flag_chain,
+    "atom_add_acq_rel_global": weighted_parts,
+    "fence_acq_rel_gpu": weighted_parts,
+    "red_add_release_global": lambda words: flag_parts(words)[-1],
+    "st_release_global_4": lambda words: flag_parts(words)[0],
+    "ld_acquire_global_4": lambda words: np.repeat(words[0], 64),
     "ld_global_8": reversed_lanes(2),
     "ld_global_16": reversed_lanes(4),
     "cp_async_16_or_zero": cp_async_16_or_zero,
@@ -514,6 +543,7 @@ EXACT = {
     "tma_store_2d/swizzle_128": tma_store(2, 64, [8, 7]),
     "tma_store_4d/inside": tma_store(4, 24, [8, 2, 0, 0], swizzled=False),
     "tma_store_4d/outside": tma_store(4, 64, [8, 5, 0, 1]),
+    "bulk_reduce_add_f32": added_in_turn,
     "bulk_wait_group_read": store_ring,
     "fence_proxy_async_global": workspace,
 }

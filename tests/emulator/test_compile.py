@@ -10,7 +10,7 @@ ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 
 # These sources take part in a device compilation; the launches by name come along.
-SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "case_table_sm80.cu"]
+SM80_SOURCES = ["split_d_kernels.cu", "misuse_kernels.cu", "misuse_flag_kernels.cu", "case_table_sm80.cu"]
 SM90_SOURCES = ["split_d_sm90_kernels.cu", "misuse_sm90_kernels.cu", "misuse_bulk_store_kernels.cu", "case_table.cu"]
 
 
@@ -22,7 +22,7 @@ def test_nvcc_compiles_the_same_sources(nvcc, tmp_path, source, arch):
     path = HERE / source
     if source == "case_table_sm80.cu":  # the cases without those that sm_80 has no instructions for
         path = tmp_path / source
-        headers = ["arithmetic", "matrix", "mbarrier", "memory", "special_registers", "tile", "warp"]
+        headers = ["arithmetic", "flags", "matrix", "mbarrier", "memory", "special_registers", "tile", "warp"]
         path.write_text(
             "".join(f'#include "cases/{header}.cuh"\n' for header in headers)
             + "const std::vector<ffpa::cases::Case> table = ffpa::cases::sm80_cases();\n"

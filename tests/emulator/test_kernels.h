@@ -36,6 +36,7 @@ struct Kernel {
 const std::vector<cases::Case>& case_table();
 
 std::vector<Kernel> misuse_kernels();
+std::vector<Kernel> misuse_flag_kernels();
 std::vector<Kernel> misuse_sm90_kernels();
 std::vector<Kernel> misuse_bulk_store_kernels();
 std::vector<Kernel> split_d_kernels();

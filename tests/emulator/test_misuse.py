@@ -143,8 +143,22 @@ MISUSE_BULK_STORES = {
     "wrong_rank": ("tma", "4 coordinates for a tensor map of rank 2"),
     "to_read_only": ("gmem-readonly", "TMA store"),
     "past_end": ("gmem-oob", "TMA store: .*past a range"),
+    "told_without_fence": ("race", "TMA load: .*another block wrote: .*fence_proxy_async_global missing"),
+    "told_before_complete": (
+        "race",
+        "TMA load: .*another block wrote: .*not complete|TMA load: .*another block wrote: .*no release",
+    ),
+    "told_before_it_is_loaded": ("race", "TMA (store|load): .*another block (read|wrote): .*TMA (load|store)"),
+    "added_over_the_source": ("race", "bulk_wait_group_read missing"),
+    "added_twice": ("race", "cp.reduce.async.bulk: .*not complete"),
+    "added_in_any_order": ("race", "cp.reduce.async.bulk: .*another block wrote: .*cp.reduce.async.bulk"),
+    "added_without_fence": ("race", "cp.reduce.async.bulk: .*another block wrote: .*fence_proxy_async_global missing"),
+    "added_odd_bytes": ("misaligned", "100 bytes"),
     "blocks_store_the_same": ("race", "TMA store: .*which another block wrote"),
-    "block_loads_what_another_stored": ("race", "TMA load: .*which another block wrote"),
+    "block_loads_what_another_stored": (
+        "race",
+        "TMA load: .*which another block wrote|TMA store: .*which another block read",
+    ),
 }
 
 
@@ -172,6 +186,15 @@ def test_what_a_bulk_store_wrote_can_be_read_back(emulator, name, seed):
     assert output[0] == output[512] == 0x3C003C00
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_tma_wrote_can_be_read_by_another_block(emulator, seed):
+    for name in ("told", "told_to_ordinary_loads"):
+        output, run = run_bulk_store(emulator, name, seed=seed)
+        assert not run.errors and output[512] == 0x3C003C00, run.status
+    output, run = run_bulk_store(emulator, "added", seed=seed)
+    assert not run.errors and (output[:32].view(np.float32) == 2 * np.uint32([0x3C003C00]).view(np.float32)).all()
+
+
 def test_bulk_stores_are_late(emulator):
     """Without the race check, what is missing shows in the data."""
     output, run = run_bulk_store(emulator, "source_overwritten", check_races=False)
@@ -179,6 +202,57 @@ def test_bulk_stores_are_late(emulator):
     for name in ("load_before_complete", "ordinary_load_before_complete"):
         output, run = run_bulk_store(emulator, name, check_races=False)
         assert not run.errors and output[0] == 0x3C003C00 and output[512] == 0xFFFFFFFF
+
+
+UNORDERED = ("race", "another block (wrote|read): .*no release and acquire between")
+MISUSE_FLAGS = {
+    "wait_for_each_other": (
+        "deadlock",
+        r"(?=.*Block \(0, 0, 0\)[^;]*;[^;]*:16 \(\S+ is 0 and never 1)(?=.*Block \(1, 0, 0\)[^;]*;[^;]*:19 \(\S+ is 0 and)",
+    ),
+    "wait_for_too_much": ("deadlock", r"is 1 and never 2, last changed by block \(0, 0, 0\) in st.release.global"),
+    "wait_for_the_block_before": ("deadlock", "[0-9]+ blocks have not begun"),
+    "wait_for_blocks_that_have_not_begun": ("deadlock", "[0-9]+ blocks have not begun"),
+    "more_blocks_than_a_gpu_holds": ("launch", "sm_90 holds 4224 of them at once"),
+    "overwrites_after_reader_0": UNORDERED,
+    "overwrites_after_reader_1": UNORDERED,
+    "set_before_the_data": UNORDERED,
+    "set_without_barrier": UNORDERED,
+    "no_barrier_after_wait": UNORDERED,
+    "no_wait": UNORDERED,
+    "reads_flag_as_data": ("race", "ld.global: .*st.release.global|st.release.global: .*ld.global"),
+    "no_fence": UNORDERED,
+    "no_fence_before": UNORDERED,
+    "reads_after_release": UNORDERED,
+    "set_by_ordinary_store": ("race", "wait_global_at_least: .*st.global|st.global: .*wait_global_at_least"),
+}
+
+
+def run_flags(emulator, name, **options):
+    return emulator.run(
+        f"misuse_flags/{name}", [np.zeros(512, np.uint32)], [np.zeros(1024, np.uint32)], arch=90, **options
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 6, 9])
+@pytest.mark.parametrize("name", sorted(MISUSE_FLAGS))
+def test_misuse_of_a_flag_is_reported(emulator, name, seed):
+    kind, message = MISUSE_FLAGS[name]
+    run = run_flags(emulator, name, seed=seed)
+    if name == "wait_for_the_block_before" and not run.errors and seed != 1:
+        return  # blocks may begin in the order of their numbers
+    assert run.kinds == {kind}, run.status
+    assert re.search(message, run.status), run.status
+    assert kind == "launch" or run.errors[0]["line"] > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("os_threads", [1, 3])
+def test_blocks_wait_for_each_other_on_any_os_thread(emulator, seed, os_threads):
+    for name in ("none", "overwrites_after_its_reader", "flag_of_each_warp"):
+        assert not run_flags(emulator, name, seed=seed, os_threads=os_threads).errors
+    run = run_flags(emulator, "wait_for_each_other", seed=seed, os_threads=os_threads)
+    assert run.kinds == {"deadlock"}, run.status
 
 
 def test_proxy_fence_present(emulator):

@@ -109,5 +109,5 @@ def mask_gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
 
 
 def emulator(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/emulator -k 'ring or misuse or mbarrier'"
+    tests = "tests/emulator -k 'ring or misuse or mbarrier or global or gpu or bulk'"
     return edits_in("csrc/ptx/emulated/machine/" + file, tests, *edits)

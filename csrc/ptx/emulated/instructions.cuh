@@ -176,6 +176,13 @@ void st_global_16(void* address, const uint32_t (&value)[4], CallSite site = Cal
 
 uint32_t atom_add_global(void* address, uint32_t value, CallSite site = CallSite());
 
+uint32_t ld_acquire_global_4(const void* address, CallSite site = CallSite());
+void wait_global_at_least(const void* address, uint32_t value, CallSite site = CallSite());
+void st_release_global_4(void* address, uint32_t value, CallSite site = CallSite());
+void red_add_release_global(void* address, uint32_t value, CallSite site = CallSite());
+uint32_t atom_add_acq_rel_global(void* address, uint32_t value, CallSite site = CallSite());
+void fence_acq_rel_gpu(CallSite site = CallSite());
+
 void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site = CallSite());
 
 inline void cp_async_commit_group() { ++emu::current->open_copy_group; }
@@ -214,7 +221,7 @@ inline void wgmma_wait_group(CallSite site = CallSite()) {
 template <class Element, int kN, OperandMajor kA = OperandMajor::kK, OperandMajor kB = OperandMajor::kK>
 inline void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate,
                      CallSite site = CallSite()) {
-  static_assert(is_wgmma_width<Element>(kN), "widths that the GPU side spells out");
+  static_assert(is_wgmma_width(kN), "8, 16, ... 256 columns");
   static_assert(!kIs8Bit<Element> || (kA == OperandMajor::kK && kB == OperandMajor::kK), "8-bit operands are K-major");
   emu::wgmma({kN, emu::kInputType<Element>, kA == OperandMajor::kMN, kB == OperandMajor::kMN, accumulate, d, nullptr,
               a_descriptor, b_descriptor},
@@ -224,7 +231,7 @@ inline void wgmma_ss(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descr
 template <class Element, int kN, OperandMajor kB = OperandMajor::kK>
 inline void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_descriptor, bool accumulate,
                      CallSite site = CallSite()) {
-  static_assert(!kIs8Bit<Element> && is_wgmma_width<Element>(kN), "types and widths that the GPU side spells out");
+  static_assert(!kIs8Bit<Element> && is_wgmma_width(kN), "elements of 16 bits, 8, 16, ... 256 columns");
   emu::wgmma({kN, emu::kInputType<Element>, false, kB == OperandMajor::kMN, accumulate, d, a, 0, b_descriptor}, site);
 }
 
@@ -288,6 +295,8 @@ inline void bulk_wait_group(CallSite site = CallSite()) {
 // The source is read when the copy lands, which is as late as can be.
 void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t bytes, uint32_t barrier_smem,
                    uint32_t rank, CallSite site = CallSite());
+
+void bulk_reduce_add_f32(void* destination_gmem, uint32_t source_smem, uint32_t bytes, CallSite site = CallSite());
 
 // One lane's fence counts for its warp: the race check knows warps, not lanes.
 inline void fence_proxy_async() { ++emu::current->warp->proxy_epoch; }

@@ -61,7 +61,7 @@ LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape
     const cudaError_t error = cudaMemsetAsync(shape.counter, 0, sizeof(*shape.counter), cudaStream_t(stream));
     if (error != cudaSuccess) return status_of(error);
   }
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   int count = 0;
   // GPUs before sm_90 refuse these attributes, even for clusters of one block.
   if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
@@ -74,6 +74,11 @@ LaunchStatus launch_grid(void (*kernel)(Parameters...), const LaunchShape& shape
   if (shape.starts_early) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
+  if (shape.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count].val.cooperative = 1;
     ++count;
   }
 

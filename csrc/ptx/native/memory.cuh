@@ -1,5 +1,6 @@
 // This file has loads and stores of 4, 8 and 16 bytes, in shared memory (32-bit addresses) and global memory
-// (pointers), where there are also those of 2 bytes, loads of single bytes, and an atomic addition.
+// (pointers), where there are also those of 2 bytes, loads of single bytes, atomic additions, and flags for other
+// blocks.
 //
 // Addresses must be multiples of the access size. Values of 8 and 16 bytes are arrays of 32-bit registers, lowest
 // address first.
@@ -99,6 +100,50 @@ FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
+
+// Blocks of one launch tell each other what they have done, and wait, by flags and counters in global memory.
+//
+// What a thread knows of when it releases is known to whoever acquires what the release has written, or what additions
+// have made of it. A thread knows what it has done, and what others of its block did before a barrier. One thread waits
+// for its block, a barrier follows. What TMA writes takes part once bulk_wait_group has returned; what TMA is to read,
+// or to add to, needs a fence_proxy_async_global besides, on either side.
+//
+// A block may wait for one that has begun before it. Which one has is known only from a counter that blocks take their
+// numbers from; in a cooperative launch (LaunchShape) all may wait for all.
+
+// ld.acquire.gpu, "Memory Consistency Model: Release and Acquire Patterns". `.gpu` covers all blocks of the launch.
+FFPA_DEVICE uint32_t ld_acquire_global_4(const void* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Waits with ld.acquire.gpu until the word is `value` or larger. No kernel spins in another way: the emulator lets
+// other blocks run here.
+FFPA_DEVICE void wait_global_at_least(const void* address, uint32_t value) {
+  while (ld_acquire_global_4(address) < value) {
+  }
+}
+
+// st.release.gpu: stores the value and releases.
+FFPA_DEVICE void st_release_global_4(void* address, uint32_t value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// red.release.gpu.add: adds the value and releases.
+FFPA_DEVICE void red_add_release_global(void* address, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// atom.acq_rel.gpu.add: returns what was there before. Whoever comes last knows what all before it have done.
+FFPA_DEVICE uint32_t atom_add_acq_rel_global(void* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+// fence.acq_rel.gpu: makes an atom_add_global after it a release, and one before it an acquire.
+FFPA_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // cp.async: copies from global to shared memory that run beside the thread and end at a wait.
 //

@@ -99,6 +99,16 @@ FFPA_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0
                : "memory");
 }
 
+// cp.reduce.async.bulk, "Data Movement and Conversion Instructions: cp.reduce.async.bulk": adds floats of shared memory
+// to floats of global memory, in the thread's bulk groups, as stores are. Addresses and bytes are multiples of 16. A
+// sum depends on the order of its terms, so the next addition to the same floats waits until this one is complete, and
+// for the fence that loads by TMA need.
+FFPA_DEVICE void bulk_reduce_add_f32(void* destination_gmem, uint32_t source_smem, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination_gmem),
+               "r"(source_smem), "r"(bytes)
+               : "memory");
+}
+
 // cp.async.bulk.commit_group: makes a group of the thread's stores since the last commit.
 FFPA_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

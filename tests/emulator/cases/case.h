@@ -65,6 +65,7 @@ FFPA_HOST_DEVICE float float_from_random(uint32_t bits) {
 
 std::vector<Case> special_register_cases();
 std::vector<Case> memory_cases();
+std::vector<Case> flag_cases();
 std::vector<Case> async_copy_cases();
 std::vector<Case> mbarrier_cases();
 std::vector<Case> matrix_cases();
@@ -75,8 +76,8 @@ std::vector<Case> tile_cases();
 // Returns all cases that run on any supported GPU; sm_90 instructions are in sm90.cuh.
 inline std::vector<Case> sm80_cases() {
   std::vector<Case> all;
-  for (auto group : {special_register_cases, memory_cases, async_copy_cases, mbarrier_cases, matrix_cases, warp_cases,
-                     arithmetic_cases, tile_cases}) {
+  for (auto group : {special_register_cases, memory_cases, flag_cases, async_copy_cases, mbarrier_cases, matrix_cases,
+                     warp_cases, arithmetic_cases, tile_cases}) {
     const std::vector<Case> cases = group();
     all.insert(all.end(), cases.begin(), cases.end());
   }

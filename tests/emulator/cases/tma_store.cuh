@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cases/case.h"
+#include "cases/flags.cuh"
 #include "ptx/instructions.cuh"
 
 namespace ffpa::cases {
@@ -79,6 +80,33 @@ LaunchStatus run_tma_store(const uint32_t* input, uint32_t* output) {
   shape.threads = 32;
   shape.smem_bytes = kStoreSmemBytes;
   return launch(shape, nullptr, tma_store_kernel<kRank>, map, input, int(bytes), kC0, kC1, kC2, kC3);
+}
+
+// Blocks add to the same floats one after the other, each a row of its own.
+inline constexpr int kAddedFloats = 64, kAddingBlocks = 8;
+template <int kBlocks>
+FFPA_KERNEL(32, 1)
+void add_in_turn_kernel(const uint32_t* input, uint32_t* output) {
+  const uint32_t smem = ptx::dynamic_smem();
+  uint32_t* const counters = output + kAddedFloats;  // numbers taken, and blocks that have added
+  const uint32_t number = ptx::shfl_idx(ptx::lane_id() == 0 ? ptx::atom_add_global(counters, 1) : 0, 0);
+  fill_source(smem, input + number * kAddedFloats, kAddedFloats);
+  if (ptx::lane_id() != 0) return;
+  ptx::wait_global_at_least(counters + 1, number);
+  ptx::fence_proxy_async_global();
+  ptx::bulk_reduce_add_f32(output, smem, kAddedFloats * 4);
+  ptx::bulk_commit_group();
+  ptx::bulk_wait_group<0>();
+  ptx::red_add_release_global(counters + 1, 1);
+}
+
+inline LaunchStatus run_add_in_turn(const uint32_t* input, uint32_t* output) {
+  LaunchShape shape;
+  const LaunchStatus cleared = launch(shape, nullptr, clear_kernel<32>, output, kAddedFloats + 2);
+  if (!cleared.ok()) return cleared;
+  shape.grid.x = kAddingBlocks;
+  shape.smem_bytes = kStoreSmemBytes;
+  return launch(shape, nullptr, add_in_turn_kernel<kAddingBlocks>, input, output);
 }
 
 inline constexpr int kStoredRows = 8;  // rows of 64 elements: one atom of the 128-byte swizzle
@@ -200,6 +228,8 @@ inline std::vector<Case> tma_store_cases() {
       store_case("tma_store_2d/swizzle_128", 64 * 16 / 2, run_tma_store<2, Swizzle::k128Bytes, 8, 7>),
       store_case("tma_store_4d/inside", 24 * 16 / 2, run_tma_store<4, Swizzle::kNone, 8, 2, 0, 0>),
       store_case("tma_store_4d/outside", 64 * 16 / 2, run_tma_store<4, Swizzle::k128Bytes, 8, 5, 0, 1>),
+      {"bulk_reduce_add_f32", kSm90, Input::kFloats, kAddingBlocks * kAddedFloats, kAddedFloats + 2, 0,
+       run_add_in_turn},
       {"bulk_wait_group_read", kSm90, Input::kBits, kStoreRounds * kStoredWords, kStoreRounds * kStoredWords, 0,
        run_store_ring},
       {"fence_proxy_async_global", kSm90, Input::kBits, kWorkspaceRounds * kStoredWords,

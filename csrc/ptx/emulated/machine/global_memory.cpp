@@ -21,32 +21,22 @@ RegisteredRange::~RegisteredRange() {
   registered.erase(place_);
 }
 
-GlobalMemory::GlobalMemory() {
+GlobalMemory::GlobalMemory(int os_threads) : running_(os_threads) {
   std::lock_guard<std::mutex> lock(registered_mutex);
   for (const auto& [base, range] : registered) {
     if (range.end != base) by_base_.insert({base, range});
   }
 }
 
-Verdict GlobalMemory::check(uintptr_t address, size_t bytes, Access wanted) const {
+Verdict GlobalMemory::check(uintptr_t address, size_t bytes) const {
   Verdict verdict = Verdict::kOutside;
   for (const auto& [base, range] : by_base_) {
-    if (address < base || address + bytes > range.end) continue;
-    if (wanted == Access::kReadOnly || range.access == Access::kReadWrite) return Verdict::kFine;
+    if (base > address) break;
+    if (address + bytes > range.end) continue;
+    if (range.access == Access::kReadWrite) return Verdict::kReadWrite;
     verdict = Verdict::kReadOnly;
   }
   return verdict;
-}
-
-bool GlobalMemory::note_access(uintptr_t address, size_t bytes, Access access, uint32_t cluster) {
-  const bool writes = access == Access::kReadWrite;
-  bool alone = true;
-  std::lock_guard<std::mutex> lock(mutex_);
-  writers_.for_each(address, bytes, writes, [&](uint32_t& writer) {
-    alone = alone && (writer == 0 || writer == cluster + 1);
-    if (writes && alone) writer = cluster + 1;
-  });
-  return alone;
 }
 
 std::string GlobalMemory::describe_neighbour(uintptr_t address, size_t bytes) const {
@@ -64,27 +54,38 @@ std::string GlobalMemory::describe_neighbour(uintptr_t address, size_t bytes) co
                 size_t(next->second.end - next->first));
 }
 
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
-                  const Instruction& instruction, Proxy proxy) {
+uint32_t check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                      const Instruction& instruction, Proxy proxy) {
   const CallSite site = instruction.site;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
   if (begin % alignment) {
     fail("misaligned", site, "%s: global address %p is not a multiple of %u", instruction.name, address, alignment);
   }
-  if (bytes == 0) return;
-  const Verdict verdict = machine->global->check(begin, bytes, access);
-  if (verdict == Verdict::kReadOnly) {
+  if (bytes == 0) return 0;
+  const Warp& warp = *current->warp;
+  const bool later = access == Access::kBulkWrite;
+  const uint32_t time = later ? kNever : warp.clock.at[warp.cluster_id];
+  const size_t store = later ? machine->bulk_stores.size() : 0;
+  const GlobalAccess now{access, machine->cluster, warp.cluster_id, time, store, warp.block->index, instruction};
+  const Verdict verdict = machine->global->check(begin, bytes);
+  if (verdict == Verdict::kReadOnly && now.writes()) {
     fail("gmem-readonly", site, "%s: %u bytes at %p are in a read-only range", instruction.name, bytes, address);
   }
   if (verdict == Verdict::kOutside) {
     fail("gmem-oob", site, "%s: %u bytes at %p are outside every registered range%s", instruction.name, bytes, address,
          machine->global->describe_neighbour(begin, bytes).c_str());
   }
-  const bool alone = machine->global->note_access(begin, bytes, access, machine->cluster);
-  if (!alone && access != Access::kAtomic && machine->options.check_races) {
-    fail("race", site, "%s: %u bytes at %p, which another block wrote", instruction.name, bytes, address);
+  if (!machine->options.check_races) return 0;
+  uint32_t mark = 0;
+  if (verdict == Verdict::kReadWrite) {  // nobody writes elsewhere
+    std::string conflict;
+    mark = machine->global->note_access(begin, bytes, now, warp.clock, proxy, conflict);
+    if (!conflict.empty()) {
+      fail("race", site, "%s: %u bytes at %p, which %s", instruction.name, bytes, address, conflict.c_str());
+    }
   }
   if (!machine->bulk_stores.empty()) check_against_bulk_stores(begin, bytes, proxy, instruction);
+  return mark;
 }
 
 }  // namespace ffpa::emu

@@ -1,11 +1,13 @@
 // The state of one emulated cluster of blocks, run by one OS thread: lanes, warps, blocks, and their scheduler.
 //
 // Every CUDA thread ("lane") is a flow of control with its own stack. It runs until it blocks: in a collective of its
-// warp, at a barrier, on an mbarrier. The last lane to reach a collective executes it for all 32. What the asynchronous
-// units of a GPU do (cp.async, TMA, wgmma) is deferred to the latest moment the kernel's waits allow.
+// warp, at a barrier, on an mbarrier, on a flag in global memory. The last lane to reach a collective executes it for
+// all 32. What the asynchronous units of a GPU do (cp.async, TMA, wgmma) is deferred to the latest moment the kernel's
+// waits allow.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -13,9 +15,11 @@
 #include <string>
 #include <vector>
 
+#include "ptx/emulated/machine/global_accesses.h"
 #include "ptx/emulated/machine/matrix.h"
 #include "ptx/emulated/machine/run.h"
 #include "ptx/emulated/machine/tma.h"
+#include "ptx/emulated/machine/vector_clock.h"
 #include "ptx/launch_types.h"
 
 #if defined(__x86_64__) && !defined(FFPA_EMU_UCONTEXT)
@@ -33,26 +37,9 @@ struct Warp;
 
 inline constexpr uint32_t kAllLanes = ~0u;
 
-inline constexpr int kMaxWarps = 64;           // warps of one cluster
-inline constexpr int kAsyncAgent = kMaxWarps;  // clock of the TMA unit, which has its own time
-inline constexpr int kClocks = kAsyncAgent + 1 + kMaxWarps;
+inline int64_t count_of(const GridDim& extent) { return int64_t(extent.x) * extent.y * extent.z; }
+
 inline constexpr int kNobody = 255;
-
-// A warp's cp.async have a time of their own, which only the mbarriers that track them make known: whoever knows the
-// copies of a warp need not know what else it has done. The time of a copy is its lane's next cp.async.mbarrier.arrive,
-// counted from 1. The lanes of a warp share the entry, as if all had arrived equally often.
-inline constexpr int copies_of(int warp) { return kAsyncAgent + 1 + warp; }
-
-// Who has seen which moment of whom, the exact base of the race check: the time of every warp, as far as the owner
-// knows it. A warp's own entry advances whenever others may learn from it; an access made at time t of warp w happened
-// before everything whose clock has at[w] >= t.
-struct VectorClock {
-  uint32_t at[kClocks] = {};
-
-  void join(const VectorClock& other) {
-    for (int i = 0; i < kClocks; ++i) at[i] = std::max(at[i], other.at[i]);
-  }
-};
 
 // One cp.async that has been issued and not waited for.
 struct PendingCopy {
@@ -112,10 +99,12 @@ struct Lane {
   std::vector<uint32_t> pending_stores;  // stores that are not complete: positions in Machine::bulk_stores
   uint32_t open_store_group = 0;
 
-  // These say what the lane waits for, for the deadlock report and for wake-ups by mbarriers.
+  // These say what the lane waits for, for the deadlock report and for wake-ups.
   Instruction waiting{"?", {"", 0}};
   const Mbarrier* waiting_mbarrier = nullptr;
   uint32_t waiting_parity = 0;
+  const uint32_t* waiting_flag = nullptr;  // in global memory, for this value or a larger one
+  uint32_t waiting_value = 0;
 };
 
 // The accesses to shared memory that one source line of a warp made, until the warp's next collective: the k-th
@@ -149,6 +138,9 @@ struct Warp {
   VectorClock clock;
   uint32_t sync_epoch = 1;   // advances at __syncwarp and every barrier: orders the lanes among themselves
   uint32_t proxy_epoch = 1;  // advances at fence.proxy.async
+
+  FarClock at_fence;  // what relaxed atomic operations tell: all that was known at the last fence.acq_rel
+  FarClock seen;      // what they have been told, which the next fence makes known
 
   std::vector<SharedAccessLog> access_logs;
   WgmmaQueue wgmma;
@@ -210,6 +202,7 @@ struct ClusterState {
   int64_t lanes_alive = 0;
   uint64_t ready_warps = 0;
   Warp* running_warp = nullptr;
+  int flag_waits = 0;  // lanes that wait for a flag in global memory
   bool given_up = false;
   uint64_t random_state = 1;
   int64_t steps = 0;
@@ -237,6 +230,7 @@ struct Machine : ClusterState {
   Lane launcher;  // stands for the code that started the run
   Report report;
 
+  ~Machine();
   uint32_t random();
   bool random_schedule() const { return options.seed >= 2; }
   bool by_chance(uint32_t odds) { return random_schedule() && random() % odds == 0; }  // never with seeds 0 and 1
@@ -263,12 +257,17 @@ inline void count_step(CallSite site) {
   }
 }
 
-// Fails unless the current lane may access these bytes of global memory.
-void check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
-                  const Instruction& instruction, Proxy proxy = Proxy::kGeneric);
+// Fails unless the current lane may access these bytes of global memory; returns the access's mark.
+uint32_t check_global(const void* address, uint32_t bytes, uint32_t alignment, Access access,
+                      const Instruction& instruction, Proxy proxy = Proxy::kGeneric);
 
 // mbarriers call this to complete the lane's copies up to this time (PendingCopy::time). Its own waits may still come.
 void land_tracked_copies(Lane& lane, uint32_t time);
+
+bool flag_has_come(const Lane& lane);
+
+// Returns what the current warp knows now, for others to learn: what it does later is not part of it.
+FarClock publish();
 
 Mbarrier& find_mbarrier(uint32_t address, const Instruction& instruction);
 uint32_t remote_address(uint32_t address, uint32_t rank, CallSite site);  // stands for mapa
@@ -329,7 +328,18 @@ void maybe_preempt();
 // Ends the current lane and never returns.
 [[noreturn]] void exit_lane();
 
-// Runs all lanes of machine->blocks to their end, or until a failure.
-void run_lanes();
+// With random seeds, lets other clusters run before the current lane goes on.
+void maybe_yield_to_clusters();
+
+// Runs the lanes of machine->blocks to their end, until a failure, or until they wait for other clusters or yield to
+// them. Returns whether any could run.
+bool run_lanes();
+
+// Runs on one OS thread: takes clusters until there are none left or somebody gives up.
+Report run_clusters(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
+                    GlobalMemory& global, std::atomic<int64_t>& next_cluster);
+
+// Says where the machine's lanes wait; the first place goes to `first` if that has no line.
+std::string describe_waits(CallSite& first);
 
 }  // namespace ffpa::emu

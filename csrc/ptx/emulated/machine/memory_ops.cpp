@@ -119,14 +119,6 @@ void st_global_4(void* address, uint32_t value, CallSite site) { store_global(ad
 void st_global_8(void* address, const uint32_t (&value)[2], CallSite site) { store_global(address, value, site); }
 void st_global_16(void* address, const uint32_t (&value)[4], CallSite site) { store_global(address, value, site); }
 
-uint32_t atom_add_global(void* address, uint32_t value, CallSite site) {
-  count_step(site);
-  check_global(address, 4, 4, Access::kAtomic, {"atom.global", site});
-  machine->report.counters.bytes_global_loaded += 4;
-  machine->report.counters.bytes_global_stored += 4;
-  return __atomic_fetch_add(static_cast<uint32_t*>(address), value, __ATOMIC_RELAXED);
-}
-
 void cp_async_16_or_zero(bool exists, uint32_t destination_smem, const void* source_gmem, CallSite site) {
   const Instruction instruction{"cp.async", site};
   count_step(site);

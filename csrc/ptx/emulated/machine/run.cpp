@@ -1,9 +1,7 @@
 #include "ptx/emulated/machine/run.h"
 
-#include <sys/mman.h>
-
+#include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -11,200 +9,24 @@
 #include <set>
 #include <thread>
 
-#include "base/math.h"
 #include "ptx/emulated/instructions.cuh"
 
 namespace ffpa::emu {
 namespace {
-
-constexpr size_t kPageBytes = 4096;
-constexpr size_t kStackBytes = 192 << 10;         // bytes for each CUDA thread
-constexpr size_t kPoisonedStackBytes = 16 << 10;  // more than any kernel's frames take
-constexpr size_t kFaultStackBytes = 256 << 10;
-
-int64_t count_of(const GridDim& extent) { return int64_t(extent.x) * extent.y * extent.z; }
-
-// Returns the coordinates of number `i` in a grid of this extent.
-GridDim place_of(int64_t i, const GridDim& extent) {
-  return {uint32_t(i % extent.x), uint32_t(i / extent.x % extent.y), uint32_t(i / extent.x / extent.y)};
-}
-
-// Turns a SIGSEGV in a kernel (a plain pointer gone wrong, a stack overflow) into an error of the report. Faults
-// outside emulated lanes go to whoever handled them before.
-class FaultGuard {
- public:
-  // The handler is installed while there is a guard on any thread. Each one gives its OS thread a separate stack to
-  // handle faults on: the stack that faults may be the problem.
-  FaultGuard() : memory_(new char[kFaultStackBytes]) {
-    stack_t stack = {};
-    stack.ss_sp = memory_.get();
-    stack.ss_size = kFaultStackBytes;
-    sigaltstack(&stack, &previous_stack_);
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (count_++) return;
-    struct sigaction action = {};
-    action.sa_sigaction = on_fault;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGSEGV, &action, &previous_action_);
-  }
-
-  ~FaultGuard() {
-    sigaltstack(&previous_stack_, nullptr);
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (--count_ == 0) sigaction(SIGSEGV, &previous_action_, nullptr);
-  }
-
- private:
-  static void on_fault(int signal, siginfo_t* info, void*) {
-    if (!current || !current->warp) {
-      // The fault is not the emulator's. The instruction faults again and reaches the previous action, now back in
-      // place.
-      sigaction(signal, &previous_action_, nullptr);
-      return;
-    }
-    // `fail` leaves this handler for good, so the signal has to be unblocked by hand.
-    sigset_t signals;
-    sigemptyset(&signals);
-    sigaddset(&signals, signal);
-    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
-    fail("segfault", CallSite("kernel", 0),
-         "access to %p: a plain pointer out of bounds, or a stack overflow; the last instruction that the warp "
-         "gathered in is %s",
-         info->si_addr, to_string(current->warp->op.site).c_str());
-  }
-
-  inline static std::mutex mutex_;
-  inline static int count_ = 0;
-  inline static struct sigaction previous_action_;
-  std::unique_ptr<char[]> memory_;
-  stack_t previous_stack_;
-};
-
-// Allocates a stack with an unreadable page below it.
-char* new_stack() {
-  void* memory = mmap(nullptr, kStackBytes + kPageBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  mprotect(memory, kPageBytes, PROT_NONE);
-  return static_cast<char*>(memory) + kPageBytes;
-}
-
-void lane_entry() {
-  finish_first_switch(machine->launcher.context);
-  try {
-    machine->kernel();
-  } catch (const std::exception& problem) {
-    fail("launch", CallSite("kernel", 0), "an exception left the kernel: %s", problem.what());
-  }
-  exit_lane();
-}
-
-void reset_block(Block& block, int rank, const GridDim& index) {
-  const LaunchShape& shape = machine->shape;
-  block.index = index;
-  block.rank = rank;
-  block.threads = shape.threads;
-  block.smem_bytes = shape.smem_bytes;
-  block.smem.assign(shape.smem_bytes, 0xff);
-  block.mbarriers.clear();
-  block.wgmma_history.assign(shape.threads / kWarpSize / 4, {});
-  for (NamedBarrier& barrier : block.barriers) barrier = NamedBarrier{};
-  if (machine->options.check_races) {
-    const size_t words = ceil_div<size_t>(shape.smem_bytes, 4);
-    const size_t warps_in_cluster = count_of(shape.cluster) * shape.threads / kWarpSize;
-    block.shadow.assign(words, ShadowWord{});
-    block.read_times.assign(words * warps_in_cluster, 0);
-  }
-}
-
-void reset_lane(Warp& warp, int index) {
-  const size_t id = size_t(warp.cluster_id) * kWarpSize + index;
-  Lane& lane = machine->lanes[id];
-  lane = Lane{};
-  lane.block = warp.block;
-  lane.warp = &warp;
-  lane.index = index;
-  lane.thread = warp.index * kWarpSize + index;
-  warp.lanes[index] = &lane;
-  // Stacks whose tops are all page-aligned would compete for the same sets of the L1 cache (15 to 29% slower).
-  const size_t stagger = id % 61 * 1088;
-  prepare(lane.context, machine->stacks[id], kStackBytes - stagger, kPoisonedStackBytes, lane_entry);
-}
-
-void reset_warp(Warp& warp, Block& block, int index) {
-  warp = Warp{};
-  warp.index = index;
-  warp.cluster_id = block.rank * int(block.warps.size()) + index;
-  warp.block = &block;
-  warp.alive = warp.ready = kAllLanes;
-  warp.clock.at[warp.cluster_id] = 1;
-  machine->warps.push_back(&warp);
-  machine->ready_warps |= uint64_t(1) << warp.cluster_id;
-  for (int lane = 0; lane < kWarpSize; ++lane) reset_lane(warp, lane);
-}
-
-uint64_t hash_seed(uint64_t seed, const GridDim& block) {
-  const uint64_t hash = seed * 0x9E3779B97F4A7C15ull + (block.x + 1) * 0xD1B54A32D192ED03ull +
-                        (block.y + 1) * 0x94D049BB133111EBull + (block.z + 1) * 0xBF58476D1CE4E5B9ull;
-  return hash ? hash : 1;
-}
-
-void run_cluster(Machine& self, const GridDim& first_block) {
-  const LaunchShape& shape = self.shape;
-  const int block_count = int(count_of(shape.cluster));
-  static_cast<ClusterState&>(self) = {};
-  self.random_state = hash_seed(self.options.seed, first_block);
-  self.lanes_alive = int64_t(block_count) * shape.threads;
-  self.lanes.resize(self.lanes_alive);
-  while (self.stacks.size() < self.lanes.size()) self.stacks.push_back(new_stack());
-  while (int(self.blocks.size()) < block_count) self.blocks.push_back(std::make_unique<Block>());
-
-  for (int rank = 0; rank < block_count; ++rank) {
-    Block& block = *self.blocks[rank];
-    const GridDim within = place_of(rank, shape.cluster);
-    reset_block(block, rank, {first_block.x + within.x, first_block.y + within.y, first_block.z + within.z});
-    block.warps.resize(shape.threads / kWarpSize);
-    for (size_t w = 0; w < block.warps.size(); ++w) reset_warp(block.warps[w], block, int(w));
-  }
-  run_lanes();
-  self.report.counters.blocks += block_count;
-  if (self.given_up) return;
-  if (!self.async_work.empty()) {
-    report_error("exit", CallSite("kernel", 0), "the kernel ends with TMA loads, or arrivals of cp.async, in flight");
-  }
-  finish_bulk_stores();
-  for (const auto& block : self.blocks) check_wgmma_at_exit(*block);
-}
-
-// Runs on one OS thread: takes clusters until there are none left or somebody gives up.
-Report run_clusters(const LaunchShape& shape, const std::function<void()>& kernel, const Options& options,
-                    GlobalMemory& global, std::atomic<int64_t>& next_cluster) {
-  const GridDim size = shape.cluster;
-  const GridDim clusters{shape.grid.x / size.x, shape.grid.y / size.y, shape.grid.z / size.z};
-  const FaultGuard fault_guard;
-  Machine self;
-  self.options = options;
-  self.global = &global;
-  self.shape = shape;
-  self.kernel = kernel;
-  machine = &self;
-  for (int64_t i = next_cluster++; i < count_of(clusters); i = next_cluster++) {
-    self.cluster = uint32_t(i);
-    const GridDim place = place_of(i, clusters);
-    run_cluster(self, {place.x * size.x, place.y * size.y, place.z * size.z});
-    if (self.given_up) next_cluster = count_of(clusters);
-  }
-  machine = nullptr;
-  for (char* stack : self.stacks) munmap(stack - kPageBytes, kStackBytes + kPageBytes);
-  return self.report;
-}
 
 // Returns the bytes of dynamic shared memory that one block may ask for.
 uint32_t max_shared_bytes(int arch) {
   if (arch == 80 || arch == 87) return 163 << 10;
   const bool is_small = arch == 86 || arch == 89 || arch == 120;
   return is_small ? 99 << 10 : 227 << 10;
+}
+
+// Returns how many blocks a GPU of this kind holds at once, as far as threads and shared memory say: the emulator knows
+// no registers.
+int64_t resident_blocks(const LaunchShape& shape, int arch) {
+  const int64_t multiprocessors = arch >= kSm90 ? 132 : 108;
+  const uint32_t by_memory = max_shared_bytes(arch) / std::max(shape.smem_bytes, 1u);
+  return multiprocessors * std::min({uint32_t(2048 / shape.threads), by_memory, 32u});
 }
 
 std::string problem_with(const LaunchShape& shape, const Options& options) {
@@ -226,6 +48,11 @@ std::string problem_with(const LaunchShape& shape, const Options& options) {
     return format("the emulator runs clusters of up to %d warps, this one has %lld", kMaxWarps,
                   (long long)(blocks * shape.threads / kWarpSize));
   }
+  const int64_t resident = resident_blocks(shape, options.arch);
+  if (shape.cooperative && count_of(shape.grid) > resident) {
+    return format("a cooperative grid of %lld blocks; sm_%d holds %lld of them at once",
+                  (long long)count_of(shape.grid), options.arch, (long long)resident);
+  }
   constexpr uint32_t kMaxGridYZ = 65535;
   if (count_of(shape.grid) == 0 || shape.grid.y > kMaxGridYZ || shape.grid.z > kMaxGridYZ) {
     return format("a grid of %u x %u x %u blocks", shape.grid.x, shape.grid.y, shape.grid.z);
@@ -242,7 +69,7 @@ Report report_of(const LaunchShape& shape, const std::function<void()>& kernel, 
     total.add({"launch", problem, problem, {"", 0}});
     return total;
   }
-  GlobalMemory global;
+  GlobalMemory global(std::max(options.os_threads, 1));
   std::atomic<int64_t> next_cluster{0};
   std::mutex total_mutex;
   const auto work = [&] {
@@ -251,6 +78,7 @@ Report report_of(const LaunchShape& shape, const std::function<void()>& kernel, 
       part = run_clusters(shape, kernel, options, global, next_cluster);
     } catch (const std::exception& problem) {
       part.add({"launch", problem.what(), problem.what(), {"", 0}});
+      global.leave(true);
     }
     std::lock_guard<std::mutex> lock(total_mutex);
     total.merge(part);

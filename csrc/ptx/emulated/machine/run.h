@@ -54,8 +54,9 @@ struct Instruction {
 };
 
 // Kinds of errors:
-//   race         unordered accesses to shared memory, a missing wait, __syncwarp or proxy fence; global memory that one
-//                block wrote and another accesses, or that a TMA store writes
+//   race         unordered accesses to shared memory, or of two clusters to global memory; a missing wait, __syncwarp
+//   or
+//                proxy fence; global memory that a TMA store writes
 //   divergence   lanes of one warp at different collectives
 //   deadlock     nobody can go on
 //   hang         Options::max_steps exceeded

@@ -48,9 +48,24 @@ Lane* pick_lane(Warp& warp) {
   return warp.lanes[(__builtin_ctz(rotated) + first) % kWarpSize];
 }
 
+// Wakes those whose flags in global memory have come.
+bool wake_flag_waiters() {
+  bool woken = false;
+  for (size_t i = 0; machine->flag_waits && i < machine->lanes.size(); ++i) {
+    const Lane& lane = machine->lanes[i];
+    if (!lane.waiting_flag || !flag_has_come(lane)) continue;
+    wake(*lane.warp, 1u << lane.index);
+    woken = true;
+  }
+  return woken;
+}
+
 // Picks the next lane to run; nullptr when nobody can run, now or ever.
 Lane* pick() {
-  if (machine->by_chance(16)) run_async_work();  // random seeds land TMA loads at any time, others as late as can be
+  if (machine->by_chance(16)) {  // random seeds land TMA loads and see flags at any time, others as late as can be
+    run_async_work();
+    wake_flag_waiters();
+  }
   for (;;) {
     Warp* warp = machine->running_warp;
     if (!warp || !warp->ready) warp = pick_warp();
@@ -58,30 +73,17 @@ Lane* pick() {
       machine->running_warp = warp;
       return pick_lane(*warp);
     }
-    if (!run_async_work()) return nullptr;
+    if (!run_async_work() && !wake_flag_waiters()) return nullptr;
   }
 }
 
-[[noreturn]] void fail_with_deadlock() {
-  std::string text = "no thread can run.";
-  CallSite first_place = current->waiting.site;
-  for (Warp* warp : machine->warps) {
-    if (!warp->alive) continue;
-    text += format(" Block rank %d warp %d:", warp->block->rank, warp->index);
-    if (warp->alive != kAllLanes) text += format(" lanes %08x exited;", ~warp->alive);
-    std::map<std::string, uint32_t> lanes_by_place;
-    for (Lane* lane : warp->lanes) {
-      if (!(warp->alive >> lane->index & 1)) continue;
-      std::string place = lane->waiting.name + (" at " + to_string(lane->waiting.site));
-      if (lane->waiting_mbarrier) {
-        place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier->offset, lane->waiting_parity);
-      }
-      lanes_by_place[place] |= 1u << lane->index;
-      if (first_place.line == 0) first_place = lane->waiting.site;  // happens when the current lane has just exited
-    }
-    for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
-  }
-  fail("deadlock", first_place, "%s", text.c_str());
+// Returns whoever runs next: where all wait, and some of them for other clusters, the code that runs clusters.
+Lane& next_to_run() {
+  if (Lane* next = pick()) return *next;
+  if (machine->flag_waits) return machine->launcher;
+  CallSite place = current->waiting.site;
+  const std::string waits = describe_waits(place);
+  fail("deadlock", place, "no thread can run.%s", waits.c_str());
 }
 
 }  // namespace
@@ -130,9 +132,8 @@ void wake(Warp& warp, uint32_t lanes) {
 void block_lane(const Instruction& waiting) {
   current->waiting = waiting;
   mark_not_ready(*current);
-  Lane* next = pick();
-  if (!next) fail_with_deadlock();
-  if (next != current) resume(*next);
+  Lane& next = next_to_run();
+  if (&next != current) resume(next);
 }
 
 void maybe_preempt() {
@@ -155,15 +156,45 @@ void exit_lane() {
   warp.alive &= ~(1u << current->index);
   if (!warp.alive) flush_access_logs(warp);
   if (--machine->lanes_alive == 0) abandon_lane_for(machine->launcher);
-  Lane* next = pick();
-  if (!next) fail_with_deadlock();
-  abandon_lane_for(*next);
+  abandon_lane_for(next_to_run());
 }
 
-void run_lanes() {
+void maybe_yield_to_clusters() {
+  if (machine->by_chance(4)) resume(machine->launcher);
+}
+
+bool run_lanes() {
   current = &machine->launcher;
-  resume(*pick());
+  Lane* first = pick();
+  if (first) resume(*first);
   current = nullptr;
+  return first != nullptr;
+}
+
+std::string describe_waits(CallSite& first) {
+  std::string text;
+  for (Warp* warp : machine->warps) {
+    if (!warp->alive) continue;
+    const GridDim& block = warp->block->index;
+    text += format(" Block (%u, %u, %u) warp %d:", block.x, block.y, block.z, warp->index);
+    if (warp->alive != kAllLanes) text += format(" lanes %08x exited;", ~warp->alive);
+    std::map<std::string, uint32_t> lanes_by_place;
+    for (Lane* lane : warp->lanes) {
+      if (!(warp->alive >> lane->index & 1)) continue;
+      std::string place = lane->waiting.name + (" at " + to_string(lane->waiting.site));
+      if (lane->waiting_mbarrier) {
+        place += format(" (mbarrier 0x%x, parity %u)", lane->waiting_mbarrier->offset, lane->waiting_parity);
+      }
+      if (lane->waiting_flag) {
+        place += format(" (%p is %u and never %u, %s)", (const void*)lane->waiting_flag, *lane->waiting_flag,
+                        lane->waiting_value, machine->global->describe_last_change(lane->waiting_flag).c_str());
+      }
+      lanes_by_place[place] |= 1u << lane->index;
+      if (first.line == 0) first = lane->waiting.site;  // happens when the current lane has just exited
+    }
+    for (const auto& [place, lanes] : lanes_by_place) text += format(" lanes %08x in %s;", lanes, place.c_str());
+  }
+  return text;
 }
 
 }  // namespace ffpa::emu

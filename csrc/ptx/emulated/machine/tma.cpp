@@ -56,6 +56,23 @@ uint8_t* chunk_of(const SharedRange& box, uint32_t offset, Swizzle swizzle) {
   return box.block.smem.data() + (address - kSmemBase);
 }
 
+// Records that a load reads these rows at the TMA unit's next moment.
+void note_landed_rows(const std::vector<BoxRow>& rows, GlobalAccess access, const VectorClock& issued_at) {
+  GlobalMemory& global = *machine->global;
+  const auto address = [](const BoxRow& row) { return reinterpret_cast<uintptr_t>(row.address); };
+  const bool may_change = !rows.empty() && global.check(address(rows[0]), rows[0].bytes) == Verdict::kReadWrite;
+  if (!may_change || !machine->options.check_races) return;
+  access.time = machine->async_time + 1;
+  for (const BoxRow& row : rows) {
+    std::string conflict;
+    global.note_access(address(row), row.bytes, access, issued_at, Proxy::kAsync, conflict);
+    if (conflict.empty()) continue;
+    report_error("race", access.instruction.site, "%s: it lands from %p, which %s", access.instruction.name,
+                 static_cast<void*>(row.address), conflict.c_str());
+    return;
+  }
+}
+
 // Makes a copy complete now; returns this moment of the TMA unit.
 uint32_t land(const SharedRange& target, uint32_t barrier, const VectorClock& issued_at) {
   const uint32_t now = ++machine->async_time;
@@ -73,11 +90,13 @@ void check_tensor_copy(const TensorMapSpec& spec, const std::vector<int>& coordi
   if (const char* problem = problem_with(spec)) fail("tma", site, "%s", problem);
 }
 
-// Fails unless the rows may be accessed; returns how many bytes they have.
-int64_t check_rows(const std::vector<BoxRow>& rows, Access access, const Instruction& instruction, Proxy proxy) {
+// Fails unless the rows may be accessed; returns how many bytes they have, and adds the marks of the access.
+int64_t check_rows(const std::vector<BoxRow>& rows, Access access, const Instruction& instruction, Proxy proxy,
+                   std::vector<uint32_t>& marks) {
   int64_t bytes = 0;
   for (const BoxRow& row : rows) {
-    check_global(row.address, row.bytes, kBoxElementBytes, access, instruction, proxy);
+    const uint32_t mark = check_global(row.address, row.bytes, kBoxElementBytes, access, instruction, proxy);
+    if (marks.empty() || marks.back() != mark) marks.push_back(mark);
     bytes += row.bytes;
   }
   return bytes;
@@ -94,8 +113,15 @@ void read_source(BulkStore& store) {
 }
 
 void write_destination(BulkStore& store) {
+  for (size_t i = 0; i < store.before.size(); i += sizeof(float)) {
+    float sum, term;
+    std::memcpy(&sum, &store.before[i], sizeof(sum));
+    std::memcpy(&term, &store.bytes[i], sizeof(term));
+    sum += term;
+    std::memcpy(&store.bytes[i], &sum, sizeof(sum));
+  }
   for (const BoxRow& row : store.rows) std::memcpy(row.address, &store.bytes[row.offset], row.bytes);
-  store.bytes = {};
+  store.bytes = store.before = {};
 }
 
 // Tells whether the warp has learned of the store's completion.
@@ -130,8 +156,25 @@ void advance(BulkStore& store, BulkStep step) {
     write_destination(store);
     store.complete_at = warp.clock.at[warp.cluster_id];
     store.complete_in_sync_epoch = warp.sync_epoch;
+    machine->global->set_time(store.marks, store.complete_at);
   }
   store.step = step;
+}
+
+// Queues a store of these rows, or an addition to them. Reading at the wait alone would hide a source that is not ready
+// at the issue: with random seeds one store in four reads at once. The destination is poison until it is written.
+void issue(BulkStore store) {
+  Lane& lane = *store.lane;
+  const uint32_t id = uint32_t(machine->bulk_stores.size());
+  lane.pending_stores.push_back(id);
+  note_bulk_read_begin(source_of(store), store.site);
+  if (machine->by_chance(4)) read_source(store);
+  for (const BoxRow& row : store.rows) {
+    machine->bulk_footprint.for_each(reinterpret_cast<uintptr_t>(row.address), row.bytes, true,
+                                     [&](uint32_t& mark) { mark = id + 1; });
+    std::memset(row.address, 0xff, row.bytes);
+  }
+  machine->bulk_stores.push_back(std::move(store));
 }
 
 }  // namespace
@@ -148,7 +191,9 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   check_tensor_copy(spec, coordinates, site);
   find_mbarrier(barrier, {"cp.async.bulk.tensor", site});
   const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
-  const int64_t bytes_read = check_rows(rows, Access::kReadOnly, {"TMA load", site}, Proxy::kAsync);
+  const Instruction instruction{"TMA load", site};
+  std::vector<uint32_t> marks;
+  const int64_t bytes_read = check_rows(rows, Access::kBulkRead, instruction, Proxy::kAsync, marks);
 
   std::vector<SharedRange> targets;
   for (size_t rank = 0; rank < machine->blocks.size(); ++rank) {
@@ -162,7 +207,9 @@ void tma_load(uint32_t destination, const TensorMapSpec& spec, uint32_t barrier,
   }
   machine->report.counters.bytes_global_to_shared += bytes_read * int64_t(targets.size());
 
+  const GlobalAccess access{Access::kReadOnly, machine->cluster, kAsyncAgent, 0, 0, current->block->index, instruction};
   machine->async_work.push_back([=, issued_at = current->warp->clock] {
+    note_landed_rows(rows, access, issued_at);
     std::vector<uint8_t> bytes(box_bytes(spec));  // zero outside the tensor
     for (const BoxRow& row : rows) std::memcpy(&bytes[row.offset], row.address, row.bytes);
     for (const SharedRange& target : targets) {
@@ -189,21 +236,10 @@ void tma_store(const TensorMapSpec& spec, uint32_t source, const std::vector<int
   Lane& lane = *current;
   shared_pointer({*lane.block, source, box_bytes(spec)}, kSourceAlignment, instruction);
   const std::vector<BoxRow> rows = rows_inside(spec, coordinates);
-  machine->report.counters.bytes_global_stored += check_rows(rows, Access::kReadWrite, instruction, Proxy::kGeneric);
-
-  const uint32_t id = uint32_t(machine->bulk_stores.size());
-  machine->bulk_stores.push_back({&lane, spec, rows, source & kOffsetMask, lane.open_store_group, site});
-  BulkStore& store = machine->bulk_stores.back();
-  lane.pending_stores.push_back(id);
-  note_bulk_read_begin(source_of(store), site);
-  // Reading at the wait alone would hide a source that is not ready at the issue: with random seeds one store in four
-  // reads at once.
-  if (machine->by_chance(4)) read_source(store);
-  for (const BoxRow& row : rows) {
-    machine->bulk_footprint.for_each(reinterpret_cast<uintptr_t>(row.address), row.bytes, true,
-                                     [&](uint32_t& mark) { mark = id + 1; });
-    std::memset(row.address, 0xff, row.bytes);
-  }
+  std::vector<uint32_t> marks;
+  machine->report.counters.bytes_global_stored +=
+      check_rows(rows, Access::kBulkWrite, instruction, Proxy::kGeneric, marks);
+  issue({&lane, spec, rows, source & kOffsetMask, lane.open_store_group, site, marks, instruction.name});
 }
 
 void bulk_wait(int pending_groups, BulkStep step, CallSite site) {
@@ -226,9 +262,8 @@ void check_bulk_stores_at_exit(const Lane& lane) {
     const BulkStore& store = machine->bulk_stores[id];
     if (store.step != BulkStep::kIssued) continue;
     const bool committed = store.group < lane.open_store_group;
-    report_error("exit", store.site,
-                 "a thread exits while its TMA store issued at %s may still read shared memory (%s)",
-                 to_string(store.site).c_str(), committed ? "no wait for its group" : "it is in no group");
+    report_error("exit", store.site, "a thread exits while its %s issued at %s may still read shared memory (%s)",
+                 store.name, to_string(store.site).c_str(), committed ? "no wait for its group" : "it is in no group");
   }
 }
 
@@ -248,9 +283,9 @@ void check_against_bulk_stores(uintptr_t address, uint32_t bytes, Proxy proxy, c
     const BulkStore& store = machine->bulk_stores[mark - 1];
     const char* missing = what_is_missing(store, *current, proxy);
     if (!missing) return;
-    fail("race", instruction.site,
-         "%s: of the %u bytes at %p some are those of the TMA store issued at %s by thread %d (%s)", instruction.name,
-         bytes, reinterpret_cast<void*>(address), to_string(store.site).c_str(), store.lane->thread, missing);
+    fail("race", instruction.site, "%s: of the %u bytes at %p some are those of the %s issued at %s by thread %d (%s)",
+         instruction.name, bytes, reinterpret_cast<void*>(address), store.name, to_string(store.site).c_str(),
+         store.lane->thread, missing);
   });
 }
 
@@ -287,6 +322,27 @@ void copy_to_block(uint32_t destination_smem, uint32_t source_smem, uint32_t byt
   });
 }
 
+// The sums are made at the full wait, or when the blocks end, from what was there at the issue: nothing that is ordered
+// comes between.
+void bulk_reduce_add_f32(void* destination, uint32_t source_smem, uint32_t bytes, CallSite site) {
+  const Instruction instruction{"cp.reduce.async.bulk", site};
+  require_sm90(instruction);
+  count_step(site);
+  Lane& lane = *current;
+  if (bytes == 0 || bytes % 16) fail("misaligned", site, "%s: %u bytes are no multiple of 16", instruction.name, bytes);
+  shared_pointer({*lane.block, source_smem, bytes}, 16, instruction);
+  const uint32_t mark = check_global(destination, bytes, 16, Access::kBulkWrite, instruction, Proxy::kAsync);
+  machine->report.counters.bytes_global_stored += bytes;
+  TensorMapSpec row;
+  row.rank = 1;
+  row.box[0] = bytes / kBoxElementBytes;
+  auto* const target = static_cast<uint8_t*>(destination);
+  BulkStore addition{&lane, row,    {{0, target, bytes}}, source_smem & kOffsetMask, lane.open_store_group,
+                     site,  {mark}, instruction.name};
+  addition.before.assign(target, target + bytes);
+  issue(std::move(addition));
+}
+
 void bulk_commit_group(CallSite site) {
   require_sm90({"cp.async.bulk.commit_group", site});
   ++current->open_store_group;
@@ -294,11 +350,12 @@ void bulk_commit_group(CallSite site) {
 
 void fence_proxy_async_global(CallSite site) {
   require_sm90({"fence.proxy.async", site});
-  const Warp& warp = *current->warp;
+  Warp& warp = *current->warp;
   for (BulkStore& store : machine->bulk_stores) {
     if (store.step != BulkStep::kComplete || !is_known(store, warp)) continue;
     store.fences.emplace(warp.cluster_id, warp.clock.at[warp.cluster_id]);
   }
+  FarClock::join(warp.clock.far.fenced, publish().known);
 }
 
 }  // namespace ffpa::ptx

@@ -7,13 +7,11 @@
 #include <vector>
 
 #include "ptx/descriptors.h"
-#include "ptx/emulated/machine/run.h"
+#include "ptx/emulated/machine/global_accesses.h"
 
 namespace ffpa::emu {
 
 struct Lane;
-
-enum class Proxy { kGeneric, kAsync };
 
 inline constexpr int kBoxElementBytes = 2;
 
@@ -35,7 +33,7 @@ struct BoxRow {
   uint32_t bytes;
 };
 
-// One TMA store of the cluster that runs.
+// This is a TMA store of the cluster that runs, or an addition by TMA.
 struct BulkStore {
   Lane* lane;
   TensorMapSpec spec;
@@ -43,9 +41,12 @@ struct BulkStore {
   uint32_t source;
   uint32_t group;
   CallSite site;
+  std::vector<uint32_t> marks;  // those of its accesses to global memory
+  const char* name;             // as reports call it
   BulkStep step = BulkStep::kIssued;
-  std::vector<uint8_t> bytes = {};  // bytes of the box, from when they are read until they are written
-  uint32_t complete_at = 0;         // time of the lane's warp
+  std::vector<uint8_t> bytes = {};   // bytes of the box, from when they are read until they are written
+  std::vector<uint8_t> before = {};  // what it adds to
+  uint32_t complete_at = 0;          // time of the lane's warp
   uint32_t complete_in_sync_epoch = 0;
 
   // For each warp that executed fence.proxy.async.global and knew of the completion, the time when it first did. A warp
