@@ -132,9 +132,11 @@ class TestSmallHeadDims:
             ({"d_qk": 136}, "hopper"),
             ({"d_qk": 256, "d_v": 256}, "sdpa"),
             (
-                {"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096},
+                {"d_qk": 256, "d_v": 256, "heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096},
                 "hopper",
             ),  # cuts its keys
+            ({"d_qk": 256, "d_v": 256, "heads_kv": 8, "batch": 8, "n_q": 1}, "hopper"),
+            ({"d_qk": 64, "d_v": 64, "packed": (8192, 8192)}, "hopper"),
             ({"needs_lse": True}, "hopper"),
             ({"heads_kv": 4}, "sdpa"),
             ({"heads_kv": 4, "needs_lse": True}, "hopper"),
@@ -144,6 +146,8 @@ class TestSmallHeadDims:
             ({"d_qk": 192}, "sdpa"),
             ({"d_qk": 192, "visibility": Visibility(-1, 0, False)}, "hopper"),
             ({"d_qk": 192, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"batch": 64, "n_q": 256, "n_k": 256, "visibility": Visibility(-1, 0, False)}, "sdpa"),
             ({"d_qk": 192, "d_v": 192}, "hopper"),
             ({"packed": (8192, 8192)}, "hopper"),
             ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),

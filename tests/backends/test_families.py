@@ -16,6 +16,11 @@ def attention(d: int, rows: int, keys: int, gradients: bool = False) -> None:
         out.sum().backward()
 
 
+def attention_of_latents() -> None:
+    q, k = torch.randn(1, 1, 1, 576).bfloat16(), torch.randn(1, 1, 8, 576).bfloat16()
+    ffpa(q, k, k[..., :512])
+
+
 def attention_of_8_bits() -> None:
     q, k, v = (quantize_fp8(torch.randn(1, 1, 8, 512))[0] for _ in range(3))
     ffpa_fp8(q, k, v)
@@ -31,6 +36,7 @@ CALLS = [
     ("hopper", False, lambda: attention(64, 8, 8, gradients=True)),
     ("hopper", False, lambda: attention(384, 8, 8)),
     ("hopper", True, lambda: attention(768, 8, 8)),
+    ("hopper", False, attention_of_latents),
     ("hopper", False, attention_of_8_bits),
 ]
 ARCHS = {"mma": "sm_80", "hopper": "sm_90a"}

@@ -157,11 +157,13 @@ def test_every_kernel_emulated(spec, seed, monkeypatch):
     keys, boxes = 128 if columns <= 192 or pair else 64, columns // 64
     ends = {0: (280, 280), 1: (273, 280), 2: (280, 280)}[seed % 3]  # end of the keys that each row tile sees
     begins = {2: (0, 173)}.get(seed % 3, (0, 0))
-    tiles = sum(-(-end // keys) - begin // keys for begin, end in zip(begins, ends, strict=True)) * case.heads_q
+    groups = 2, 1  # warpgroups with rows in each row tile
+    tiles = [-(-end // keys) - begin // keys for begin, end in zip(begins, ends, strict=True)]
     # S has products of 64 keys; O, of all columns, of 64, or of half of them for the keys of both blocks.
     products = keys // 16 * (boxes + (2 if pair else 1 if boxes <= 4 else boxes))
     assert report["kernel"] == spec.name
-    assert report["wgmma"] == tiles * products * 8  # each warp counts
+    of_groups = sum(n * group for n, group in zip(tiles, groups, strict=True)) * case.heads_q
+    assert report["wgmma"] == of_groups * products * 4  # each warp counts
 
 
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])

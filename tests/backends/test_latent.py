@@ -30,7 +30,7 @@ def in_keys(inputs, case):
     return q, k, k[..., : case.d_v or case.d], *rest
 
 
-def attend(device: str, case: Case, inputs, seed: int = 0):
+def attend(device: str, case: Case, inputs, seed: int = 0):  # noqa: F811
     """Returns out and LSE, of this kernel alone."""
     q, k, v, mask = inputs
     (out, lse), report = run(
@@ -217,5 +217,6 @@ def test_what_runs(monkeypatch):
 
     for d_qk, d_v, columns in ((576, 512, 576), (520, 8, 576), (512, 512, 512), (328, 320, 512)):
         assert planned(d_qk=d_qk, d_v=d_v, heads_q=128, heads_kv=1).spec == ForwardWgmmaLatent("bf16", columns)
+    assert planned(d_qk=576, d_v=576).spec.family == "forward_wgmma_two_phase"  # O has 512 columns
     plan = planned(batch=8, n_q=1, n_k=8192, d_qk=576, d_v=512, heads_q=128, heads_kv=1)
     assert (plan.tile_heads, plan.parts.count) == (64, 8)  # 16 tiles of 64 heads, on 132 multiprocessors

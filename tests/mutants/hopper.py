@@ -99,7 +99,6 @@ MUTANTS = [
         ("latent: K before it is there", "    ptx::mbarrier_wait(ring().full(slot), tiles_ & 1);\n", ""),
         ("latent: the tail before it is there", "      ptx::mbarrier_wait(tails().full(group), tiles_ & 1);\n", ""),
         ("latent: P before it is there", "    ptx::mbarrier_wait(message(1 - group), messages_ & 1);\n", ""),
-        ("latent: P over the one that is still multiplied", "    ptx::bar_sync(1 + group, tile::kGroupThreads);  // the warpgroup's product with the P that lies there is done\n", ""),
         ("latent: P that is not fenced", "    ptx::fence_proxy_async();\n    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(message(group));", "    ptx::sync_warp();\n    if (lane_ == 0) ptx::mbarrier_arrive(message(group));"),
         ("latent: O does not follow the other warpgroup's references", "      state.reference[h] = theirs;\n    });\n    follow(out, of_out, state.reference);", "      state.reference[h] = theirs;\n    });"),
         ("latent: O does not follow its own references", "    pack_probabilities<Element>(p, scores);\n    follow(out, of_out, state.reference);", "    pack_probabilities<Element>(p, scores);"),
@@ -128,6 +127,7 @@ MUTANTS = [
     ),
     *pair(
         "csrc/attention/forward/wgmma_pair.cuh",
+        ("pair: a warpgroup without rows keeps slots", "            slots_.pass((tiles.end - tiles.first) * (Config::kKeyParts + 2 * Config::kValueParts));\n", ""),
         ("pair: a block ends before the other", "    tile::meet_cluster();  // no block ends while the other still copies or arrives there\n", ""),
         ("pair: the block ends before its copies", "    stores.wait();\n", ""),
         ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),

@@ -90,8 +90,8 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   const int64_t part_stride = params.all_rows() * params.part_columns();
   const int columns = round_up(params.d_v, kColumnsOfGroup);  // all lanes run each shuffle
   for (int column = thread * Config::kColumns; column < columns; column += kColumnsOfGroup) {
-    const float* part_gmem = params.partial_out(first) + row_of_all * params.part_columns() +
-                             min_of(column, params.d_v - Config::kColumns);
+    const float* part_gmem =
+        params.partial_out(first) + row_of_all * params.part_columns() + min_of(column, params.d_v - Config::kColumns);
     float out[Config::kColumns] = {};
     FFPA_NO_UNROLL
     for (int split = first; split < min_of(first + Config::kGroupParts, params.splits); split += kPartsAtOnce) {
@@ -112,7 +112,8 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
     }
     if (groups > 1) {
       if (group > 0) {
-        ptx::st_shared_16(sums_smem(group), {float_bits(out[0]), float_bits(out[1]), float_bits(out[2]), float_bits(out[3])});
+        ptx::st_shared_16(sums_smem(group),
+                          {float_bits(out[0]), float_bits(out[1]), float_bits(out[2]), float_bits(out[3])});
       }
       ptx::sync_block();
       for (int other = 1; group == 0 && other < groups; ++other) {

@@ -165,14 +165,12 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   // Brings 64 keys, in kCount boxes from column `column` on; keys from `end` on become zeros.
   template <int kCount, class Producer>
   FFPA_DEVICE void bring(Producer& producer, const MapPlace& place, int column, int key, int end) const {
-    producer.bring_live_rows(live_box_rows(end - key, params_.is_packed()),
-                             [&](uint32_t boxes_smem, uint32_t barrier) {
-                               FFPA_UNROLL
-                               for (int i = 0; i < kCount; ++i) {
-                                 load_box(boxes_smem + i * tile::kBoxBytes, arguments_.k, barrier, place,
-                                          column + i * tile::kBox, key);
-                               }
-                             });
+    producer.bring_live_rows(live_box_rows(end - key, params_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
+      FFPA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        load_box(boxes_smem + i * tile::kBoxBytes, arguments_.k, barrier, place, column + i * tile::kBox, key);
+      }
+    });
   }
 
   // ---- the warpgroups that multiply ----
@@ -246,7 +244,8 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
     if (lane_ == 0) ptx::mbarrier_arrive(empty);
   }
 
-  // Queues the first part of scores = Q Kᵀ of the warpgroup's next tile: over the tail, or else over half of V's columns.
+  // Queues the first part of scores = Q Kᵀ of the warpgroup's next tile: over the tail, or else over half of V's
+  // columns.
   FFPA_DEVICE void begin_scores(Scores& scores, int group) const {
     if constexpr (Config::kHasTail) {
       ptx::mbarrier_wait(tails().full(group), tiles_ & 1);
@@ -291,8 +290,8 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
 
   // Packs P, and computes out += P V of the warpgroup's own tile; sends P to the other warpgroup meanwhile. The columns
   // of V go back after their products: those that the other warpgroup has after its own, which comes later.
-  FFPA_DEVICE void add_own_product(Out& out, float (&of_out)[2], const Scores& scores, const RowState& state,
-                                   int group, int row) {
+  FFPA_DEVICE void add_own_product(Out& out, float (&of_out)[2], const Scores& scores, const RowState& state, int group,
+                                   int row) {
     Probabilities p;
     pack_probabilities<Element>(p, scores);
     follow(out, of_out, state.reference);
@@ -389,9 +388,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       if (lane_ % 4 == 0) ptx::st_shared_4(sum(group, row + r), float_bits(state.sum[h]));
     });
     ptx::bar_sync(1 + tile::kConsumerGroups, tile::kConsumerGroups * tile::kGroupThreads);
-    for_each_half([&](int h, int r) {
-      state.sum[h] += float_from_bits(ptx::ld_shared_4(sum(1 - group, row + r)));
-    });
+    for_each_half([&](int h, int r) { state.sum[h] += float_from_bits(ptx::ld_shared_4(sum(1 - group, row + r))); });
   }
 
   uint32_t tiles_ = 0;     // tiles of its own that the warpgroup is done with

@@ -126,18 +126,23 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
 
 
 _CUDNN_ABOVE_128 = ((192, 128), (256, 256))  # wider D_qk and D_v for which cuDNN's forward was measured
+_SHORT_KEYS = 256  # keys up to which cuDNN's causal forward is ahead: rows of two tiles
 
 
 def _is_for_cudnn(p: Problem, widest: int) -> bool:
-    """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.3 times as fast as ours, on an H100).
+    """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.4 times as fast as ours, on an H100).
 
-    It is up to 64 columns; for rows that see all keys; and for tiles so few that ours do not balance what causal rows
-    see. Our kernels have calls of few rows, as they cut keys, and as cuDNN takes 40 ms to plan for a number of keys that
-    is new, as it is at each token of decoding; and results that lie where a caller says: a copy takes what cuDNN gains.
+    It is up to 64 columns; for rows that see all keys; and for causal ones with few keys, or with tiles so few that ours
+    do not balance what rows see. Our kernels have calls of few rows, as they cut keys, and as cuDNN takes 40 ms to plan
+    for a number of keys that is new, as it is at each token of decoding; and results that lie where a caller says: a
+    copy takes what cuDNN gains.
     """
-    if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128) or _has_few_rows(p, p.d_v):
+    if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128):
         return False
-    return widest <= 64 or not p.visibility.bounded or row_tiles.count(p) <= archs.multiprocessors(p.arch)
+    tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
+    if _has_few_rows(p, widest) if widest <= 128 else p.n_q <= row_tiles.ROWS // 2 or 3 * tiles < multiprocessors:
+        return False
+    return widest <= 64 or not p.visibility.bounded or p.n_k <= _SHORT_KEYS or tiles <= multiprocessors
 
 
 def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:
@@ -161,7 +166,7 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     elif p.arch != "sm_90":
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
     else:
-        narrow = widest <= 64 or (widest <= 128 and p.mask)
+        narrow = (widest <= 64 and not p.packed) or (widest <= 128 and p.mask)
         ours = "triton hopper mma" if narrow else "hopper triton mma"
         ours = "hopper mma triton" if _has_few_rows(p, widest) else ours
         order = f"sdpa {ours} reference" if _is_for_cudnn(p, widest) else f"{ours} sdpa reference"
