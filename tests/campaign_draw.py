@@ -94,7 +94,8 @@ def _bits16(r: random.Random, seed: int, device: str, kind: str | None, backend:
     p = p.with_(**parts.how(r, p))
     if device == "fused":
         p = p.with_(acc="f32", flags=(), level=None if p.level == 2 else p.level)
-    return p.with_(exact=device in EMULATED and p.pairs() < 2e4 and r.random() < 0.2)
+    p = p.with_(exact=device in EMULATED and p.pairs() < 2e4 and r.random() < 0.2)
+    return p.with_(v_in_k=p.d_v <= p.d and not backward and p.acc == "f32" and r.random() < 0.15)
 
 
 def _as_sdpa_knows(p: Problem) -> Problem:

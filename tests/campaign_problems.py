@@ -84,6 +84,7 @@ class Problem:
     q: Layout = Layout()
     k: Layout = Layout()
     v: Layout = Layout()
+    v_in_k: bool = False  # V is the first columns of K
     out: Layout | None = None  # layout of `out`, if it is given
     # how it runs
     level: int | None = None

@@ -146,6 +146,8 @@ def make(p: Problem, device) -> Inputs:
             view, block = place(x, layout)
             view = view.transpose(1, 2) if p.layout == "BNHD" else view
         placed.append((view, block))
+    if p.v_in_k:
+        placed[2] = placed[1][0][..., : p.d_v], placed[1][1]
     mask = make_mask(p.mask, p, device) if p.mask else None
     offsets, spans = _offsets(p, rows, keys, device) if p.packed else ((), [])
     blocks = [block for _, block in placed] + [mask] * (mask is not None)

@@ -1,5 +1,7 @@
 """Tests the forward in which V is the first columns of K, in one storage: in the emulator and on a GPU."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
@@ -12,6 +14,7 @@ from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, device, plan_tiles, run  # noqa: F401
 from test_mma import check
 from test_two_phase import check_graph_replays, check_packed, steep_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 F16, BF16 = torch.float16, torch.bfloat16
 WAYS = [(False, 1), (True, 1), (True, 3)]
@@ -193,6 +196,10 @@ def test_which_calls_have_values_in_keys(monkeypatch):
     assert "latent" not in kernel(k, k[..., 64:])  # not the first columns
     assert "latent" not in kernel(k, k)  # more columns than O has
     assert "latent" not in kernel(k[..., :256], k[..., :256])  # the fused forward has these
+    for there in ({"device": "meta"}, {}):
+        with FakeTensorMode() if not there else nullcontext():
+            q, k = (torch.empty(1, *shape, 576, dtype=BF16, **there) for shape in ((16, 1), (1, 64)))
+            assert "latent" in kernel(k, k[..., :512]) and "latent" not in kernel(k, torch.empty_like(k)[..., :512])
 
 
 def test_a_kind_of_call_knows_where_values_are():

@@ -118,7 +118,13 @@ MUTANTS = [
     *edits_in(
         "operators/forms.py",
         "tests/backends/test_latent.py -k 'kind_of_call or what_runs or values_in_keys'",
-        ("latent: K and V of the same strides are one", "return k.data_ptr() == v.data_ptr() != 0 and", "return"),
+        ("latent: K and V of the same strides are one", "(x.untyped_storage()._cdata, x.storage_offset(), x.stride())", "x.stride()"),
+        ("latent: K and V of one storage begin in one place", "x.storage_offset(), ", ""),
+    ),
+    *edits_in(
+        "operators/ops.py",
+        "tests/backends/test_latent.py -k 'kind_of_call'",
+        ("latent: a plan does not know where V is", "seen(out), in_one_place, form.key()", "seen(out), form.key()"),
     ),
     *edits_in(
         "operators/again.py",

@@ -135,8 +135,9 @@ def visibility(options) -> Visibility:
 
 
 def values_in_keys(k, v) -> bool:
-    """Says whether V is the first columns of K, in one storage."""
-    return k.data_ptr() == v.data_ptr() != 0 and k.stride() == v.stride()
+    """Says whether V is the first columns of K, in one storage; tensors without memory have one, too."""
+    of_k, of_v = ((x.untyped_storage()._cdata, x.storage_offset(), x.stride()) for x in (k, v))
+    return of_k == of_v
 
 
 _DTYPES = arguments.DTYPES | arguments.FP8

@@ -24,7 +24,7 @@ from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
 from . import dispatch_keys, out_of_memory
-from .forms import Dense, describe, operators, seen, values_in_keys
+from .forms import Dense, describe, operators, seen
 
 _RULE = (
     "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
@@ -131,7 +131,8 @@ def _remember(key: tuple, plan: Plan) -> Plan:
 
 
 def _forward_key(form, q, k, v, out, options, flags) -> tuple:
-    return (seen(q), seen(k), seen(v), seen(out), values_in_keys(k, v), form.key(), flags, *options.items())
+    in_one_place = k.data_ptr() == v.data_ptr()  # V may lie in K
+    return (seen(q), seen(k), seen(v), seen(out), in_one_place, form.key(), flags, *options.items())
 
 
 def plan_of(form, q, k, v, options, flags) -> Plan | None:
