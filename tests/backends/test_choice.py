@@ -147,7 +147,12 @@ class TestSmallHeadDims:
             ({"d_qk": 192, "visibility": Visibility(-1, 0, False)}, "hopper"),
             ({"d_qk": 192, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
             ({"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
-            ({"batch": 64, "n_q": 256, "n_k": 256, "visibility": Visibility(-1, 0, False)}, "sdpa"),
+            ({"heads_kv": 4, "n_q": 500, "n_k": 500, "visibility": Visibility(-1, 0, False)}, "hopper"),  # a prompt
+            (
+                {"heads_kv": 4, "n_q": 500, "n_k": 500, "d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)},
+                "triton",
+            ),
+            ({"heads_kv": 4, "batch": 8, "n_q": 16, "n_k": 200}, "hopper"),  # half of a tile
             ({"d_qk": 192, "d_v": 192}, "hopper"),
             ({"packed": (8192, 8192)}, "hopper"),
             ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),

@@ -9,7 +9,7 @@ from ffpa_attn import env, explain, ffpa, ffpa_varlen
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent
+from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, device, plan_tiles, run  # noqa: F401
 from test_mma import check
@@ -195,6 +195,11 @@ def test_which_calls_have_values_in_keys(monkeypatch):
     assert "latent" not in kernel(k, k[..., :512].clone())
     assert "latent" not in kernel(k, k[..., 64:])  # not the first columns
     assert "latent" not in kernel(k, k)  # more columns than O has
+    assert "latent" not in kernel(k[..., :384], k[..., :512])  # K is the first columns of V
+    q, k = torch.randn(2, 1, 16, 1, 576).bfloat16(), torch.randn(2, 1, 1, 64, 576).bfloat16()
+    wrapped = torch.func.vmap(lambda q, k: q * ("latent" in explain(q, k, k[..., :512], arch="sm_90").kernel))(q, k)
+    assert not wrapped.any()  # nobody knows where it lies
+    q, k = q[0], k[0]
     assert "latent" not in kernel(k[..., :256], k[..., :256])  # the fused forward has these
     for there in ({"device": "meta"}, {}):
         with FakeTensorMode() if not there else nullcontext():
@@ -222,8 +227,12 @@ def test_what_runs(monkeypatch):
     def planned(**changes):
         return CANDIDATES["hopper"](PROBLEM._replace(values_in_keys=True, **changes), env.all_flags())
 
+    rows = {"batch": 8, "n_q": 1, "heads_q": 16, "heads_kv": 1}  # memory binds
     for d_qk, d_v, columns in ((576, 512, 576), (520, 8, 576), (512, 512, 512), (328, 320, 512)):
-        assert planned(d_qk=d_qk, d_v=d_v, heads_q=128, heads_kv=1).spec == ForwardWgmmaLatent("bf16", columns)
+        assert planned(d_qk=d_qk, d_v=d_v, **rows).spec == ForwardWgmmaLatent("bf16", columns)
+    assert planned(d_qk=576, d_v=512).spec == ForwardWgmmaLatent("bf16", 576)
+    for d in (384, 448, 512):  # many rows: products bind, and pairs have no columns more than they need
+        assert planned(d_qk=d, d_v=d).spec == ForwardWgmmaPair("bf16", d)
     assert planned(d_qk=576, d_v=576).spec.family == "forward_wgmma_two_phase"  # O has 512 columns
     plan = planned(batch=8, n_q=1, n_k=8192, d_qk=576, d_v=512, heads_q=128, heads_kv=1)
     assert (plan.tile_heads, plan.parts.count) == (64, 8)  # 16 tiles of 64 heads, on 132 multiprocessors

@@ -60,6 +60,18 @@ def test_emulated(case, level, splits, monkeypatch, no_short_forward):
     check(case, inputs, out, lse)
 
 
+def test_wide_results_of_many_parts(monkeypatch, no_short_forward):
+    """The merge adds 20 parts in two groups of threads, and more columns than these have at a time."""
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(levels, "_splits", lambda *_: 20)
+    case = Case(heads_q=2, heads_kv=1, n_q=1, n_k=5100, d=64, d_v=1024, dtype=F16)
+    inputs = make_inputs(case, "cpu")
+    with emulate("sm_90a", seed=1) as reports:
+        out, lse = call(case, inputs, level=2)
+    assert next(reversed(ops._plans.values())).choice.plan.splits == 20 and len(reports) == 2
+    check(case, inputs, out, lse)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or native.record() is None, reason="needs a GPU and a built library")
 @pytest.mark.parametrize("level", [None, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])

@@ -66,7 +66,7 @@ def forward(request, device, monkeypatch, no_short_forward):
     monkeypatch.setattr(memory_checks, "offsets_values", lambda *args: None)
     if "two_phase" in request.param.family:
         monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, request.param.backend, 1)
-        monkeypatch.setattr(fused, "is_faster_in_pairs", lambda p: False)
+        monkeypatch.setattr(fused, "is_faster_than_two_phases", lambda p: False)
         monkeypatch.setattr(two_phase, "_columns", lambda d_v: TWO_PHASE_COLUMNS[-1])  # a debug build has one width
     return request.param
 

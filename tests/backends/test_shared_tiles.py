@@ -60,9 +60,10 @@ def test_cases(case, planned):
     check(case, inputs, *attend(planned, case, inputs, seed=3)[0])
 
 
-@pytest.mark.parametrize("way", [(True, 45)], ids=["shared-45"])
+@pytest.mark.parametrize("way", [(True, 45), (True, 64)], ids=["shared-45", "shared-64"])
 def test_more_parts_than_lanes(planned):
     for case in (
+        Case(heads_q=8, heads_kv=1, n_q=1, n_k=8200, d=64, d_v=8),
         Case(heads_q=8, heads_kv=1, n_q=1, n_k=5700, d=64),
         Case(heads_q=4, heads_kv=1, n_q=3, n_k=5700, d=64, rule={"causal": True, "window": (5600, 0)}),
     ):
@@ -244,8 +245,8 @@ def test_what_is_for_pairs():
         ({}, False),
         ({"n_q": 1, "d_qk": 584}, False),
     ):
-        assert fused.is_faster_in_pairs(wide._replace(**changes)) == pairs, changes
-    assert not fused.is_faster_in_pairs(PROBLEM._replace(n_q=1))
+        assert fused.is_faster_than_two_phases(wide._replace(**changes)) == pairs, changes
+    assert not fused.is_faster_than_two_phases(PROBLEM._replace(n_q=1))
 
 
 def test_what_is_cut():

@@ -71,7 +71,7 @@ def forced(monkeypatch, no_short_forward):
         monkeypatch.setenv("FFPA_BACKEND", backend)
         monkeypatch.setattr(ops, "_plans", {})
         monkeypatch.setattr(two_phase, "why_slower", lambda *args: None)
-        monkeypatch.setattr(fused, "is_faster_in_pairs", lambda p: False)
+        monkeypatch.setattr(fused, "is_faster_than_two_phases", lambda p: False)
         for known in ARCHS:
             monkeypatch.setitem(two_phase.LEAST_HEAD_DIM, known, 1)
 

@@ -52,6 +52,8 @@ MUTANTS = [
     ),
     *fused(
         "csrc/attention/forward/wgmma_fused.cuh",
+        ("fused: a warpgroup without rows keeps slots", "            slots_.pass((tiles.end - tiles.first) * (kSlotsOfKeys + kSlotsOfValues));\n", ""),
+        ("fused: a warpgroup with few rows has none", "!has_row(kept.get(), group * tile::kBox)", "!has_row(kept.get(), group * tile::kBox + 32)"),
         ("fused: the block ends before its copies", "    stores.wait();\n", ""),
         ("fused: Q before it is there", "          ptx::mbarrier_wait(queries().full(), parity);\n", ""),
         ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores(scores, group);\n"),
@@ -86,6 +88,11 @@ MUTANTS = [
         ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
         ("fused: maxima of a thread's keys", 'return tile::largest_of_lanes(largest);', 'return largest;'),
     ),
+    *edits_in(
+        "csrc/attention/forward/merge.cuh",
+        "tests/backends/test_mma_few_rows.py -k wide_results",
+        ("merge: sums over those of the columns before", "      ptx::sync_block();  // the next columns come where these sums lie\n", ""),
+    ),
     *latent(
         "csrc/attention/forward/wgmma_latent.cuh",
         ("latent: K behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
@@ -111,6 +118,7 @@ MUTANTS = [
     *edits_in(
         "backends/fused.py",
         "tests/backends/test_latent.py -k 'kind_of_call or what_runs or values_in_keys'",
+        ("latent: slower than pairs", "    return min(plans, key=lambda plan: plan.microseconds)", "    return plans[0]"),
         ("latent: V wherever it lies", "return p.values_in_keys and p.d_v", "return p.d_v"),
         ("latent: more columns than O has", "p.d_v <= MOST_COLUMNS and FUSED_COLUMNS", "FUSED_COLUMNS"),
         ("latent: tiles of 128 rows", "tile_heads = row_tiles.shared_heads(p, spec.rows)", "tile_heads = row_tiles.shared_heads(p)"),
@@ -120,6 +128,7 @@ MUTANTS = [
         "tests/backends/test_latent.py -k 'kind_of_call or what_runs or values_in_keys'",
         ("latent: K and V of the same strides are one", "(x.untyped_storage()._cdata, x.storage_offset(), x.stride())", "x.stride()"),
         ("latent: K and V of one storage begin in one place", "x.storage_offset(), ", ""),
+        ("latent: K is the first columns of V", " and v.shape[-1] <= k.shape[-1]", ""),
     ),
     *edits_in(
         "operators/ops.py",

@@ -316,6 +316,7 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/mma_rows.cuh",
         "tests/backends/test_mma_rows.py -k 'shipped or maxima or rules and (64 or 192)'",
+        ("rows: a warp without rows copies nothing", "      next_values(tile_index);\n      end_tile_of_keys();\n    }\n    return;", "    }\n    return;"),
         ("rows: scores of hidden keys kept", "hide_unseen(s, kept.get(), warp_row, first_key, lane);", ""),
         ("rows: the last key of a tile hidden", "first_key + kKeys <= common_end", "first_key + kKeys < common_end + kKeys"),
         ("rows: sum of half of the lanes", "tile::sum_of_lanes(row_sum[m][h])", "row_sum[m][h] + ptx::shfl_xor(row_sum[m][h], 1)"),

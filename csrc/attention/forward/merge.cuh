@@ -48,6 +48,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   if (rows.begin + row >= rows.end) return;
 
   constexpr int kPartsAtOnce = 8;
+  static_assert(Config::kMostGroups * Config::kGroupParts == 64, "a lane knows two parts");
   constexpr int kPartsOfLane = Config::kMostGroups * Config::kGroupParts / 32;
   // Each lane knows the weights of two parts: what their P sum up to, relative to the largest reference of all.
   const int lane = ptx::lane_id();

@@ -54,7 +54,7 @@ class Choice:
         lines = [f"{self.problem}", f"  runs on {self.kernel}: {self.why}"]
         if self.problem.arch == "sm_90" and (microseconds := getattr(self.plan, "microseconds", 0)):
             lines.append(f"  estimated to take {microseconds:.3g} µs of an otherwise idle H200")
-        if isinstance(self.plan, sdpa.SdpaPlan):
+        if isinstance(self.plan, sdpa.SdpaPlan) and not isinstance(self.plan.otherwise, sdpa.Refusal):
             lines.append(f"  or on {self.plan.otherwise.kernel}, where PyTorch takes no kernel that is as fast")
         lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected]
         return "\n".join(lines)
@@ -126,23 +126,26 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
 
 
 _CUDNN_ABOVE_128 = ((192, 128), (256, 256))  # wider D_qk and D_v for which cuDNN's forward was measured
-_SHORT_KEYS = 256  # keys up to which cuDNN's causal forward is ahead: rows of two tiles
 
 
 def _is_for_cudnn(p: Problem, widest: int) -> bool:
-    """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.4 times as fast as ours, on an H100).
+    """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.3 times as fast as ours, on an H100), and
+    lengths are likely to come again: it takes 40 ms to plan for those that it has not seen.
 
-    It is up to 64 columns; for rows that see all keys; and for causal ones with few keys, or with tiles so few that ours
-    do not balance what rows see. Our kernels have calls of few rows, as they cut keys, and as cuDNN takes 40 ms to plan
-    for a number of keys that is new, as it is at each token of decoding; and results that lie where a caller says: a
-    copy takes what cuDNN gains.
+    It is for rows that see all keys; and, where heads are not grouped, for causal ones up to 64 columns, or with tiles so
+    few that ours do not balance what rows see. Causal calls of grouped heads are prompts, each of another length. Our
+    kernels have calls of few rows, too, as they cut keys; and results that lie where a caller says: a copy takes what
+    cuDNN gains.
     """
     if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128):
         return False
     tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
-    if _has_few_rows(p, widest) if widest <= 128 else p.n_q <= row_tiles.ROWS // 2 or 3 * tiles < multiprocessors:
+    half_empty = p.n_q <= row_tiles.ROWS // 2 and (p.group > 1 or widest > 128)
+    if half_empty or (_has_few_rows(p, widest) if widest <= 128 else 3 * tiles < multiprocessors):
         return False
-    return widest <= 64 or not p.visibility.bounded or p.n_k <= _SHORT_KEYS or tiles <= multiprocessors
+    if not p.visibility.bounded:
+        return True
+    return p.group == 1 and (widest <= 64 or (widest <= 128 and tiles <= multiprocessors))
 
 
 def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:

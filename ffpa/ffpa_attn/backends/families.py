@@ -66,7 +66,7 @@ def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
         return fused_fp8.plan(p, flags)
     if p.direction == "backward":
         return _five_products(p, "hopper", flags)
-    if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"] or fused.is_faster_in_pairs(p):
+    if max(p.d_qk, p.d_v) < two_phase.LEAST_HEAD_DIM["hopper"] or fused.is_faster_than_two_phases(p):
         return fused.plan(p, flags)
     return two_phase.plan(p, "hopper", flags)
 

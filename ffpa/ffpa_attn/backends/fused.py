@@ -1,5 +1,5 @@
-"""This is the forward on wgmma for head dims whose O fits the registers of one block, or of two that exchange P. S, P
-and O never see global memory before they are done, but where the keys of few row tiles are cut into parts. `plan` is
+"""This is the forward on wgmma for head dims whose O fits the registers of one block, or of two that exchange P; and for
+latent vectors, of which V is the first columns. S, P and O never see global memory before they are done, but where the keys of few row tiles are cut into parts. `plan` is
 pure.
 """
 
@@ -27,6 +27,8 @@ from .row_tiles import Parts, Scratch
 MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
 _TILE_KEYS = 128  # keys of a part are a multiple of it: of the tiles of all these kernels
 _SPEED = 4.7  # TFLOPS of a multiprocessor, over the columns that a kernel has
+_SPEED_OF_LATENTS = 4.6
+_SPEED_OF_SMALL_SLOTS = 4.3  # in pairs with a Q of 576 columns
 _ENDS = 200  # begin and end of a work item take as long as so many keys
 _BANDWIDTH = {1: 4.0e6, 2: 3.7e6}  # bytes of K and V a microsecond, by blocks that share a tile; on an H200
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
@@ -52,25 +54,24 @@ class FusedPlan(row_tiles.RowTilePlan):
 
 
 def has_latents(p: Problem) -> bool:
-    """Says whether V is the first columns of K, in one storage, and both are wider than what one block has else."""
+    """Says whether V is the first columns of K, in one storage, and K is wider than what one block has else."""
     return p.values_in_keys and p.d_v <= MOST_COLUMNS and FUSED_COLUMNS[-1][0] < p.d_qk <= LATENT_COLUMNS[-1]
 
 
-def _spec(p: Problem) -> ForwardWgmmaFused | ForwardWgmmaPair | ForwardWgmmaLatent:
-    if has_latents(p):
-        return ForwardWgmmaLatent(p.dtype, next(columns for columns in LATENT_COLUMNS if p.d_qk <= columns))
+def _specs(p: Problem) -> list[ForwardWgmmaFused | ForwardWgmmaPair | ForwardWgmmaLatent]:
+    """Returns the narrowest kernels that can run the problem: the one for latent vectors, and one for all."""
+    latents = [ForwardWgmmaLatent(p.dtype, columns) for columns in LATENT_COLUMNS if has_latents(p)]
     fused = (
         ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
     )
     pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if max(p.d_qk, p.d_v) <= columns)
-    return next(itertools.chain(fused, pairs))
+    return [spec for spec in latents if p.d_qk <= spec.columns][:1] + [next(itertools.chain(fused, pairs))]
 
 
-def is_faster_in_pairs(p: Problem) -> bool:
-    """Says whether wider Q and K than V are faster here than in two phases, which few rows leave idle: MLA's decoding."""
-    if has_latents(p):
-        return True
-    return MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS and bool(row_tiles.why_slower(p))
+def is_faster_than_two_phases(p: Problem) -> bool:
+    """Says whether wider Q and K than V are faster here: latent vectors, and few rows, which leave two phases idle."""
+    in_pairs = MOST_COLUMNS < p.d_qk <= PAIR_COLUMNS[-1] and p.d_v <= MOST_COLUMNS
+    return has_latents(p) or (in_pairs and bool(row_tiles.why_slower(p)))
 
 
 def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
@@ -81,9 +82,11 @@ def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
     items = max(row_tiles.count(p, spec.rows, tile_heads), 1) * count
     keys = visible_keys(p) + (_TILE_KEYS / 2 if p.visibility.bounded else 0)
     longest = min(keys, of_keys.keys) if count > 1 else keys
-    of_key = 2 * spec.rows * (spec.columns + spec.value_columns) / (_SPEED * 1e6 * spec.blocks)
+    is_latent = isinstance(spec, ForwardWgmmaLatent)
+    speed = _SPEED_OF_LATENTS if is_latent else _SPEED_OF_SMALL_SLOTS if spec.columns > MOST_COLUMNS else _SPEED
+    of_key = 2 * spec.rows * (spec.columns + spec.value_columns) / (speed * 1e6 * spec.blocks)
     readers = min(max(items, _LEAST_READERS * blocks), blocks)
-    columns = p.d_qk if has_latents(p) else p.d_qk + p.d_v
+    columns = p.d_qk if is_latent else p.d_qk + p.d_v
     bytes_of_key = p.batch * p.heads_kv * columns * 2 * count / items
     of_item = longest * max(of_key, bytes_of_key / (_BANDWIDTH[spec.blocks] / readers)) + _ENDS * of_key
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
@@ -107,12 +110,14 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
         return f"registers hold {MOST_COLUMNS} columns of O in the fused forward, not {p.d_v}"
     if p.d_qk > PAIR_COLUMNS[-1]:
         return f"shared memory holds {PAIR_COLUMNS[-1]} columns of Q in the fused forward, not {p.d_qk}"
-    spec = _spec(p)
-    if reason := row_tiles.why_not(p, "fused", flags, spec.rows):
-        return reason
-    tile_heads = row_tiles.shared_heads(p, spec.rows)
-    microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
-    return FusedPlan(spec, tile_heads, of_keys, microseconds)
+    plans = []
+    for spec in _specs(p):
+        if reason := row_tiles.why_not(p, "fused", flags, spec.rows):
+            return reason
+        tile_heads = row_tiles.shared_heads(p, spec.rows)
+        microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
+        plans.append(FusedPlan(spec, tile_heads, of_keys, microseconds))
+    return min(plans, key=lambda plan: plan.microseconds)
 
 
 def why_slower(p: Problem, plan: FusedPlan, flags: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from ..launching.launch import multiprocessors
 from ..specs import archs
 from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility
 
-ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward
+ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward, but that of latent vectors
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
 _FEWER = 0.95  # part of the row tiles that is left, where heads share them
 MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are

@@ -63,10 +63,6 @@ class SdpaPlan(NamedTuple):
     def specs(self) -> tuple:
         return self.otherwise.specs
 
-    @property
-    def workspace_bytes(self) -> int | None:
-        return getattr(self.otherwise, "workspace_bytes", None)
-
     def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         with PlainTorch(q.device):
             result = self.fresh(q, k, v, rule, workspace_cap, memo)

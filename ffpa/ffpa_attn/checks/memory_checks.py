@@ -9,12 +9,12 @@ import torch
 from ..specs.spec import ROW_ALIGNMENT
 from ..support.private_torch import FakeTensor, find
 
-_is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)
+is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)
 
 
 def has_memory(x) -> bool:
     """Says whether there is an address to ask for."""
-    return not (x.is_meta or isinstance(x, FakeTensor) or _is_wrapped(x))
+    return not (x.is_meta or isinstance(x, FakeTensor) or is_wrapped(x))
 
 
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:

@@ -135,9 +135,11 @@ def visibility(options) -> Visibility:
 
 
 def values_in_keys(k, v) -> bool:
-    """Says whether V is the first columns of K, in one storage; tensors without memory have one, too."""
+    """Says whether V is the first columns of K, in one storage; tensors without memory may have one, too."""
+    if memory_checks.is_wrapped(k) or memory_checks.is_wrapped(v):
+        return False
     of_k, of_v = ((x.untyped_storage()._cdata, x.storage_offset(), x.stride()) for x in (k, v))
-    return of_k == of_v
+    return of_k == of_v and v.shape[-1] <= k.shape[-1]
 
 
 _DTYPES = arguments.DTYPES | arguments.FP8
