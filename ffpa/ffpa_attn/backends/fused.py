@@ -60,12 +60,13 @@ def has_latents(p: Problem) -> bool:
 
 def _specs(p: Problem) -> list[ForwardWgmmaFused | ForwardWgmmaPair | ForwardWgmmaLatent]:
     """Returns the narrowest kernels that can run the problem: the one for latent vectors, and one for all."""
-    latents = [ForwardWgmmaLatent(p.dtype, columns) for columns in LATENT_COLUMNS if has_latents(p)]
+    fitting = (columns for columns in LATENT_COLUMNS if has_latents(p) and p.d_qk <= columns)
+    latents = (ForwardWgmmaLatent(p.dtype, columns) for columns in itertools.islice(fitting, 1))
     fused = (
         ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
     )
     pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if max(p.d_qk, p.d_v) <= columns)
-    return [spec for spec in latents if p.d_qk <= spec.columns][:1] + [next(itertools.chain(fused, pairs))]
+    return [*latents, next(itertools.chain(fused, pairs))]
 
 
 def is_faster_than_two_phases(p: Problem) -> bool:
