@@ -142,11 +142,11 @@ def test_the_gate_names_the_spec():
 @pytest.mark.parametrize("release", ["12.8", "13.0", "13.1", "13.5"])
 def test_spills_are_an_error_of_the_measured_compiler_alone(release, fake_nvcc, tmp_path, capfd):
     """With another compiler the build says one sentence about them, and the library is there."""
-    fake_nvcc.set(release=release, version="37", spills="8")
+    fake_nvcc.set(release=release, version="37", spills="56")
     kernels = {spec: ("sm_90",) for spec in (ForwardMerge("f16"), ForwardMerge("bf16"))}
     if release == toolchain.MEASURED_NVCC:
         with pytest.raises(
-            BuildError, match=r"forward_merge_f16\S* spills 8 bytes.*\n.*forward_merge_bf16\S* spills 8 bytes"
+            BuildError, match=r"forward_merge_f16\S* spills 56 bytes.*\n.*forward_merge_bf16\S* spills 56 bytes"
         ):
             build.compile_library(kernels, tmp_path / "build")
     else:

@@ -150,7 +150,7 @@ def test_a_kernel_that_fails_to_compile_leaves_calls_to_the_next_path(empty_whee
         for n in (24, 16, 24):
             out, _ = ffpa(x[:, :, :n], x, x, return_lse=True)
             assert out.shape == (1, 1, n, 512) and out.isfinite().all()
-    assert len(caught) == 1 and compiled(fake_nvcc) == ["forward_wgmma_pair", "forward_mma_split"]
+    assert len(caught) == 1 and compiled(fake_nvcc) == ["forward_wgmma_latent", "forward_mma_split"]
     said = explain(x, x, x, return_lse=True, arch="sm_90")
     assert said.backend == "reference"
     assert all("out of luck" in dict(said.rejected)[backend] for backend in ("hopper", "mma"))
@@ -164,7 +164,7 @@ def test_a_kernel_that_fails_to_compile_raises_where_it_was_asked_for(empty_whee
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=rf"{flag or asked}[\s\S]*not ready for sm_90[\s\S]*out of luck"):
             ffpa(x, x, x, level=None if flag else 1, return_lse=True)
-    assert compiled(fake_nvcc) == ["forward_wgmma_pair"] * (flag == "FFPA_STRICT") + ["forward_mma_split"]
+    assert compiled(fake_nvcc) == ["forward_wgmma_latent"] * (flag == "FFPA_STRICT") + ["forward_mma_split"]
 
 
 def test_an_old_driver_leaves_calls_to_the_next_path(empty_wheel, monkeypatch):
