@@ -6,15 +6,16 @@ import pytest
 import torch
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, explain, ffpa, ffpa_varlen
+from ffpa_attn.backends import fused
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.operators.forms import values_in_keys
 from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair
 from ffpa_attn.testing import emulate
-from test_fused import PROBLEM, device, plan_tiles, run  # noqa: F401
+from test_fused import PROBLEM, check_bits_of_schedules, device, plan_tiles, run  # noqa: F401
 from test_mma import check
-from test_two_phase import check_graph_replays, check_packed, steep_inputs
+from test_two_phase import check_packed, steep_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -139,15 +140,9 @@ def test_rows_that_see_nothing_for_long(planned):
 
 @by_way
 def test_bits_repeat(planned, emulated_gpu):
-    """Bits repeat on any schedule, by any number of blocks."""
     case = Case(batch=2, heads_q=16, heads_kv=2, n_q=9, n_k=500, d=512, rule={"causal": True})
     inputs = in_keys(steep_inputs(case, planned, 6.0, False), case)
-    results = []
-    for seed, blocks in ((0, 2), (1, 5), (3, 1), (7, 40)) if planned == "cpu" else ((0, 2),) * 50:
-        emulated_gpu(blocks)
-        results.append(attend(planned, case, inputs, seed)[0])
-    check(case, inputs, *results[0])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    check_bits_of_schedules(planned, case, inputs, emulated_gpu, attend)
 
 
 @by_way
@@ -166,8 +161,10 @@ def test_large_scores(size, planned):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("n_q", [1, 3, 200])
 def test_on_a_gpu(n_q, dtype, d, d_v, device, monkeypatch):  # noqa: F811
-    """Plans are those that the chooser makes."""
+    """Heads and parts are those that the chooser plans."""
     monkeypatch.undo()
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    monkeypatch.setattr(fused, "_SPEED_OF_LATENTS", 100.0)  # pairs would be taken for faster in some of these calls
     case = Case(batch=3, heads_q=32, heads_kv=2, n_q=n_q, n_k=5000, d=d, d_v=d_v, dtype=dtype, rule={"causal": True})
     inputs = in_keys(make_inputs(case, device), case)
     results = [attend(device, case, inputs)[0] for _ in range(20)]
@@ -176,8 +173,21 @@ def test_on_a_gpu(n_q, dtype, d, d_v, device, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_graph_replays_on_a_gpu(device):  # noqa: F811
-    check_graph_replays(512)
+@pytest.mark.parametrize("batch, n_q", [(2, 1), (20, 8)], ids=["parts", "whole"])
+def test_graph_replays_with_other_latents(batch, n_q, device, monkeypatch):  # noqa: F811
+    monkeypatch.undo()
+    case = Case(batch=batch, heads_q=128, heads_kv=1, n_q=n_q, n_k=4000, d=576, d_v=512, rule={"causal": True})
+    q, k, v, _ = in_keys(make_inputs(case, device), case)
+    ffpa(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ffpa(q, k, v, causal=True)
+    plan = explain(q, k, v, causal=True).plan
+    assert "latent" in plan.kernel and (plan.parts.count > 1) == (n_q == 1)
+    for seed in range(3):
+        k.normal_(generator=torch.Generator(device).manual_seed(seed))
+        graph.replay()
+        assert torch.equal(got, ffpa(q, k, v, causal=True))
 
 
 # ---- the plan ----

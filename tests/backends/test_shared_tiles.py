@@ -13,7 +13,7 @@ from ffpa_attn.launching import attention_call
 from ffpa_attn.operators import again, ops
 from ffpa_attn.specs.spec import Visibility
 from ffpa_attn.testing import emulate
-from test_fused import PROBLEM, attend, device, fits, plan_tiles  # noqa: F401
+from test_fused import PROBLEM, attend, check_bits_of_schedules, device, fits, plan_tiles  # noqa: F401
 from test_mma import check
 from test_two_phase import check_packed, steep_inputs
 
@@ -119,13 +119,7 @@ def test_neighbours_change_no_bit(d, rule, planned, emulated_gpu):
 @by_way
 def test_bits_repeat(planned, emulated_gpu):
     case = Case(batch=2, heads_q=8, heads_kv=2, n_q=70, n_k=900, d=64, rule={"causal": True})
-    inputs = steep_inputs(case, planned, 6.0, False)
-    results = []
-    for seed, blocks in ((0, 2), (1, 5), (3, 1), (7, 40)):
-        emulated_gpu(blocks)
-        results.append(attend(planned, case, inputs, seed)[0])
-    check(case, inputs, *results[0])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    check_bits_of_schedules(planned, case, steep_inputs(case, planned, 6.0, False), emulated_gpu)
 
 
 @by_way

@@ -90,7 +90,7 @@ MUTANTS = [
         ("choice: experiments lost to SDPA", "or asks_for_mma or widest", "or widest"),
         ("choice: the reference path is behind SDPA", "for name in names[len(rejected) + 1 :])", "for name in [\"reference\"])"),
         ("choice: SDPA's result is copied", "if p.copied or not (widest", "if not (widest"),
-        ("choice: cuDNN has few tiles", "else 3 * tiles < multiprocessors):", "else False):"),
+        ("choice: cuDNN has few tiles", "else 3 * tiles < multiprocessors\n", "else False\n"),
         ("choice: cuDNN has packs of narrow heads before ours", "(widest <= 64 and not p.packed)", "widest <= 64"),
     ),
     *edits_in(

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
+#include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "ptx/instructions.cuh"
@@ -38,6 +39,22 @@ class WgmmaBlock {
   FFPA_DEVICE auto item_queue() const { return typename Config::Items(smem_ + offsetof(Smem, items)); }
   FFPA_DEVICE auto queries() const {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
+  }
+
+  // The producer's warp calls this. For each row tile that next() gives, it brings Q, and calls function(tiles, place,
+  // n_k), which brings the visible tiles of the n_k keys at `place`.
+  template <class Next, class Function>
+  FFPA_DEVICE void bring_row_tiles(int tile_keys, const Next& next, const Function& function) const {
+    const KeptRows kept = kept_rows(0);
+    uint32_t parity = 1;
+    for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next, [&] {
+      const SharedRowTile rows = kept.get();
+      queries().bring_tile(arguments_.q, params_, rows, parity);
+      parity ^= 1;
+      const TileRange tiles = visible_part(rows, tile_keys, params_);
+      const MapPlace place = place_of_keys(params_, rows);
+      function(tiles, place, rows.n_k());
+    });
   }
 
   const Arguments& arguments_;

@@ -77,7 +77,7 @@ template <class Config>
 class ForwardWgmmaFused : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   static constexpr int kRows = Config::kRows;
@@ -108,19 +108,10 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
 
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
-    const KeptRows kept = kept_rows(0);
     auto items = item_queue();
-    uint32_t parity = 1;
-    for_each_row_tile(
-        params_, arguments_.row_tiles, kept, lane_,
-        [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&] {
-          const SharedRowTile rows = kept.get();
-          queries().bring_tile(arguments_.q, params_, rows, parity);
-          parity ^= 1;
-          const TileRange tiles = visible_part(rows, kKeys, params_);
-          const MapPlace place = place_of_keys(params_, rows);
-          const int n_k = rows.n_k();
+    bring_row_tiles(
+        kKeys, [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        [&](const TileRange& tiles, const MapPlace& place, int n_k) {
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile) {
             if (tile < tiles.end) {
@@ -222,7 +213,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
       for (int part = 0; part < Config::kParts; ++part) {
         const uint64_t k = slots_.next();
         ptx::wgmma_fence();
-        add_scores<Element>(scores[step], queries(), part * Config::kPartBoxes, Config::kPartBoxes, group, k);
+        add_scores<Element>(scores[step], queries(), part * Config::kPartBoxes, Config::kPartBoxes, group, k, part > 0);
       }
     }
     ptx::wgmma_commit_group();

@@ -93,7 +93,7 @@ template <class Config>
 class ForwardWgmmaLatent : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   using Tails = typename Config::Tails;
@@ -138,19 +138,10 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
     tile::BoxProducer<Tails> tail_producer(tails(), lane_);
-    const KeptRows kept = kept_rows(0);
     auto items = item_queue();
-    uint32_t parity = 1;
-    for_each_row_tile(
-        params_, arguments_.row_tiles, kept, lane_,
-        [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&] {
-          const SharedRowTile rows = kept.get();
-          queries().bring_tile(arguments_.q, params_, rows, parity);
-          parity ^= 1;
-          const TileRange tiles = visible_part(rows, kKeys, params_);
-          const MapPlace place = place_of_keys(params_, rows);
-          const int n_k = rows.n_k();
+    bring_row_tiles(
+        kKeys, [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        [&](const TileRange& tiles, const MapPlace& place, int n_k) {
           FFPA_NO_UNROLL
           for (int key = tiles.first * kKeys; key < tiles.end * kKeys; key += Config::kTileKeys) {
             if constexpr (Config::kHasTail) bring<1>(tail_producer, place, Config::kValueBoxes * tile::kBox, key, n_k);
@@ -224,7 +215,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
             queries().release(lane_);
           }
           const SharedRowTile rows = kept.get();
-          for_each_half([&](int h, int r) {
+          for_each_half(lane_, [&](int h, int r) {
             const bool writes = group == 0 && lane_ % 4 == 0;
             state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes,
                                       [&](float logit) { return score_of_logit(params_, logit); });
@@ -249,47 +240,34 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   FFPA_DEVICE void begin_scores(Scores& scores, int group) const {
     if constexpr (Config::kHasTail) {
       ptx::mbarrier_wait(tails().full(group), tiles_ & 1);
-      add_boxes<1, true>(scores, Config::kValueBoxes, tails().slot(group));
+      const uint64_t k = tile::boxes_descriptor(tails().slot(group));
+      ptx::wgmma_fence();
+      add_scores<Element>(scores[0], queries(), Config::kValueBoxes, 1, 0, k, false);
     } else {
-      add_half<true>(scores, 0, group);
+      add_half(scores, 0, group, false);
     }
     ptx::wgmma_commit_group();
   }
 
   FFPA_DEVICE void finish_scores(Scores& scores, int group) const {
-    if constexpr (Config::kHasTail) add_half<false>(scores, 0, group);
-    add_half<false>(scores, 1, group);
+    if constexpr (Config::kHasTail) add_half(scores, 0, group, true);
+    add_half(scores, 1, group, true);
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kHasTail) give_back(tails().empty(group));
   }
 
-  template <bool kBegins>
-  FFPA_DEVICE void add_half(Scores& scores, int half, int group) const {
+  // Queues scores += Q Kᵀ over the columns that one warpgroup has in O; or begins the sums.
+  FFPA_DEVICE void add_half(Scores& scores, int half, int group, bool accumulate) const {
     const int slot = slot_of(group, half);
     ptx::mbarrier_wait(ring().full(slot), tiles_ & 1);
-    add_boxes<Config::kOwnBoxes, kBegins>(scores, half * Config::kOwnBoxes, ring().slot(slot));
-  }
-
-  // Queues scores += Q Kᵀ over kCount boxes from `first` on, those of K at `boxes_smem`; or begins the sums.
-  template <int kCount, bool kBegins>
-  FFPA_DEVICE void add_boxes(Scores& scores, int first, uint32_t boxes_smem) const {
-    using Sums = float[tile::kBox / 2];
-    const uint64_t k = tile::boxes_descriptor(boxes_smem);
+    const uint64_t k = tile::boxes_descriptor(ring().slot(slot));
     ptx::wgmma_fence();
-    FFPA_UNROLL
-    for (int box = 0; box < kCount; ++box) {
-      const uint64_t q = tile::boxes_descriptor(queries().box(first + box, 0));
-      FFPA_UNROLL
-      for (int depth = 0; depth < tile::kBox / 16; ++depth) {
-        ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
-                                           k + (box * tile::kBoxBytes + depth * 32) / 16, !kBegins || box + depth > 0);
-      }
-    }
+    add_scores<Element>(scores[0], queries(), half * Config::kOwnBoxes, Config::kOwnBoxes, 0, k, accumulate);
   }
 
-  // Packs P, and computes out += P V of the warpgroup's own tile; sends P to the other warpgroup meanwhile. The columns
-  // of V go back after their products: those that the other warpgroup has after its own, which comes later.
+  // Packs P, and computes out += P V of the warpgroup's own tile; sends P to the other warpgroup meanwhile. A slot
+  // with V goes back through the warpgroup that has its columns in O, after the product with it.
   FFPA_DEVICE void add_own_product(Out& out, float (&of_out)[2], const Scores& scores, const RowState& state, int group,
                                    int row) {
     Probabilities p;
@@ -331,13 +309,6 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
 
   // ---- messages between the warpgroups, which take turns: one P is read before the next is written ----
 
-  // Calls function(half, row) for the rows of the thread, counted among its warp's 16.
-  template <class Function>
-  FFPA_DEVICE void for_each_half(const Function& function) const {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) function(h, tile::c_coordinate(lane_, 2 * h).row);
-  }
-
   FFPA_DEVICE uint32_t note(int group, int row) const {
     return smem_ + offsetof(Smem, notes) + group * Config::kNoteBytes + row * 4;
   }
@@ -353,7 +324,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       ptx::stmatrix_x4(smem_ + offsetof(Smem, p) + kLayout.offset(row + lane_ % 16, 2 * i + lane_ / 16),
                        {p[i][0], p[i][1], p[i][2], p[i][3]});
     }
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       if (lane_ % 4 == 0) ptx::st_shared_4(note(group, row + r), float_bits(state.reference[h]));
     });
     ptx::fence_proxy_async();
@@ -364,7 +335,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   // Waits for P of the other warpgroup's tile; state and O follow its references.
   FFPA_DEVICE void receive(Out& out, float (&of_out)[2], RowState& state, int group, int row) const {
     ptx::mbarrier_wait(message(1 - group), messages_ & 1);
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       const float theirs = float_from_bits(ptx::ld_shared_4(note(1 - group, row + r)));
       state.sum[h] *= growth(state.reference[h], theirs);
       state.reference[h] = theirs;
@@ -372,23 +343,15 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
     follow(out, of_out, state.reference);
   }
 
-  // Rescales O to references that are no smaller.
-  FFPA_DEVICE void follow(Out& out, float (&of_out)[2], const float (&references)[2]) const {
-    if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
-      rescale(out, of_out, references);
-      of_out[0] = references[0];
-      of_out[1] = references[1];
-    }
-  }
-
   // Makes the sums of a thread those of whole rows. By now both warpgroups have the same references.
   FFPA_DEVICE void add_sums_of_groups(RowState& state, int group, int row) const {
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       state.sum[h] = tile::sum_of_lanes(state.sum[h]);
       if (lane_ % 4 == 0) ptx::st_shared_4(sum(group, row + r), float_bits(state.sum[h]));
     });
     ptx::bar_sync(1 + tile::kConsumerGroups, tile::kConsumerGroups * tile::kGroupThreads);
-    for_each_half([&](int h, int r) { state.sum[h] += float_from_bits(ptx::ld_shared_4(sum(1 - group, row + r))); });
+    for_each_half(lane_,
+                  [&](int h, int r) { state.sum[h] += float_from_bits(ptx::ld_shared_4(sum(1 - group, row + r))); });
   }
 
   uint32_t tiles_ = 0;     // tiles of its own that the warpgroup is done with

@@ -89,7 +89,7 @@ template <class Config>
 class ForwardWgmmaPair : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   using Smem = typename Config::Smem;
@@ -136,21 +136,13 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
 
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
-    const KeptRows kept = kept_rows(0);
     auto items = item_queue();
     const auto next_item = [&] {
       if (rank_ == 0) return items.take(params_.scratch, arguments_.row_tiles.count(), lane_);
       items.expect(lane_);
       return items.get(lane_);
     };
-    uint32_t parity = 1;
-    for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next_item, [&] {
-      const SharedRowTile rows = kept.get();
-      queries().bring_tile(arguments_.q, params_, rows, parity);
-      parity ^= 1;
-      const TileRange tiles = visible_part(rows, kKeys, params_);
-      const MapPlace place = place_of_keys(params_, rows);
-      const int n_k = rows.n_k();
+    bring_row_tiles(kKeys, next_item, [&](const TileRange& tiles, const MapPlace& place, int n_k) {
       FFPA_NO_UNROLL
       for (int tile = tiles.first; tile <= tiles.end; ++tile) {
         if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
@@ -289,7 +281,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const uint64_t k = slots_.next();
       ptx::wgmma_fence();
-      add_scores<Element>(scores[0], queries(), part * Config::kKeyBoxes, boxes_of_key_part(part), group, k);
+      add_scores<Element>(scores[0], queries(), part * Config::kKeyBoxes, boxes_of_key_part(part), group, k, part > 0);
       ptx::wgmma_commit_group();
       if (part == 0) continue;
       ptx::wgmma_wait_group<1>();
@@ -328,13 +320,6 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
 
   // ---- messages between the blocks: one sent, one received, each read before the next one comes ----
 
-  // Calls function(half, row) for the rows of the thread, counted among its warp's 16.
-  template <class Function>
-  FFPA_DEVICE void for_each_half(const Function& function) const {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) function(h, tile::c_coordinate(lane_, 2 * h).row);
-  }
-
   FFPA_DEVICE void send_probabilities(const WarpPlace& at, const Probabilities& p, const RowState& state) {
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     if (lane_ == 0) ptx::bulk_wait_group_read<0>();  // rows of O of the row tile before have left
@@ -355,7 +340,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
 
   // Sends `p_bytes` bytes of P, and a note for each row.
   FFPA_DEVICE void send(const WarpPlace& at, const float (&notes)[2], uint32_t p_bytes) const {
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       if (lane_ % 4 == 0) ptx::st_shared_4(at.sent_notes() + r * 4, float_bits(notes[h]));
     });
     ptx::fence_proxy_async();
@@ -393,7 +378,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
                                    float (&late)[2]) {
     receive(at, Config::kWarpPBytes + Config::kWarpNoteBytes);
     float theirs[2], larger[2];
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       theirs[h] = note(at, r);
       larger[h] = larger_of(of_out[h], theirs[h]);
       late[h] = 1;
@@ -407,22 +392,13 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     lower_their_p(at, theirs, larger);
   }
 
-  // Rescales O to references that are no smaller.
-  FFPA_DEVICE void follow(Out& out, float (&of_out)[2], const float (&references)[2]) const {
-    if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
-      rescale(out, of_out, references);
-      of_out[0] = references[0];
-      of_out[1] = references[1];
-    }
-  }
-
   // Scales down, in its place, P that came with smaller references than O has.
   FFPA_DEVICE void lower_their_p(const WarpPlace& at, const float (&theirs)[2], const float (&references)[2]) const {
     const bool lower[2] = {theirs[0] != references[0] && theirs[0] != -kInfinity,
                            theirs[1] != references[1] && theirs[1] != -kInfinity};
     if (ptx::vote_any(lower[0] || lower[1])) {
       constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
-      for_each_half([&](int h, int r) {
+      for_each_half(lane_, [&](int h, int r) {
         if (!lower[h]) return;
         const float factor = growth(theirs[h], references[h]);
         FFPA_NO_UNROLL
@@ -458,7 +434,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     wait_until_read(at.group());
     send(at, state.sum, 0);
     receive(at, Config::kWarpNoteBytes);
-    for_each_half([&](int h, int r) {
+    for_each_half(lane_, [&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
       state.sum[h] = finish_row(params_, rows, at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
                                 [&](float logit) { return score_of_logit(params_, logit); });

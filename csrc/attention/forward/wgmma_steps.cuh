@@ -94,11 +94,11 @@ using ScoreSums = float[kSteps][1][tile::kBox / 8][4];
 template <int kSteps>
 using PackedProbabilities = uint32_t[kSteps * tile::kBox / 16][4];
 
-// Queues scores += Q Kᵀ of 64 keys, over `boxes` boxes of columns from `first_box` on; those of K are at `k`. Box 0 of
-// Q begins the sums.
+// Queues scores += Q Kᵀ of 64 keys, over `boxes` boxes of columns from `first_box` on; those of K are at `k`. Without
+// `accumulate` the sums begin.
 template <class Element, class Queries>
 FFPA_DEVICE void add_scores(float (&scores)[1][tile::kBox / 8][4], const Queries& queries, int first_box, int boxes,
-                            int group, uint64_t k) {
+                            int group, uint64_t k, bool accumulate) {
   using Sums = float[tile::kBox / 2];
   FFPA_UNROLL
   for (int box = 0; box < boxes; ++box) {
@@ -106,7 +106,7 @@ FFPA_DEVICE void add_scores(float (&scores)[1][tile::kBox / 8][4], const Queries
     FFPA_UNROLL
     for (int depth = 0; depth < tile::kBox / 16; ++depth) {
       ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
-                                         k + (box * tile::kBoxBytes + depth * 32) / 16, first_box + box + depth > 0);
+                                         k + (box * tile::kBoxBytes + depth * 32) / 16, accumulate || box + depth > 0);
     }
   }
 }
@@ -222,6 +222,23 @@ FFPA_DEVICE void rescale(float (&out)[kSums], const float (&before)[2], const fl
   const float factor[2] = {growth(before[0], now[0]), growth(before[1], now[1])};
   FFPA_UNROLL
   for (int i = 0; i < kSums; ++i) out[i] *= factor[i / 2 % 2];
+}
+
+// Rescales O, which refers to `of_out`, to references that are no smaller.
+template <int kSums>
+FFPA_DEVICE void follow(float (&out)[kSums], float (&of_out)[2], const float (&references)[2]) {
+  if (ptx::vote_any(of_out[0] != references[0] || of_out[1] != references[1])) {
+    rescale(out, of_out, references);
+    of_out[0] = references[0];
+    of_out[1] = references[1];
+  }
+}
+
+// Calls function(half, row) for the two rows a lane owns, counted among its warp's 16.
+template <class Function>
+FFPA_DEVICE void for_each_half(int lane, const Function& function) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) function(h, tile::c_coordinate(lane, 2 * h).row);
 }
 
 // Writes a warp's rows of a part's O times `factor`, from column `column` on.

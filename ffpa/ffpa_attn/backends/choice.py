@@ -134,14 +134,15 @@ def _is_for_cudnn(p: Problem, widest: int) -> bool:
 
     It is for rows that see all keys; and, where heads are not grouped, for causal ones up to 64 columns, or with tiles so
     few that ours do not balance what rows see. Causal calls of grouped heads are prompts, each of another length. Our
-    kernels have calls of few rows, too, as they cut keys; and results that lie where a caller says: a copy takes what
-    cuDNN gains.
+    kernels have calls of few rows, too, as they cut keys; and results that lie where a caller says, to which SDPA's
+    would be copied (that was not measured).
     """
     if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128):
         return False
     tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
     half_empty = p.n_q <= row_tiles.ROWS // 2 and (p.group > 1 or widest > 128)
-    if half_empty or (_has_few_rows(p, widest) if widest <= 128 else 3 * tiles < multiprocessors):
+    few = _has_few_rows(p, widest) if widest <= 128 else 3 * tiles < multiprocessors
+    if half_empty or few:
         return False
     if not p.visibility.bounded:
         return True
