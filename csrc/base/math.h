@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "base/compiler.h"
 
@@ -33,6 +34,24 @@ template <class T>
 FFPA_HOST_DEVICE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
+
+// Divides numbers below 2^31 by one that the host knows: a product and a shift take a tenth of the time of a division.
+// 2^(31 + n), with 2^n the power of two from the divisor on, is rounded up to a multiple of the divisor: that changes
+// no quotient, as the multiplier is too large by less than 2^n / divisor of 2^n.
+struct Divisor {
+  int value = 1;
+  uint32_t multiplier = 1u << 31;
+  int shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(int divisor) : value(max_of(divisor, 1)) {
+    while ((int64_t{1} << (shift - 31)) < value) ++shift;
+    multiplier = uint32_t(ceil_div(uint64_t{1} << shift, uint64_t(value)));
+  }
+
+  FFPA_HOST_DEVICE int quotient(int dividend) const { return int(uint64_t(uint32_t(dividend)) * multiplier >> shift); }
+  FFPA_HOST_DEVICE int remainder(int dividend) const { return dividend - quotient(dividend) * value; }
+};
 
 // These are one instruction each, unlike max_of and min_of: where one is NaN, those give `a`, these the number.
 FFPA_HOST_DEVICE float larger_of(float a, float b) { return fmaxf(a, b); }

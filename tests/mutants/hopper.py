@@ -91,7 +91,7 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/merge.cuh",
         "tests/backends/test_mma_few_rows.py -k wide_results",
-        ("merge: sums over those of the columns before", "      ptx::sync_block();  // the next columns come where these sums lie\n", ""),
+        ("merge: the first columns again and again", "int(of_all % columns_of_row) * Config::kWarpColumns", "0"),
     ),
     *latent(
         "csrc/attention/forward/wgmma_latent.cuh",
@@ -195,10 +195,10 @@ MUTANTS = [
     ),
     *shared_tiles(
         "csrc/attention/forward/merge.cuh",
-        ("merge: the first eight parts of a group of threads alone", "min_of(first + Config::kGroupParts, params.splits)", "min_of(first + kPartsAtOnce, params.splits)"),
-        ("merge: parts of the first threads alone", "group == 0 && other < groups", "group == 0 && other < 1"),
-        ("merge: sums of threads that still add", "      ptx::sync_block();\n      for (int other = 1;", "      for (int other = 1;"),
-        ("merge: weights of the first parts for all", "split < 32 ? weights[0] : weights[1]", "weights[0]"),
+        ("merge: parts of the first warp alone", "other < sharing", "other < 1"),
+        ("merge: parts of half of the warps", "while (warps * kWarpParts < params.splits)", "while (2 * warps * kWarpParts < params.splits)"),
+        ("merge: sums of warps that still add", "    ptx::sync_block();\n    for (int other = 1;", "    for (int other = 1;"),
+        ("merge: weights of the first parts for all", "first < 32 ? weights[0] : weights[1]", "weights[0]"),
         ("merge: LSE of slopes as of other logits", "params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit)", "logit * kLn2"),
     ),
     *shared_tiles(
@@ -235,7 +235,7 @@ MUTANTS = [
     ),
     *two_phase(
         "csrc/attention/rows/row_tiles.cuh",
-        ("two-phase: the last heads taken for as many as the others", "min_of(together_, entries_ - section * together_)", "together_"),
+        ("two-phase: the last heads taken for as many as the others", "(entries - last_section_ * together) * group", "together * group"),
     ),
     *fused(
         "csrc/attention/row_state.cuh",
@@ -258,9 +258,9 @@ MUTANTS = [
     ),
     *two_phase(
         "csrc/attention/rows/item_queue.cuh",
-        ("item queue: every block takes all", "item += ptx::atom_add_global(counter_gmem, 1);", "item += items_ - 1;"),
-        ("item queue: blocks begin with the same item", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers;", "item = items_ == 0 ? 0 : takers;"),
-        ("item queue: an item is passed over", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers;", "item = items_ == 0 ? ptx::block_x() / kBlocks : takers + 1;"),
+        ("item queue: every block takes all", "item += ptx::atom_add_global(counter_gmem, 1);", "item += items_;"),
+        ("item queue: blocks begin with the same item", "return ptx::block_x() / kBlocks;", "return 0;"),
+        ("item queue: an item is passed over", "item = ptx::grid_x() / kBlocks;", "item = ptx::grid_x() / kBlocks + 1;"),
         ("item queue: overwritten before all have read", "      ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
         ("item queue: read before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
         ("item queue: the other parity", "return items_ / kPlaces % 2;", "return items_ % 2;"),
@@ -317,7 +317,7 @@ MUTANTS = [
     *row_tiles(
         "csrc/attention/rows/row_tiles.cuh",
         ("row tiles: of packed sequences as of the longest", "params.is_packed() ? packed_tiles(params.packed_q, params.batch, rows_of_head_)\n                                  : ceil_div", "ceil_div"),
-        ("row tiles: of all packed sequences for each", "(params.is_packed() ? 1 : params.batch) * heads_kv_", "params.batch * heads_kv_"),
+        ("row tiles: of all packed sequences for each", "(params.is_packed() ? 1 : params.batch) * heads_kv;", "params.batch * heads_kv;"),
         ("row tiles: counted through all sequences", "      tile = of_sequence.tile;\n", ""),
     ),
     *row_tiles(

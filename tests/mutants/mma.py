@@ -137,8 +137,8 @@ MUTANTS = [
     *kernel(
         "attention/rows/row_tiles.cuh",
         ("last row of a block missed", "min_of(rows.first + rows_of_head_, rows.n_q()) - 1", "min_of(rows.first + rows_of_head_, rows.n_q()) - 2"),
-        ("row tiles: the last one missed", "int tile = tiles_ - 1 - in_section / heads;", "int tile = tiles_ - 2 - in_section / heads;"),
-        ("row tiles: one too far", "int tile = tiles_ - 1 - in_section / heads;", "int tile = tiles_ - in_section / heads;"),
+        ("row tiles: the last one missed", "int tile = tiles_ - 1 - heads.quotient(in_section);", "int tile = tiles_ - 2 - heads.quotient(in_section);"),
+        ("row tiles: one too far", "int tile = tiles_ - 1 - heads.quotient(in_section);", "int tile = tiles_ - heads.quotient(in_section);"),
     ),
     *kernel(
         "attention/rows/row_tile.cuh",
@@ -269,7 +269,7 @@ MUTANTS = [
         "backends/row_tiles.py",
         "tests/backends/test_plan.py tests/backends/test_mma_few_rows.py tests/backends/test_mma_rows.py -k 'not emulated and not shared_memory'",
         ("splits beyond the workspace", "workspace_cap // 2 // max(bytes_of_one, 1)", "workspace_cap // max(bytes_of_one, 1) * 2"),
-        ("few keys split", "p.n_k // (2 * tile_keys)", "p.n_k // 8"),
+        ("few keys split", "p.n_k // tile_keys", "p.n_k // 8"),
     ),
     *edits_in(
         "csrc/attention/rows/item_grid.cuh",
@@ -305,11 +305,11 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/merge.cuh",
         "tests/backends/test_mma_few_rows.py tests/backends/test_mma_packed.py -k 'emulated and d512 and not level2 and not 1536'",
-        ("merge: last part ignored", "lane + 32 * i < params.splits)", "lane + 32 * i < params.splits - 1)"),
+        ("merge: last part ignored", "part < params.splits)", "part < params.splits - 1)"),
         ("merge: all parts weigh the same", "    weights[i] *= growth(references[i], reference);\n", ""),
         ("merge: LSE in base 2", ": in_natural_units(logit);", ": logit;"),
         ("merge: rows of the first sequence for all", "row_of(params.out, batch, head, rows.begin + row)", "row_of(params.out, batch, head, row)"),
-        ("merge: rows past a sequence's end", "if (rows.begin + row >= rows.end) return;", ""),
+        ("merge: rows past a sequence's end", "exists = exists && rows.begin + row < rows.end;", ""),
         ("merge: LSE of another head", "head * params.lse_head_stride", "0"),
         ENABLE_FFPA_DEBUG="1",
     ),

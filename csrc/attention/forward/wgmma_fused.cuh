@@ -93,7 +93,6 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
       : Base(arguments, arguments.params), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
-    if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
       item_queue().init(tile::kConsumerWarps);
       queries().init();

@@ -105,7 +105,6 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       : Base(arguments, arguments.params), rank_(ptx::cluster_rank()), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
-    if (params_.splits > 1) ptx::start_later_kernels();  // the merge: it finds room where blocks end
     if (ptx::thread_x() == 0) {
       item_queue().init(Config::kReadingWarps);
       queries().init();

@@ -1,6 +1,7 @@
 // The queue passes work items from the warp that takes them to the warps that work on them. A block, or cluster, begins
-// with the item of its own number; the others come one after the other from a counter that all share. A block that is
-// free takes the next item: none waits for a longer item of another. Which block has which item changes no result.
+// with the item of its own number, which no warp waits for; the others come one after the other from a counter that all
+// share. A block that is free takes the next item: none waits for a longer item of another. Which block has which item
+// changes no result.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +36,11 @@ class ItemQueue {
   // All lanes of one warp call this: it takes the next of `count` items, or one beyond them, and passes it to the other
   // warps. Nobody touches the counter where the first items are all there are (persistent_shape()).
   FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
+    if (items_ < 0) return begin();
     uint32_t item = 0;
     if (lane == 0) {
-      const int takers = ptx::grid_x() / kBlocks;
-      item = items_ == 0 ? ptx::block_x() / kBlocks : takers;
-      if (items_ > 0 && takers < count) item += ptx::atom_add_global(counter_gmem, 1);
+      item = ptx::grid_x() / kBlocks;
+      if (int(item) < count) item += ptx::atom_add_global(counter_gmem, 1);
       ptx::mbarrier_wait(empty(place()), parity() ^ 1);
       ptx::st_shared_4(item_of(place()), item);
       if constexpr (kBlocks > 1) {
@@ -54,11 +55,12 @@ class ItemQueue {
 
   // One warp of block 1 calls this, before it gets the item.
   FFPA_DEVICE void expect(int lane) const {
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(place()), kItemBytes);
+    if (lane == 0 && items_ >= 0) ptx::mbarrier_arrive_expect_tx(full(place()), kItemBytes);
   }
 
   // All lanes of each other warp call this to get the item.
   FFPA_DEVICE int get(int lane) {
+    if (items_ < 0) return begin();
     ptx::mbarrier_wait(full(place()), parity());
     // The shuffle tells the compiler that all lanes have one value.
     const uint32_t item = ptx::shfl_idx(ptx::ld_shared_4(item_of(place())), 0);
@@ -74,6 +76,12 @@ class ItemQueue {
   }
 
  private:
+  // Returns the item of the block's own number.
+  FFPA_DEVICE int begin() {
+    items_ = 0;
+    return ptx::block_x() / kBlocks;
+  }
+
   FFPA_DEVICE int place() const { return items_ % kPlaces; }
   FFPA_DEVICE uint32_t parity() const { return items_ / kPlaces % 2; }
 
@@ -82,7 +90,7 @@ class ItemQueue {
   FFPA_DEVICE uint32_t item_of(int place) const { return full(2 * kPlaces) + place * kItemBytes; }
 
   uint32_t smem_;
-  uint32_t items_ = 0;  // number of items that have passed
+  int items_ = -1;  // number of items that have passed; -1 before the block's own one
 };
 
 }  // namespace ffpa

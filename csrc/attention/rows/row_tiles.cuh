@@ -25,36 +25,40 @@ class RowTiles {
  public:
   RowTiles() = default;
   explicit RowTiles(const AttentionParams& params)
-      : heads_kv_(params.heads_q / params.group),
-        group_(params.group / params.tile_heads),
+      : heads_(params.heads_q / params.tile_heads),
         rows_of_head_(kRows / params.tile_heads),
         inverse_(SharedRowTile::inverse_of(params.tile_heads)),
         splits_(params.splits),
         tiles_(params.is_packed() ? packed_tiles(params.packed_q, params.batch, rows_of_head_)
-                                  : ceil_div(params.n_q, rows_of_head_)),
-        entries_((params.is_packed() ? 1 : params.batch) * heads_kv_) {
+                                  : ceil_div(params.n_q, rows_of_head_)) {
+    const int heads_kv = params.heads_q / params.group, entries = (params.is_packed() ? 1 : params.batch) * heads_kv;
+    const int group = params.group / params.tile_heads;
     const int64_t keys = params.is_packed() ? params.packed_k.total : params.n_k;
     const int64_t bytes = keys * (int64_t(params.d_qk) + params.d_v) * 2;  // bytes of K and V of one entry
-    together_ = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries_, 1)}));
+    const int together = int(clamp(kCachedBytes / max_of(bytes, int64_t{1}), int64_t{1}, int64_t{max_of(entries, 1)}));
+    count_ = entries * group * tiles_ * params.splits;
+    last_section_ = max_of(ceil_div(entries, together) - 1, 0);
+    heads_of_section_ = Divisor(together * group);
+    heads_of_last_ = Divisor((entries - last_section_ * together) * group);
+    items_of_section_ = Divisor(together * group * tiles_);
   }
 
   // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
-  FFPA_HOST_DEVICE int count() const { return entries_ * group_ * tiles_ * splits_; }
+  FFPA_HOST_DEVICE int count() const { return count_; }
 
   // All lanes of a warp call this together.
   FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item) const {
     SharedRowTile rows;
-    rows.part = uint16_t(item % splits_);
-    item /= splits_;
-    const int items_of_section = together_ * group_ * tiles_, section = item / items_of_section;
-    const int heads = min_of(together_, entries_ - section * together_) * group_;
-    const int in_section = item % items_of_section;
-    const int head = section * together_ * group_ + in_section % heads;  // index among all that share no tiles
+    rows.part = uint16_t(splits_.remainder(item));
+    item = splits_.quotient(item);
+    const int section = items_of_section_.quotient(item), in_section = items_of_section_.remainder(item);
+    const Divisor& heads = section == last_section_ ? heads_of_last_ : heads_of_section_;
+    const int head = section * heads_of_section_.value + heads.remainder(in_section);  // among all that share no tiles
     rows.heads = uint16_t(params.tile_heads);
     rows.inverse = inverse_;
-    rows.batch_index = head / (heads_kv_ * group_);
-    rows.head_index = head % (heads_kv_ * group_) * params.tile_heads;
-    int tile = tiles_ - 1 - in_section / heads;
+    rows.batch_index = heads_.quotient(head);
+    rows.head_index = heads_.remainder(head) * params.tile_heads;
+    int tile = tiles_ - 1 - heads.quotient(in_section);
     if (params.is_packed()) {
       const PackedTile of_sequence = packed_tile(params.packed_q, params.batch, tile, rows_of_head_);
       rows.batch_index = of_sequence.sequence;
@@ -69,12 +73,13 @@ class RowTiles {
  private:
   static constexpr int64_t kCachedBytes = 32 << 20;
 
-  int heads_kv_, group_;
+  Divisor heads_;     // heads of a batch entry that share no tiles
   int rows_of_head_;  // rows of a tile that belong to one head
-  int inverse_, splits_;
-  int tiles_;    // row tiles of a head, in one batch entry or in all packed sequences
-  int entries_;  // key/value heads of all batch entries; packed sequences are one entry
-  int together_;
+  int inverse_;
+  Divisor splits_;
+  int tiles_;  // row tiles of a head, in one batch entry or in all packed sequences
+  int count_, last_section_;
+  Divisor heads_of_section_, heads_of_last_, items_of_section_;  // a section is heads whose K and V are cached together
 };
 
 // A kernel on mma.sync takes these arguments: the call's numbers, and its row tiles.

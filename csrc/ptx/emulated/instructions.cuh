@@ -107,7 +107,6 @@ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site = CallS
 
 // Kernels run one after the other.
 inline void wait_for_earlier_kernels() {}
-inline void start_later_kernels() {}
 
 // ---- arithmetic.cuh ----
 

@@ -186,20 +186,13 @@ FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
 }
 #undef FFPA_MBARRIER_POLL
 
-// Kernels that overlap: one that starts early (LaunchShape::starts_early) waits for those before it itself. Code for
-// GPUs before sm_90 has no such instructions, and is never started early.
+// A kernel that starts early (LaunchShape::starts_early) does so as the last blocks of the one before it end, and waits
+// for that itself. Code for GPUs before sm_90 has no such instruction, and is never started early.
 
 // griddepcontrol.wait: waits until all kernels before this one have ended, and what they wrote is visible.
 FFPA_DEVICE void wait_for_earlier_kernels() {
 #if FFPA_SM90
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// griddepcontrol.launch_dependents: lets the next kernel start as blocks of this one end, if it may start early.
-FFPA_DEVICE void start_later_kernels() {
-#if FFPA_SM90
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -70,9 +70,9 @@ def sums_to_zero(parts: Parts, rows: int, offsets) -> int:
 
 
 def most_parts(p: Problem, tile_keys: int, workspace_cap: int) -> int:
-    """Returns the most parts of keys that have two tiles each, and results that half of the workspace holds."""
+    """Returns the most parts of keys that have a tile each, and results that half of the workspace holds."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * floats_of_row(Parts(), p.d_v) * 4
-    return max(min(MOST_PARTS, p.n_k // (2 * tile_keys), workspace_cap // 2 // max(bytes_of_one, 1)), 1)
+    return max(min(MOST_PARTS, p.n_k // tile_keys, workspace_cap // 2 // max(bytes_of_one, 1)), 1)
 
 
 class RowTilePlan(NamedTuple):

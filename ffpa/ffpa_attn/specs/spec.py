@@ -207,8 +207,6 @@ class ForwardMmaRows(KernelSpec):
 class ForwardMerge(KernelSpec):
     """This kernel merges results over parts of the keys into one."""
 
-    allowed_spill_bytes = 48  # spills of addresses that wait while weights are found
-
     dtype: str
 
 
