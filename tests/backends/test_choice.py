@@ -145,8 +145,19 @@ class TestSmallHeadDims:
             ({"d_v": 64}, "hopper"),
             ({"d_qk": 192}, "sdpa"),
             ({"d_qk": 192, "visibility": Visibility(-1, 0, False)}, "hopper"),
-            ({"d_qk": 192, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
-            ({"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"d_qk": 192, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "hopper"),  # cut keys
+            (
+                {
+                    "d_qk": 192,
+                    "heads_q": 16,
+                    "heads_kv": 16,
+                    "n_q": 1024,
+                    "n_k": 1024,
+                    "visibility": Visibility(-1, 0, False),
+                },
+                "sdpa",
+            ),
+            ({"d_qk": 256, "d_v": 256, "heads_q": 2, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "hopper"),
             ({"heads_kv": 4, "n_q": 500, "n_k": 500, "visibility": Visibility(-1, 0, False)}, "hopper"),  # a prompt
             (
                 {"heads_kv": 4, "n_q": 500, "n_k": 500, "d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)},
@@ -161,7 +172,10 @@ class TestSmallHeadDims:
             ({"mask": "bool", "d_qk": 256}, "hopper"),
             ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
             ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
-            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096}, "hopper"),  # a quarter of a GPU without parts
+            ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "d_qk": 64, "d_v": 64}, "hopper"),
+            ({"heads_q": 3, "heads_kv": 3, "n_q": 4096, "n_k": 4096}, "sdpa"),
+            ({"heads_q": 2, "heads_kv": 1, "n_q": 1024, "n_k": 1024}, "sdpa"),  # too few keys for parts
             ({"heads_q": 1, "heads_kv": 1, "n_q": 4096, "n_k": 4096, "needs_lse": True}, "hopper"),  # cuts its keys
             ({"heads_kv": 4, "n_q": 8, "n_k": 32768}, "mma"),  # heads share tiles of 64 rows, which memory bounds
             ({"heads_kv": 4, "n_q": 32, "n_k": 32768}, "hopper"),  # heads share tiles of 128

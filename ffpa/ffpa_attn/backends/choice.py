@@ -18,6 +18,7 @@ from ..specs.spec import FP8_DTYPES, Problem
 from . import families, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 from .backward_short import ShortPlan
 from .forward_short import ForwardShortPlan
+from .fused import FusedPlan
 
 Flags = Mapping[str, Any]
 
@@ -125,28 +126,34 @@ def _has_few_rows(p: Problem, widest: int) -> bool:
     return many_keys and p.n_q < 1024 and row_tiles.count(p) < row_tiles.least_blocks(p)
 
 
+_LEAST_KEYS_TO_CUT = 2048  # keys from which on parts and their merge are faster than cuDNN's whole rows
 _CUDNN_ABOVE_128 = ((192, 128), (256, 256))  # wider D_qk and D_v for which cuDNN's forward was measured
 
 
-def _is_for_cudnn(p: Problem, widest: int) -> bool:
+def _is_for_cudnn(p: Problem, widest: int, of_hopper: Plan | str) -> bool:
     """Says whether cuDNN's forward is the fastest on a GPU of Hopper (1.02 to 1.3 times as fast as ours, on an H100), and
     lengths are likely to come again: it takes 40 ms to plan for those that it has not seen.
 
     It is for rows that see all keys; and, where heads are not grouped, for causal ones up to 64 columns, or with tiles so
     few that ours do not balance what rows see. Causal calls of grouped heads are prompts, each of another length. Our
-    kernels have calls of few rows, too, as they cut keys; and results that lie where a caller says, to which SDPA's
-    would be copied (that was not measured).
+    kernels have calls of few rows, too, and those whose row tiles leave half of the GPU idle, as they cut keys; and
+    results that lie where a caller says, to which SDPA's would be copied (that was not measured).
     """
     if p.copied or not (widest <= 128 or (p.d_qk, p.d_v) in _CUDNN_ABOVE_128):
         return False
     tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
     half_empty = p.n_q <= row_tiles.ROWS // 2 and (p.group > 1 or widest > 128)
-    few = _has_few_rows(p, widest) if widest <= 128 else 3 * tiles < multiprocessors
-    if half_empty or few:
+    if half_empty or (widest <= 128 and _has_few_rows(p, widest)) or _leaves_half_idle(p, of_hopper):
         return False
     if not p.visibility.bounded:
         return True
-    return p.group == 1 and (widest <= 64 or (widest <= 128 and tiles <= multiprocessors))
+    return p.group == 1 and (widest <= 64 or (widest <= 192 and tiles <= multiprocessors))
+
+
+def _leaves_half_idle(p: Problem, of_hopper: Plan | str) -> bool:
+    """Says whether the row tiles leave half of the GPU idle, and the keys that they see are worth a merge."""
+    cuts_keys = isinstance(of_hopper, FusedPlan) and of_hopper.parts.count > 1 and p.n_k >= _LEAST_KEYS_TO_CUT
+    return cuts_keys and 2 * row_tiles.count(p) <= archs.multiprocessors(p.arch)
 
 
 def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:
@@ -172,8 +179,10 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     else:
         narrow = (widest <= 64 and not p.packed) or (widest <= 128 and p.mask)
         ours = "triton hopper mma" if narrow else "hopper triton mma"
-        ours = "hopper mma triton" if _has_few_rows(p, widest) else ours
-        order = f"sdpa {ours} reference" if _is_for_cudnn(p, widest) else f"{ours} sdpa reference"
+        of_hopper = answer("hopper")
+        few = _has_few_rows(p, widest) or _leaves_half_idle(p, of_hopper)
+        ours = "hopper mma triton" if few else ours
+        order = f"sdpa {ours} reference" if _is_for_cudnn(p, widest, of_hopper) else f"{ours} sdpa reference"
     return order.split()
 
 
