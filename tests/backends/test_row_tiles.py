@@ -92,9 +92,8 @@ def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor,
         out, lse = ffpa_varlen(*inputs, return_lse=True, **rule)
     (report,) = reports
     assert report["kernel"].startswith(f"{forward.family}_bf16")
-    asking = report["blocks"] // forward.blocks  # each block asks once more than there are items
-    started = asking if forward.backend == "hopper" else 0  # blocks that begin with the item of their own number
-    return out, lse, Ran(taken[0] - asking + started, report["mma"])
+    # Each block begins with the item of its own number, and asks once more than there are items for it: as often as items.
+    return out, lse, Ran(taken[0], report["mma"])
 
 
 def ranges(offsets: torch.Tensor, total: int, longest: int) -> list[slice]:

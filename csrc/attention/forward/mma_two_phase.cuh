@@ -97,6 +97,7 @@ class ForwardMmaTwoPhase {
   }
 
   FFPA_DEVICE void run() {
+    kept().keep(row_tiles_.get(params_, ptx::block_x()), lane_);
     for_each_row_tile(
         params_, row_tiles_, kept(), lane_, [&] { return take_row_tile(); },
         [&] {
@@ -116,7 +117,7 @@ class ForwardMmaTwoPhase {
   FFPA_DEVICE int take_row_tile() const {
     const uint32_t smem = ptx::dynamic_smem() + offsetof(typename Config::Smem, taken);
     ptx::sync_block();  // all have read the number before
-    if (ptx::thread_x() == 0) ptx::st_shared_4(smem, ptx::atom_add_global(scratch().taken(), 1));
+    if (ptx::thread_x() == 0) ptx::st_shared_4(smem, ptx::grid_x() + ptx::atom_add_global(scratch().taken(), 1));
     ptx::sync_block();
     return int(ptx::ld_shared_4(smem));
   }

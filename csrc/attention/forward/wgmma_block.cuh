@@ -10,6 +10,7 @@
 #include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "ptx/instructions.cuh"
+#include "tile/box_ring.cuh"
 
 namespace ffpa {
 
@@ -36,6 +37,21 @@ class WgmmaBlock {
   FFPA_DEVICE KeptRows kept_rows(int keeper) const {
     return KeptRows(smem_ + offsetof(Smem, kept) + keeper * KeptRows::kBytes);
   }
+  // Each warp that works calls this before the block's first barrier, while a warp that has no work calls init(): it
+  // keeps the row tile that the block begins with.
+  template <class Init>
+  FFPA_DEVICE void begin(const Init& init) const {
+    constexpr int kProducers = int(sizeof(Smem::kept) / sizeof(Smem::kept[0])) - tile::kConsumerWarps;
+    static_assert(kProducers < tile::kGroupWarps, "a warp has no other work");
+    const bool multiplies = warp_ >= tile::kGroupWarps;
+    if (multiplies || warp_ < kProducers) {
+      const int keeper = multiplies ? kProducers + warp_ - tile::kGroupWarps : warp_;
+      kept_rows(keeper).keep(arguments_.row_tiles.get(params_, Config::Items::first()), lane_);
+    } else if (warp_ == kProducers && lane_ == 0) {
+      init();
+    }
+  }
+
   FFPA_DEVICE auto item_queue() const { return typename Config::Items(smem_ + offsetof(Smem, items)); }
   FFPA_DEVICE auto queries() const {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};

@@ -138,7 +138,7 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
       : Base(arguments, arguments.params.attention) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) {
+    Base::begin([&] {
       item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
@@ -147,7 +147,7 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
         ptx::mbarrier_init(turn(group), tile::kGroupWarps);
         ring(group).init();
       }
-    }
+    });
     if (ptx::thread_x() < sizeof(Smem::ones) / 16) {
       const uint32_t ones = ptx::pack4<Element>(1, 1, 1, 1);
       ptx::st_shared_16(smem_ + offsetof(Smem, ones) + ptx::thread_x() * 16, {ones, ones, ones, ones});

@@ -93,11 +93,11 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
       : Base(arguments, arguments.params), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) {
+    Base::begin([&] {
       item_queue().init(tile::kConsumerWarps);
       queries().init();
       ring().init();
-    }
+    });
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }

@@ -109,7 +109,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       : Base(arguments, arguments.params) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) {
+    Base::begin([&] {
       item_queue().init(tile::kConsumerWarps);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
@@ -117,7 +117,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       }
       ring().init();
       tails().init();
-    }
+    });
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }

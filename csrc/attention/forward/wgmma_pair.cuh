@@ -105,7 +105,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       : Base(arguments, arguments.params), rank_(ptx::cluster_rank()), slots_(ring(), lane_) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) {
+    Base::begin([&] {
       item_queue().init(Config::kReadingWarps);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
@@ -113,7 +113,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
         ptx::mbarrier_init(message_empty(group), tile::kGroupWarps);
       }
       ring().init();
-    }
+    });
     tile::meet_cluster();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
     tile::meet_cluster();  // no block ends while the other still copies or arrives there

@@ -99,10 +99,10 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
       : Base(arguments, arguments.params) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) {
+    Base::begin([&] {
       item_queue().init(tile::kConsumerWarps);
       ring().init();
-    }
+    });
     ptx::sync_block();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }

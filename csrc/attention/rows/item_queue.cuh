@@ -1,7 +1,7 @@
 // The queue passes work items from the warp that takes them to the warps that work on them. A block, or cluster, begins
-// with the item of its own number, which no warp waits for; the others come one after the other from a counter that all
-// share. A block that is free takes the next item: none waits for a longer item of another. Which block has which item
-// changes no result.
+// with the item of its own number, which all its warps know; the others come one after the other from a counter that
+// all blocks share. A block that is free takes the next item: none waits for a longer item of another. Which block has
+// which item changes no result.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,9 @@ class ItemQueue {
 
   FFPA_DEVICE explicit ItemQueue(uint32_t smem) : smem_(smem) {}
 
+  // Returns the item that the block begins with.
+  static FFPA_DEVICE int first() { return ptx::block_x() / kBlocks; }
+
   // One thread calls this, before a barrier of the block or cluster. `reading_warps` counts those of all blocks.
   FFPA_DEVICE void init(int reading_warps) const {
     for (int place = 0; place < kPlaces; ++place) {
@@ -34,9 +37,8 @@ class ItemQueue {
   }
 
   // All lanes of one warp call this: it takes the next of `count` items, or one beyond them, and passes it to the other
-  // warps. Nobody touches the counter where the first items are all there are (persistent_shape()).
+  // warps. Nobody touches the counter where the items that blocks begin with are all there are (persistent_shape()).
   FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
-    if (items_ < 0) return begin();
     uint32_t item = 0;
     if (lane == 0) {
       item = ptx::grid_x() / kBlocks;
@@ -55,12 +57,11 @@ class ItemQueue {
 
   // One warp of block 1 calls this, before it gets the item.
   FFPA_DEVICE void expect(int lane) const {
-    if (lane == 0 && items_ >= 0) ptx::mbarrier_arrive_expect_tx(full(place()), kItemBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(place()), kItemBytes);
   }
 
   // All lanes of each other warp call this to get the item.
   FFPA_DEVICE int get(int lane) {
-    if (items_ < 0) return begin();
     ptx::mbarrier_wait(full(place()), parity());
     // The shuffle tells the compiler that all lanes have one value.
     const uint32_t item = ptx::shfl_idx(ptx::ld_shared_4(item_of(place())), 0);
@@ -76,12 +77,6 @@ class ItemQueue {
   }
 
  private:
-  // Returns the item of the block's own number.
-  FFPA_DEVICE int begin() {
-    items_ = 0;
-    return ptx::block_x() / kBlocks;
-  }
-
   FFPA_DEVICE int place() const { return items_ % kPlaces; }
   FFPA_DEVICE uint32_t parity() const { return items_ / kPlaces % 2; }
 
@@ -90,7 +85,7 @@ class ItemQueue {
   FFPA_DEVICE uint32_t item_of(int place) const { return full(2 * kPlaces) + place * kItemBytes; }
 
   uint32_t smem_;
-  int items_ = -1;  // number of items that have passed; -1 before the block's own one
+  uint32_t items_ = 0;  // number of items that have passed
 };
 
 }  // namespace ffpa

@@ -96,18 +96,19 @@ struct RowTileArguments {
 
 using KeptRows = tile::KeptValue<SharedRowTile>;
 
-// Calls function() for each row tile that the block takes; next() says which. The rows of the tile are kept in shared
-// memory: they would fill too many registers.
+// Calls function() for each row tile that the block takes: the one whose rows the warp has kept, then those that next()
+// says. They are kept in shared memory: they would fill too many registers.
 template <int kRows, class Next, class Function>
 FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles<kRows>& tiles, const KeptRows& kept,
                                    int lane, const Next& next, const Function& function) {
   FFPA_NO_UNROLL
-  for (int item = next(); item < tiles.count(); item = next()) {
-    const SharedRowTile rows = tiles.get(params, item);
-    if (rows.first > rows.last) continue;
+  while (true) {
+    const SharedRowTile rows = kept.get();
+    if (rows.first <= rows.last) function();
+    const int item = next();
+    if (item >= tiles.count()) return;
     ptx::sync_warp();  // all lanes have read the rows kept before
-    kept.keep(rows, lane);
-    function();
+    kept.keep(tiles.get(params, item), lane);
   }
 }
 
