@@ -101,18 +101,21 @@ struct RingPosition {
 // compiler does not know that `lane == 0` is a single lane, and puts a loop around each copy (dQ took 7% longer).
 template <class Ring>
 class BoxProducer {
+  static constexpr int kRowsA = Ring::kBoxesA * kBox;
+
  public:
   FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
 
   // load(boxes_smem, barrier) starts the copies of all boxes of a step, to consecutive addresses (of the boxes of B it
   // copies those that this block brings for the whole cluster). `boxes_b` is the number of boxes of B, where a product
-  // needs fewer than a slot has; `rows_b` is the number of their rows, where they are lower than kBox.
+  // needs fewer than a slot has; `rows_b` is the number of their rows, where they are lower than kBox; `rows_a` counts
+  // the rows of all boxes of A, where not all are copied.
   template <class Load>
-  FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
+  FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox, int rows_a = kRowsA) {
     if (ptx::elect_one()) {
       const uint32_t full = ring_.full(at_.slot);
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, bytes_of(boxes_b, rows_b));
+      ptx::mbarrier_arrive_expect_tx(full, bytes_of(boxes_b, rows_b, rows_a));
       load(ring_.slot(at_.slot), full);
     }
     at_.advance();
@@ -166,8 +169,8 @@ class BoxProducer {
     at_.advance();
   }
 
-  static FFPA_DEVICE uint32_t bytes_of(int boxes_b, int rows_b) {
-    return Ring::kBoxesA * kBoxBytes + boxes_b * rows_b * kBoxRowBytes;
+  static FFPA_DEVICE uint32_t bytes_of(int boxes_b, int rows_b, int rows_a = kRowsA) {
+    return (rows_a + boxes_b * rows_b) * kBoxRowBytes;
   }
 
   const Ring ring_;
@@ -249,6 +252,16 @@ class BoxConsumer {
     }
     if constexpr (!kGivesBackAtOnce) {
       ptx::wgmma_wait_group<0>();
+      release(slot_before(1));
+    }
+  }
+
+  // Gives the next slots back unread, each once it has landed.
+  FFPA_DEVICE void pass(int steps) {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);
+      at_.advance();
       release(slot_before(1));
     }
   }

@@ -96,6 +96,18 @@ class MmaCore {
     ring.end_fill();
   }
 
+  // Does the same with rows of A that lie anywhere: row_at(row) gives the address of a row.
+  template <class RowAt, class ExistsA, class ExistsB>
+  FFPA_DEVICE void bring_rows(Ring& ring, const RowAt& row_at, const ExistsA& exists_a, const GmemWindow& b,
+                              const ExistsB& exists_b) const {
+    static_assert(kLinesA == Lines::kAlong && kLinesB == Lines::kAlong, "a step is columns of either");
+    const uint32_t slot = ring.begin_fill();
+    copy_rows_async<kRows, kStep, kThreads>(slot, layout_a(), row_at, thread_, exists_a, ptx::CallSite());
+    copy_chunks_async<kColumns, kStep, kThreads>(slot + kBytesA, DealtRowLayout(kStep * 2), b, thread_, exists_b,
+                                                 ptx::CallSite());
+    ring.end_fill();
+  }
+
   // Computes sums += A · B over `steps` steps; bring_next() brings the step that is ahead() further, if there is one.
   template <class BringNext>
   FFPA_DEVICE void multiply(Ring& ring, Sums& sums, int steps, const BringNext& bring_next) const {

@@ -61,6 +61,22 @@ FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, con
   }
 }
 
+// Does the same with rows that lie anywhere: row_at(row) gives the address of a row. Teams take no chunks in turn, as a
+// row has no more of them than a team has lanes.
+template <int kRows, int kColumns, int kThreads, class Layout, class RowAt, class Exists>
+FFPA_DEVICE void copy_rows_async(uint32_t tile_smem, const Layout& layout, const RowAt& row_at, int thread,
+                                 const Exists& exists, ptx::CallSite site) {
+  constexpr int kChunksPerRow = kColumns / kChunkElements, kTeams = kThreads / kChunksPerRow;
+  static_assert(kRows % kTeams == 0 && kTeams % 8 == 0, "a thread's rows are whole periods of the layout apart");
+  const int first_row = thread / kChunksPerRow, chunk = thread % kChunksPerRow;
+  const uint32_t target = tile_smem + layout.offset(first_row, chunk);
+  FFPA_UNROLL
+  for (int row = 0; row < kRows; row += kTeams) {
+    ptx::cp_async_16_or_zero(exists(first_row + row, chunk), target + layout.offset(row, 0),
+                             row_at(first_row + row) + chunk * kChunkElements, site);
+  }
+}
+
 // Starts the copy of kRows × kColumns elements into shared memory at `tile_smem`, by threads 0 … kThreads - 1 of a
 // group. Rows and columns that the window does not have become zeros (a NaN that lay there would survive any mask:
 // 0 · NaN = NaN). The caller commits, waits, and synchronises.

@@ -14,9 +14,10 @@ from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
 from cases import Case, PackedCase, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa, ffpa_varlen
-from ffpa_attn.backends import fused, two_phase
+from ffpa_attn.backends import fused, row_tiles, two_phase
 from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.backends.levels import LevelPlan
+from ffpa_attn.backends.row_tiles import ROWS
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.building import build
 from ffpa_attn.launching import native
@@ -63,13 +64,28 @@ class Place(NamedTuple):
 PLACES = [Place(backend, device) for device in ("cpu", "cuda") for backend in ARCHS]
 
 
+SHARED_HEADS = row_tiles.shared_heads
+
+
+def plan_parts(monkeypatch, count: int, shared: bool = False) -> None:
+    """Makes plans with keys in at most `count` parts, in which query heads share row tiles, or do not."""
+
+    def cut(p, spec, tile_heads, flags):
+        return 1.0, row_tiles.cut_keys(p.n_q, p.n_k, p.visibility, ROWS // tile_heads, two_phase.KEYS, count)
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(two_phase, "_parts", cut)
+    monkeypatch.setattr(row_tiles, "shared_heads", SHARED_HEADS if shared else lambda p, rows=ROWS: 1)
+
+
 @pytest.fixture
 def forced(monkeypatch, no_short_forward):
-    """Gives forced(backend): from then on it is the one to run, for any number of rows."""
+    """Gives forced(backend): from then on it is the one to run, for any number of rows, with all keys in one
+    part, and rows of one head in a tile."""
 
     def force(backend: str) -> None:
         monkeypatch.setenv("FFPA_BACKEND", backend)
-        monkeypatch.setattr(ops, "_plans", {})
+        plan_parts(monkeypatch, 1)
         monkeypatch.setattr(two_phase, "why_slower", lambda *args: None)
         monkeypatch.setattr(fused, "is_faster_than_two_phases", lambda p: False)
         for known in ARCHS:
@@ -108,8 +124,10 @@ def run(place: Place, function, seed: int = 0, fused: bool = False):
     if reports is None:
         torch.cuda.synchronize()
         return result, None
-    (report,) = reports
+    report, *merges = reports
     assert report["kernel"] in {spec.name for spec in SHIPPED if isinstance(spec, KERNELS[place.backend])}
+    plan = next(reversed(ops._plans.values())).choice.plan
+    assert [merge["kernel"][:14] for merge in merges] == ["forward_merge_"] * (plan.parts.count > 1)
     return result, report
 
 
@@ -196,8 +214,10 @@ def test_nothing_to_compute(n_q, n_k, monkeypatch):
     assert not reports and not out.any() and torch.isneginf(lse).all()
 
 
-def products(case: Case, columns: list[int], step: int) -> list[tuple[int, int]]:
-    """Returns columns of a tile of 128 rows, and steps over them: S once, in whole tiles; O by columns, over keys."""
+def products(case: Case, columns: list[int], step: int, rows: int) -> list[tuple[int, int]]:
+    """Returns columns of each `rows` rows that exist, and steps over them: S once, in whole tiles; O by columns, over
+    keys.
+    """
     seen = oracle.visible(
         case.n_q, case.n_k, **{x: y for x, y in case.rule.items() if x in ("causal", "align", "window")}
     )
@@ -206,8 +226,9 @@ def products(case: Case, columns: list[int], step: int) -> list[tuple[int, int]]
         keys = seen[first : first + two_phase.ROWS].any(0).nonzero()
         begin, end = int(keys.min()), int(keys.max()) + 1
         tiles = -(-end // two_phase.KEYS) - begin // two_phase.KEYS
-        found += [(two_phase.KEYS, tiles * -(-case.d // step))]
-        found += [(width, -(-end // step) - begin // step) for width in columns]
+        of_rows = [(two_phase.KEYS, tiles * -(-case.d // step))]
+        of_rows += [(width, -(-end // step) - begin // step) for width in columns]
+        found += of_rows * -(-min(case.n_q - first, two_phase.ROWS) // rows)
     return found * case.batch * case.heads_q
 
 
@@ -227,9 +248,11 @@ def test_every_shipped_kernel_emulated(spec, seed, forced, monkeypatch):
     check(case, inputs, out, lse)
     assert report["kernel"] == spec.name
     if backend == "hopper":  # each warp counts; multiples of 16 in a step; at most 256 columns at once
-        assert report["wgmma"] == sum(-(-width // 256) * steps * 8 * 4 for width, steps in products(case, columns, 64))
+        assert report["wgmma"] == sum(
+            -(-width // 256) * steps * 4 * 4 for width, steps in products(case, columns, 64, 64)
+        )
     else:  # fragments of 16 x 8
-        assert report["mma"] == sum(width // 8 * 8 * steps * 2 for width, steps in products(case, columns, 32))
+        assert report["mma"] == sum(width // 8 * 8 * steps * 2 for width, steps in products(case, columns, 32, 128))
 
 
 def steep_inputs(case: Case, device: str, steepness: float, falling: bool):
@@ -583,12 +606,12 @@ def test_what_runs_on_wgmma(monkeypatch):
         ({"acc": "f16", "dtype": "f16"}, "accumulates in f32"),
         ({"num_stages": 2}, "num_stages"),
         ({"n_q": 2**31 - 9000}, "32 bits"),
-        ({"n_q": 1}, "32 row tiles keep 32 of 132"),
-        ({"n_q": 64, "batch": 100}, "64 rows leave half of a tile of 128 empty"),
+        ({"n_q": 1}, "is estimated to take"),
         ({"packed": (8192, 8192), "batch": 2**26 - 2**11 - 63}, "row tiles in 32 bits"),
     ):
         assert why in hopper(PROBLEM._replace(**changes)), changes
     assert hopper(PROBLEM._replace(packed=(8192, 8192), batch=2**26 - 2**11 - 64)).kernel
+    assert hopper(PROBLEM._replace(n_q=64, batch=100)).tile_heads == 4
     assert "SWIZZLE_Q" in hopper(PROBLEM, ENABLE_FFPA_SMEM_SWIZZLE_Q=True)
     assert hopper(PROBLEM._replace(n_q=1), FFPA_BACKEND="hopper").kernel
     assert "MiB of workspace" in hopper(PROBLEM._replace(d_v=4096), FFPA_WORKSPACE_MB=1)
@@ -605,11 +628,11 @@ def test_what_runs_on_mma(arch, monkeypatch):
         {"level": 2},
         {"acc": "f16", "dtype": "f16"},
         {"num_stages": 2},
-        {"n_q": 64, "batch": 100},
+        {"n_q": 64, "batch": 100, "heads_kv": 32},  # half of each tile is empty
         {"n_q": 1, "batch": 100},
-        {"n_q": 256, "heads_q": 8},
     ):
         assert isinstance(mma(problem._replace(**changes)), LevelPlan), changes
+    assert mma(problem._replace(n_q=256, heads_q=8)).parts.count > 1
     assert isinstance(mma(problem, ENABLE_FFPA_SMEM_SWIZZLE_Q=True), LevelPlan)
     assert isinstance(mma(problem._replace(d_v=4096), FFPA_WORKSPACE_MB=1), LevelPlan)
 
@@ -657,7 +680,7 @@ def test_it_cannot_be_emulated_elsewhere(monkeypatch):
 @pytest.mark.parametrize("n_k", [1, 256, 5000, 1 << 20])
 @pytest.mark.parametrize("see", [Visibility(-1, -1, False), Visibility(-1, 0, False), Visibility(700, 0, False)])
 def test_scratch_fits_the_cap(cap_mb, n_k, see):
-    for tiles, d_v in ((1, 520), (100, 640), (5000, 1152)):
+    for tiles, d_v in ((1, 520), (100, 640), (5000, 1152), *([(100, 4096)] if n_k <= 256 else [])):
         blocks, chunk_keys, nbytes = two_phase.cut(tiles, n_k, see, d_v, 256, 132, cap_mb << 20)
         assert nbytes <= cap_mb << 20 and 1 <= blocks <= min(tiles, 132)
         assert chunk_keys >= two_phase.KEYS and chunk_keys % two_phase.KEYS == 0

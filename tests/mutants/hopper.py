@@ -1,6 +1,6 @@
 """These mutants change the forwards on wgmma, those of 8-bit floats among them."""
 
-from .kinds import edits_in, fp8, fused, latent, pair, row_tiles, shared_tiles, two_phase
+from .kinds import edits_in, fp8, fused, latent, pair, row_tiles, shared_tiles, two_phase, two_phase_parts
 
 MUTANTS = [
     *edits_in(
@@ -38,13 +38,12 @@ MUTANTS = [
         ("two-phase: O of chunks not rescaled", "growth(before[1], state.reference[1])", "1.0f"),
         ("two-phase: nobody waits for P to be written", "            stores.wait();\n", ""),
         ("two-phase: P announced, not fenced", "            ptx::fence_proxy_async_global();\n", ""),
-        ("two-phase: the producer does not wait for P", "            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();\n            bring_values(producer, kept.get(), chunk);", "            bring_values(producer, kept.get(), chunk);\n            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();"),
+        ("two-phase: the producer does not wait for P", "            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();\n            if (chunk.counts(params_)) bring_values(producer, kept.get(), chunk);", "            if (chunk.counts(params_)) bring_values(producer, kept.get(), chunk);\n            ptx::bar_sync(kCompleteBarrier, kCompleteThreads);\n            ptx::fence_proxy_async_global();"),
         ("two-phase: moves read before the others have noted them", "            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // the notes of all its warps are there\n", ""),
         ("two-phase: moves noted before the others have read", "            ptx::bar_sync(group_barrier(group), tile::kGroupThreads);  // all have read the notes\n", ""),
         ("two-phase: V behind a packed sequence as it is", "live_box_rows(rows.n_k() - key, params_.is_packed())", "~uint64_t{0}"),
         ("two-phase: nothing for rows without keys", "      if (chunk.steps() == 0) producer.bring_zeros();\n", "      if (chunk.steps() == 0) continue;\n"),
         ("two-phase: every second column group", "      column += now * tile::kBox;", "      column += 2 * now * tile::kBox;"),
-        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows", ""),
         ("two-phase: boxes of a last chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_last"),
         ("two-phase: boxes of the first chunk's O", "if (chunk.is_first && chunk.is_last", "if (chunk.is_first"),
         ("two-phase: the block ends before its copies", "    stores.wait();\n  }", "  }"),
@@ -218,11 +217,6 @@ MUTANTS = [
         ("shared tiles: heads of other groups", " if p.group % n == 0)", ")"),
         ("shared tiles: hardly fewer will do", "_FEWER * count(p, rows)", "1.0 * count(p, rows)"),
     ),
-    *edits_in(
-        "backends/fused.py",
-        "tests/backends/test_shared_tiles.py -k 'what_shares or what_is_cut'",
-        ("parts: larger than the workspace", "row_tiles.most_parts(p, _TILE_KEYS, workspace_cap)", "row_tiles.most_parts(p, _TILE_KEYS, 1 << 50)"),
-    ),
     *pair(
         "csrc/attention/rows/item_queue.cuh",
         ("item queue: a copy of what is not fenced", "        ptx::fence_proxy_async();\n", ""),
@@ -295,8 +289,53 @@ MUTANTS = [
         ("two-phase: scratch without the references", "of_tile = ROWS * (KEYS * 2 + 4)", "of_tile = ROWS * KEYS * 2"),
         ("two-phase: scratch without the last columns of O", "out = -(-d_v // columns) * columns * ROWS * 4", "out = d_v * ROWS * 4"),
         ("two-phase: a window's tiles end to end", "// KEYS + 1)", "// KEYS)"),
-        ("two-phase: few blocks in a small workspace", "blocks < row_tiles.least_blocks(p) or chunk_keys", "chunk_keys"),
+        ("two-phase: few blocks in a small workspace", "blocks < min(items, row_tiles.least_blocks(p)) or chunk_keys", "chunk_keys"),
         ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
+    ),
+    *two_phase_parts(
+        "csrc/attention/forward/wgmma_two_phase.cuh",
+        ("two-phase parts: nobody takes V of a part without keys", "if (chunk.counts(params_)) bring_values", "bring_values"),
+        ("two-phase parts: O of a part without keys is awaited", "            if (!chunk.counts(params_)) return;\n", ""),
+        ("two-phase parts: a warpgroup without rows keeps slots of V", "    for_each_columns([&](int, int) { consumer.pass(max_of(chunk.steps(), 1)); });\n", ""),
+        ("two-phase parts: a warpgroup with few rows has none", "!has_row(kept.get(), group * tile::kBox)", "!has_row(kept.get(), group * tile::kBox + 8)"),
+        ("two-phase parts: more rows of Q awaited than come", "tile::kBox, q.rows);", "tile::kBox);"),
+    ),
+    *two_phase_parts(
+        "csrc/attention/forward/wgmma_steps.cuh",
+        ("two-phase parts: heads of Q counted one by one", "    place.head /= tile.heads;\n", ""),
+        ("two-phase parts: O of a part in place of the result", "params.splits == 1 && rows.heads == 1", "rows.heads == 1"),
+        ("two-phase parts: heads that share a tile written as one", "params.splits == 1 && rows.heads == 1", "params.splits == 1"),
+        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows", ""),
+    ),
+    *two_phase_parts(
+        "csrc/attention/forward/two_phase_tiles.cuh",
+        ("two-phase parts: all keys in each", "visible_part(rows, kKeys, params)", "visible_tiles(rows, kKeys)"),
+        ("two-phase parts: only the first has a first chunk", "first == tiles.first, is_last", "first == run_over_keys(rows, kKeys).begin / kKeys, is_last"),
+        ("two-phase parts: steps up to the last key of all", "min_of(keys.end, end * kKeys)};\n      function", "keys.end};\n      function"),
+    ),
+    *two_phase_parts(
+        "csrc/attention/forward/mma_two_phase.cuh",
+        ("two-phase parts mma: O of a part in place of the result", "write<true>(core", "write<false>(core"),
+        ("two-phase parts mma: Q of the first head", "at.head * params_.q.head_stride + ", ""),
+        ("two-phase parts mma: rows of Q that do not exist", "    a_.rows = rows.last + 1 - rows.first;\n", "    a_.rows = kRows;\n"),
+    ),
+    *two_phase_parts(
+        "csrc/attention/rows/row_tiles.cuh",
+        ("two-phase parts mma: rows of Q by another head", "return {i - row * params.tile_heads, row};", "return {row, i - row * params.tile_heads};"),
+    ),
+    *two_phase_parts(
+        "backends/row_tiles.py",
+        ("two-phase parts: results beside the workspace", "        workspace_cap -= 4 * (partial or 0)\n", ""),
+        ("parts: larger than the workspace", "min(most_parts(p, tile_keys, workspace_cap), most)", "min(most_parts(p, tile_keys, 1 << 50), most)"),
+    ),
+    *two_phase_parts(
+        "backends/two_phase.py",
+        ("two-phase parts mma: LSE of logits as of slopes", "return isinstance(self.spec, ForwardWgmmaTwoPhase)", "return True"),
+        ("two-phase parts: room for the keys of all", "return min(n_k, parts.keys) if parts.count > 1 else n_k", "return n_k"),
+        ("two-phase parts: a workspace that holds no block", "if scratch.scratch_bytes <= cap else None", ""),
+        ("two-phase parts: no row tile of several heads", "tile_heads = row_tiles.shared_heads(p)", "tile_heads = 1"),
+        ("two-phase parts: levels are not asked", "levels.why_faster(p, plan, flags) if row_tiles.why_slower(p) else None", "None"),
+        ("two-phase: a cap that holds O of no block", " or of_all <= cap < of_tile + out)", ")"),
     ),
     *row_tiles(
         "csrc/attention/params/attention_params.h",

@@ -65,6 +65,10 @@ def two_phase(file: str, *edits: tuple[str, str, str], only: str = "not cuda") -
     return edits_in(file, f"tests/backends/test_two_phase.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 
 
+def two_phase_parts(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return edits_in(file, "tests/backends/test_two_phase_parts.py -k 'not cuda'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
 def fp8(file: str, *edits: tuple[str, str, str], only: str = "wide and (d512 or d264) and not cuda") -> list[Mutant]:
     return edits_in(file, f"tests/backends/test_fp8.py -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
 

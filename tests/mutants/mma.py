@@ -256,7 +256,7 @@ MUTANTS = [
     *edits_in(
         "specs/spec.py",
         "tests/backends/test_plan.py",
-        ("causal rows see all keys", "if see.bounded else p.n_k", "if False else p.n_k"),
+        ("causal rows see all keys", "if p.visibility.bounded else p.n_k", "if False else p.n_k"),
         ("a window's left end ignored", "first = 0 if see.left < 0 else", "first = 0 if True else"),
     ),
     *edits_in(

@@ -107,6 +107,7 @@ class ForwardMmaTwoPhase {
             compute_probabilities(chunk, state);
             ptx::sync_block();  // P̃, references and moves are there
             if (chunk.is_last) finish_rows(state);
+            if (!chunk.counts(params_)) return;
             const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
             compute_out(chunk, state, factor);
           });
@@ -214,6 +215,7 @@ class ForwardMmaTwoPhase {
   FFPA_DEVICE void begin_keys(int tile) {
     const SharedRowTile rows = kept().get();
     a_ = window(params_.q, rows, rows.head(), rows.entry.q, rows.first, 0, params_.d_qk);
+    a_.rows = rows.last + 1 - rows.first;
     b_ = window(params_.k, rows, rows.head() / params_.group, rows.entry.k, tile * kKeys, 0, params_.d_qk);
     left_ = params_.d_qk;
     FFPA_NO_UNROLL
@@ -223,9 +225,16 @@ class ForwardMmaTwoPhase {
   FFPA_DEVICE void bring_keys() {
     if (left_ <= 0) return;
     const int columns = left_;
-    scores_.bring(
-        ring_, a_, [&](int row, int chunk) { return row < a_.rows && chunk * tile::kChunkElements < columns; }, b_,
-        [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < columns; });
+    const auto row_at = [&](int i) {
+      const RowPlace at = row_tiles_.place_in_tile(params_, i);
+      return a_.origin + at.head * params_.q.head_stride + at.row * params_.q.row_stride;
+    };
+    scores_.bring_rows(
+        ring_, row_at,
+        [&](int i, int chunk) {
+          return row_tiles_.place_in_tile(params_, i).row < a_.rows && chunk * tile::kChunkElements < columns;
+        },
+        b_, [&](int key, int chunk) { return key < b_.rows && chunk * tile::kChunkElements < columns; });
     a_.origin += ScoreCore::kStep;
     b_.origin += ScoreCore::kStep;
     left_ -= ScoreCore::kStep;
@@ -423,17 +432,44 @@ class ForwardMmaTwoPhase {
 
   // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
   template <class Core>
-  FFPA_DEVICE void finish(const Core& core, const typename Core::Sums& out, const Chunk& chunk, int column,
+  FFPA_DEVICE void finish(const Core& core, typename Core::Sums& out, const Chunk& chunk, int column,
                           const RowState& state, const float (&factor)[2]) const {
-    const SharedRowTile rows = kept().get();
     float* partial = scratch().out(ptx::block_x(), column) + warp_ * (kRows * kColumns / kWarps);
+    if (!(chunk.is_first && chunk.is_last)) {
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        const float of_earlier[2] = {of_row(factor, m, 0), of_row(factor, m, 1)};
+        FFPA_UNROLL
+        for (int n = 0; n < Core::kN; ++n) {
+          add_chunks(out[m][n].c, chunk, partial + m * (16 * Core::kWarpColumns), n, of_earlier, lane_);
+        }
+      }
+    }
+    if (!chunk.is_last) return;
+    if (params_.splits > 1) {
+      write<true>(core, out, column, state);
+    } else {
+      write<false>(core, out, column, state);
+    }
+  }
+
+  // Writes O, or with kParts that of a part of the keys.
+  template <bool kParts, class Core>
+  FFPA_DEVICE void write(const Core& core, const typename Core::Sums& out, int column, const RowState& state) const {
+    const SharedRowTile rows = kept().get();
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
-      const float of_earlier[2] = {of_row(factor, m, 0), of_row(factor, m, 1)};
       const float inverse[2] = {of_row(state.sum, m, 0), of_row(state.sum, m, 1)};
-      finish_out<Element, Core::kN>(params_, rows, chunk, first_row() + m * 16, column + core.warp_column(),
-                                    partial + m * (16 * Core::kWarpColumns), of_earlier, inverse, lane_,
-                                    [&](int n, float (&values)[4]) { out[m][n].get(values); });
+      auto writer = out_writer<Element, Core::kN, kParts>(params_, rows, first_row() + m * 16,
+                                                          column + core.warp_column(), lane_);
+      FFPA_UNROLL
+      for (int n = 0; n < Core::kN; ++n) {
+        float values[4];
+        out[m][n].get(values);
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
+        writer.put(n, values);
+      }
     }
   }
 

@@ -67,19 +67,22 @@ struct KeyChunk {
     return of_tiles.steps(kStep);
   }
 
-  // Calls function(chunk) for all chunks of the keys that `rows` see.
+  // Says whether O of the chunk is read by anybody: that of a part without keys is not.
+  FFPA_DEVICE bool counts(const AttentionParams& params) const { return params.splits == 1 || tiles() > 0; }
+
+  // Calls function(chunk) for all chunks of the keys that `rows` see, or of their part of these.
   template <class Function>
-  static FFPA_DEVICE void for_each(const AttentionParams& params, const RowTile& rows, const Function& function) {
-    const Run keys = run_over_keys(rows, kStep), in_tiles = run_over_keys(rows, kKeys);
-    const int first_of_all = in_tiles.begin / kKeys, end_of_all = first_of_all + in_tiles.steps(kKeys);
+  static FFPA_DEVICE void for_each(const AttentionParams& params, const SharedRowTile& rows, const Function& function) {
+    const Run keys = run_over_keys(rows, kStep);
+    const TileRange tiles = keys.begin < keys.end ? visible_part(rows, kKeys, params) : TileRange{0, 0};
     const int most_tiles = params.chunk_keys / kKeys;
-    int first = first_of_all;
+    int first = tiles.first;
     bool is_last;
     do {
-      const int end = min_of(first + most_tiles, end_of_all);
-      is_last = end == end_of_all;
+      const int end = min_of(first + most_tiles, tiles.end);
+      is_last = end == tiles.end;
       const Run of_chunk = {max_of(keys.begin, first * kKeys), min_of(keys.end, end * kKeys)};
-      function(KeyChunk{first, end, of_chunk, first == first_of_all, is_last});
+      function(KeyChunk{first, end, of_chunk, first == tiles.first, is_last});
       first = end;
     } while (!is_last);
   }
@@ -128,27 +131,13 @@ class MovedTiles {
 
 // ---- results ----
 
-// Finishes 16 rows of O, from row `row` of the tile and column `column` on: adds what earlier chunks left in `partial`,
-// times `factor`, and saves them there for a later chunk, or writes them, times `inverse`, as the result. fragment(n,
-// values) gives the values.
-template <class Element, int kFragments, class Chunk, class Fragment>
-FFPA_DEVICE void finish_out(const AttentionParams& params, const SharedRowTile& rows, const Chunk& chunk, int row,
-                            int column, float* partial, const float (&factor)[2], const float (&inverse)[2], int lane,
-                            const Fragment& fragment) {
-  auto writer = out_writer<Element, kFragments>(params, rows, row, column, lane);
-  FFPA_UNROLL
-  for (int n = 0; n < kFragments; ++n) {
-    float values[4];
-    fragment(n, values);
-    if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane);
-    if (!chunk.is_last) {
-      tile::save_fragment(partial, n, values, lane);
-      continue;
-    }
-    FFPA_UNROLL
-    for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
-    writer.put(n, values);
-  }
+// Adds to a fragment of O what earlier chunks left of it in `partial`, times `factor`, and saves it there for a later
+// chunk.
+template <class Chunk>
+FFPA_DEVICE void add_chunks(float (&values)[4], const Chunk& chunk, float* partial, int n, const float (&factor)[2],
+                            int lane) {
+  if (!chunk.is_first) tile::add_fragment(values, partial, n, factor, lane);
+  if (!chunk.is_last) tile::save_fragment(partial, n, values, lane);
 }
 
 }  // namespace ffpa

@@ -19,9 +19,8 @@
 
 namespace ffpa {
 
-// A forward takes these arguments, with maps of its tensors. A box of V has kValueRows keys; boxes of Q are those of
-// whole tiles, or of warpgroups.
-template <int kRows, int kValueRows = tile::kBox, bool kWholeTiles = true>
+// A forward takes these arguments, with maps of its tensors. A box of V has kValueRows keys, one of Q a tile's rows.
+template <int kRows, int kValueRows = tile::kBox>
 struct WgmmaForwardArguments {
   AttentionParams params;
   RowTiles<kRows> row_tiles;
@@ -30,12 +29,30 @@ struct WgmmaForwardArguments {
   LaunchStatus fill(const AttentionParams& of_call) {
     params = of_call;
     row_tiles = RowTiles<kRows>(params);
-    const LaunchStatus of_q = kWholeTiles ? map_row_tiles(q, params, params.q, params.d_qk, kRows)
-                                          : map_queries(q, params, params.q, params.d_qk);
-    const LaunchStatus statuses[] = {of_q, map_keys(k, params, params.k, params.d_qk),
+    const LaunchStatus statuses[] = {map_row_tiles(q, params, params.q, params.d_qk, kRows),
+                                     map_keys(k, params, params.k, params.d_qk),
                                      map_keys(v, params, params.v, params.d_v, kValueRows),
                                      map_queries(out, params, params.out, params.d_v, tile::kStoredRows)};
     return first_failure(statuses);
+  }
+};
+
+// Q of a row tile as a map has it whose boxes are whole tiles: the place of its first row among heads that share tiles,
+// and how many rows of it come. Where the heads do not divide the tile, the rest holds anything: what comes of a row
+// depends on no other, and is not written.
+template <int kRows>
+struct QueryTile {
+  MapPlace place;
+  int rows;
+
+  FFPA_DEVICE QueryTile(const AttentionParams& params, const SharedRowTile& tile)
+      : place(place_of_row(params, tile, tile.first)), rows(kRows / tile.heads * tile.heads) {
+    place.head /= tile.heads;
+  }
+
+  // One lane calls this, which starts the copy of 64 columns.
+  FFPA_DEVICE void load(uint32_t box_smem, const ptx::TensorMap& map, uint32_t barrier, int column) const {
+    ptx::tma_load_5d(box_smem, &map, barrier, column, 0, place.row, place.head, place.batch);
   }
 };
 
@@ -71,14 +88,12 @@ struct QueryBoxes {
     ptx::sync_warp();
   }
 
-  // Brings the rows of a tile, through a map that has them in one box. Where the heads do not divide them, some rows
-  // hold anything: what comes of a row depends on no other, and is not written.
+  // Brings the rows of a tile.
   FFPA_DEVICE void bring_tile(const ptx::TensorMap& map, const AttentionParams& params, const SharedRowTile& rows,
                               uint32_t parity) const {
-    const MapPlace place = place_of_row(params, rows, rows.first);
-    bring(parity, kGroups * tile::kBox / rows.heads * rows.heads, [&](uint32_t box_smem, uint32_t barrier, int column) {
-      ptx::tma_load_5d(box_smem, &map, barrier, column, 0, place.row, place.head / rows.heads, place.batch);
-    });
+    const QueryTile<kGroups * tile::kBox> q(params, rows);
+    bring(parity, q.rows,
+          [&](uint32_t box_smem, uint32_t barrier, int column) { q.load(box_smem, map, barrier, column); });
   }
 
   // All lanes of each warp that has read Q call this.

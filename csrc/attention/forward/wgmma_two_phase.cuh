@@ -66,14 +66,13 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
                             Scratch(params).taken());
   }
 
-  struct Arguments : WgmmaForwardArguments<kRows, tile::kBox, false> {
+  struct Arguments : WgmmaForwardArguments<kRows> {
     ptx::TensorMap p, rows_of_p;
 
     LaunchStatus fill(const Params& params) {
       const Scratch scratch(params);
       const LaunchStatus statuses[] = {
-          WgmmaForwardArguments<kRows, tile::kBox, false>::fill(params),
-          map_matrix(p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+          WgmmaForwardArguments<kRows>::fill(params), map_matrix(p, scratch.p(), params.chunk_keys, scratch.p_rows()),
           map_matrix(rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
       return first_failure(statuses);
     }
@@ -144,27 +143,27 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
             ptx::sync_warp();
             ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
             ptx::fence_proxy_async_global();
-            bring_values(producer, kept.get(), chunk);
+            if (chunk.counts(params_)) bring_values(producer, kept.get(), chunk);
           });
         });
   }
 
-  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
-    const MapPlace q = place_of_row(params_, rows, rows.first), k = place_of_keys(params_, rows);
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const SharedRowTile& rows, const Chunk& chunk) const {
+    const QueryTile<kRows> q(params_, rows);
+    const MapPlace k = place_of_keys(params_, rows);
     FFPA_NO_UNROLL
     for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
       FFPA_NO_UNROLL
       for (int column = 0; column < params_.d_qk; column += tile::kBox) {
         producer.bring(
             [&](uint32_t boxes_smem, uint32_t barrier) {
-              for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-                load_box(boxes_smem, arguments_.q, barrier, q, column, box * tile::kBox);
-              }
+              q.load(boxes_smem, arguments_.q, barrier, column);
+              boxes_smem += Ring::kBoxesA * tile::kBoxBytes;
               for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
                 load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
               }
             },
-            Config::kKeyBoxes);
+            Config::kKeyBoxes, tile::kBox, q.rows);
       }
     }
   }
@@ -204,6 +203,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
         [&] {
           RowState state;
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
+            if (!has_row(kept.get(), group * tile::kBox)) return pass(consumer, chunk);
             const float before[2] = {state.reference[0], state.reference[1]};
             MovedTiles moves(moves_smem(group, group_warp));
             FFPA_NO_UNROLL
@@ -221,6 +221,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
             ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
 
             if (chunk.is_last) finish_rows(params_, kept.get(), row, state, lane_);
+            if (!chunk.counts(params_)) return;
             const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
             for_each_columns([&](int column, int boxes) {
               const auto compute = [&](auto width) {
@@ -238,6 +239,14 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
           });
         });
     stores.wait();
+  }
+
+  // Gives the slots of a chunk back unread, where the warpgroup has no rows.
+  FFPA_DEVICE void pass(tile::BoxConsumer<Ring>& consumer, const Chunk& chunk) const {
+    consumer.pass(chunk.tiles() * qk_steps());
+    ptx::bar_arrive(kCompleteBarrier, kCompleteThreads);
+    if (!chunk.counts(params_)) return;
+    for_each_columns([&](int, int) { consumer.pass(max_of(chunk.steps(), 1)); });
   }
 
   // Computes out = P̃ V over a chunk, from one tile where a reference of the warpgroup has moved to the next.
@@ -301,22 +310,28 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
 
   // ---- 2. O ----
 
-  // Adds what earlier chunks left of O, and stores it for a later chunk or as the result.
+  // Adds what earlier chunks left of O, and stores it for a later chunk or as the result. The sums of products stay as
+  // they are: ptxas would serialise the products.
   template <int kSums>
   FFPA_DEVICE void finish(const float (&out)[kSums], typename Config::Stores& stores, const SharedRowTile& rows,
                           const Chunk& chunk, int row, int column, const RowState& state,
                           const float (&factor)[2]) const {
-    const int first = rows.first + row;
-    if (chunk.is_first && chunk.is_last && rows.last + 1 - first >= tile::kStoredRows) {
-      store_rows<Element>(stores, out, state.sum, arguments_.out, place_of_row(params_, rows), column, first);
+    const auto write = [&](const float (&of_all)[kSums]) {
+      write_out<Element>(of_all, stores, arguments_.out, params_, rows, row, column, state.sum, lane_);
+    };
+    if (chunk.is_first && chunk.is_last) {
+      write(out);
       return;
     }
     float* partial = scratch().out(ptx::block_x(), column) + row * 2 * kSums;
-    finish_out<Element, kSums / 4>(params_, rows, chunk, row, column, partial, factor, state.sum, lane_,
-                                   [&](int n, float (&values)[4]) {
-                                     FFPA_UNROLL
-                                     for (int e = 0; e < 4; ++e) values[e] = out[4 * n + e];
-                                   });
+    float of_all[kSums];
+    FFPA_UNROLL
+    for (int n = 0; n < kSums / 4; ++n) {
+      FFPA_UNROLL
+      for (int e = 0; e < 4; ++e) of_all[4 * n + e] = out[4 * n + e];
+      add_chunks(reinterpret_cast<float (&)[4]>(of_all[4 * n]), chunk, partial, n, factor, lane_);
+    }
+    if (chunk.is_last) write(of_all);
   }
 };
 

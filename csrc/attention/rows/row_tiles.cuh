@@ -46,6 +46,12 @@ class RowTiles {
   // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
   FFPA_HOST_DEVICE int count() const { return count_; }
 
+  // Returns the place of row `i` of any tile, counted from the tile's first head and row.
+  FFPA_DEVICE RowPlace place_in_tile(const AttentionParams& params, int i) const {
+    const int row = i * inverse_ >> 16;
+    return {i - row * params.tile_heads, row};
+  }
+
   // All lanes of a warp call this together.
   FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item) const {
     SharedRowTile rows;

@@ -75,7 +75,7 @@ def _why_slower_on_wgmma(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> st
     """Says why the mma forward is faster, or None."""
     if isinstance(plan, FusedPlan):
         return fused.why_slower(p, plan, flags)
-    return two_phase.why_slower(p, "hopper", flags) if isinstance(plan, TwoPhasePlan) else None
+    return two_phase.why_slower(p, plan, flags) if isinstance(plan, TwoPhasePlan) else None
 
 
 def _on_mma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
@@ -86,8 +86,9 @@ def _on_mma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
         return _five_products(p, "mma", flags) if isinstance(found, str) else found
     if p.level is None and not forward_short.why_slower(p):
         found = forward_short.plan(p, flags)
-    if isinstance(found, str) and p.level is None and not two_phase.why_slower(p, "mma", flags):
+    if isinstance(found, str) and p.level is None:
         found = two_phase.plan(p, "mma", flags)
+        found = found if isinstance(found, str) else two_phase.why_slower(p, found, flags) or found
     return levels.plan(p, flags) if isinstance(found, str) else found
 
 

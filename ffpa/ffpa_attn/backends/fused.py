@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..specs import archs
@@ -19,10 +20,9 @@ from ..specs.spec import (
     ForwardWgmmaPair,
     Problem,
     Visibility,
-    visible_keys,
 )
 from . import forward_short, levels, row_tiles
-from .row_tiles import Parts, Scratch
+from .row_tiles import Pace, Parts, Scratch
 
 MOST_COLUMNS = ForwardWgmmaPair.most_value_columns  # of V and O
 _TILE_KEYS = 128  # keys of a part are a multiple of it: of the tiles of all these kernels
@@ -31,9 +31,6 @@ _SPEED_OF_LATENTS = 4.6
 _SPEED_OF_SMALL_SLOTS = 4.3  # in pairs with a Q of 576 columns
 _ENDS = 200  # begin and end of a work item take as long as so many keys
 _BANDWIDTH = {1: 4.0e6, 2: 3.7e6}  # bytes of K and V a microsecond, by blocks that share a tile; on an H200
-_LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
-_MERGE = 5  # microseconds of the launch that merges parts
-_AS_FAST = 1.01  # times as long as mma by estimates, which are no better than that
 
 
 class FusedPlan(row_tiles.RowTilePlan):
@@ -75,34 +72,20 @@ def is_faster_than_two_phases(p: Problem) -> bool:
     return has_latents(p) or (in_pairs and bool(row_tiles.why_slower(p)))
 
 
-def _microseconds(p: Problem, spec, tile_heads: int, of_keys: Parts) -> float:
-    """Estimates a call on an otherwise idle GPU: blocks take items at one pace, that of the tensor cores or of their
-    share of the memory.
-    """
-    blocks, count = archs.multiprocessors(p.arch or "sm_90") // spec.blocks, of_keys.count
-    items = max(row_tiles.count(p, spec.rows, tile_heads), 1) * count
-    keys = visible_keys(p) + (_TILE_KEYS / 2 if p.visibility.bounded else 0)
-    longest = min(keys, of_keys.keys) if count > 1 else keys
+def _pace(p: Problem, spec) -> Pace:
+    blocks = archs.multiprocessors(p.arch or "sm_90") // spec.blocks
     is_latent = isinstance(spec, ForwardWgmmaLatent)
     speed = _SPEED_OF_LATENTS if is_latent else _SPEED_OF_SMALL_SLOTS if spec.columns > MOST_COLUMNS else _SPEED
     of_key = 2 * spec.rows * (spec.columns + spec.value_columns) / (speed * 1e6 * spec.blocks)
-    readers = min(max(items, _LEAST_READERS * blocks), blocks)
     columns = p.d_qk if is_latent else p.d_qk + p.d_v
-    bytes_of_key = p.batch * p.heads_kv * columns * 2 * count / items
-    of_item = longest * max(of_key, bytes_of_key / (_BANDWIDTH[spec.blocks] / readers)) + _ENDS * of_key
-    waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
-    rows = p.batch * p.heads_q * p.n_q
-    merge = _MERGE + count * rows * p.d_v * 8 / _BANDWIDTH[1] if count > 1 else 0
-    return waves * of_item + merge
+    return Pace(spec.rows, _TILE_KEYS, blocks, of_key, _ENDS * of_key, columns, _BANDWIDTH[spec.blocks])
 
 
 def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, Parts]:
     """Returns the parts that take the shortest, and how long."""
-    most = row_tiles.MOST_TILES // max(row_tiles.count(p, spec.rows, tile_heads), 1)
-    most = max(min(row_tiles.most_parts(p, _TILE_KEYS, workspace_cap), most), 1)
-    of_tile = p.n_q, p.n_k, p.visibility, spec.rows // tile_heads, _TILE_KEYS
-    cuts = dict.fromkeys(row_tiles.cut_keys(*of_tile, count) for count in range(1, most + 1))
-    return min((_microseconds(p, spec, tile_heads, cut), cut) for cut in cuts)
+    pace = _pace(p, spec)
+    estimate = partial(row_tiles.microseconds, p, pace, tile_heads)
+    return row_tiles.fastest_parts(p, spec.rows, _TILE_KEYS, tile_heads, workspace_cap, estimate)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
@@ -127,9 +110,4 @@ def why_slower(p: Problem, plan: FusedPlan, flags: Mapping[str, Any]) -> str | N
         return None
     if not (isinstance(forward_short.plan(p, flags), str) or forward_short.why_slower(p)):
         return "all keys fit one tile of the short forward"
-    of_mma = levels.plan(p, flags)
-    if isinstance(of_mma, str) or plan.microseconds <= _AS_FAST * of_mma.microseconds:
-        return None
-    return (
-        f"{plan.kernel} is estimated to take {plan.microseconds:.0f} µs, and {of_mma.kernel} {of_mma.microseconds:.0f}"
-    )
+    return levels.why_faster(p, plan, flags)

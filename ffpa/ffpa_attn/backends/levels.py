@@ -1,14 +1,15 @@
 """This is the forward on mma.sync: it finds which instance and which run-time settings a problem gets, and calls it.
 
-Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls with many
-rows that force nothing go to two_phase.py instead. `plan` is pure. The same plan runs natively on a GPU and, with
-FFPA_EMULATE, in the emulator on CPU tensors.
+Up to 256 columns warps own whole rows; wider head dims, and levels 2 and 3, are split; from 640 on, calls that force
+nothing go to two_phase.py instead, but for the fewest rows. `plan` is pure. The same plan runs natively on a GPU and,
+with FFPA_EMULATE, in the emulator on CPU tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..launching.attention_call import Call, Memo, forward_launch
@@ -171,6 +172,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 
 
+@lru_cache(maxsize=64)  # several families ask what the levels would take
 def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap: int) -> int:
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
     most = row_tiles.most_parts(p, shape.keys, workspace_cap)
@@ -313,6 +315,17 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
             return answer._replace(grid_of_heads=grid_of_heads)
         reasons.append(answer)
     return "; ".join(reasons)
+
+
+_AS_FAST = 1.01  # times as long by estimates, which are no better than that
+
+
+def why_faster(p: Problem, other: row_tiles.RowTilePlan, flags: Mapping[str, Any]) -> str | None:
+    """Says why the levels are faster than another plan, by estimates, or None."""
+    ours = plan(p, flags)
+    if isinstance(ours, str) or other.microseconds <= _AS_FAST * ours.microseconds:
+        return None
+    return f"{other.kernel} is estimated to take {other.microseconds:.0f} µs, and {ours.kernel} {ours.microseconds:.0f}"
 
 
 def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:

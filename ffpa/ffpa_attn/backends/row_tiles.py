@@ -6,14 +6,14 @@ anything else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .. import env
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
-from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility
+from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility, visible_keys
 
 ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward, but that of latent vectors
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share
@@ -21,6 +21,9 @@ _FEWER = 0.95  # part of the row tiles that is left, where heads share them
 MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one more than there are
 PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as AttentionParams::part_columns does
 MOST_PARTS = 64
+_LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
+_MERGE = 5  # microseconds of the launch that merges parts
+_BANDWIDTH_OF_PARTS = 4.0e6  # bytes of parts that are written and read in a microsecond
 
 
 class Scratch(NamedTuple):
@@ -75,12 +78,53 @@ def most_parts(p: Problem, tile_keys: int, workspace_cap: int) -> int:
     return max(min(MOST_PARTS, p.n_k // tile_keys, workspace_cap // 2 // max(bytes_of_one, 1)), 1)
 
 
+class Pace(NamedTuple):
+    """What an estimate has to know of a kernel whose blocks take items at one pace: that of the tensor cores, or of their
+    share of the memory.
+    """
+
+    rows: int  # of a row tile
+    tile_keys: int  # keys of a part are a multiple of it
+    blocks: int  # blocks, or clusters, that work at a time
+    of_key: float  # microseconds for the products of a row tile with a key
+    ends: float  # microseconds for the begin and end of an item
+    columns: int  # columns of K and V that a key has in memory
+    bandwidth: float  # bytes of K and V a microsecond
+
+
+def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> float:
+    """Estimates a call on an otherwise idle GPU."""
+    blocks, parts = pace.blocks, of_keys.count
+    items = max(count(p, pace.rows, tile_heads), 1) * parts
+    keys = visible_keys(p) + (pace.tile_keys / 2 if p.visibility.bounded else 0)
+    longest = min(keys, of_keys.keys) if parts > 1 else keys
+    readers = min(max(items, _LEAST_READERS * blocks), blocks)
+    bytes_of_key = p.batch * p.heads_kv * pace.columns * 2 * parts / items
+    of_item = longest * max(pace.of_key, bytes_of_key / (pace.bandwidth / readers)) + pace.ends
+    waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
+    rows = p.batch * p.heads_q * p.n_q
+    merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS if parts > 1 else 0
+    return waves * of_item + merge
+
+
+def fastest_parts(
+    p: Problem, rows: int, tile_keys: int, tile_heads: int, workspace_cap: int, estimate: Callable[[Parts], float]
+) -> tuple[float, Parts]:
+    """Returns the parts that take the shortest, and how long."""
+    most = MOST_TILES // max(count(p, rows, tile_heads), 1)
+    most = max(min(most_parts(p, tile_keys, workspace_cap), most), 1)
+    of_tile = p.n_q, p.n_k, p.visibility, rows // tile_heads, tile_keys
+    cuts = dict.fromkeys(cut_keys(*of_tile, number) for number in range(1, most + 1))
+    return min((estimate(cut), cut) for cut in cuts)
+
+
 class RowTilePlan(NamedTuple):
     spec: KernelSpec
     tile_heads: int = 1  # query heads of a group whose rows share tiles
     parts: Parts = Parts()
     microseconds: float = 0.0  # an estimate, where one was made
     rows = ROWS  # of a tile
+    has_slopes = True  # references of parts are made with slopes (csrc/attention/logits.cuh)
 
     @property
     def kernel(self) -> str:
@@ -113,13 +157,14 @@ class RowTilePlan(NamedTuple):
             return Call()
         packed_rows = q.shape[-2] if offsets else None
         tiles = _count(batch, q.shape[-3], n_q, packed_rows, self.rows, self.tile_heads) * self.parts.count
+        rows = batch * q.shape[-3] * n_q
+        partial = rows * floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
+        workspace_cap -= 4 * (partial or 0)
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
-        settings |= self.parts.settings | {"has_slopes": True}
+        settings |= self.parts.settings | {"has_slopes": self.has_slopes}
         launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
-        rows, scratch = batch * q.shape[-3] * n_q, nbytes // 4 or None
-        partial = rows * floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
-        return Call(launches, scratch, partial, sums_to_zero(self.parts, rows, offsets))
+        return Call(launches, nbytes // 4 or None, partial, sums_to_zero(self.parts, rows, offsets))
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

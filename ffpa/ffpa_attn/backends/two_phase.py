@@ -8,6 +8,7 @@ sums, and so every bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..specs import archs
@@ -19,32 +20,45 @@ from ..specs.spec import (
     Problem,
     Visibility,
 )
-from . import row_tiles
-from .row_tiles import HEAD_BYTES, ROWS, Scratch
+from . import levels, row_tiles
+from .row_tiles import HEAD_BYTES, ROWS, Pace, Parts, Scratch
 
 KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/attention/forward/*_two_phase.cuh
 MOST_KEYS = 1 << 19  # keys of a chunk, a multiple of KEYS: kernels have bits for so many tiles
 # These are measured on an H200: below, what registers hold is faster; at 576 levels are as fast as two phases on mma.
 LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
+# These are estimates that no GPU has confirmed.
+_SPEED = {ForwardWgmmaTwoPhase: 4.8, ForwardMmaTwoPhase: 2.75}  # TFLOPS of a multiprocessor, over computed columns
+_ENDS = {ForwardWgmmaTwoPhase: 8.0, ForwardMmaTwoPhase: 10.0}  # microseconds of an item's ends, and of its wait for P
+_BANDWIDTH = 3.6e6  # bytes of K and V a microsecond, on an H200, beside P
+_MMA_STEP, _MMA_COLUMNS = 32, 128  # columns of a step of S, and the fewest of O, on mma.sync
 _LEAST_TILES = 4  # tiles of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
+
+_Spec = ForwardWgmmaTwoPhase | ForwardMmaTwoPhase
 
 
 class TwoPhasePlan(row_tiles.RowTilePlan):
     __slots__ = ()
 
+    @property
+    def has_slopes(self) -> bool:
+        return isinstance(self.spec, ForwardWgmmaTwoPhase)
+
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
-        return cut(tiles, n_k, see, d_v, self.spec.columns, multiprocessors, cap)
+        return cut(tiles, _keys_of_item(n_k, self.parts), see, d_v, self.spec.columns, multiprocessors, cap)
 
 
-def why_slower(p: Problem, backend: str, flags: Mapping[str, Any]) -> str | None:
-    """Says why the levels of the mma forward are faster, or None: see row_tiles; and they need less workspace."""
-    if reason := row_tiles.why_slower(p):
-        return reason
-    tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
-    blocks, chunk_keys, _ = _cut(p, backend, tiles, multiprocessors, flags)
-    if blocks < row_tiles.least_blocks(p) or chunk_keys < min(_LEAST_TILES, _tiles(p.n_k, p.visibility)) * KEYS:
+def why_slower(p: Problem, plan: TwoPhasePlan, flags: Mapping[str, Any]) -> str | None:
+    """Says why the levels of the mma forward are faster, or None: they need less workspace, and have smaller tiles."""
+    (blocks, chunk_keys, _), items = _cut(p, plan.spec, plan.tile_heads, plan.parts, flags)
+    tiles = _tiles(_keys_of_item(p.n_k, plan.parts), p.visibility)
+    if blocks < min(items, row_tiles.least_blocks(p)) or chunk_keys < min(_LEAST_TILES, tiles) * KEYS:
         return f"FFPA_WORKSPACE_MB={flags['FFPA_WORKSPACE_MB']} holds {blocks} blocks and {chunk_keys} keys of each, too few"
-    return None
+    return levels.why_faster(p, plan, flags) if row_tiles.why_slower(p) else None
+
+
+def _keys_of_item(n_k: int, parts: Parts) -> int:
+    return min(n_k, parts.keys) if parts.count > 1 else n_k
 
 
 def _tiles(n_k: int, see: Visibility) -> int:
@@ -65,8 +79,10 @@ def cut(
     of_tile = ROWS * (KEYS * 2 + 4)  # bytes of P, and of the references of its rows
     out = -(-d_v // columns) * columns * ROWS * 4
     blocks, all_tiles = min(row_tiles_in_all, multiprocessors), _tiles(n_k, see)
-    if blocks * all_tiles * of_tile <= cap and all_tiles * KEYS <= MOST_KEYS:
-        return Scratch(blocks, all_tiles * KEYS, HEAD_BYTES + blocks * all_tiles * of_tile)
+    of_all = all_tiles * of_tile
+    if all_tiles * KEYS <= MOST_KEYS and (blocks * of_all <= cap or of_all <= cap < of_tile + out):
+        blocks = min(blocks, cap // of_all)
+        return Scratch(blocks, all_tiles * KEYS, HEAD_BYTES + blocks * of_all)
     blocks = max(1, min(blocks, cap // (of_tile + out)))
     most = min(all_tiles, MOST_KEYS // KEYS, max(1, (cap // blocks - out) // of_tile))
     tiles = -(-all_tiles // -(-all_tiles // most))  # tiles of each chunk, all about as large
@@ -80,15 +96,44 @@ def _columns(d_v: int) -> int:
     return max(-(-boxes // times) * BOX, TWO_PHASE_COLUMNS[0])
 
 
-def _spec(p: Problem, backend: str) -> ForwardWgmmaTwoPhase | ForwardMmaTwoPhase:
+def _spec(p: Problem, backend: str) -> _Spec:
     if backend == "mma":
         return ForwardMmaTwoPhase(p.dtype, TWO_PHASE_MMA_COLUMNS)
     return ForwardWgmmaTwoPhase(p.dtype, _columns(p.d_v))
 
 
-def _cut(p: Problem, backend: str, row_tiles_in_all: int, multiprocessors: int, flags: Mapping[str, Any]) -> Scratch:
-    columns, cap = _spec(p, backend).columns, flags["FFPA_WORKSPACE_MB"] << 20
-    return cut(row_tiles_in_all, max(p.n_k, 1), p.visibility, p.d_v, columns, multiprocessors, cap)
+def _cut(
+    p: Problem, spec: _Spec, tile_heads: int, parts: Parts, flags: Mapping[str, Any]
+) -> tuple[Scratch, int] | None:
+    """Returns the scratch beside the results of parts, and how many items share it; None where the cap holds no block."""
+    rows = p.batch * p.heads_q * p.n_q
+    cap = flags["FFPA_WORKSPACE_MB"] << 20
+    cap -= 4 * rows * row_tiles.floats_of_row(parts, p.d_v) if parts.count > 1 else 0
+    items = max(row_tiles.count(p, tile_heads=tile_heads), 1) * parts.count
+    keys, multiprocessors = _keys_of_item(max(p.n_k, 1), parts), archs.multiprocessors(p.arch or "sm_90")
+    scratch = cut(items, keys, p.visibility, p.d_v, spec.columns, multiprocessors, cap)
+    return (scratch, items) if scratch.scratch_bytes <= cap else None
+
+
+def _microseconds(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, Any], parts: Parts) -> float:
+    """Estimates a call on an otherwise idle GPU, with as many blocks as the workspace holds."""
+    found = _cut(p, spec, tile_heads, parts, flags)
+    if found is None:
+        return float("inf")
+    (blocks, _, _), items = found
+    multiprocessors = archs.multiprocessors(p.arch or "sm_90")
+    blocks = multiprocessors if blocks == min(items, multiprocessors) else blocks
+    of_qk, of_v = (BOX, BOX) if isinstance(spec, ForwardWgmmaTwoPhase) else (_MMA_STEP, _MMA_COLUMNS)
+    computed = -(-p.d_qk // of_qk) * of_qk + -(-p.d_v // of_v) * of_v
+    of_key = 2 * ROWS * computed / (_SPEED[type(spec)] * 1e6)
+    pace = Pace(ROWS, KEYS, blocks, of_key, _ENDS[type(spec)], p.d_qk + p.d_v, _BANDWIDTH)
+    return row_tiles.microseconds(p, pace, tile_heads, parts)
+
+
+def _parts(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, Any]) -> tuple[float, Parts]:
+    """Returns the parts that take the shortest, and how long."""
+    estimate = partial(_microseconds, p, spec, tile_heads, flags)
+    return row_tiles.fastest_parts(p, ROWS, KEYS, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20, estimate)
 
 
 def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
@@ -97,7 +142,10 @@ def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | s
         return f"there is no {backend} kernel for a two-phase forward of fewer than {LEAST_HEAD_DIM[backend]} columns"
     if reason := row_tiles.why_not(p, "two-phase", flags):
         return reason
-    least = _cut(p, backend, 1, 1, flags).scratch_bytes
+    spec = _spec(p, backend)
+    least = cut(1, max(p.n_k, 1), p.visibility, p.d_v, spec.columns, 1, flags["FFPA_WORKSPACE_MB"] << 20).scratch_bytes
     if least > flags["FFPA_WORKSPACE_MB"] << 20:
         return f"the two-phase forward needs {-(-least >> 20)} MiB of workspace for {ROWS} rows"
-    return TwoPhasePlan(_spec(p, backend))
+    tile_heads = row_tiles.shared_heads(p)
+    microseconds, parts = _parts(p, spec, tile_heads, flags)
+    return TwoPhasePlan(spec, tile_heads, parts, microseconds)
