@@ -3,10 +3,8 @@
 //   score = cap(scale · q·k) + mask,  cap(x) = softcap · tanh(x / softcap), or x where there is no softcap;
 //   -inf where the row does not see the key, or a bool mask says no;
 //
-// Each step is rounded as softmax of float32 scores rounds it. Logits (logits.cuh) are made of scores where exponents
-// are computed, or of products where these need only a positive factor (they are plain). A Block says which batch entry
-// and head the scores belong to, how many rows and keys it has, and which of them meet: it is a RowTile, or a tile
-// with the same names.
+// Each step is rounded as softmax of float32 scores rounds it. A Block says which batch entry and head the scores
+// belong to, how many rows and keys it has, and which of them meet: it is a RowTile, or a tile with the same names.
 //
 // Kernels hold scores as C fragments, scores[m][n] for rows 16m and keys 8n of the thread's warp (or those keys that
 // Fragments says); `row` and `key` are where the first of them lie, rows counted as place_in() wants. Whatever a call
@@ -15,7 +13,6 @@
 
 #include <cmath>
 
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
@@ -59,7 +56,7 @@ FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, in
 }
 
 // Adds a mask to a score; -inf hides the pair whatever its score is. With `kApart` the sum stays in its own branch, as
-// the product in it is volatile: many sums computed ahead would not fit the registers that wgmma's accumulators leave.
+// the product in it is volatile: many sums computed ahead would not fit the registers that accumulators leave.
 template <bool kApart>
 FFPA_DEVICE float add_mask(float score, float mask) {
   if (mask == -kInfinity) return mask;
@@ -121,27 +118,10 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
   });
 }
 
-FFPA_DEVICE LogitScale scale_of_products(const AttentionParams& params) { return {params.scale, params.score_factor}; }
-
 // Says whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.
 FFPA_DEVICE bool are_raw(const AttentionParams& params) { return !params.has_rules() && params.score_factor > 0; }
 // Says the same of one tile; none of its products are hidden where `all_seen`.
-FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) { return all_seen && are_raw(params); }
-
-// Returns the slopes of what exponents are made of: products; or scores; or, where a float does not hold their logits,
-// the results of in_base_2.
-FFPA_DEVICE Slopes slopes_of(const AttentionParams& params) {
-  return are_raw(params) ? Slopes::of(params.score_factor) : params.has_wide_mask() ? Slopes{1, 1} : Slopes::of(kLog2e);
-}
-
-// Returns the score of a logit that these slopes have made.
-FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
-  const Slopes slopes = slopes_of(params);
-  if (params.has_wide_mask()) return in_natural_units(logit);
-  if (std::fabs(logit) <= Slopes::kMostFine) return logit * kLn2;
-  const float largest = logit / slopes.coarse;
-  return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
-}
+FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) { return are_raw(params) && all_seen; }
 
 // Turns products into scores. With `all_seen`, every row sees every key of the tile. With `kMasks` there may be a mask;
 // reading it takes registers. `scale` turns the given products into those of Q and K.
@@ -160,42 +140,6 @@ FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionP
   if (kMasks && params.mask.kind != MaskKind::kNone)
     mask_scores<Fragments, kApart>(scores, params, block, row, key, lane);
   if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
-}
-
-// Says whether this maximum of a row, before its factor, is too large to fuse exponents; it is -inf without scores.
-FFPA_DEVICE bool is_large(float maximum, float factor) {
-  return std::fabs(maximum) * factor > kMostFusedLogit && maximum > -kInfinity;
-}
-
-// Finds the largest value of each row. Says whether one of them is too large to fuse exponents.
-template <int kM, int kN>
-FFPA_DEVICE bool find_maxima(float (&maxima)[kM][2], const float (&scores)[kM][kN][4], float factor) {
-  bool large = false;
-  tile::for_each_row<kM>([&](int m, int h) {
-    float most = larger_of(scores[m][0][2 * h], scores[m][0][2 * h + 1]);
-    FFPA_UNROLL
-    for (int n = 1; n < kN; ++n) most = larger_of(larger_of(most, scores[m][n][2 * h]), scores[m][n][2 * h + 1]);
-    maxima[m][h] = tile::largest_of_lanes(most);
-    large |= is_large(maxima[m][h], factor);
-  });
-  return large;
-}
-
-// Turns scores and their rows' maxima into logits, and their factor into 1.
-template <int kM, int kN>
-FFPA_DEVICE void make_logits(float (&scores)[kM][kN][4], float (&maxima)[kM][2], const LogitScale& to_logits,
-                             float& factor) {
-  FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FFPA_UNROLL
-    for (int n = 0; n < kN; ++n) {
-      FFPA_UNROLL
-      for (float& score : scores[m][n]) score = to_logits.logit(score);
-    }
-    FFPA_UNROLL
-    for (float& score : maxima[m]) score = to_logits.logit(score);
-  }
-  factor = 1;
 }
 
 }  // namespace ffpa

@@ -11,7 +11,6 @@ namespace ffpa {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
 inline constexpr int kLargestInt = __INT_MAX__;
-inline constexpr float kLargestFloat = __FLT_MAX__;
 inline constexpr float kLog2e = 1.4426950408889634f;  // exp(x) = exp2(x * kLog2e)
 inline constexpr float kLn2 = 0.6931471805599453f;    // log(x) = log2(x) * kLn2
 

@@ -66,7 +66,7 @@ MUTANTS = [
     *backward(
         "csrc/attention/backward/pairs.cuh",
         ("backward pairs: rows that an LSE leaves out are plain", "return all_seen && all_small", "return all_seen"),
-        ("backward pairs: one row of a lane counts for both", "std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit", "std::fabs(lse2[0]) <= kMostFusedLogit"),
+        ("backward pairs: one row of a lane counts for both", "std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse", "std::fabs(lse2[0]) <= kMostNearLse"),
         ("backward pairs: dP as fp16", "if constexpr (std::is_same_v<Element, Half>)", "if constexpr (false)"),
         only="not cuda and (leaves_out or beyond_its_range)",
     ),

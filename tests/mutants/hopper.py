@@ -84,8 +84,6 @@ MUTANTS = [
         ("fused: boxes of rows that do not all exist", "rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;", "rows.heads == 1;"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
-        ("fused: products are taken for scores", "raw = are_raw(params);", "raw = true;"),
-        ("fused: maxima of a thread's keys", 'return tile::largest_of_lanes(largest);', 'return largest;'),
     ),
     *edits_in(
         "csrc/attention/forward/merge.cuh",
@@ -179,7 +177,7 @@ MUTANTS = [
         ("parts: cut from key 0", "all.first + block.split() * tiles, all.end", "block.split() * tiles, all.end"),
     ),
     *shared_tiles(
-        "csrc/attention/row_state.cuh",
+        "csrc/attention/softmax.cuh",
         ("shared tiles: LSE of the first head", "at.head * params.lse_head_stride", "rows.head() * params.lse_head_stride"),
         ("parts: sums of all in the place of the first", "params.partial_sums(rows.split())", "params.partial_sums(0)"),
     ),
@@ -198,7 +196,7 @@ MUTANTS = [
         ("merge: parts of half of the warps", "while (warps * kWarpParts < params.splits)", "while (2 * warps * kWarpParts < params.splits)"),
         ("merge: sums of warps that still add", "    ptx::sync_block();\n    for (int other = 1;", "    for (int other = 1;"),
         ("merge: weights of the first parts for all", "first < 32 ? weights[0] : weights[1]", "weights[0]"),
-        ("merge: LSE of slopes as of other logits", "params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit)", "logit * kLn2"),
+        ("merge: LSE of slopes as of other logits", "score_of_logit(params, logit)", "logit * kLn2"),
     ),
     *shared_tiles(
         "launching/attention_call.py",
@@ -232,12 +230,15 @@ MUTANTS = [
         ("two-phase: the last heads taken for as many as the others", "(entries - last_section_ * together) * group", "together * group"),
     ),
     *fused(
-        "csrc/attention/row_state.cuh",
+        "csrc/attention/softmax.cuh",
         ("row state: sums of a thread's keys", "tile::sum_of_lanes(state.sum[h])", "state.sum[h]"),
         ("row state: sums not rescaled", "    sum[h] *= growth(before, reference[h]);\n", ""),
         ("row state: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
         ("row state: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
-        ("row state: references never move", "if (maximum - before > lazy_growth)", "if (before == -kInfinity && maximum > before)"),
+        ("row state: references never move", "if (lags(h, maximum, lazy_growth))", "if (before == -kInfinity && maximum > before)"),
+        ("softmax: products are taken for scores", "  if (are_raw(params)) {\n    hide_unseen", "  if (true) {\n    hide_unseen"),
+        ("softmax: maxima of a thread's keys", "return tile::largest_of_lanes(largest);", "return largest;"),
+        ("softmax: keys of the first step again", "row, key + step * kN * 8, lane);", "row, key, lane);"),
     ),
     *two_phase(
         "csrc/attention/rows/row_tile.cuh",
@@ -261,7 +262,6 @@ MUTANTS = [
     ),
     *two_phase(
         "csrc/attention/forward/mma_two_phase.cuh",
-        ("two-phase mma: logits keep the factor of scores", "      factor = 1;\n", ""),
         only="mma and not cuda and (large or any_size)",
     ),
     *two_phase(
@@ -276,7 +276,7 @@ MUTANTS = [
         ("two-phase mma: sums of a quarter of the keys", "    share(state.sum, [](float a, float b) { return a + b; });\n", ""),
         ("two-phase mma: a reference kept for one tile alone", "keep_references(tile, state)", "keep_references(0, state)"),
         ("two-phase mma: a negative scale taken for plain", "if (are_plain(params_, all_seen)) return", "if (all_seen && params_.mask.kind == MaskKind::kNone && !(params_.softcap > 0)) return"),
-        ("two-phase mma: P without the scale", "c[2 * h + 1] * factor - reference", "c[2 * h + 1] - reference"),
+        ("two-phase mma: P without the scale", "p1 = exponents.p(c[2 * h + 1]);", "p1 = ptx::ex2(c[2 * h + 1] - exponents.reference);"),
         ("two-phase mma: the same keys again", "begin_keys(chunk.first_tile + tile + 1)", "begin_keys(chunk.first_tile + tile)"),
         ("two-phase mma: V behind a packed sequence as it is", "return key < b_.rows && chunk * tile::kChunkElements < b_.columns;", "return chunk * tile::kChunkElements < b_.columns;"),
         ("two-phase mma: too many columns for the narrow core", "<= NarrowCore::kColumns", "<= 2 * NarrowCore::kColumns"),
@@ -330,7 +330,6 @@ MUTANTS = [
     ),
     *two_phase_parts(
         "backends/two_phase.py",
-        ("two-phase parts mma: LSE of logits as of slopes", "return isinstance(self.spec, ForwardWgmmaTwoPhase)", "return True"),
         ("two-phase parts: room for the keys of all", "return min(n_k, parts.keys) if parts.count > 1 else n_k", "return n_k"),
         ("two-phase parts: a workspace that holds no block", "if scratch.scratch_bytes <= cap else None", ""),
         ("two-phase parts: no row tile of several heads", "tile_heads = row_tiles.shared_heads(p)", "tile_heads = 1"),
@@ -404,10 +403,11 @@ MUTANTS = [
         ("fp8: columns of the other warpgroup", "column = group * Config::kOwnColumns;", "column = (1 - group) * Config::kOwnColumns;"),
     ),
     *fp8(
-        "csrc/attention/forward/wgmma_steps.cuh",
+        "csrc/attention/softmax.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
-        ('fp8: references wait to grow', 'largest_of_row<kSteps>(scores, h), kLazyGrowth)', 'largest_of_row<kSteps>(scores, h))'),
+        ('fp8: references wait to grow', 'largest_of_row(scores, h), 0.0f)', 'largest_of_row(scores, h))'),
+        ('fp8: references below the maximum', 'std::ceil(maximum)', 'std::floor(maximum)'),
     ),
     *fp8(
         "csrc/attention/forward/arrange_values.cuh",

@@ -31,10 +31,15 @@ MUTANTS = [
     *large_scores(
         "csrc/attention/logits.cuh",
         ("large scores: the largest overflow in base 2", "half - kFlatOffset", "-kInfinity"),
+        ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
+    ),
+    *large_scores(
+        "csrc/attention/softmax.cuh",
         ("slopes: no row is large", "0x1p27f", "0x1p120f"),
         ("slopes: those of large rows are rounded products", ": coarse;", ": factor;"),
-        ("large scores: LSEs of the largest as if they were not flat", "std::fabs(logit) <= kFlatLogit ?", "true ?"),
-        ("large scores: none is taken for large", "0x1p14f", "0x1p120f"),
+        ("slopes: references by the factor alone", "return x * at(x * factor);", "return x * factor;"),
+        ("slopes: LSEs of large rows by the factor", "if (std::fabs(logit) <= Slopes::kMostFine) return", "if (true) return"),
+        ("softmax: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
     ),
     *edits_in(
         "triton_ops/backward_kernels.py",
@@ -49,6 +54,7 @@ MUTANTS = [
     ),
     *gradients(
         "csrc/attention/backward/row_shares.cuh",
+        ("shares: no row is far", "0x1p14f", "0x1p120f"),
         ("shares: keys share nothing", "RowShare{largest, share}", "RowShare{largest, 0}"),
         ("shares: rows keep their LSE", "RowShare{largest, share}", "RowShare{lse, 0}"),
         ("shares: rows 8 further have those of the first", "if (lane / 8 != h) continue;", "if (h != 0) continue;"),
@@ -62,22 +68,12 @@ MUTANTS = [
         ("backward: P of halves loses digits", "Half> ? 12 : 0", "Half> ? 0 : 0"),
     ),
     *any_rounding(
-        "csrc/attention/logits.cuh",
+        "csrc/attention/backward/row_shares.cuh",
         ("large scores: no score is the largest but for rounding", "0x1p-22f", "0x1p-60f"),
     ),
     *large_scores(
         "csrc/attention/score_rules.cuh",
         ("rules: -inf in a mask does not hide NaN", "if (mask == -kInfinity) return mask;", ""),
-        ("rules: rows without keys have large scores", " && maximum > -kInfinity", ""),
-        ("rules: logits keep the factor of scores", "  factor = 1;\n", ""),
-    ),
-    *large_scores(
-        "csrc/attention/forward/wgmma_steps.cuh",
-        ("fused: the largest overflow in base 2", "score = in_base_2(score);", "score = ptx::mul_rn(score, kLog2e);"),
-    ),
-    *large_scores(
-        "csrc/attention/forward/mma_rows.cuh",
-        ("rows: large scores that do not grow are left as they are", "mends || large", "mends"),
     ),
     *large_scores(
         "csrc/attention/forward/merge.cuh",

@@ -8,7 +8,6 @@
 
 #include "attention/backward/row_shares.cuh"
 #include "attention/backward/tiles.cuh"
-#include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/score_rules.cuh"
 #include "base/compiler.h"
@@ -63,7 +62,7 @@ FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, in
 // say of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. All lanes
 // get the same answer.
 FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
-  const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostFusedLogit && std::fabs(lse2[1]) <= kMostFusedLogit);
+  const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse);
   return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 

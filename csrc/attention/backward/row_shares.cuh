@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/score_rules.cuh"
@@ -18,8 +17,17 @@
 
 namespace ffpa {
 
+// A multiply-add makes exponents of P where an LSE, in base 2, is no larger than this: the LSE's rounding then changes
+// P by 2^-11 at most.
+inline constexpr float kMostNearLse = 0x1p14f;
+
 // Returns whether rounding shows in P of a row with this LSE, in base 2.
-FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostFusedLogit); }
+FFPA_DEVICE bool is_far(float lse2) { return lse2 != kInfinity && !(std::fabs(lse2) <= kMostNearLse); }
+
+// Kernels of several kinds round scores and LSEs. An LSE counts as what its row's scores give, and a score as the
+// largest of its row, where they are no further apart than this, relative to their size.
+inline constexpr float kRoundingsOfLse = 0x1p-21f;
+inline constexpr float kRoundingsOfScore = 0x1p-22f;
 
 // The share of a far row: P = 2^(exponent(score) - share).
 struct RowShare {

@@ -4,11 +4,9 @@
 // order: every run gives the same bits.
 #pragma once
 
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
-#include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -102,8 +100,7 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   if (exists && params.lse != nullptr && first == 0 && column == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
     const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
-    const float lse = params.has_slopes ? score_of_logit(params, logit) : in_natural_units(logit);
-    ptx::st_global_4(head_gmem + rows.begin + row, float_bits(lse));
+    ptx::st_global_4(head_gmem + rows.begin + row, float_bits(score_of_logit(params, logit)));
   }
   FFPA_UNROLL
   for (float& weight : weights) weight *= sum == 0 ? 0 : 1 / sum;  // NaN stays NaN

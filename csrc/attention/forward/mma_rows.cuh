@@ -12,13 +12,12 @@
 
 #include <type_traits>
 
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_grid.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -50,7 +49,7 @@ struct ForwardMmaRowsConfig : Fields {
 
   // Products that need more than a positive factor become scores first, which takes registers that two fragments of
   // rows do not leave.
-  static constexpr bool kLogits = kWarpRows == 16;
+  static constexpr bool kRules = kWarpRows == 16;
 
   // B fragments are loaded kAhead pairs before their products: about one latency of ldmatrix.
   static constexpr int kAhead = Fields::kSerial ? 0 : kWarpRows == 16 ? 2 : 1;
@@ -152,23 +151,12 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   constexpr int kM = kWarpRows / 16, kScoreN = kKeys / 8, kOutN = kHeadDim / 8;
   constexpr int kScoreDepths = kHeadDim / 16, kOutDepths = kKeys / 16;
 
-  // Rows 16m + 8h + lane / 4 of the warp have statistics [m][h]. The reference is what the exponents of P, the sum and
-  // O refer to: the largest score so far, or one that the largest exceeds by no more than kMostGrowth. Before any key
-  // is seen it is finite all the same, so that hidden scores give P = 0 without a special case.
   tile::Accumulator<typename Config::AccPv> o[kM][kOutN];
-  float reference[kM][2];
-  float row_sum[kM][2];  // sum over this thread's keys alone
-  tile::for_each_row<kM>([&](int m, int h) {
-    reference[m][h] = -kLargestFloat;
-    row_sum[m][h] = 0;
-  });
-  // This growth is in base 2: P stays below 2^8, far from what 16 bits hold. Sums of PV in f16 leave no room for it.
-  constexpr float kMostGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
-
-  // Plain scores only need a positive factor. They are left as they are: the exponent's multiply-add applies it at no
-  // cost.
-  const bool plain = !Config::kLogits || are_plain(params, true);
-  const LogitScale to_logits = plain ? scale_of_products(params) : scale_of_scores();
+  RowState states[kM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
+  constexpr float kGrowth = kLazyGrowth<typename Config::AccPv>;
+  const Slopes slopes = Config::kRules ? slopes_of(params) : Slopes::of(params.score_factor);
+  RowExponents exponents[kM][2];  // they change where the references do
+  tile::for_each_row<kM>([&](int m, int h) { exponents[m][h] = RowExponents::of(slopes, states[m].reference[h]); });
 
   // The addresses of a lane, from which every fragment lies at a constant distance.
   const auto lane_address = [&](tile::Coordinate at, int row) { return kLayout.offset(row + at.row, at.column); };
@@ -240,30 +228,31 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     }
     const int first_key = tile_index * kKeys;
     const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
-    if (Config::kLogits && !plain) {
-      products_to_scores(s, params, kept.get(), all_seen, warp_row, first_key, lane);
-    } else if (!all_seen) {
-      hide_unseen(s, kept.get(), warp_row, first_key, lane);
+    if (!Config::kRules) {
+      if (!all_seen) hide_unseen(s, kept.get(), warp_row, first_key, lane);
+    } else if (!are_plain(params, all_seen)) {
+      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane);
     }
 
-    float factor = to_logits.factor, tile_max[kM][2];
-    const bool large = find_maxima(tile_max, s, factor);
-    bool mends = false;
-    tile::for_each_row<kM>([&](int m, int h) { mends |= tile_max[m][h] * factor - reference[m][h] > kMostGrowth; });
-    if (ptx::vote_any(mends || large)) {
-      if (ptx::vote_any(large)) make_logits(s, tile_max, to_logits, factor);
+    float maxima[kM][2];
+    bool lag = false;
+    tile::for_each_row<kM>([&](int m, int h) {
+      maxima[m][h] = slopes.logit(tile::largest_of_lanes(largest_of_thread(s[m], h)));
+      lag |= states[m].lags(h, maxima[m][h], kGrowth);
+    });
+    if (ptx::vote_any(lag)) {
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
-        float alpha[2];
+        float factor[2];
         FFPA_UNROLL
         for (int h = 0; h < 2; ++h) {
-          const float most = larger_of(reference[m][h], tile_max[m][h] * factor);
-          alpha[h] = ptx::ex2(reference[m][h] - most);
-          reference[m][h] = most;
-          row_sum[m][h] *= alpha[h];
+          const float before = states[m].reference[h];
+          states[m].follow(h, maxima[m][h], kGrowth);
+          factor[h] = growth(before, states[m].reference[h]);
+          exponents[m][h] = RowExponents::of(slopes, states[m].reference[h]);
         }
         FFPA_UNROLL
-        for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], alpha);
+        for (int n = 0; n < kOutN; ++n) tile::scale_rows(o[m][n], factor);
       }
     }
 
@@ -278,8 +267,8 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
           for (int half = 0; half < 2; ++half) {
             FFPA_UNROLL
             for (int e = 0; e < 4; ++e) {
-              p[half][e] = ptx::ex2(s[m][2 * depth + half][e] * factor - reference[m][e / 2]);
-              row_sum[m][e / 2] += p[half][e];
+              p[half][e] = exponents[m][e / 2].p(s[m][2 * depth + half][e]);
+              states[m].sum[e / 2] += p[half][e];
             }
           }
           tile::pack_c_pair_as_a<Element>(fragment, p[0], p[1]);
@@ -298,20 +287,14 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       const int first_row = warp_row + m * 16;
-      float inverse[2];
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        inverse[h] = finish_row(params, rows, first_row + tile::c_coordinate(lane, 2 * h).row, reference[m][h],
-                                tile::sum_of_lanes(row_sum[m][h]), lane % 4 == 0,
-                                [](float logit) { return in_natural_units(logit); });
-      }
+      finish_rows(params, rows, first_row, states[m], lane);
       auto writer = out_writer<Element, kOutN, decltype(parts)::value>(params, rows, first_row, 0, lane);
       FFPA_UNROLL
       for (int n = 0; n < kOutN; ++n) {
         float values[4];
         o[m][n].get(values);
         FFPA_UNROLL
-        for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
+        for (int e = 0; e < 4; ++e) values[e] *= states[m].sum[e / 2];
         writer.put(n, values);
       }
     }

@@ -12,12 +12,10 @@
 
 #include <cstdint>
 
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
-#include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/instructions.cuh"
@@ -67,7 +65,7 @@ class ForwardMmaShort {
   static constexpr int kScoreN = kTile / 8;           // fragments of the scores of a warp
   static constexpr int kOutN = kColumns / 8;          // fragments of O, of a step
   static constexpr int kAhead = Config::kStages - 1;  // steps that are brought ahead
-  using Scores = float[1][kScoreN][4];
+  using Scores = float[1][1][kScoreN][4];
   using Probabilities = uint32_t[kTile / 16][4];  // as A fragments
 
   FFPA_HOST_DEVICE static constexpr tile::RowLayout layout() { return tile::RowLayout(kColumns * 2); }
@@ -95,9 +93,10 @@ class ForwardMmaShort {
     {
       Scores scores;
       find_scores(scores);
-      find_p(p, state, scores);
+      to_probabilities(scores, params_, rows_, 0, warp_row_, state, lane_);
+      pack_probabilities<Element>(p, scores);
     }
-    finish_rows(state);
+    finish_rows(params_, rows_, warp_row_, state, lane_);
     find_out(p, state);
   }
 
@@ -150,44 +149,7 @@ class ForwardMmaShort {
       ring_.end_use();
     }
     FFPA_UNROLL
-    for (int n = 0; n < kScoreN; ++n) sums[0][n].get(scores[0][n]);
-  }
-
-  // P = exp2(S - maximum)
-  FFPA_DEVICE void find_p(Probabilities& p, RowState& state, Scores& scores) const {
-    const bool all_seen = all_rows_see(rows_, 0, kTile), raw = are_raw(params_);
-    const LogitScale to_logits = raw ? scale_of_products(params_) : scale_of_scores();
-    if (!raw) {
-      products_to_scores(scores, params_, rows_, all_seen, warp_row_, 0, lane_);
-    } else if (!all_seen) {
-      hide_unseen(scores, rows_, warp_row_, 0, lane_);
-    }
-
-    float factor = to_logits.factor, maxima[1][2];
-    if (ptx::vote_any(find_maxima(maxima, scores, factor))) make_logits(scores, maxima, to_logits, factor);
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) state.reference[h] = maxima[0][h] * factor;
-    FFPA_UNROLL
-    for (int n = 0; n < kScoreN; ++n) {
-      FFPA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        const float reference = finite_reference(state.reference[h]);
-        const float low = ptx::ex2(scores[0][n][2 * h] * factor - reference);
-        const float high = ptx::ex2(scores[0][n][2 * h + 1] * factor - reference);
-        state.sum[h] += low + high;
-        p[n / 2][n % 2 * 2 + h] = ptx::pack<Element>(low, high);
-      }
-    }
-  }
-
-  // Writes the LSE of the rows, and replaces their sums by the factors of O.
-  FFPA_DEVICE void finish_rows(RowState& state) const {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const int i = warp_row_ + tile::c_coordinate(lane_, 2 * h).row;
-      state.sum[h] = finish_row(params_, rows_, i, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane_ % 4 == 0,
-                                [](float logit) { return in_natural_units(logit); });
-    }
+    for (int n = 0; n < kScoreN; ++n) sums[0][n].get(scores[0][0][n]);
   }
 
   // O = P V, divided by the row sum

@@ -18,13 +18,12 @@
 #pragma once
 
 #include "attention/forward/mma_split_config.cuh"
-#include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_grid.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -134,10 +133,7 @@ class ForwardMmaSplit {
     key_feed_.tile = value_feed_.tile = first_tile_;
     key_feed_.step = key_feed_.group = value_feed_.group = 0;
     value_feed_.step = key_steps_;
-    tile::for_each_row<kScoreM>([&](int m, int h) {
-      row_max_[m][h] = -kInfinity;
-      row_sum_[m][h] = 0;
-    });
+    for (RowState& state : states_) state = {};
 
     if (first_tile_ == end_tile_) return;
     if (params_.q_resident) {  // Q belongs to the first step's copies
@@ -221,21 +217,23 @@ class ForwardMmaSplit {
   FFPA_DEVICE void attend_to(int tile) {
     Scores scores;
     compute_scores(scores);
-    const LogitScale to_logits = to_scores(scores, tile * kKeys);
-    float factor = to_logits.factor;
-    publish_maxima(scores, to_logits, factor);
+    apply_rules_to(scores, tile * kKeys);
+    tile::for_each_row<kScoreM>(
+        [&](int m, int h) { publish(m, h, tile::largest_of_lanes(largest_of_thread(scores[m], h))); });
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
-    compute_probabilities(scores, factor);
+    compute_probabilities(scores);
     sync_team();  // P and α are there
   }
 
-  // Turns products into scores; they stay as they are where a positive factor is all they need.
-  FFPA_DEVICE LogitScale to_scores(Scores& scores, int key) const {
+  FFPA_DEVICE void apply_rules_to(Scores& scores, int key) const {
     const SharedRowTile rows = rows_.get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
-    if (are_plain(params_, all_seen)) return scale_of_products(params_);
-    products_to_scores(scores, params_, rows, all_seen, score_row(), key + score_key(), lane_);
-    return scale_of_scores();
+    if (are_plain(params_, all_seen)) return;
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {  // all at once would take more registers
+      apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows, all_seen, score_row() + m * 16,
+                  key + score_key(), lane_);
+    }
   }
 
   FFPA_DEVICE void compute_scores(Scores& scores) {
@@ -267,55 +265,33 @@ class ForwardMmaSplit {
     }
   }
 
-  // Publishes the largest logits of the warp's keys to the other warps. Large scores become logits, their factor 1.
-  FFPA_DEVICE void publish_maxima(Scores& scores, const LogitScale& to_logits, float& factor) const {
-    float maxima[kScoreM][2];
-    bool large = false;
+  FFPA_DEVICE void compute_probabilities(const Scores& scores) {
+    const Slopes slopes = slopes_of(params_);
     tile::for_each_row<kScoreM>([&](int m, int h) {
-      float maximum = -kInfinity;
-      FFPA_UNROLL
-      for (int n = 0; n < kScoreN; ++n) {
-        maximum = larger_of(maximum, larger_of(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-      }
-      maxima[m][h] = tile::largest_of_lanes(maximum);
-      large |= is_large(maxima[m][h], factor);
-    });
-    if (ptx::vote_any(large)) make_logits(scores, maxima, to_logits, factor);
-    tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, maxima[m][h] * factor); });
-  }
-
-  // The reference of the exponent follows the maximum only where that has grown by more than this, in base 2: until
-  // then P exceeds 1, by no more than 2^8, and O keeps its scale. With f16 sums of PV it always follows: they must not
-  // overflow.
-  static constexpr float kLazyGrowth = sizeof(typename Config::AccPv) == sizeof(float) ? 8.0f : 0.0f;
-
-  FFPA_DEVICE void compute_probabilities(const Scores& scores, float factor_of_scores) {
-    tile::for_each_row<kScoreM>([&](int m, int h) {
+      RowState& state = states_[m];
       const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-      float maximum = row_max_[m][h];
+      float maximum = -kInfinity;
       FFPA_UNROLL
       for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
         maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
       }
-      if (!(maximum - row_max_[m][h] > kLazyGrowth)) maximum = row_max_[m][h];
-      const float reference = maximum == -kInfinity ? 0.0f : maximum;  // P = 0 where the row has seen no key yet
-      const float factor = ptx::ex2(row_max_[m][h] - reference);
-      row_max_[m][h] = maximum;
+      const float before = state.reference[h];
+      state.follow(h, slopes.logit(maximum), kLazyGrowth<typename Config::AccPv>);
       if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
-        ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(factor));
+        ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(growth(before, state.reference[h])));
       }
+      const RowExponents exponents = RowExponents::of(slopes, state.reference[h]);
       float sum = 0;
       FFPA_UNROLL
       for (int n = 0; n < kScoreN; ++n) {
-        const float p0 = ptx::ex2(scores[m][n][2 * h] * factor_of_scores - reference);
-        const float p1 = ptx::ex2(scores[m][n][2 * h + 1] * factor_of_scores - reference);
+        const float p0 = exponents.p(scores[m][n][2 * h]), p1 = exponents.p(scores[m][n][2 * h + 1]);
         sum += p0 + p1;
         const int chunk = score_key() / tile::kChunkElements + n;
         const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
         ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
                          ptx::pack<Element>(p0, p1));
       }
-      row_sum_[m][h] = row_sum_[m][h] * factor + sum;  // sum over this thread's keys alone
+      state.sum[h] += sum;
     });
   }
 
@@ -422,7 +398,7 @@ class ForwardMmaSplit {
   int first_column_;
   int first_tile_, end_tile_;
 
-  float row_max_[kScoreM][2], row_sum_[kScoreM][2];  // rows 16m + 8h + lane / 4 of the warp; maxima in base 2
+  RowState states_[kScoreM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
 
 template <class Config>

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "attention/forward/mma_split.cuh"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_grid.cuh"
 #include "attention/rows/row_tile.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "base/types.h"
@@ -56,14 +56,13 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::save(const Out& out, int group) const 
 // Leaves the row sums of all warps in the place of the maxima, and writes the LSE.
 template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::publish_row_sums() {
-  tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(row_sum_[m][h])); });
+  tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(states_[m].sum[h])); });
   sync_team();
   if (first_column_ > 0 || score_warp_by_keys() > 0) return;
   const SharedRowTile rows = rows_.get();
   tile::for_each_row<kScoreM>([&](int m, int h) {
     const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-    finish_row(params_, rows, row, row_max_[m][h], row_sum(row), lane_ % 4 == 0,
-               [](float logit) { return in_natural_units(logit); });
+    finish_row(params_, rows, row, states_[m].reference[h], row_sum(row), lane_ % 4 == 0);
   });
 }
 

@@ -195,15 +195,14 @@ class ForwardMmaTwoPhase {
       derive_from_thread();
       Scores scores;
       scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
-      const LogitScale to_logits = to_scores(scores, (chunk.first_tile + tile) * kKeys);
-      float factor = to_logits.factor;
-      const bool moved = follow(scores, to_logits, factor, state);
+      apply_rules_to(scores, (chunk.first_tile + tile) * kKeys);
+      const bool moved = follow(scores, state);
       if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
       if (quarter() == 0) {
         keep_references(tile, state);
         moves.add(tile, moved, lane_);
       }
-      store(scores, factor, tile * kKeys, state);
+      store(scores, tile * kKeys, state);
     }
   }
 
@@ -247,57 +246,35 @@ class ForwardMmaTwoPhase {
             range.end - range.begin - first, columns - column};
   }
 
-  // Turns products into scores; they stay as they are where a positive factor is all they need.
-  FFPA_DEVICE LogitScale to_scores(Scores& sums, int key) const {
+  FFPA_DEVICE void apply_rules_to(Scores& sums, int key) const {
     const SharedRowTile rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
-    if (are_plain(params_, all_seen)) return scale_of_products(params_);
+    if (are_plain(params_, all_seen)) return;
     static_assert(ScoreCore::kN % kGroup == 0 && sizeof(sums[0][0]) == 4 * sizeof(float),
                   "A group of fragments is floats.");
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
-        products_to_scores<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows,
-                                      all_seen, first_row() + m * 16,
-                                      key + scores_.warp_column() + Fragments::column_of(first), lane_);
+        apply_rules<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows, all_seen,
+                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_);
       }
     }
-    return scale_of_scores();
   }
 
-  // Lets references follow the maxima over all keys of a tile, and says whether one of the lane's has moved. Large
-  // scores become logits, and their factor 1.
-  FFPA_DEVICE bool follow(Scores& scores, const LogitScale& to_logits, float& factor, RowState& state) const {
+  // Lets references follow the maxima over all keys of a tile, and says whether one of the lane's has moved.
+  FFPA_DEVICE bool follow(const Scores& scores, RowState& state) const {
     OfRows parts;
     tile::for_each_row<kM>([&](int m, int h) {
-      parts[m][h] = -kInfinity;
-      FFPA_UNROLL
-      for (int n = 0; n < ScoreCore::kN; ++n) {
-        const float (&c)[4] = scores[m][n].c;
-        parts[m][h] = larger_of(parts[m][h], larger_of(c[2 * h], c[2 * h + 1]));
-      }
+      parts[m][h] = largest_of_thread(reinterpret_cast<const float (&)[ScoreCore::kN][4]>(scores[m]), h);
     });
     float maximum[2];
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
-    const bool large = is_large(maximum[0], factor) || is_large(maximum[1], factor);
-    if (ptx::vote_any(large)) {  // the four warps decide alike
-      FFPA_UNROLL
-      for (int m = 0; m < kM; ++m) {
-        FFPA_UNROLL
-        for (int n = 0; n < ScoreCore::kN; ++n) {
-          FFPA_UNROLL
-          for (float& score : scores[m][n].c) score = to_logits.logit(score);
-        }
-      }
-      FFPA_UNROLL
-      for (float& score : maximum) score = to_logits.logit(score);
-      factor = 1;
-    }
-    const bool moved = state.follow(0, maximum[0] * factor);
-    return state.follow(1, maximum[1] * factor) || moved;
+    const Slopes slopes = slopes_of(params_);
+    const bool moved = state.follow(0, slopes.logit(maximum[0]));
+    return state.follow(1, slopes.logit(maximum[1])) || moved;
   }
 
   FFPA_DEVICE void keep_references(int tile_of_chunk, const RowState& state) const {
@@ -307,14 +284,14 @@ class ForwardMmaTwoPhase {
   }
 
   // Stores P̃ of a tile to the block's slice, from its column `column` on.
-  FFPA_DEVICE void store(const Scores& scores, float factor, int column, RowState& state) const {
-    const float references[2] = {finite_reference(state.reference[0]), finite_reference(state.reference[1])};
+  FFPA_DEVICE void store(const Scores& scores, int column, RowState& state) const {
+    const Slopes slopes = slopes_of(params_);
     const int64_t row = int64_t(ptx::block_x()) * kRows + first_row() + tile::c_coordinate(lane_, 0).row;
     uint16_t* gmem =
         scratch().p() + row * params_.chunk_keys + column + scores_.warp_column() + Fragments::first_column(lane_);
     OfRows parts;
     tile::for_each_row<kM>([&](int m, int h) {
-      const float reference = of_row(references, m, h);
+      const RowExponents exponents = RowExponents::of(slopes, of_row(state.reference, m, h));
       parts[m][h] = 0;
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
@@ -322,8 +299,7 @@ class ForwardMmaTwoPhase {
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) {
           const float (&c)[4] = scores[m][group * kGroup + n].c;
-          const float p0 = ptx::ex2(c[2 * h] * factor - reference);
-          const float p1 = ptx::ex2(c[2 * h + 1] * factor - reference);
+          const float p0 = exponents.p(c[2 * h]), p1 = exponents.p(c[2 * h + 1]);
           parts[m][h] += p0 + p1;
           chunk[n] = ptx::pack<Element>(p0, p1);
         }
@@ -345,8 +321,7 @@ class ForwardMmaTwoPhase {
     share(state.sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      state.sum[i] = finish_row(params_, rows, row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0,
-                                [](float logit) { return in_natural_units(logit); });
+      state.sum[i] = finish_row(params_, rows, row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0);
     }
   }
 

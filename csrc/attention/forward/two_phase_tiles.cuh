@@ -1,15 +1,15 @@
 // The parts of the two-phase forward (forward/wgmma_two_phase.cuh on wgmma, forward/mma_two_phase.cuh on mma.sync)
 // besides its products: a block's share of the scratch, the chunks of a row tile's keys, and where references
-// (row_state.cuh) have moved. A moved reference never changes P̃ in memory, but O: in registers, between the tiles where
+// (softmax.cuh) have moved. A moved reference never changes P̃ in memory, but O: in registers, between the tiles where
 // a reference has moved; and in fp32 in the scratch, between chunks.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
 #include "ptx/instructions.cuh"

@@ -10,7 +10,7 @@
 // are sums of their own, added in float (Hopper adds products of 8-bit floats in 14 bits). Each row is divided by the
 // sum of its rounded P.
 //
-// Each warpgroup has references (row_state.cuh) of its own, those of the tiles that it turns into P, and O has the
+// Each warpgroup has references (softmax.cuh) of its own, those of the tiles that it turns into P, and O has the
 // largest. A product with a smaller one is scaled down, by a power of two, as it is added.
 //
 // A thread has scores of two neighbouring keys of each 8, and 4 neighbouring bytes of P: keys 0, 1, 8 and 9 of each 16,
@@ -24,11 +24,11 @@
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/fp8_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"

@@ -7,7 +7,7 @@
 //
 // Meanwhile the other warpgroup computes S of the next tile: one multiplies while the other has a softmax.
 //
-// A message with P has the references (row_state.cuh) of its rows. The softmax of the next tile begins with these, so
+// A message with P has the references (softmax.cuh) of its rows. The softmax of the next tile begins with these, so
 // references only grow from tile to tile, and O follows those of the P that it adds.
 #pragma once
 
@@ -17,10 +17,10 @@
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
+#include "attention/softmax.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"

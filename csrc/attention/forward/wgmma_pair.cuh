@@ -7,7 +7,7 @@
 //   together; while the second runs, S becomes P; then O += P V, with P of the other block's keys of this tile from
 //   shared memory
 //
-// Each block has references (row_state.cuh) of its own, and sends them along with P. A block that learns of a larger
+// Each block has references (softmax.cuh) of its own, and sends them along with P. A block that learns of a larger
 // one takes it over; what has a smaller one is scaled down to it, be it O, or P of either block.
 #pragma once
 
@@ -17,10 +17,10 @@
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
+#include "attention/softmax.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"

@@ -1,15 +1,13 @@
-// The steps that all forwards on wgmma have in common: Q of a row tile is brought, S becomes P (the softmax), and O is
-// written.
+// The steps that all forwards on wgmma have in common: Q of a row tile is brought, O follows references
+// (softmax.cuh), and O is written.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "attention/params/attention_params.h"
-#include "attention/row_state.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
-#include "attention/score_rules.cuh"
+#include "attention/softmax.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -122,111 +120,6 @@ FFPA_DEVICE void add_scores(float (&scores)[1][tile::kBox / 8][4], const Queries
     for (int depth = 0; depth < tile::kBox / 16; ++depth) {
       ptx::wgmma_ss<Element, tile::kBox>(reinterpret_cast<Sums&>(scores), q + depth * 2,
                                          k + (box * tile::kBoxBytes + depth * 32) / 16, accumulate || box + depth > 0);
-    }
-  }
-}
-
-template <int kSteps, class Function>
-FFPA_DEVICE void for_each_of_row(ScoreSums<kSteps>& scores, int h, const Function& function) {
-  FFPA_UNROLL
-  for (int step = 0; step < kSteps; ++step) {
-    FFPA_UNROLL
-    for (int n = 0; n < tile::kBox / 8; ++n) {
-      function(scores[step][0][n][2 * h]);
-      function(scores[step][0][n][2 * h + 1]);
-    }
-  }
-}
-
-template <int kSteps>
-FFPA_DEVICE float largest_of_row(ScoreSums<kSteps>& scores, int h) {
-  float largest = -kInfinity;
-  for_each_of_row(scores, h, [&](float& score) { largest = larger_of(largest, score); });
-  return tile::largest_of_lanes(largest);
-}
-
-// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
-template <int kSteps>
-FFPA_DEVICE bool to_probabilities(ScoreSums<kSteps>& scores, const AttentionParams& params, const SharedRowTile& rows,
-                                  int key, int row, RowState& state, int lane) {
-  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox), raw = are_raw(params);
-  if (!raw || !all_seen) {
-    FFPA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      const int first_key = key + step * tile::kBox;
-      if (raw) {
-        hide_unseen(scores[step], rows, row, first_key, lane);
-        continue;
-      }
-      products_to_scores<tile::AdjacentFragments, true, true>(scores[step], params, rows, all_seen, row, first_key,
-                                                              lane);
-      if (!params.has_wide_mask()) continue;
-      for_each_score(scores[step], row, first_key, lane, [](float& score, int, int) { score = in_base_2(score); });
-    }
-  }
-  const Slopes slopes = slopes_of(params);
-  bool moved = false;
-  FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    moved |= state.follow(h, slopes.logit(largest_of_row<kSteps>(scores, h)));
-    const float reference = finite_reference(state.reference[h]), slope = slopes.at(reference);
-    float sum = 0;
-    for_each_of_row(scores, h, [&](float& score) {
-      score = ptx::ex2(std::fma(score, slope, -reference));
-      sum += score;
-    });
-    state.sum[h] += sum;
-  }
-  return moved;
-}
-
-// Does the same for 8-bit floats; `scale` turns their products into those of Q and K. P is 2^exponent where a row is at
-// its reference, and no more: so references always follow the maximum, and logits are rounded before it is taken.
-template <int kSteps>
-FFPA_DEVICE void to_probabilities_of_8_bits(ScoreSums<kSteps>& scores, const AttentionParams& params,
-                                            const SharedRowTile& rows, int key, int row, RowState& state, int lane,
-                                            float scale, float exponent) {
-  const bool all_seen = all_rows_see(rows, key, kSteps * tile::kBox);
-  const float factor = params.score_factor * scale;
-  FFPA_UNROLL
-  for (int step = 0; step < kSteps; ++step) {
-    const int first_key = key + step * tile::kBox;
-    const auto multiply_by = [&](float x) {
-      for_each_score(scores[step], row, first_key, lane,
-                     [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
-    };
-    if (params.softcap > 0) {
-      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, row, first_key, lane,
-                                                         scale);
-      multiply_by(kLog2e);
-    } else {
-      multiply_by(factor);
-      if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
-    }
-  }
-  FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    constexpr float kLazyGrowth = 0;
-    state.follow(h, largest_of_row<kSteps>(scores, h), kLazyGrowth);
-    const float reference = finite_reference(state.reference[h]);
-    float sum = 0;
-    for_each_of_row(scores, h, [&](float& logit) {
-      const float below = logit - reference;  // before adding the exponent, which a large reference would swallow
-      logit = ptx::ex2(below + exponent);
-      sum += logit;
-    });
-    state.sum[h] += sum;
-  }
-}
-
-template <class Element, int kSteps>
-FFPA_DEVICE void pack_probabilities(PackedProbabilities<kSteps>& p, const ScoreSums<kSteps>& scores) {
-  FFPA_UNROLL
-  for (int i = 0; i < kSteps * tile::kBox / 16; ++i) {
-    FFPA_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const float (&fragment)[4] = scores[i / 4][0][i % 4 * 2 + j / 2];
-      p[i][j] = ptx::pack<Element>(fragment[j % 2 * 2], fragment[j % 2 * 2 + 1]);
     }
   }
 }

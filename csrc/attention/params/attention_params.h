@@ -77,7 +77,6 @@ struct AttentionParams {
   int stages;          // 1 … 4 slots in the ring of K and V steps
   int value_stages;    // slots in the ring of V steps, where they have a ring of their own
   bool q_resident;     // Q stays in shared memory; otherwise its columns come along with those of K
-  bool has_slopes;     // parts have references that were made with slopes (logits.cuh)
   bool grid_of_heads;  // a grid (items of a head, heads that share none, batch) instead of one dim; the items are the
                        // same
 

@@ -168,7 +168,7 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
     memory /= _READS.get(shape.columns, 1)
     memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
-    merge = 4 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
+    merge = 2.5 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
 
 

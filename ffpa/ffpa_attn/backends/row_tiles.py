@@ -22,7 +22,7 @@ MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one 
 PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as AttentionParams::part_columns does
 MOST_PARTS = 64
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
-_MERGE = 5  # microseconds of the launch that merges parts
+_MERGE = 2.5  # microseconds of the launch that merges parts
 _BANDWIDTH_OF_PARTS = 4.0e6  # bytes of parts that are written and read in a microsecond
 
 
@@ -124,7 +124,6 @@ class RowTilePlan(NamedTuple):
     parts: Parts = Parts()
     microseconds: float = 0.0  # an estimate, where one was made
     rows = ROWS  # of a tile
-    has_slopes = True  # references of parts are made with slopes (csrc/attention/logits.cuh)
 
     @property
     def kernel(self) -> str:
@@ -162,7 +161,7 @@ class RowTilePlan(NamedTuple):
         workspace_cap -= 4 * (partial or 0)
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
-        settings |= self.parts.settings | {"has_slopes": self.has_slopes}
+        settings |= self.parts.settings
         launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
         return Call(launches, nbytes // 4 or None, partial, sums_to_zero(self.parts, rows, offsets))
 

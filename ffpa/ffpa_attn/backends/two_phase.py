@@ -40,10 +40,6 @@ _Spec = ForwardWgmmaTwoPhase | ForwardMmaTwoPhase
 class TwoPhasePlan(row_tiles.RowTilePlan):
     __slots__ = ()
 
-    @property
-    def has_slopes(self) -> bool:
-        return isinstance(self.spec, ForwardWgmmaTwoPhase)
-
     def scratch(self, tiles: int, n_k: int, d_v: int, see: Visibility, multiprocessors: int, cap: int) -> Scratch:
         return cut(tiles, _keys_of_item(n_k, self.parts), see, d_v, self.spec.columns, multiprocessors, cap)
 

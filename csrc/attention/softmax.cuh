@@ -1,0 +1,293 @@
+// The online softmax of all forwards: a row's state over one tile of keys after another, P, and what becomes of the
+// state in the end.
+//
+// The state is the reference that P is relative to, and the sum of P. The reference is an integer that follows the
+// row's maximum only when that exceeds it by more than a lazy growth: what was computed with an older reference is
+// mended by a power of two, which is exact. In each tile
+//
+//   1. apply_rules     leaves products as they are, or makes scores of them;
+//   2. follow          lets the reference follow the largest logit of the tile;
+//   3. RowExponents    make P by one multiply-add and one exponential.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/logits.cuh"
+#include "attention/params/attention_params.h"
+#include "attention/rows/row_tile.cuh"
+#include "attention/score_rules.cuh"
+#include "base/compiler.h"
+#include "base/math.h"
+#include "ptx/instructions.cuh"
+#include "tile/fragment_output.cuh"
+#include "tile/fragments.cuh"
+
+namespace ffpa {
+
+// ---- logits ----
+
+// Products, or scores, become exponents of P by one multiply-add that rounds once: x · slope - reference. That treats
+// all keys alike whatever their size, but the reference has to be near the largest logit, x · factor, and floats beyond
+// 2^27 are too far apart for it: at a score of 10^9 one rounding more is a factor of 2^64. So rows with logits that
+// large have a power of two as slope, whose products are exact: scores are as far apart, so that P hardly depends on
+// it. It is no smaller than the factor: logits stay in order.
+struct Slopes {
+  float factor, coarse;
+
+  static constexpr float kMostFine = 0x1p27f;
+
+  static FFPA_DEVICE Slopes of(float factor) {
+    return {factor, float_from_bits((float_bits(factor) + 0x007fffff) & 0x7f800000)};
+  }
+  // Returns the slope of a row whose largest logit, or reference, is `logit`.
+  FFPA_DEVICE float at(float logit) const { return std::fabs(logit) <= kMostFine ? factor : coarse; }
+  FFPA_DEVICE float logit(float x) const { return x * at(x * factor); }
+};
+
+// Returns the slopes of what apply_rules leaves: products; or scores; or, where a float does not hold their logits, the
+// results of in_base_2.
+FFPA_DEVICE Slopes slopes_of(const AttentionParams& params) {
+  return are_raw(params) ? Slopes::of(params.score_factor) : params.has_wide_mask() ? Slopes{1, 1} : Slopes::of(kLog2e);
+}
+
+// Returns the score of a logit that these slopes have made.
+FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
+  const Slopes slopes = slopes_of(params);
+  if (params.has_wide_mask()) return in_natural_units(logit);
+  if (std::fabs(logit) <= Slopes::kMostFine) return logit * kLn2;
+  const float largest = logit / slopes.coarse;
+  return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
+}
+
+// Turns products that are not plain into what slopes_of(params) are for.
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
+FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
+                             bool all_seen, int row, int key, int lane) {
+  if (are_raw(params)) {
+    hide_unseen<Fragments>(scores, block, row, key, lane);
+    return;
+  }
+  products_to_scores<Fragments, true, true>(scores, params, block, all_seen, row, key, lane);
+  if (!params.has_wide_mask()) return;
+  for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
+}
+
+// ---- the state ----
+
+FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
+
+// Returns the factor that turns what was computed with the reference `then` into what the later `now` would give.
+FFPA_DEVICE float growth(float then, float now) { return ptx::ex2(then - finite_reference(now)); }
+
+// With this lazy growth P̃ stays below 2^8, far from what 16 bits hold: its precision is relative, and no row sum or
+// product overflows. Sums of P V in f16 leave no room for it.
+template <class AccPv = float>
+inline constexpr float kLazyGrowth = std::is_same_v<AccPv, float> ? 8.0f : 0.0f;
+
+// State of the two rows a lane owns (r and r + 8).
+struct RowState {
+  float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
+  float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
+
+  // Says whether the reference is to follow this logit.
+  FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {
+    return maximum - reference[h] > lazy_growth;
+  }
+  // Lets the reference follow the maximum of a tile, and the sum the reference. Says whether O so far has another one.
+  FFPA_DEVICE bool follow(int h, float maximum, float lazy_growth = kLazyGrowth<>) {
+    const float before = reference[h];
+    if (lags(h, maximum, lazy_growth)) reference[h] = std::ceil(maximum);
+    sum[h] *= growth(before, reference[h]);
+    return before != -kInfinity && reference[h] != before;
+  }
+};
+
+// ---- P ----
+
+// Makes P of a row from what apply_rules has left.
+struct RowExponents {
+  float slope, reference;
+
+  static FFPA_DEVICE RowExponents of(const Slopes& slopes, float reference) {
+    return {slopes.at(finite_reference(reference)), finite_reference(reference)};
+  }
+  FFPA_DEVICE float p(float x) const { return ptx::ex2(std::fma(x, slope, -reference)); }
+};
+
+// Returns the largest of a thread's values of row h of fragments side by side, and of `largest`.
+template <int kN>
+FFPA_DEVICE float largest_of_thread(const float (&fragments)[kN][4], int h, float largest = -kInfinity) {
+  FFPA_UNROLL
+  for (int n = 0; n < kN; ++n) largest = larger_of(larger_of(largest, fragments[n][2 * h]), fragments[n][2 * h + 1]);
+  return largest;
+}
+
+// The functions below take scores of a warp's 16 rows, kSteps · 8 kN keys side by side.
+
+template <int kSteps, int kN>
+FFPA_DEVICE float largest_of_row(const float (&scores)[kSteps][1][kN][4], int h) {
+  float largest = -kInfinity;
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) largest = largest_of_thread(scores[step][0], h, largest);
+  return tile::largest_of_lanes(largest);
+}
+
+template <int kSteps, int kN, class Function>
+FFPA_DEVICE void for_each_of_row(float (&scores)[kSteps][1][kN][4], int h, const Function& function) {
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    FFPA_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      function(scores[step][0][n][2 * h]);
+      function(scores[step][0][n][2 * h + 1]);
+    }
+  }
+}
+
+// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
+template <int kSteps, int kN>
+FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params,
+                                  const SharedRowTile& rows, int key, int row, RowState& state, int lane) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
+  if (!are_plain(params, all_seen)) {
+    FFPA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane);
+    }
+  }
+  const Slopes slopes = slopes_of(params);
+  bool moved = false;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    moved |= state.follow(h, slopes.logit(largest_of_row(scores, h)));
+    const RowExponents exponents = RowExponents::of(slopes, state.reference[h]);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& score) {
+      score = exponents.p(score);
+      sum += score;
+    });
+    state.sum[h] += sum;
+  }
+  return moved;
+}
+
+// Does the same for 8-bit floats; `scale` turns their products into those of Q and K. P is 2^exponent where a row is at
+// its reference, and no more: so references always follow the maximum, and logits are rounded before it is taken.
+template <int kSteps, int kN>
+FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], const AttentionParams& params,
+                                            const SharedRowTile& rows, int key, int row, RowState& state, int lane,
+                                            float scale, float exponent) {
+  const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
+  const float factor = params.score_factor * scale;
+  FFPA_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    const int first_key = key + step * kN * 8;
+    const auto multiply_by = [&](float x) {
+      for_each_score(scores[step], row, first_key, lane,
+                     [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
+    };
+    if (params.softcap > 0) {
+      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, row, first_key, lane,
+                                                         scale);
+      multiply_by(kLog2e);
+    } else {
+      multiply_by(factor);
+      if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
+    }
+  }
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    state.follow(h, largest_of_row(scores, h), 0.0f);
+    const float reference = finite_reference(state.reference[h]);
+    float sum = 0;
+    for_each_of_row(scores, h, [&](float& logit) {
+      const float below = logit - reference;  // before adding the exponent, which a large reference would swallow
+      logit = ptx::ex2(below + exponent);
+      sum += logit;
+    });
+    state.sum[h] += sum;
+  }
+}
+
+// Packs P as A fragments of 16 keys each.
+template <class Element, int kSteps, int kN>
+FFPA_DEVICE void pack_probabilities(uint32_t (&p)[kSteps * kN / 2][4], const float (&scores)[kSteps][1][kN][4]) {
+  FFPA_UNROLL
+  for (int i = 0; i < kSteps * kN / 2; ++i) {
+    const float (&fragments)[kN][4] = scores[i / (kN / 2)][0];
+    tile::pack_c_pair_as_a<Element>(p[i], fragments[i % (kN / 2) * 2], fragments[i % (kN / 2) * 2 + 1]);
+  }
+}
+
+// ---- results ----
+
+// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row. The thread with
+// `writes` set writes the row's LSE, or its sum where this is a part of the keys; score(logit) turns the logit into
+// natural units.
+template <class Score>
+FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
+                             float sum, bool writes, const Score& score) {
+  const RowPlace at = rows.place(i);
+  if (writes && at.row <= rows.last) {
+    if (params.splits > 1) {
+      float* sums = params.partial_sums(rows.split()) + 2 * params.row_of_all(rows.batch(), at.head, at.row);
+      ptx::st_global_8(sums, {float_bits(reference), float_bits(sum)});
+    } else if (params.lse != nullptr) {
+      float* lse = params.lse + rows.batch() * params.lse_batch_stride + at.head * params.lse_head_stride +
+                   rows.entry.q.begin + at.row;
+      const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
+      ptx::st_global_4(lse, float_bits(score(logit)));
+    }
+  }
+  return sum > 0 ? 1 / sum : 0.0f;
+}
+
+// Does the same where slopes have made the logits.
+FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
+                             float sum, bool writes) {
+  return finish_row(params, rows, i, reference, sum, writes,
+                    [&](float logit) { return score_of_logit(params, logit); });
+}
+
+// Writes the LSE of a warp's 16 rows, from row `row` of the tile on, and replaces their sums by the factors that O is
+// to be multiplied with.
+FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile& rows, int row, RowState& state,
+                             int lane) {
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const int i = row + tile::c_coordinate(lane, 2 * h).row;
+    state.sum[h] = finish_row(params, rows, i, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane % 4 == 0);
+  }
+}
+
+// OutRows says where 16 rows of O, or of a part's O, lie, from row `first` of the tile and column `column` on.
+struct OutRows {
+  const AttentionParams& params;
+  const SharedRowTile& rows;
+  int first, column;
+
+  FFPA_DEVICE bool has(int row) const { return rows.place(first + row).row <= rows.last; }
+  template <class Number>
+  FFPA_DEVICE Number* at(int row) const {
+    const RowPlace place = rows.place(first + row);
+    if constexpr (std::is_same<Number, float>::value) {
+      return params.partial_out(rows.split()) +
+             params.row_of_all(rows.batch(), place.head, place.row) * params.part_columns() + column;
+    } else {
+      return row_of(params.out, params.is_packed() ? 0 : rows.batch(), place.head, rows.entry.q.begin + place.row) +
+             column;
+    }
+  }
+};
+
+// Returns the writer of these rows of O; with `kParts` those of a part's O, in fp32.
+template <class Element, int kFragments, bool kParts = false>
+FFPA_DEVICE tile::RowWriter<Element, kFragments, OutRows> out_writer(const AttentionParams& params,
+                                                                     const SharedRowTile& rows, int row, int column,
+                                                                     int lane) {
+  return {{params, rows, row, column}, params.d_v - column, kParts, lane};
+}
+
+}  // namespace ffpa
