@@ -1,9 +1,11 @@
 // The online softmax of all forwards: a row's state over one tile of keys after another, P, and what becomes of the
 // state in the end.
 //
-// The state is the reference that P is relative to, and the sum of P. The reference is an integer that follows the
-// row's maximum only when that exceeds it by more than a lazy growth: what was computed with an older reference is
-// mended by a power of two, which is exact. In each tile
+// The state is the reference that P is relative to, and the sum of P. The reference follows the row's maximum only when
+// that exceeds it by more than a lazy growth; what was computed with an older reference is mended. On mma.sync it is
+// the largest logit itself, so that P of the largest is 1, without rounding. On wgmma it is that rounded up to an
+// integer: 16-bit P that meets a larger reference in another block is lowered by a power of two, which is exact, and
+// 8-bit P, whose reference follows at once, follows less often. In each tile
 //
 //   1. apply_rules     leaves products as they are, or makes scores of them;
 //   2. follow          lets the reference follow the largest logit of the tile;
@@ -98,7 +100,7 @@ struct RowState {
   // Lets the reference follow the maximum of a tile, and the sum the reference. Says whether O so far has another one.
   FFPA_DEVICE bool follow(int h, float maximum, float lazy_growth = kLazyGrowth<>) {
     const float before = reference[h];
-    if (lags(h, maximum, lazy_growth)) reference[h] = std::ceil(maximum);
+    if (lags(h, maximum, lazy_growth)) reference[h] = maximum;
     sum[h] *= growth(before, reference[h]);
     return before != -kInfinity && reference[h] != before;
   }
@@ -146,8 +148,9 @@ FFPA_DEVICE void for_each_of_row(float (&scores)[kSteps][1][kN][4], int h, const
   }
 }
 
-// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference.
-template <int kSteps, int kN>
+// Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference. With
+// `kWhole` references are integers.
+template <bool kWhole = true, int kSteps, int kN>
 FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params,
                                   const SharedRowTile& rows, int key, int row, RowState& state, int lane) {
   const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
@@ -161,7 +164,8 @@ FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const Atten
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    moved |= state.follow(h, slopes.logit(largest_of_row(scores, h)));
+    const float largest = slopes.logit(largest_of_row(scores, h));
+    moved |= state.follow(h, kWhole ? std::ceil(largest) : largest);
     const RowExponents exponents = RowExponents::of(slopes, state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& score) {
@@ -199,7 +203,7 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
   }
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    state.follow(h, largest_of_row(scores, h), 0.0f);
+    state.follow(h, std::ceil(largest_of_row(scores, h)), 0.0f);
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {

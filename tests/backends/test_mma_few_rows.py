@@ -110,7 +110,7 @@ def test_few_rows_are_split(changes):
     assert plan(**changes, n_k=200).splits == 1
     for n_k in (1000, 2000, 4000):
         chosen = plan(**changes, n_k=n_k)
-        assert chosen.splits <= n_k // (2 * chosen.spec.keys)
+        assert chosen.splits <= n_k // chosen.spec.keys
 
 
 def test_parts_stay_within_the_workspace(monkeypatch):

@@ -290,6 +290,7 @@ MUTANTS = [
         ("two-phase: scratch without the last columns of O", "out = -(-d_v // columns) * columns * ROWS * 4", "out = d_v * ROWS * 4"),
         ("two-phase: a window's tiles end to end", "// KEYS + 1)", "// KEYS)"),
         ("two-phase: few blocks in a small workspace", "blocks < min(items, row_tiles.least_blocks(p)) or chunk_keys", "chunk_keys"),
+        ("two-phase: a cap that holds O of no block", " or of_all <= cap < of_tile + out)", ")"),
         ("two-phase: few keys in a small workspace", "chunk_keys < min(_LEAST_TILES, ", "chunk_keys < min(0, "),
     ),
     *two_phase_parts(
@@ -334,7 +335,6 @@ MUTANTS = [
         ("two-phase parts: a workspace that holds no block", "if scratch.scratch_bytes <= cap else None", ""),
         ("two-phase parts: no row tile of several heads", "tile_heads = row_tiles.shared_heads(p)", "tile_heads = 1"),
         ("two-phase parts: levels are not asked", "levels.why_faster(p, plan, flags) if row_tiles.why_slower(p) else None", "None"),
-        ("two-phase: a cap that holds O of no block", " or of_all <= cap < of_tile + out)", ")"),
     ),
     *row_tiles(
         "csrc/attention/params/attention_params.h",
@@ -406,8 +406,8 @@ MUTANTS = [
         "csrc/attention/softmax.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
-        ('fp8: references wait to grow', 'largest_of_row(scores, h), 0.0f)', 'largest_of_row(scores, h))'),
-        ('fp8: references below the maximum', 'std::ceil(maximum)', 'std::floor(maximum)'),
+        ('fp8: references wait to grow', 'largest_of_row(scores, h)), 0.0f)', 'largest_of_row(scores, h)))'),
+        ('fp8: references below the maximum', 'std::ceil(largest_of_row', 'std::floor(largest_of_row'),
     ),
     *fp8(
         "csrc/attention/forward/arrange_values.cuh",

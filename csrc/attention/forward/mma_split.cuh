@@ -226,13 +226,12 @@ class ForwardMmaSplit {
   }
 
   FFPA_DEVICE void apply_rules_to(Scores& scores, int key) const {
-    const SharedRowTile rows = rows_.get();
-    const bool all_seen = all_rows_see(rows, key, kKeys);
+    const bool all_seen = all_rows_see(rows_.get(), key, kKeys);
     if (are_plain(params_, all_seen)) return;
     FFPA_UNROLL
-    for (int m = 0; m < kScoreM; ++m) {  // all at once would take more registers
-      apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows, all_seen, score_row() + m * 16,
-                  key + score_key(), lane_);
+    for (int m = 0; m < kScoreM; ++m) {  // all at once, or a row tile kept for all, would take more registers
+      apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen,
+                  score_row() + m * 16, key + score_key(), lane_);
     }
   }
 
