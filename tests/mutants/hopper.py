@@ -269,7 +269,7 @@ MUTANTS = [
         ("two-phase mma: O does not follow its references", "      follow_references(out, tile);\n", ""),
         ("two-phase mma: O follows the references of other rows", "references + m * 16 + h * 8;", "references + m * 16;"),
         ("two-phase mma: a row tile read before it is there", "    ptx::sync_block();\n    return int(", "    return int("),
-        ("two-phase mma: nobody waits for P", "        ptx::sync_block();  // P̃, references and moves are there\n", ""),
+        ("two-phase mma: nobody waits for P", "      ptx::sync_block();  // P̃, references and moves are there\n", ""),
         ("two-phase mma: maxima of a quarter of the keys", "combine(values[i], value)", "values[i]"),
         ("two-phase mma: maxima written while others read", "    sync_quarters();  // all have read the maxima of the tile before\n", ""),
         ("two-phase mma: maxima read before they are there", "    sync_quarters();\n    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL", "    FFPA_UNROLL\n    for (int i = 0; i < 2; ++i) {\n      FFPA_UNROLL"),

@@ -96,25 +96,32 @@ class ForwardMmaTwoPhase {
     derive_from_thread();
   }
 
+  // This is for_each_row_tile() with a thread that is read anew, so that nothing of it is kept throughout a row tile.
   FFPA_DEVICE void run() {
-    kept().keep(row_tiles_.get(params_, ptx::block_x()), lane_);
-    for_each_row_tile(
-        params_, row_tiles_, kept(), lane_, [&] { return take_row_tile(); },
-        [&] {
-          RowState state;
-          Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
-            const float before[2] = {state.reference[0], state.reference[1]};
-            compute_probabilities(chunk, state);
-            ptx::sync_block();  // P̃, references and moves are there
-            if (chunk.is_last) finish_rows(state);
-            if (!chunk.counts(params_)) return;
-            const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
-            compute_out(chunk, state, factor);
-          });
-        });
+    int item = ptx::block_x();
+    FFPA_NO_UNROLL
+    while (item < row_tiles_.count()) {
+      derive_from_thread();
+      kept().keep(row_tiles_.get(params_, item), lane_);
+      if (has_row(kept().get(), 0)) compute_row_tile();
+      item = take_row_tile();
+    }
   }
 
  private:
+  FFPA_DEVICE void compute_row_tile() {
+    RowState state;
+    Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
+      const float before[2] = {state.reference[0], state.reference[1]};
+      compute_probabilities(chunk, state);
+      ptx::sync_block();  // P̃, references and moves are there
+      if (chunk.is_last) finish_rows(state);
+      if (!chunk.counts(params_)) return;
+      const float factor[2] = {growth(before[0], state.reference[0]), growth(before[1], state.reference[1])};
+      compute_out(chunk, state, factor);
+    });
+  }
+
   FFPA_DEVICE int take_row_tile() const {
     const uint32_t smem = ptx::dynamic_smem() + offsetof(typename Config::Smem, taken);
     ptx::sync_block();  // all have read the number before

@@ -342,8 +342,6 @@ class ForwardWgmmaTwoPhase(KernelSpec):
 class ForwardMmaTwoPhase(KernelSpec):
     """This is the counterpart of ForwardWgmmaTwoPhase for every GPU."""
 
-    allowed_spill_bytes = 8  # one register, once a row tile: on sm_80 and sm_86, none on sm_90
-
     dtype: str
     columns: int
 
