@@ -27,7 +27,7 @@ KEYS, BOX = 256, 64  # keys of a tile; rows and columns of a box of TMA's: csrc/
 MOST_KEYS = 1 << 19  # keys of a chunk, a multiple of KEYS: kernels have bits for so many tiles
 # These are measured on an H200: below, what registers hold is faster; at 576 levels are as fast as two phases on mma.
 LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
-# These are estimates; on an H100 the parts they choose were within 3% of the fastest in 14 shapes.
+# These are estimates; on an H100 the parts they choose were within 3% of the fastest in 15 of 16 shapes.
 _SPEED = {ForwardWgmmaTwoPhase: 4.8, ForwardMmaTwoPhase: 2.75}  # TFLOPS of a multiprocessor, over computed columns
 _ENDS = {ForwardWgmmaTwoPhase: 8.0, ForwardMmaTwoPhase: 10.0}  # microseconds of an item's ends, and of its wait for P
 _BANDWIDTH = 3.6e6  # bytes of K and V a microsecond, on an H200, beside P
