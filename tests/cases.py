@@ -212,3 +212,17 @@ def make_packed_inputs(case: PackedCase, device, seed: int = 0):
         tensors.append(x)
     longest = [max(lengths, default=0) for lengths in (case.lengths_q, case.lengths_k)]
     return *tensors, offsets(case.lengths_q, device), offsets(case.lengths_k, device), *longest
+
+
+def among_neighbours(ours, case: PackedCase, at: int, rows: tuple[int, int], device, seed: int):
+    """Returns (q, k, v, cu_seqlens_q, cu_seqlens_k) of the case, in tensors of so many rows, and where sequence `at` has its
+    rows of q; that sequence is `ours`, and the others are random numbers of this seed.
+    """
+    _, _, _, cu_q, cu_k, *_ = make_packed_inputs(case, device)
+    of_q, of_k = (slice(offsets[at], offsets[at + 1]) for offsets in (cu_q, cu_k))
+    tensors = []
+    for mine, place, total in zip(ours, (of_q, of_k, of_k), (rows[0], rows[1], rows[1]), strict=False):
+        x = torch.randn(total, *mine.shape[1:], generator=torch.Generator().manual_seed(seed)).to(mine)
+        x[place] = mine
+        tensors.append(x)
+    return (*tensors, cu_q, cu_k), of_q

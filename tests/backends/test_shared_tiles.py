@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import CASES as CASES_OF_ALL
 from cases import PACKED_CASES as PACKED_CASES_OF_ALL
-from cases import Case, PackedCase, make_inputs, make_packed_inputs
+from cases import Case, PackedCase, among_neighbours, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa_varlen
 from ffpa_attn.backends import fused, row_tiles
 from ffpa_attn.backends.row_tiles import Parts
@@ -104,14 +104,8 @@ def test_neighbours_change_no_bit(d, rule, planned, emulated_gpu):
     ):
         emulated_gpu(blocks)
         case = PackedCase(lengths_q, lengths_k, heads_q=4, heads_kv=2, d=d)
-        _, _, _, cu_q, cu_k, *_ = make_packed_inputs(case, planned)
-        of_q, of_k = slice(cu_q[at], cu_q[at + 1]), slice(cu_k[at], cu_k[at + 1])
-        tensors = []
-        for mine, rows, total in zip(ours, (of_q, of_k, of_k), (80, 2000, 2000), strict=False):
-            x = torch.randn(total, *mine.shape[1:], generator=torch.Generator().manual_seed(blocks)).to(mine)
-            x[rows] = mine
-            tensors.append(x)
-        out, lse = _attend_packed(planned, (*tensors, cu_q, cu_k, 40, 700), rule, seed=blocks)
+        tensors, of_q = among_neighbours(ours, case, at, (80, 2000), planned, seed=blocks)
+        out, lse = _attend_packed(planned, (*tensors, 40, 700), rule, seed=blocks)
         results.append((out[of_q], lse[:, of_q]))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 

@@ -5,7 +5,7 @@ GPU.
 import pytest
 import test_large_scores as large
 import torch
-from cases import Case, PackedCase, make_inputs, make_packed_inputs
+from cases import Case, PackedCase, among_neighbours, make_inputs, make_packed_inputs
 from ffpa_attn import env, ffpa, ffpa_varlen
 from ffpa_attn.backends import levels, row_tiles, two_phase
 from ffpa_attn.backends.row_tiles import Parts
@@ -162,14 +162,8 @@ def test_neighbours_change_no_bit(rule, cut, emulated_gpu):
     for lengths_q, lengths_k, at, blocks in (((30, 8), (600, 9), 0, 2), ((2, 30), (700, 600), 1, 5)):
         emulated_gpu(blocks)
         case = PackedCase(lengths_q, lengths_k, heads_q=1, heads_kv=1, d=64)
-        _, _, _, cu_q, cu_k, *_ = make_packed_inputs(case, cut.device)
-        of_q, of_k = slice(cu_q[at], cu_q[at + 1]), slice(cu_k[at], cu_k[at + 1])
-        tensors = []
-        for mine, rows, total in zip(ours, (of_q, of_k, of_k), (80, 2000, 2000), strict=False):
-            x = torch.randn(total, *mine.shape[1:], generator=torch.Generator().manual_seed(blocks)).to(mine)
-            x[rows] = mine
-            tensors.append(x)
-        out, lse = attend_packed(cut, (*tensors, cu_q, cu_k, 40, 1000), rule, seed=blocks)
+        tensors, of_q = among_neighbours(ours, case, at, (80, 2000), cut.device, seed=blocks)
+        out, lse = attend_packed(cut, (*tensors, 40, 1000), rule, seed=blocks)
         results.append((out[of_q], lse[:, of_q]))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 

@@ -216,8 +216,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
           const SharedRowTile rows = kept.get();
           for_each_half(lane_, [&](int h, int r) {
             const bool writes = group == 0 && lane_ % 4 == 0;
-            state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes,
-                                      [&](float logit) { return score_of_logit(params_, logit); });
+            state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes);
           });
           if (params_.splits > 1 && tiles.first == tiles.end) return;  // nobody reads O of a part without keys
           write_rows<Element>(out, params_, rows, row, group * kOwnColumns, state.sum, lane_);

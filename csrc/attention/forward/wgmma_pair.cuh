@@ -435,8 +435,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     receive(at, Config::kWarpNoteBytes);
     for_each_half(lane_, [&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
-      state.sum[h] = finish_row(params_, rows, at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes,
-                                [&](float logit) { return score_of_logit(params_, logit); });
+      state.sum[h] = finish_row(params_, rows, at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes);
     });
     acknowledge(at.group());
   }
