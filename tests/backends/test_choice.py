@@ -184,6 +184,15 @@ class TestSmallHeadDims:
             ({"n_q": 256, "n_k": 256}, "sdpa"),  # few row tiles, but as few keys
             ({"n_q": 256, "n_k": 1024, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
             ({"n_q": 256, "n_k": 1023, "d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
+            ({"heads_kv": 8, "n_q": 512, "n_k": 32768, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),  # one wave
+            (
+                {"heads_kv": 8, "n_q": 512, "n_k": 1024, "d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)},
+                "triton",
+            ),
+            ({"heads_kv": 8, "n_q": 1, "n_k": 1024, "needs_lse": True}, "hopper"),
+            ({"heads_kv": 8, "n_q": 1, "n_k": 8192, "needs_lse": True}, "mma"),
+            ({"heads_kv": 8, "n_q": 1, "n_k": 8192, "d_qk": 64, "d_v": 64, "needs_lse": True}, "mma"),
+            ({"heads_kv": 8, "n_q": 1, "n_k": 32768, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
             ({"n_q": 1, "n_k": 32768}, "mma"),
             ({"n_q": 1, "n_k": 4096}, "mma"),  # cuDNN would plan for every length
             ({"heads_kv": 8, "n_q": 1, "n_k": 1024, "d_qk": 256, "d_v": 256, "needs_lse": True}, "hopper"),

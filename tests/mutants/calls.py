@@ -93,7 +93,9 @@ MUTANTS = [
         ("choice: cuDNN has few tiles", " or _leaves_half_idle(p, of_hopper):\n", ":\n"),
         ("choice: few keys are cut", " and p.n_k >= _LEAST_KEYS_TO_CUT", ""),
         ("choice: more than half of the GPU is idle", "cuts_keys and 2 * row_tiles.count(p)", "cuts_keys and row_tiles.count(p)"),
-        ("choice: cuDNN has packs of narrow heads before ours", "(widest <= 64 and not p.packed)", "widest <= 64"),
+        ("choice: cuDNN has packs of narrow heads before ours", "return not p.packed and (fills_waves", "return (fills_waves"),
+        ("choice: Triton has chunks of one wave", "fills_waves = tiles >= 3 * multiprocessors", "fills_waves = True"),
+        ("choice: Triton has no short calls", "is_soon_done = p.n_k < 4 * p.n_q and", "is_soon_done = False and"),
     ),
     *edits_in(
         "bench/truth.py",

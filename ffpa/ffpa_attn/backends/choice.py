@@ -156,6 +156,16 @@ def _leaves_half_idle(p: Problem, of_hopper: Plan | str) -> bool:
     return cuts_keys and 2 * row_tiles.count(p) <= archs.multiprocessors(p.arch)
 
 
+def _is_for_triton(p: Problem) -> bool:
+    """Says whether Triton's forward is faster than ours up to 64 columns, on a GPU of Hopper: its programs are small and
+    start soon, but where they make up one wave or two, ours share the work more evenly, and cut many keys.
+    """
+    tiles, multiprocessors = row_tiles.count(p), archs.multiprocessors(p.arch)
+    fills_waves = tiles >= 3 * multiprocessors
+    is_soon_done = p.n_k < 4 * p.n_q and (tiles <= multiprocessors or p.n_k < 1024)
+    return not p.packed and (fills_waves or is_soon_done)
+
+
 def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> list[str]:
     """Returns candidates in order of speed, measured on H200s and H100s (.dev/measurements.md, bench/results/shapes),
     where SDPA's kernels are cuDNN's. On other GPUs Triton's forward is not measured. SDPA and Triton know nothing of
@@ -177,7 +187,7 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     elif p.arch != "sm_90":
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
     else:
-        narrow = (widest <= 64 and not p.packed) or (widest <= 128 and p.mask)
+        narrow = (widest <= 64 and _is_for_triton(p)) or (widest <= 128 and p.mask)
         ours = "triton hopper mma" if narrow else "hopper triton mma"
         of_hopper = answer("hopper")
         few = _has_few_rows(p, widest) or _leaves_half_idle(p, of_hopper)

@@ -147,6 +147,9 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
 _READS = {64: 0.82, 192: 0.85, 256: 0.93}  # part of the bandwidth that tiles of so many columns reach, where not all
+# Times as long as it takes to read parts of so many columns that are a multiple of 1,024 keys apart: their rows of
+# 9 · 2^7 and 5 · 2^8 bytes then lie so that many blocks read from the same channels of the memory at a time.
+_SAME_CHANNELS, _CHANNEL_KEYS = {576: 1.1, 640: 1.2}, 1024
 
 
 def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits: int) -> float:
@@ -167,6 +170,8 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
     memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
     memory /= _READS.get(shape.columns, 1)
+    if splits > 1 and -(-p.n_k // (shape.keys * splits)) * shape.keys % _CHANNEL_KEYS == 0:
+        memory *= _SAME_CHANNELS.get(shape.columns, 1)
     memory *= max(_LEAST_READERS * multiprocessors / max(items, 1), 1)
     merge = 2.5 + splits * rows * p.d_v * 4 / 2e6 if splits > 1 else 0
     return max(-(-items // multiprocessors) * (tiles + ends) * of_a_tile, memory + of_a_tile) + merge
@@ -318,14 +323,22 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
 
 
 _AS_FAST = 1.01  # times as long by estimates, which are no better than that
+_LATER = 1.0  # microseconds by which few rows begin later on wgmma: barriers and maps of tensors come first
+_COLD_CODE = {128: 1.5, 192: 4.0, 256: 8.0}  # microseconds in which code of whole rows of so many columns comes
 
 
 def why_faster(p: Problem, other: row_tiles.RowTilePlan, flags: Mapping[str, Any]) -> str | None:
     """Says why the levels are faster than another plan, by estimates, or None."""
     ours = plan(p, flags)
-    if isinstance(ours, str) or other.microseconds <= _AS_FAST * ours.microseconds:
+    if isinstance(ours, str):
         return None
-    return f"{other.kernel} is estimated to take {other.microseconds:.0f} µs, and {ours.kernel} {ours.microseconds:.0f}"
+    of_ours = ours.microseconds + (
+        _COLD_CODE.get(ours.spec.head_dim, 0) if isinstance(ours.spec, ForwardMmaRows) else 0
+    )
+    of_other = other.microseconds + (_LATER if p.n_q <= row_tiles.ROWS // 2 else 0)
+    if of_other <= _AS_FAST * of_ours:
+        return None
+    return f"{other.kernel} is estimated to take {of_other:.0f} µs, and {ours.kernel} {of_ours:.0f}"
 
 
 def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:

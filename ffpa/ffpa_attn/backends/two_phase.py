@@ -30,7 +30,7 @@ LEAST_HEAD_DIM = {"hopper": 513, "mma": 640}
 # These are estimates; on an H100 the parts they choose were within 3% of the fastest in 15 of 16 shapes.
 _SPEED = {ForwardWgmmaTwoPhase: 4.8, ForwardMmaTwoPhase: 2.75}  # TFLOPS of a multiprocessor, over computed columns
 _ENDS = {ForwardWgmmaTwoPhase: 8.0, ForwardMmaTwoPhase: 10.0}  # microseconds of an item's ends, and of its wait for P
-_BANDWIDTH = 3.6e6  # bytes of K and V a microsecond, on an H200, beside P
+_BANDWIDTH = 3.4e6  # bytes of K and V a microsecond, on an H200, beside P
 _MMA_STEP, _MMA_COLUMNS = 32, 128  # columns of a step of S, and the fewest of O, on mma.sync
 _LEAST_TILES = 4  # tiles of a chunk, if there are more: with fewer, moving O between chunks takes what the levels would
 
