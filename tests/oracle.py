@@ -29,9 +29,10 @@ def visible_pairs(n_q: int, n_k: int, **rule) -> int:
 
 
 def attention(
-    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND"
-):
-    """Returns (out, lse) in float64; out in the layout of q, lse [B, H, Nq]."""
+    q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND",
+    sinks=None,
+):  # fmt: skip
+    """Returns (out, lse) in float64; out in the layout of q, lse [B, H, Nq]. Sinks are one more key, whose value is 0."""
     if layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     q, k, v = q.double(), k.double(), v.double()
@@ -47,9 +48,26 @@ def attention(
         scores = scores + mask.double()
         seen = seen & (mask != -torch.inf)
     scores = torch.where(seen, scores, -torch.inf)
+    if sinks is not None:
+        more = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, more], 3), torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
+        seen = torch.cat([seen, more != -torch.inf], 3)
     empty = ~seen.any(-1, keepdim=True)
     safe = torch.where(empty, 0.0, scores)
     p = torch.where(empty, 0.0, torch.softmax(safe, -1)) if scores.shape[-1] else scores
     out = p @ v
     lse = torch.where(empty, -torch.inf, torch.logsumexp(safe, -1, keepdim=True) if scores.shape[-1] else 0.0)
     return (out.transpose(1, 2) if layout == "BNHD" else out), lse.squeeze(-1)
+
+
+def largest_scores(q, k, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None):
+    """Returns [B, H] in float64: the largest score that is seen, without what a mask adds; -inf where none is."""
+    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(q.shape[2], k.shape[2], causal, align, window, q.device).expand(scores.shape)
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    none = scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    return torch.cat([torch.where(seen, scores, -torch.inf).flatten(2), none], 2).amax(2)

@@ -65,13 +65,16 @@ def ffpa(
     layout: str = "BHND",
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     **unknown,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Computes exact attention softmax(scale * q k^T) v; head dims may be any multiple of 8.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] (or [B, N, H, D] with layout="BNHD"), float16 or bfloat16,
     unit stride on the last dim; Hq is a multiple of Hkv. It returns [B, Hq, Nq, Dv] (in the layout given), and with
-    return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq].
+    return_lse the natural-log sum of exponentials, float32 [B, Hq, Nq], and with
+    return_max_logits, last, the largest score of each head, float32 [B, Hq].
 
     causal      row r sees keys up to its diagonal: key r + Nk - Nq (align="bottom_right") or key r ("top_left");
                 causal="top_left" is short for both.
@@ -84,34 +87,50 @@ def ffpa(
     num_stages  1..4 pipeline stages of those kernels; None = automatic. Both say nothing where no such kernel runs.
     out         where to write the result; no gradients then. `o`, the fourth place, is the first release's name for it:
                 what fits there is overwritten, what is no place for a result is refused.
+    sinks       [Hq], float32 or a 16-bit type: for each head of q a logit, neither scaled nor capped, that takes a share
+                of the softmax and gives nothing: out = sum of exp(score) v / (exp(sink) + sum of exp(score)). The LSE
+                includes it, and it has a gradient. -inf is no sink.
+
+    The largest score is that of the visible pairs, scaled and capped: sinks and what a mask adds do not count. A head
+    that sees nothing gives -inf. It has no gradient.
 
     Scores may be as large as a float32 holds; in Hopper's kernels, without a float32 or bfloat16 mask, 1.1e38 at most.
-    A row that sees no key gives 0, LSE -inf, and gradients 0. Gradients are deterministic. They take P as
-    exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32 LSE leaves that open, from
-    softmax once more. Rows whose LSE covers more keys than are here, as in a ring, keep to their LSE.
+    A row that sees no key gives 0, LSE -inf, and gradients 0; beside a sink its LSE is the sink. Gradients are
+    deterministic. They take P as exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32
+    LSE leaves that open, from softmax once more. Rows whose LSE covers more than the keys that are here, as in a ring
+    or with a sink, keep to their LSE.
     """
     if unknown:
         words.refuse(ffpa, unknown)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
-    kind = again.kind(q, k, v, args) if mask is None and o is None and out is None and layout == "BHND" else None
-    if kind is not None and (results := again.run(kind, q, k, v)) is not None:
+    plain = mask is None and o is None and out is None and layout == "BHND" and return_max_logits is False
+    kind = again.kind(q, k, v, args, sinks=sinks) if plain else None
+    if kind is not None and (results := again.run(kind, q, k, v, *_given(sinks))) is not None:
         return results
     arguments.only_tensors(q=q, k=k, v=v)
-    arguments.tensors_or_none(mask=mask)
+    arguments.tensors_or_none(mask=mask, sinks=sinks)
     options = _options(*args)
     if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
+    of_scores = mask, sinks
     if o is None and out is None:
-        out, lse = dispatch_keys.at_once("forward", q, k, v, mask)(q, k, v, mask, **options)
+        name = forms.operator_name("forward", return_max_logits)
+        out, lse, *largest = dispatch_keys.at_once(name, q, k, v, *of_scores)(q, k, v, *of_scores, **options)
         if kind is not None:
-            again.remember(kind, q, k, v, options)
+            again.remember(kind, q, k, v, options, sinks=sinks)
     else:
         out = arguments.one_output(o, out)
         if o is not None and mask is None:
             arguments.not_a_mask(o, q, k, v)
-        arguments.no_grad_with_out(out, q, k, v, mask)
-        lse = dispatch_keys.at_once("forward_out", q, k, v, out, mask)(q, k, v, out, mask, **options)
-    return (out, lse) if return_lse else out
+        arguments.no_grad_with_out(out, q, k, v, *of_scores)
+        name = forms.operator_name("forward_out", return_max_logits)
+        results = dispatch_keys.at_once(name, q, k, v, out, *of_scores)(q, k, v, out, *of_scores, **options)
+        lse, *largest = results if return_max_logits else [results]
+    return forms.results(out, lse, largest, return_lse)
+
+
+def _given(sinks) -> tuple:
+    return () if sinks is None else (sinks,)
 
 
 def ffpa_varlen(
@@ -134,23 +153,28 @@ def ffpa_varlen(
     softcap: float = 0.0,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     **unknown,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs ffpa on packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; gives [Tq, Hq, Dv], LSE [Hq, Tq].
 
     Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1] (int32, B + 1 entries, on the tensors' device). The
     offsets of GPU tensors are never read on the host: a length counts as clamped to [0, max_seqlen], no address leaves
     the tensors, and rows of no sequence give 0 and LSE -inf. FFPA_CHECK=1 checks them and waits for the GPU.
+    return_max_logits gives [B, Hq], a row for each sequence.
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
-    plain = o is None and out is None and type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor
-    kind = again.kind(q, k, v, args, *cu_seqlens, max_seqlen_q, max_seqlen_k) if plain else None
-    if kind is not None and (results := again.run(kind, q, k, v, *cu_seqlens)) is not None:
+    plain = o is None and out is None and return_max_logits is False
+    plain = plain and type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor
+    kind = again.kind(q, k, v, args, *cu_seqlens, max_seqlen_q, max_seqlen_k, sinks=sinks) if plain else None
+    if kind is not None and (results := again.run(kind, q, k, v, *cu_seqlens, *_given(sinks))) is not None:
         return results
     arguments.only_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.tensors_or_none(sinks=sinks)
     offsets = (
         cu_seqlens_q,
         cu_seqlens_k,
@@ -159,14 +183,19 @@ def ffpa_varlen(
     )
     options = _options(*args)
     if o is None and out is None:
-        out, lse = dispatch_keys.at_once("varlen_forward", q, k, v, *offsets[:2])(q, k, v, *offsets, **options)
+        name = forms.operator_name("varlen_forward", return_max_logits)
+        run = dispatch_keys.at_once(name, q, k, v, *cu_seqlens, sinks)
+        out, lse, *largest = run(q, k, v, *offsets, sinks, **options)
         if kind is not None:
-            again.remember(kind, q, k, v, options, *offsets)
+            again.remember(kind, q, k, v, options, *offsets, sinks=sinks)
     else:
         out = arguments.one_output(o, out)
-        arguments.no_grad_with_out(out, q, k, v)
-        lse = dispatch_keys.at_once("varlen_forward_out", q, k, v, out, *offsets[:2])(q, k, v, out, *offsets, **options)
-    return (out, lse) if return_lse else out
+        arguments.no_grad_with_out(out, q, k, v, sinks)
+        name = forms.operator_name("varlen_forward_out", return_max_logits)
+        run = dispatch_keys.at_once(name, q, k, v, out, *cu_seqlens, sinks)
+        results = run(q, k, v, out, *offsets, sinks, **options)
+        lse, *largest = results if return_max_logits else [results]
+    return forms.results(out, lse, largest, return_lse)
 
 
 def merge(
@@ -179,7 +208,8 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (o, lse) over two disjoint sets of keys, from the attention over each. It is differentiable.
 
-    o [B, H, N, D] (or [B, N, H, D] with layout="BNHD") with lse [B, H, N]; or packed o [T, H, D] with lse [H, T].
+    o [B, H, N, D] (or [B, N, H, D] with layout="BNHD") with lse [B, H, N]; or packed o [T, H, D] with lse [H, T]. Give sinks
+    to one part alone: they count once.
     """
     arguments.only_tensors(o1=o1, lse1=lse1, o2=o2, lse2=lse2)
     layout = arguments.layout(layout)
@@ -220,6 +250,8 @@ def explain(
     out: torch.Tensor | None = None,
     arch: str | None = None,
     direction: str = "forward",
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     **unknown,
 ) -> Choice:
     """Says which kernel ffpa would run for these arguments, and why; nothing runs, and no GPU is needed.
@@ -231,15 +263,15 @@ def explain(
     if unknown:
         words.refuse(explain, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
-    arguments.tensors_or_none(mask=mask)
+    arguments.tensors_or_none(mask=mask, sinks=sinks)
     out = arguments.one_output(o, out)
     if o is not None and mask is None:
         arguments.not_a_mask(o, q, k, v)
     options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     arch = arguments.arch(arch, q)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask, sinks))
     q, k, v = dispatch_keys.as_autocast_would(q, k, v)
-    form = forms.Dense(arguments.layout(layout), mask)
+    form = forms.Dense(arguments.layout(layout), mask, sinks, arguments.flag("return_max_logits", return_max_logits))
     form.check(q, k, v)
     memory_checks.rows(q=q, k=k, v=v)
     if out is not None:

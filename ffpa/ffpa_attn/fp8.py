@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from .backends import reference, triton_fp8
 from .checks import arguments, fp8_checks, words
-from .operators import dispatch_keys
+from .operators import dispatch_keys, forms
 from .specs.spec import FP8_BLOCK
 from .triton_ops import launch as triton_launch
 
@@ -76,8 +76,10 @@ def ffpa_fp8(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     **unknown,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Computes attention of q * q_scale, k * k_scale, v * v_scale, as ffpa does, from 8-bit floats, without gradients.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv], all float8_e4m3fn or all float8_e5m2, unit stride on the
@@ -90,7 +92,8 @@ def ffpa_fp8(
     out_dtype     bfloat16, float16, float32, or an 8-bit type, which saturates at its largest finite number.
     v_transposed  v is [B, Hkv, Dv, Nk].
 
-    causal, align, scale (of scores), window and softcap are those of ffpa. A row that sees no key gives 0, LSE -inf.
+    causal, align, scale (of scores), window, softcap, sinks and return_max_logits are those of ffpa. A row that sees no
+    key gives 0, LSE -inf, or its sink.
     On a GPU the probabilities too are rounded to the inputs' type before they meet v.
     """
     if unknown:
@@ -98,11 +101,13 @@ def ffpa_fp8(
     tensors = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     arguments.only_tensors(**tensors)
-    arguments.tensors_or_none(**scales)
-    fp8_checks.no_grad(**tensors, **scales)
+    arguments.tensors_or_none(**scales, sinks=sinks)
+    fp8_checks.no_grad(**tensors, **scales, sinks=sinks)
     fp8_checks.output_type(out_dtype)
-    out, lse = dispatch_keys.at_once("fp8_forward", q, k, v, *scales.values())(
-        q, k, v, *scales.values(), scale=arguments.scale(scale), **arguments.visibility(causal, align, window), softcap=arguments.softcap(softcap), out_dtype=out_dtype,
+    name = forms.operator_name("fp8_forward", return_max_logits)
+    of_scores = *scales.values(), sinks
+    out, lse, *largest = dispatch_keys.at_once(name, q, k, v, *of_scores)(
+        q, k, v, *of_scores, scale=arguments.scale(scale), **arguments.visibility(causal, align, window), softcap=arguments.softcap(softcap), out_dtype=out_dtype,
         v_transposed=arguments.flag("v_transposed", v_transposed), return_lse=arguments.flag("return_lse", return_lse),
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return forms.results(out, lse, largest, return_lse)

@@ -12,6 +12,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired, run
 from unittest import mock
@@ -196,6 +197,52 @@ def sequences_that_hold_nan():
         out, lse = attention(*mine, causal=False, return_lse=True)
         for x, y in ((out, want), (lse, want_lse)):
             assert torch.equal(x.isnan(), distributed.shard_sequence(y).isnan()), (attention.__name__, rank)
+
+
+def sequences_with_sinks():
+    """Sinks count once, in all rows; gradients of them are shares, whose sum over the ranks is the whole."""
+    world = dist.get_world_size()
+    sinks = torch.tensor([1.0, -torch.inf, 9.0, -3.0], device=DEVICE).requires_grad_()
+    for merged_at_once, (layout, per_rank, rule, shapes) in zip((2, 4, 4), (RULES[0], RULES[2], RULES[4]), strict=True):
+        q, k, v, *grads = inputs(per_rank * world, **{**shapes, "heads": (4, 2)})
+        whole = [x.requires_grad_() for x in (q, k, v)]
+        *want, want_largest = ffpa(*whole, sinks=sinks, return_lse=True, return_max_logits=True, **rule)
+        want += torch.autograd.grad(want, [*whole, sinks], grads)
+        cut = partial(distributed.shard_sequence, layout=layout)
+        for attention in (distributed.ring_attention, distributed.ulysses_attention):
+            if attention is distributed.ulysses_attention and 4 % world:
+                continue
+            with mock.patch.object(ring, "_MERGED_AT_ONCE", merged_at_once):
+                mine = [cut(x.detach()).requires_grad_() for x in whole]
+                asked = {"sinks": sinks, "layout": layout, "return_lse": True, "return_max_logits": True}
+                *got, largest = attention(*mine, **rule, **asked)
+                got += torch.autograd.grad(got, [*mine, sinks], [cut(x) for x in grads])
+            assert not largest.requires_grad
+            torch.testing.assert_close(largest, want_largest)
+            dist.all_reduce(got[-1])
+            for name, x, y in zip((*NAMES, "dsinks"), got, want, strict=True):
+                y = y if name == "dsinks" else cut(y)
+                torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2, msg=name)
+            assert got[-1][1] == 0
+            # Sinks may be all that is trained.
+            out = attention(*(x.detach() for x in mine), **rule, layout=layout, sinks=sinks)
+            (alone,) = torch.autograd.grad(out, sinks, cut(grads[0]))
+            dist.all_reduce(alone)
+            out = ffpa(*(x.detach() for x in whole), sinks=sinks, **rule)
+            (whole_alone,) = torch.autograd.grad(out, sinks, grads[0])
+            torch.testing.assert_close(alone, whole_alone, atol=2e-2, rtol=2e-2)
+
+
+def sequences_with_sinks_that_differ():
+    """Ranks compare what they pass, so that all of them raise."""
+    rank, x = dist.get_rank(), inputs(4)[:3]
+    for attention in (distributed.ring_attention, distributed.ulysses_attention):
+        with pytest.raises(ValueError, match="`sinks` is"):
+            attention(*x, sinks=torch.zeros(4, device=DEVICE) if rank else None)
+        with pytest.raises(ValueError, match="`return_max_logits` is"):
+            attention(*x, return_max_logits=bool(rank))
+        with pytest.raises(ValueError, match=r"`sinks` has shape \(3,\)"):
+            attention(*x, sinks=torch.zeros(3, device=DEVICE))
 
 
 def sequences_of_large_equal_scores():

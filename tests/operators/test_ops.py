@@ -423,10 +423,9 @@ class TestAtOnce:
             torch._neg_view,
             lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
             lambda x: x.to_sparse(),
-            torch.nn.Parameter,
             lambda x: x.to("meta"),
         ],
-        ids=["subclass", "negative", "zero", "sparse", "parameter", "meta"],
+        ids=["subclass", "negative", "zero", "sparse", "meta"],
     )
     def test_tensors(self, kind, which):
         tensors = [torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
@@ -434,6 +433,14 @@ class TestAtOnce:
         if tensors[which].is_meta and which:
             pytest.skip("the body refuses tensors of several devices, as the operator does")
         assert dispatch_keys.at_once("forward", *tensors) is OPS.forward.default
+
+    def test_parameters(self, device):
+        """They are as plain as other tensors: sinks are parameters of models."""
+        q, k, v = (x.detach().clone() for x in dense(device)[:3])
+        sinks = torch.nn.Parameter(torch.zeros(q.shape[1], device=device))
+        assert dispatch_keys.at_once("forward", q, k, v, None, sinks) is dispatch_keys.recorder("forward")
+        with torch.no_grad():
+            assert dispatch_keys.at_once("forward", q, k, v, None, sinks) is ops._BODIES["forward"]
 
     @pytest.mark.parametrize("which", range(3))
     def test_gradients_alone(self, which, device):

@@ -26,17 +26,23 @@ Flags = Mapping[str, Any]
 class Plan(Protocol):
     """How a backend runs a problem. Tensors are [B, H, N, D] in any strides, or [H, T, D] of packed sequences, whose
     offsets and longest lengths come along; lse is [B, H, N], [H, T], or empty where none is wanted; the mask is the
-    caller's. `memo` is the same for calls that differ in addresses alone. A plan has those of the methods that it is
-    chosen for. One that may give a result of its own making has `fresh`, which takes q, k and v of a dense call without
-    mask and LSE, and returns the result, or None where `forward` must be called.
+    caller's. `memo` is the same for calls that differ in addresses alone. `sinks` are float32 [Hq]; `largest` is float32
+    [B, Hq] (of packed sequences one row each), holds -inf, and takes the largest scores; each is None where the problem
+    has none, and then it may be left away. A plan has those of the methods that it is chosen for. One that may give a
+    result of its own making has `fresh`, which takes q, k and v of a dense call without mask, sinks, LSE and largest
+    scores, and returns the result, or None where `forward` must be called.
     """
 
     kernel: str  # the name of what runs
     specs: tuple  # what nvcc compiles for it
 
-    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None: ...
+    def forward(
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None
+    ) -> None: ...
 
-    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None: ...
+    def forward_fp8(
+        self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None
+    ) -> None: ...
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None: ...
 

@@ -311,17 +311,42 @@ def _backward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
 # ---- forward ----
 
 
-def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: int) -> None:
-    """Writes out and lse; both must come filled with what a row without keys gives (0, -inf)."""
-    for seq in sequences:
+class Heads(NamedTuple):
+    """What a forward has or gives for each head beside its rows, in float32: sinks [Hq], each a logit of no value; and a
+    place [B, Hq] for the largest scores, which holds -inf. Either may be None.
+    """
+
+    sinks: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+
+    def sinks_of(self, tile: Tile) -> torch.Tensor:
+        """Returns [n, G * rows, 1]."""
+        of_rows = self.sinks[tile.heads_q, None].expand(-1, tile.rows[1] - tile.rows[0])
+        return of_rows.reshape(tile.heads.stop - tile.heads.start, -1, 1)
+
+    def keep_largest(self, entry: int, tile: Tile, row_max: torch.Tensor) -> None:
+        largest = self.largest[entry, tile.heads_q]
+        torch.maximum(largest, tile.by_head(row_max).amax((1, 2)), out=largest)
+
+
+def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: int, heads: Heads) -> None:
+    """Writes out and lse; both must come filled with what rows of no sequence give (0, -inf)."""
+    for entry, seq in enumerate(sequences):
         plan = _forward_plan(cap, q, k, v, seq)
         for tile in _tiles(q, k, seq, plan):
             visible = _visible_keys(seq, rule.visibility, tile.rows)
             if visible[0] < visible[1]:
-                _forward_tile(q, k, v, out, lse, tile, rule, visible, plan.keys)
+                row_max = _forward_tile(q, k, v, out, lse, tile, rule, visible, plan.keys, heads)
+                if heads.largest is not None:
+                    heads.keep_largest(entry, tile, row_max)
+            elif heads.sinks is not None and lse is not None:
+                tile.store_lse(lse, heads.sinks_of(tile))
 
 
-def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, most_keys: int) -> None:
+def _forward_tile(
+    q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, most_keys: int, heads: Heads
+) -> torch.Tensor:
+    """Returns the largest score of each row, [n, G * rows, 1]."""
     q_tile = tile.load(q)
     scores = torch.empty(*q_tile.shape[:2], visible[1] - visible[0], dtype=torch.float32, device=q.device)
     blocks = list(_blocks(*visible, most_keys))
@@ -330,9 +355,13 @@ def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, mos
     _scores(scores, rule, tile, visible)
 
     row_max = scores.amax(-1, keepdim=True)
-    row_max.masked_fill_(row_max == -_INF, 0.0)
-    p = scores.sub_(row_max).exp_()
+    sinks = None if heads.sinks is None else heads.sinks_of(tile)
+    top = row_max if sinks is None else torch.maximum(row_max, sinks)
+    top = top.masked_fill(top == -_INF, 0.0)
+    p = scores.sub_(top).exp_()
     row_sum = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        row_sum += (sinks - top).exp_()
 
     o = torch.zeros(*q_tile.shape[:2], v.shape[-1], dtype=torch.float32, device=q.device)
     for keys, part in zip(blocks, p.split(most_keys, -1), strict=True):
@@ -340,7 +369,8 @@ def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, mos
     o.div_(row_sum.masked_fill(row_sum == 0, 1.0))
     tile.store(out, o)
     if lse is not None:
-        tile.store_lse(lse, row_max + row_sum.log())
+        tile.store_lse(lse, top + row_sum.log())
+    return row_max
 
 
 # ---- backward ----

@@ -16,17 +16,19 @@ class ReferencePlan(NamedTuple):
     kernel = "reference"
     specs = ()
 
-    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
+    def forward(
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None
+    ) -> None:
         with PlainTorch(q.device):
             out.zero_()
             lse.fill_(-float("inf"))
-            wanted = lse if lse.dim() > 1 else None
-            reference.forward(q, k, v, out, wanted, _sequences(q, k, mask, offsets), rule, workspace_cap)
+            wanted, sequences = lse if lse.dim() > 1 else None, _sequences(q, k, mask, offsets)
+            reference.forward(q, k, v, out, wanted, sequences, rule, workspace_cap, reference.Heads(sinks, largest))
 
-    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
+    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None):
         q, k, v = map(reference.Dequantised, (q, k, v), scales)
         lse = out.new_empty(0, dtype=torch.float32) if lse is None else lse
-        self.forward(q, k, v, out, lse, None, None, rule, workspace_cap, memo)
+        self.forward(q, k, v, out, lse, None, None, rule, workspace_cap, memo, sinks, largest)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: dict) -> None:
         with PlainTorch(saved[0].device):

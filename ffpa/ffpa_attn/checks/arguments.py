@@ -343,6 +343,20 @@ def _mask(mask, q, full) -> None:
         raise ValueError(f"`mask` has shape {tuple(mask.shape)}; it must broadcast to [B, H, Nq, Nk] = {tuple(full)}")
 
 
+def sinks(x, q, heads: int, of: str = "q") -> None:
+    """Checks sinks of so many heads, those of a tensor which the caller knows as `of`."""
+    if x is None:
+        return
+    allowed = (torch.float32, *DTYPES)
+    if x.dtype not in allowed:
+        raise TypeError(f"`sinks` has dtype {x.dtype}; allowed: {names_of(allowed)}; cast with .float()")
+    is_where("sinks", x, of, q)
+    if tuple(x.shape) != (heads,):
+        raise ValueError(
+            f"`sinks` has shape {tuple(x.shape)}; it must be [Hq] = ({heads},), a logit for each head of `{of}`"
+        )
+
+
 def mask_kind(mask) -> str | None:
     return None if mask is None else _KINDS[mask.dtype]
 
@@ -364,18 +378,18 @@ def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     agree("cu_seqlens_k", entries, "cu_seqlens_q", wanted, "{} entries", "both must hold B + 1 offsets")
 
 
-def output(name: str, x, shape, q) -> None:
+def output(name: str, x, shape, q, of: str = "q") -> None:
     """Checks a place for a result: a converted copy, which others may pass instead, would be none."""
     if x.dtype != q.dtype:
-        raise TypeError(f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; they must agree")
+        raise TypeError(f"`{name}` has dtype {x.dtype} but `{of}` has {q.dtype}; they must agree")
     if x.device != q.device:
-        raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; they must agree")
+        raise ValueError(f"`{name}` is on {x.device} but `{of}` is on {q.device}; they must agree")
     _has_shape(name, x, shape)
 
 
-def saved_lse(name: str, x, shape, q) -> None:
+def saved_lse(name: str, x, shape, q, of: str = "q") -> None:
     has_dtype(name, x, torch.float32, " (natural log)")
-    is_where(name, x, "q", q)
+    is_where(name, x, of, q)
     _has_shape(name, x, shape)
 
 

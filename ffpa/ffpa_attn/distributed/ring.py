@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ..attention import ffpa
 from ..backends.triton_merge import merge_into
+from ..operators import forms
+from ..operators.dispatch_keys import gradient_of_sinks
 from ..operators.first_order import first_order_only
 from . import sequence_shards
 from .exchange import Exchange, Wait, exchange
@@ -27,18 +29,23 @@ def ring_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    return_max_logits: bool = False,
     **unknown,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs ffpa over a sequence whose rows lie on the ranks of `group` (None: all); every rank calls it with its part.
 
     q [B, Hq, N/W, D], k [B, Hkv, N/W, D], v [B, Hkv, N/W, Dv] on each of W ranks, as `shard_sequence` cuts them; all
     ranks call it alike, and all run the backward. Returns this rank's part of the result, [B, Hq, N/W, Dv], and with
     return_lse its natural-log sum of exponentials over all keys, float32 [B, Hq, N/W]. Both are differentiable, and
-    deterministic.
+    deterministic. return_max_logits adds the largest score of each head in the whole sequence, float32 [B, Hq], the
+    same on all ranks.
 
     layout      "zigzag": of 2W equal chunks rank r holds r and 2W - 1 - r, which makes causal work equal; "contiguous":
                 of W chunks rank r holds r, and the last one has the most to do.
     causal, scale, softcap as in ffpa.
+    sinks       [Hq], as in ffpa: those of all heads, on every rank. A rank's gradient of them is its own share, to be
+                added up over the ranks (all-reduced) as that of any parameter that all of them hold.
 
     While a rank computes on one rank's K and V, those of the next one travel. The backward sends them once more, and
     their gradients home one step later, where they are summed in float32. GPUs of one host copy into each other's
@@ -51,13 +58,14 @@ def ring_attention(
     known, wait for it. Ranks whose kinds are different but known compute what is wrong, and are told so no more than
     512 calls later. A group whose ranks may no longer be at the same call raises at every later one.
     """
-    given = causal, scale, softcap, return_lse
+    given = causal, scale, softcap, return_lse, sinks, return_max_logits
     q, k, v, rule = sequence_shards.checked(ring_attention, unknown, group, q, k, v, layout, *given)
     rank, world = sequence_shards.rank_and_world(group)
     if world == 1:
-        return ffpa(q, k, v, **rule, return_lse=return_lse)
-    out, lse = _RingAttention.apply(q, k, v, _Ring(group, rank, world, layout, rule.pop("causal"), rule))
-    return (out, lse) if return_lse else out
+        return ffpa(q, k, v, **rule, return_lse=return_lse, sinks=sinks, return_max_logits=return_max_logits)
+    ring = _Ring(group, rank, world, layout, rule.pop("causal"), rule, return_max_logits)
+    out, lse, *largest = _RingAttention.apply(q, k, v, sinks, ring)
+    return forms.results(out, lse, largest, return_lse)
 
 
 class _Part(NamedTuple):
@@ -83,6 +91,7 @@ class _Ring(NamedTuple):
     layout: str
     causal: bool
     rule: dict  # the operators' other keyword arguments
+    finds_largest: bool  # the largest scores are wanted
 
     def turns(self, k, v) -> Iterator[tuple[int, _Part | None, list[torch.Tensor]]]:
         """Gives this rank's own K and V, then each earlier rank's; while the caller computes, the next ones travel."""
@@ -147,34 +156,49 @@ class _Sums:
         merge_into(out, *sums, results, torch.stack(self.lses), first)
         self.lses.clear()
 
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Adds the sinks as a part of the keys whose LSE they are, and whose result is 0."""
+        self.place_for(0).zero_()
+        self.lses.append(sinks.to(torch.float32)[:, None].expand(self.results.shape[1:-1]))
+
     def lse(self) -> torch.Tensor:
         return self.total.log_().add_(self.top)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ring: _Ring):
+    def forward(ctx, q, k, v, sinks, ring: _Ring):
         sums = _Sums(q, v.shape[3], min(ring.world, _MERGED_AT_ONCE))
+        largest = [q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)] if ring.finds_largest else []
+        forward = torch.ops.ffpa_attn.forward_out_max_logits if largest else torch.ops.ffpa_attn.forward_out
         for _, part, at_hand in ring.turns(k, v):
             if part:
                 place = part.rows(sums.place_for(part.first))
-                lse = torch.ops.ffpa_attn.forward_out(
-                    part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule
-                )
-                sums.lses.append(lse)
+                results = forward(part.rows(q), *map(part.keys, at_hand), place, causal=part.causal, **ring.rule)
+                sums.lses.append(results[0] if largest else results)
+                for here in largest:
+                    torch.maximum(here, results[1], out=here)
+        if sinks is not None:
+            sums.add_sinks(sinks)
         sums.merge()
         out, lse = sums.out.to(q.dtype), sums.lse()
-        ctx.save_for_backward(q, k, v, out, lse)
+        for here in largest:
+            dist.all_reduce(here, dist.ReduceOp.MAX, ring.group)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
-        return out, lse
+        ctx.mark_non_differentiable(*largest)
+        return out, lse, *largest
 
     @staticmethod
     @first_order_only
-    def backward(ctx, saved, grad_out, grad_lse):
-        q, k, v, out, lse = saved
+    def backward(ctx, saved, grad_out, grad_lse, *_):
+        q, k, v, out, lse, sinks = saved
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        of_sinks = gradient_of_sinks(grad_out, grad_lse, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, of_sinks, None
         dq = sums = home = None  # `sums` are those of the gradients of this rank's K and V
         pieces = []
         for step, part, at_hand in ring.turns(k, v):
@@ -196,7 +220,7 @@ class _RingAttention(torch.autograd.Function):
         wait = ring.give_home(home, ring.world - 1, pieces, k.shape[2])
         _add(sums, wait())
         home.finish()
-        return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), None
+        return dq.to(q.dtype), *(x.to(q.dtype) for x in sums), of_sinks, None
 
 
 def _add(sums: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:

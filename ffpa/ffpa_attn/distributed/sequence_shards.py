@@ -104,7 +104,9 @@ def rank_and_world(group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, return_lse) -> tuple:
+def checked(
+    function, unknown, group, q, k, v, layout, causal, scale, softcap, return_lse, sinks, return_max_logits
+) -> tuple:
     """Checks a call of attention on several ranks. Returns q, k and v as autocast has them, and the operators' options.
 
     Ranks compare before each checks its own parts, so that all of them raise. If they differed they would add up what
@@ -114,7 +116,8 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
         words.refuse(function, unknown)
     rank_and_world(group)  # what is no group is refused before ranks compare
     arguments.only_tensors(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    arguments.tensors_or_none(sinks=sinks)
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if hasattr(x, "to_local"):
             raise TypeError(
                 f"`{name}` is a {type(x).__name__}; pass what this rank holds, {name}.to_local(), and mesh.get_group(): ffpa itself takes "
@@ -129,16 +132,21 @@ def checked(function, unknown, group, q, k, v, layout, causal, scale, softcap, r
         "softcap": arguments.softcap(softcap),
     }
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    of_sinks = sinks is not None and torch.is_grad_enabled() and sinks.requires_grad
     kind = {
         "function": function.__name__,
         **{name: x.shape for name, x in parts.items()},
         **{f"{name}.dtype": x.dtype for name, x in parts.items()},
         "requires_grad of q, k or v": wants_grad,
+        "sinks": None if sinks is None else (tuple(sinks.shape), sinks.dtype),
+        "requires_grad of sinks": of_sinks,
+        "return_max_logits": arguments.flag("return_max_logits", return_max_logits),
         "layout": _layout(layout),
         **options,
     }
     agreement.check(group, kind, q)
     arguments.dense(q, k, v, None, "BHND")
+    arguments.sinks(sinks, q, q.shape[1])
     memory_checks.rows(q=q, k=k, v=v)
     way_out = "a rank holds the same part of all three: cut them with shard_sequence"
     arguments.agree("k", k.shape[2], "q", q.shape[2], "{} rows", way_out)

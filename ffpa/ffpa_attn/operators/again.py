@@ -2,8 +2,9 @@
 
 A kind is all that checks and the choice depend on. Calls of a kind differ in addresses and values alone, so what the
 first of them found out holds for all. Only plain calls have a kind: where the dispatcher has work (`have_work`), where a
-tensor to write into or a mask is given, where rows come before heads, where offsets must be checked, or where autograd is
-left out or saves through hooks, calls go through the operators. Gradients of a kind of call have kinds of their own.
+tensor to write into or a mask is given, where rows come before heads, where offsets must be checked, where the largest scores
+are wanted, or gradients beside sinks, or where autograd is left out or saves through hooks, calls go through the operators.
+Gradients of a kind of call have kinds of their own.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # val
 _DENSE = Dense()
 
 
-def kind(q, k, v, args: tuple, *offsets) -> tuple | None:
+def kind(q, k, v, args: tuple, *offsets, sinks=None) -> tuple | None:
     """Returns the kind of a call, or None where there is none. `args` are the function's arguments but tensors and
     offsets; `offsets` are cu_seqlens and the longest lengths of packed sequences.
     """
-    if not (type(q) is type(k) is type(v) is torch.Tensor) or have_work(q, k, v, *offsets[:2]):
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or have_work(q, k, v, *offsets[:2], sinks):
         return None
-    wanted = want_gradients(q, k, v)
-    if wanted and not is_recorded_as_it_is():
+    wanted = want_gradients(q, k, v, sinks)
+    if wanted and (sinks is not None or not is_recorded_as_it_is()):
         return None
     flags = env.run_flags()
+    if sinks is not None:
+        args = (*args, seen(sinks))
     if offsets:
         cu_q, cu_k, max_q, max_k = offsets
         if cu_q.device.type == "cpu" or cu_k.device.type == "cpu" or flags["FFPA_CHECK"]:
@@ -75,13 +78,14 @@ def forget_all() -> None:
     _known.clear()
 
 
-def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets) -> None:
+def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets, sinks=None) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
     _, _, flags, wanted, _, types = kind
     with_lse = options.get("return_lse", True)
     if wanted:  # the backward needs the LSE
         options = {**options, "return_lse": True}
-    plan = ops.plan_of(Packed(*offsets) if offsets else _DENSE, q, k, v, options, flags)
+    form = Packed(*offsets, sinks) if offsets else Dense(sinks=sinks)
+    plan = ops.plan_of(form, q, k, v, options, flags)
     if plan is None or not PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
         return
     if len(_known) >= _MOST_KINDS:
@@ -96,7 +100,7 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     gives_fresh, is_empty, is_like_q = plan.gives_fresh, 0 in plan.out_shape, first_q.shape == plan.out_shape
     no_lse = None
 
-    def run(q, k, v):
+    def run(q, k, v, *sinks):
         nonlocal no_lse
         try:
             fresh = ops.fresh_result(plan, q, k, v) if gives_fresh else None
@@ -108,7 +112,7 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
                     no_lse = q.new_empty(0, dtype=torch.float32)
             lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if with_lse else no_lse
             if not is_empty:
-                forward(q, k, v, out, lse, None, None, *of_plan)
+                forward(q, k, v, out, lse, None, None, *of_plan, *map(ops.as_read, sinks))
         except torch.OutOfMemoryError as error:
             raise ops.no_memory(error, plan, q.dtype) from None
         return (out, lse) if with_lse else out
@@ -117,8 +121,8 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
 
 
 def _packed(plan: ops.Plan, with_lse: bool, max_q: int, max_k: int) -> Callable:
-    def run(q, k, v, cu_q, cu_k):
-        out, lse = ops.run_forward(plan, Packed(cu_q, cu_k, max_q, max_k), q, k, v)
+    def run(q, k, v, cu_q, cu_k, *sinks):
+        out, lse = ops.run_forward(plan, Packed(cu_q, cu_k, max_q, max_k, *sinks), q, k, v)
         return (out, lse) if with_lse else out
 
     return run

@@ -18,19 +18,21 @@ from ..support import private_torch
 from ..support.private_torch import FakeTensor
 from . import flops, mapped
 from .first_order import first_order_only
+from .forms import MAX_LOGITS
 
 
 def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None:
     """Registers all `bodies`. (At the Autograd key a plain Function costs a call half of register_autograd's time.)"""
     for name, body in bodies.items():
         _operators[name], _bodies[name] = getattr(torch.ops.ffpa_attn, name).default, body
-    for name in ("forward", "varlen_forward"):
+    for name in (x + more for x in ("forward", "varlen_forward") for more in ("", MAX_LOGITS)):
         op, body = _operators[name], bodies[name]
         kernel = _plain_calls_alone if private_torch.no_gradients else _autograd
         lib.impl(name, kernel(op, body), "Autograd", with_keyset=True)
         if _is_excluded and not (private_torch.no_gradients or private_torch.no_short_way):
             _recorders[name] = partial(_recorded, body)
-    for name in ("forward", "forward_out", "varlen_forward", "varlen_forward_out"):
+    forwards = ("forward", "forward_out", "varlen_forward", "varlen_forward_out")
+    for name in (x + more for x in forwards for more in ("", MAX_LOGITS)):
         lib.impl(name, _autocast(_operators[name], "cuda"), "AutocastCUDA")
         lib.impl(name, _autocast(_operators[name], "cpu"), "AutocastCPU")
     mapped.register(lib)
@@ -60,7 +62,14 @@ def recorder(name: str) -> Callable | None:
 
 
 def _recorded(body, *args, **options):
-    return _Attention.apply(None, body, None, options, *args)  # no keys are left: the body comes next
+    return _Attention.apply(None, body, None, options, *_sinks_first(args))  # no keys are left: the body comes next
+
+
+def _sinks_first(args: tuple) -> tuple:
+    """Returns the arguments of a forward with its sinks, or None, before q, k and v: they are last, where they are given,
+    behind a mask or None, or behind the four offsets of packed sequences.
+    """
+    return (args[-1], *args[:-1]) if len(args) in (5, 8) else (None, *args)
 
 
 def is_recorded_as_it_is() -> bool:
@@ -88,27 +97,41 @@ def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
 
 
+def gradient_of_sinks(grad_out, grad_lse, out, lse, sinks, layout: str = "BHND") -> torch.Tensor:
+    """Returns it in the type of sinks; the LSE includes them."""
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    run = at_once("sink_gradient", grad_out, grad_lse, out, lse, sinks)
+    return run(grad_out, grad_lse, out, lse, sinks, layout=layout).to(sinks.dtype)
+
+
 class _Rules:
     """How both forms are computed and differentiated; `rest` is (), (mask,) or (both cu_seqlens, both max_seqlen)."""
 
     @staticmethod
-    def forward(ctx, op, body, keyset, options, q, k, v, *rest):
+    def forward(ctx, op, body, keyset, options, sinks, q, k, v, *rest):
+        args = (q, k, v, *rest) if sinks is None else (q, k, v, *rest, sinks)
         # return_lse=False only allows to leave the LSE out: the backward needs it.
-        out, lse = _below_autograd(op, body, keyset, (q, k, v, *rest), {**options, "return_lse": True})
-        ctx.save_for_backward(q, k, v, out, lse, *rest[:2])
+        out, lse, *largest = _below_autograd(op, body, keyset, args, {**options, "return_lse": True})
+        ctx.save_for_backward(q, k, v, out, lse, *rest[:2], sinks)
         ctx.longest, ctx.options = rest[2:], options
         ctx.set_materialize_grads(False)
-        return out, lse
+        ctx.mark_non_differentiable(*largest)
+        return out, lse, *largest
 
     @staticmethod
     @first_order_only
-    def backward(ctx, saved, grad_out, grad_lse):
-        rule = rule_of(ctx.options)
-        mask_grad = any(ctx.needs_input_grad[7:])
+    def backward(ctx, saved, grad_out, grad_lse, *_):
+        *saved, sinks = saved
+        rule, needs = rule_of(ctx.options), ctx.needs_input_grad[4:]
+        of_sinks, grads, mask_grad = None, (), any(needs[4:])
+        if needs[0]:
+            of_sinks = gradient_of_sinks(grad_out, grad_lse, *saved[3:5], sinks, rule.get("layout", "BHND"))
         if mask_grad:
             rule["mask_grad"] = True
-        grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, **rule)[: 4 if mask_grad else 3]
-        return None, None, None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4 - len(grads))
+        if any(needs[1:]):
+            grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, **rule)[: 4 if mask_grad else 3]
+        return None, None, None, None, of_sinks, *grads, *(None,) * (len(needs) - 1 - len(grads))
 
     @staticmethod
     def jvp(ctx, *_):
@@ -153,7 +176,7 @@ def _autograd(op, body):
     def kernel(keyset, *args, **options):
         # Calls under forward-mode AD must come to the Function too, which says there that it has no formula.
         if want_gradients(*args) or forward_ad._current_level >= 0:
-            return _differentiably(op, body, keyset, options, *args)
+            return _differentiably(op, body, keyset, options, *_sinks_first(args))
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel
@@ -230,10 +253,13 @@ def have_work(q, *others) -> bool:
     ):
         return True
     for x in (q, *others):
-        if x is not None and (type(x) is not torch.Tensor or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
+        if x is not None and (type(x) not in _PLAIN_TYPES or _C._dispatch_keys(x).raw_repr() & _BEYOND_PLAIN):
             place_dtensors((q, *others))
             return True
     return False
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # sinks are parameters of a model
 
 
 def _plain_keys() -> int:

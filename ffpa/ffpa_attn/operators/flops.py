@@ -1,7 +1,8 @@
 """This module tells torch.utils.flop_counter what to count of a call: operations by PyTorch's own rules.
 
 By these a causal call has all pairs of rows and keys, so a model counts the same as with PyTorch's attention. A window
-counts the pairs it sees: all would be many times the work. A backward has the scores once more, and four products.
+counts the pairs it sees: all would be many times the work. A backward has the scores once more, and four products. Sinks
+and the largest scores count nothing, nor does the gradient of sinks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from ..support.imports import when_imported
 from ..support.private_torch import FakeTensor
-from .forms import Dense, operators, visibility
+from .forms import MAX_LOGITS, Dense, operators, visibility
 
 
 def register() -> None:
@@ -40,7 +41,8 @@ def _forward_fp8(q, k, v, *_, v_transposed=False, **options) -> int:
     return _forward(Dense(), q, k, v.mT if v_transposed else v, None, options)
 
 
-_FORMULAS = {**operators(_forward, _backward), "fp8_forward": _forward_fp8}
+_OF_FP8 = {"fp8_forward": _forward_fp8, f"fp8_forward{MAX_LOGITS}": _forward_fp8}
+_FORMULAS = {**operators(_forward, _backward), **_OF_FP8}
 
 
 def _pairs_of(form, q, k, options) -> int:

@@ -19,18 +19,21 @@ def seen(x) -> tuple | None:
 
 
 class Dense:
-    """Dense tensors, [B, H, N, D] or [B, N, H, D], with a mask or none."""
+    """Dense tensors, [B, H, N, D] or [B, N, H, D], with a mask, and with sinks [Hq], or without; `largest` asks for the
+    largest score of each head.
+    """
 
     offsets = None
 
-    def __init__(self, layout: str = "BHND", mask: torch.Tensor | None = None):
-        self.layout, self.mask = layout, mask
+    def __init__(self, layout: str = "BHND", mask=None, sinks: torch.Tensor | None = None, largest: bool = False):
+        self.layout, self.mask, self.sinks, self.largest = layout, mask, sinks, largest
 
     def key(self) -> tuple:
-        return (self.layout, seen(self.mask))
+        return (self.layout, seen(self.mask), seen(self.sinks), self.largest)
 
     def check(self, q, k, v) -> None:
         arguments.dense(q, k, v, self.mask, self.layout)
+        arguments.sinks(self.sinks, q, q.shape[1 if self.layout == "BHND" else 2])
 
     def check_values(self, q, k, flags) -> None:
         pass
@@ -47,29 +50,34 @@ class Dense:
         batch, heads, _, rows, _ = self.sizes(q, q)
         return (batch, heads, rows)
 
+    def largest_shape(self, q) -> tuple:
+        return self.lse_shape(q)[:2]
+
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [B, H, N, D] as a view."""
         return x if self.layout == "BHND" else x.transpose(1, 2)
 
 
 class Packed:
-    """Packed sequences, [T, H, D], with their offsets [B + 1]."""
+    """Packed sequences, [T, H, D], with their offsets [B + 1], and with sinks and `largest` as dense ones."""
 
     mask = None
     layout = "BHND"  # packed sequences have no layout to choose
 
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int):
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int, sinks=None, largest=False):
         self.offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        self.sinks, self.largest = sinks, largest
 
     def key(self) -> tuple:
         cu_q, cu_k, max_q, max_k = self.offsets
-        return (seen(cu_q), seen(cu_k), max_q, max_k)
+        return (seen(cu_q), seen(cu_k), max_q, max_k, seen(self.sinks), self.largest)
 
     def check(self, q, k, v) -> None:
         cu_q, cu_k, max_q, max_k = self.offsets
         arguments.packed(q, k, v, cu_q, cu_k)
         arguments.max_seqlen("max_seqlen_q", max_q)
         arguments.max_seqlen("max_seqlen_k", max_k)
+        arguments.sinks(self.sinks, q, q.shape[1])
 
     def check_values(self, q, k, flags) -> None:
         """Checks offsets at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
@@ -89,9 +97,27 @@ class Packed:
     def lse_shape(self, q) -> tuple:
         return (q.shape[1], q.shape[0])
 
+    def largest_shape(self, q) -> tuple:
+        return (self.offsets[0].shape[0] - 1, q.shape[1])
+
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [H, T, D] as a view."""
         return x.transpose(0, 1)
+
+
+MAX_LOGITS = "_max_logits"  # the end of an operator's name: it returns the largest scores, too
+
+
+def operator_name(name: str, return_max_logits: bool) -> str:
+    """Returns the name of the operator that gives what a caller asks a forward for."""
+    return name + MAX_LOGITS if arguments.flag("return_max_logits", return_max_logits) else name
+
+
+def results(out, lse, largest: list[torch.Tensor], return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Returns what a caller asked for; `largest` is empty where that is not the largest scores."""
+    if largest:
+        return (out, lse, *largest) if return_lse else (out, *largest)
+    return (out, lse) if return_lse else out
 
 
 def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
@@ -100,17 +126,25 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
     those from `grad_out` to `lse`, and whose `mask_grad` is None for packed sequences, as these have no mask.
     """
 
-    def dense(q, k, v, mask=None, *, layout="BHND", **options):
-        return forward(Dense(layout, mask), q, k, v, None, options)
+    def forwards(more: str, largest: bool) -> dict[str, Callable]:
+        def dense(q, k, v, mask=None, sinks=None, *, layout="BHND", **options):
+            return forward(Dense(layout, mask, sinks, largest), q, k, v, None, options)
 
-    def dense_out(q, k, v, out, mask=None, *, layout="BHND", **options):
-        return forward(Dense(layout, mask), q, k, v, out, options)
+        def dense_out(q, k, v, out, mask=None, sinks=None, *, layout="BHND", **options):
+            return forward(Dense(layout, mask, sinks, largest), q, k, v, out, options)
 
-    def packed(q, k, v, *offsets, **options):
-        return forward(Packed(*offsets), q, k, v, None, options)
+        def packed(q, k, v, cu_q, cu_k, max_q, max_k, sinks=None, **options):
+            return forward(Packed(cu_q, cu_k, max_q, max_k, sinks, largest), q, k, v, None, options)
 
-    def packed_out(q, k, v, out, *offsets, **options):
-        return forward(Packed(*offsets), q, k, v, out, options)
+        def packed_out(q, k, v, out, cu_q, cu_k, max_q, max_k, sinks=None, **options):
+            return forward(Packed(cu_q, cu_k, max_q, max_k, sinks, largest), q, k, v, out, options)
+
+        return {
+            f"forward{more}": dense,
+            f"forward_out{more}": dense_out,
+            f"varlen_forward{more}": packed,
+            f"varlen_forward_out{more}": packed_out,
+        }
 
     def dense_backward(*args, layout="BHND", mask_grad=False, fp32_grads=False, **options):
         return backward(Dense(layout, *args[7:]), args[:7], fp32_grads, mask_grad, options)
@@ -119,10 +153,8 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
         return backward(Packed(*args[7:]), args[:7], fp32_grads, None, options)
 
     return {
-        "forward": dense,
-        "forward_out": dense_out,
-        "varlen_forward": packed,
-        "varlen_forward_out": packed_out,
+        **forwards("", False),
+        **forwards(MAX_LOGITS, True),
         "backward": dense_backward,
         "varlen_backward": packed_backward,
     }
@@ -151,9 +183,11 @@ def describe(
     """Returns the problem of a call with checked arguments; device and arch are those asked for, or the tensors'."""
     get, scale = options.get, options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    is_forward, mask = direction == "forward", arguments.mask_kind(form.mask)
     return Problem(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
-        q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), arguments.mask_kind(form.mask),
+        q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), mask,
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
         values_in_keys=values_in_keys(k, v), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
+        sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and mask != "additive",
     )  # fmt: skip

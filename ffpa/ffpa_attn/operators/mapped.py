@@ -1,31 +1,49 @@
 """This module is what the operators do under torch.vmap: the mapped dim joins the batch, so that a map is one call.
 
-Packed sequences and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
+Packed sequences, 8-bit floats and the gradient of sinks have no rule here: PyTorch calls their operators once for each
+entry.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..checks.memory_checks import made_readable
+from .forms import MAX_LOGITS
 
 _ops = torch.ops.ffpa_attn
 
 
 def register(lib: torch.library.Library) -> None:
-    for name, rule in (("forward", _forward), ("backward", _backward), ("forward_out", _to_out)):
+    rules = {"backward": _backward}
+    for more in ("", MAX_LOGITS):
+        rules |= {f"forward{more}": partial(_forward, getattr(_ops, f"forward{more}"))}
+        rules |= {f"forward_out{more}": _to_out, f"varlen_forward_out{more}": _to_out}
+    for name, rule in rules.items():
         torch.library.register_vmap(f"ffpa_attn::{name}", rule, lib=lib)
-    torch.library.register_vmap("ffpa_attn::varlen_forward_out", _to_out, lib=lib)
 
 
-def _forward(info, in_dims, q, k, v, mask=None, **options):
+def _forward(op, info, in_dims, q, k, v, mask=None, sinks=None, **options):
     x, batch = info.batch_size, _shape_of_one(q, in_dims[0])[0]
+    has_lse = options.get("return_lse", True)
+    if sinks is not None and in_dims[4] is not None:
+        return _forward_of_each(op, x, in_dims, (q, k, v, mask, sinks), has_lse, options)
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
     if mask is not None:
         mask = _folded_mask(mask, in_dims[3], x, batch)
-    out, lse = _ops.forward(*rows, mask, **options)
-    has_lse = options.get("return_lse", True)
-    return (_unfolded(out, x), _unfolded(lse, x) if has_lse else lse), (0, 0 if has_lse else None)
+    out, lse, *largest = op(*rows, mask, sinks, **options)
+    results = _unfolded(out, x), _unfolded(lse, x) if has_lse else lse, *(_unfolded(t, x) for t in largest)
+    return results, (0, 0 if has_lse else None, *(0 for _ in largest))
+
+
+def _forward_of_each(op, size: int, in_dims, tensors, has_lse: bool, options):
+    """Calls the operator once for each entry: a call has one sink for each head, and these have sinks of their own."""
+    entries = [(t,) * size if d is None else t.unbind(d) for t, d in zip(tensors, in_dims, strict=True)]
+    results = [op(*map(made_readable, each[:3]), *each[3:], **options) for each in zip(*entries, strict=True)]
+    out, lse, *largest = map(torch.stack, zip(*results, strict=True))
+    return (out, lse if has_lse else lse[0], *largest), (0, 0 if has_lse else None, *(0 for _ in largest))
 
 
 def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *, mask_grad=False, **options):

@@ -17,9 +17,10 @@ import torch
 from .. import env
 from ..backends import reference, triton_attention
 from ..backends.choice import CANDIDATES, Choice, choose
+from ..backends.sink_gradient import sink_gradient
 from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
-from ..specs.spec import Problem
+from ..specs.spec import HEAD_DIM_STEP, Problem
 from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
@@ -34,17 +35,30 @@ _HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=No
 _OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _QKV = "Tensor q, Tensor k, Tensor v"
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
+_SINKS = "Tensor? sinks=None"
+_DENSE = f"Tensor? mask=None, {_SINKS}, {_RULE}, str layout='BHND', {_HOW}"
+_PACKED = f"{_OFFSETS}, {_SINKS}, {_RULE}, {_HOW}"
+_FP8 = (
+    f"{_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_SINKS}, {_RULE}, "
+    "ScalarType out_dtype, bool v_transposed=False, bool return_lse=True"
+)
 
 SCHEMAS = (
-    f"forward({_QKV}, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> (Tensor out, Tensor lse)",
-    f"forward_out({_QKV}, Tensor(a!) out, Tensor? mask=None, {_RULE}, str layout='BHND', {_HOW}) -> Tensor lse",
-    f"varlen_forward({_QKV}, {_OFFSETS}, {_RULE}, {_HOW}) -> (Tensor out, Tensor lse)",
-    f"varlen_forward_out({_QKV}, Tensor(a!) out, {_OFFSETS}, {_RULE}, {_HOW}) -> Tensor lse",
+    f"forward({_QKV}, {_DENSE}) -> (Tensor out, Tensor lse)",
+    f"forward_out({_QKV}, Tensor(a!) out, {_DENSE}) -> Tensor lse",
+    f"varlen_forward({_QKV}, {_PACKED}) -> (Tensor out, Tensor lse)",
+    f"varlen_forward_out({_QKV}, Tensor(a!) out, {_PACKED}) -> Tensor lse",
+    f"forward_max_logits({_QKV}, {_DENSE}) -> (Tensor out, Tensor lse, Tensor max_logits)",
+    f"forward_out_max_logits({_QKV}, Tensor(a!) out, {_DENSE}) -> (Tensor lse, Tensor max_logits)",
+    f"varlen_forward_max_logits({_QKV}, {_PACKED}) -> (Tensor out, Tensor lse, Tensor max_logits)",
+    f"varlen_forward_out_max_logits({_QKV}, Tensor(a!) out, {_PACKED}) -> (Tensor lse, Tensor max_logits)",
     f"backward({_SAVED}, Tensor? mask=None, {_RULE}, str layout='BHND', bool mask_grad=False, bool fp32_grads=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     f"varlen_backward({_SAVED}, {_OFFSETS}, {_RULE}, bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"fp8_forward({_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_RULE}, "
-    "ScalarType out_dtype, bool v_transposed=False, bool return_lse=True) -> (Tensor out, Tensor lse)",
+    "sink_gradient(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, str layout='BHND') "
+    "-> Tensor dsinks",
+    f"fp8_forward({_FP8}) -> (Tensor out, Tensor lse)",
+    f"fp8_forward_max_logits({_FP8}) -> (Tensor out, Tensor lse, Tensor max_logits)",
 )
 
 _lib = torch.library.Library("ffpa_attn", "DEF")
@@ -115,9 +129,9 @@ def _frames_to_the_caller() -> int:
     return level
 
 
-def run(plan: Plan, what: str, *call) -> torch.Tensor | None:
+def run(plan: Plan, what: str, *call, **of_heads) -> torch.Tensor | None:
     """Does what the plan's method of this name does."""
-    return getattr(plan.choice.plan, what)(*call, plan.rule, plan.workspace_cap, plan.memo)
+    return getattr(plan.choice.plan, what)(*call, plan.rule, plan.workspace_cap, plan.memo, **of_heads)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -149,6 +163,8 @@ def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
 
 
 def _forward(form, q, k, v, out, options):
+    if form.largest and arguments.mask_kind(form.mask) == "additive":
+        return _forward_of_added_mask(form, q, k, v, out, options)
     flags = env.run_flags()
     key = _forward_key(form, q, k, v, out, options, flags)
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
@@ -160,11 +176,23 @@ def _forward(form, q, k, v, out, options):
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _forward(form, q, k, v, out, options)
-    return results if out is None else results[1]
+    return results if out is None else results[1] if len(results) == 2 else results[1:]
 
 
-def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result, which is `out` if that is given, and the LSE."""
+def _forward_of_added_mask(form, q, k, v, out, options) -> tuple:
+    """Finds the largest scores in a call of their own: numbers that a mask adds do not count, and no kernel has the
+    scores without them. It takes few columns of V, and whom the mask lets through as a bool mask.
+    """
+    results = _forward(Dense(form.layout, form.mask, form.sinks), q, k, v, out, options)
+    once = tuple(slice(None) if stride else slice(0, 1) for stride in form.mask.stride())  # a mask may be expanded
+    visible = form.mask[once] != -math.inf
+    of_largest = Dense(form.layout, visible, largest=True)
+    *_, largest = _forward(of_largest, q, k, v[..., :HEAD_DIM_STEP], None, {**options, "return_lse": False})
+    return (*results, largest) if out is None else (results, largest)
+
+
+def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, ...]:
+    """Returns the result, which is `out` if that is given, the LSE, and the largest scores if they are wanted."""
     try:
         lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
         if out is None and plan.gives_fresh:
@@ -174,11 +202,25 @@ def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, torc
                 return fresh, lse
         if out is None:
             out = empty_like(q, q.dtype) if plan.out_shape == q.shape else q.new_empty(plan.out_shape)
+        of_heads = _of_heads(form, q)
         if out.numel():
-            run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets)
+            run(plan, "forward", *map(form.heads_first, (q, k, v, out)), lse, form.mask, form.offsets, **of_heads)
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, q.dtype) from None
-    return out, lse
+    return (out, lse, of_heads["largest"]) if form.largest else (out, lse)
+
+
+def _of_heads(form, q) -> dict[str, torch.Tensor]:
+    """Returns what a plan is given for each head, if it has anything: sinks, and a place for the largest scores."""
+    given = {} if form.sinks is None else {"sinks": as_read(form.sinks)}
+    if form.largest:
+        given["largest"] = q.new_full(form.largest_shape(q), -math.inf, dtype=torch.float32)
+    return given
+
+
+def as_read(sinks: torch.Tensor) -> torch.Tensor:
+    """Returns sinks as plans read them, in float32 and contiguous."""
+    return sinks.detach().to(torch.float32).contiguous()
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -263,42 +305,76 @@ def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) 
     return _decide(form, "backward", q, k, v, options, flags)
 
 
+def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> torch.Tensor:
+    _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout)
+    if out.dim() == 3:
+        grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)
+    elif layout == "BNHD":
+        grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
+    return sink_gradient(grad_out, grad_lse, out, lse, sinks)
+
+
+def _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout) -> None:
+    if out.dim() != 3:
+        arguments.has_rank("out", out, 4, "that of a forward, or [T, H, D] of packed sequences")
+    arguments.layout(layout)
+    rows_first = out.dim() == 3 or layout == "BNHD"
+    lse_shape = (out.transpose(-3, -2) if rows_first else out).shape[:-1]
+    arguments.output("grad_out", grad_out, out.shape, out, "out")
+    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+        if x is not None:
+            arguments.saved_lse(name, x, lse_shape, out, "out")
+    arguments.sinks(sinks, out, lse_shape[-2], "out")
+
+
 # ---- forward of 8-bit floats ----
 
 
-def _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
+def _fp8_plan(form, q, k, v, scales, out_dtype, v_transposed, options, flags) -> Plan:
     fp8_checks.inputs(q, k, v, scales, out_dtype, v_transposed)
+    arguments.sinks(form.sinks, q, q.shape[1])
     arguments.options(options)
     memory_checks.rows(alignment=1, q=q, k=k, v=v)  # a row of D = 72 has 72 bytes, one of a transposed v has N
-    return _decide(Dense(), "forward", q, k, v.mT if v_transposed else v, options, flags)
+    return _decide(form, "forward", q, k, v.mT if v_transposed else v, options, flags)
 
 
-def _forward_fp8(q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, **options):
+def _fp8_max_logits(*args, **options):
+    return _forward_fp8(*args, **options, largest=True)
+
+
+def _forward_fp8(
+    q, k, v, q_scale=None, k_scale=None, v_scale=None, sinks=None, *, out_dtype, v_transposed=False, largest=False, **options
+):  # fmt: skip
     flags = env.run_flags()
-    scales = q_scale, k_scale, v_scale
-    key = ("fp8", *map(seen, (q, k, v, *scales)), out_dtype, v_transposed, flags, *options.items())
-    plan = _plans.get(key) or _remember(key, _fp8_plan(q, k, v, scales, out_dtype, v_transposed, options, flags))
+    scales, form = (q_scale, k_scale, v_scale), Dense(sinks=sinks, largest=largest)
+    key = ("fp8", *map(seen, (q, k, v, *scales)), form.key(), out_dtype, v_transposed, flags, *options.items())
+    plan = _plans.get(key) or _remember(key, _fp8_plan(form, q, k, v, scales, out_dtype, v_transposed, options, flags))
     fp8_checks.scale_values(q_scale, k_scale, flags["FFPA_CHECK"])
     rows = q, k, v.mT if v_transposed else v
     try:
         out = q.new_empty(plan.out_shape, dtype=out_dtype)
-        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        lse, of_heads = q.new_empty(plan.lse_shape, dtype=torch.float32), _of_heads(form, q)
         if out.numel():
             pairs = zip(scales, rows, strict=True)
             by_block = [None if scale is None else reference.scale_by_block(scale, x) for scale, x in pairs]
-            run(plan, "forward_fp8", *rows, by_block, out, lse if lse.dim() > 1 else None)
+            run(plan, "forward_fp8", *rows, by_block, out, lse if lse.dim() > 1 else None, **of_heads)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
-        return _forward_fp8(q, k, v, *scales, out_dtype=out_dtype, v_transposed=v_transposed, **options)
+        options |= {"out_dtype": out_dtype, "v_transposed": v_transposed, "largest": largest}
+        return _forward_fp8(q, k, v, *scales, sinks, **options)
     except torch.OutOfMemoryError as error:
         raise no_memory(error, plan, out_dtype) from None
-    return out, lse
+    return (out, lse, of_heads["largest"]) if largest else (out, lse)
 
 
 # ---- the operators ----
 
 # Each call looks these two up by name: tests make them run elsewhere.
-_BODIES = operators(lambda *call: _forward(*call), lambda *call: _backward(*call)) | {"fp8_forward": _forward_fp8}
+_BODIES = operators(lambda *call: _forward(*call), lambda *call: _backward(*call)) | {
+    "sink_gradient": _sink_gradient,
+    "fp8_forward": _forward_fp8,
+    "fp8_forward_max_logits": _fp8_max_logits,
+}
 for _name, _body in _BODIES.items():
     _lib.impl(_name, _body, "CPU")
     _lib.impl(_name, _body, "CUDA")
@@ -312,7 +388,13 @@ def _fake_forward(form, q, k, v, out, options):
         arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
     form.check(q, k, v)
     lse = q.new_empty(form.lse_shape(q) if options.get("return_lse", True) else (0,), dtype=torch.float32)
-    return (q.new_empty((*q.shape[:-1], v.shape[-1])), lse) if out is None else lse
+    results = [] if out is not None else [q.new_empty((*q.shape[:-1], v.shape[-1]))]
+    results += [lse, *_fake_largest(form, q)]
+    return tuple(results) if len(results) > 1 else lse
+
+
+def _fake_largest(form, q) -> list[torch.Tensor]:
+    return [q.new_empty(form.largest_shape(q), dtype=torch.float32)] if form.largest else []
 
 
 def _fake_backward(form, tensors, fp32_grads, mask_grad, options):
@@ -325,16 +407,32 @@ def _fake_backward(form, tensors, fp32_grads, mask_grad, options):
     return *grads, form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0)
 
 
+def _fake_sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND"):
+    _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout)
+    return sinks.new_empty(sinks.shape, dtype=torch.float32)
+
+
 def _fake_forward_fp8(
-    q, k, v, q_scale=None, k_scale=None, v_scale=None, *, out_dtype, v_transposed=False, return_lse=True, **options
-):
+    q, k, v, q_scale=None, k_scale=None, v_scale=None, sinks=None, *, out_dtype, v_transposed=False, return_lse=True, largest=False,
+    **options,
+):  # fmt: skip
     fp8_checks.inputs(q, k, v, (q_scale, k_scale, v_scale), out_dtype, v_transposed)
+    arguments.sinks(sinks, q, q.shape[1])
     d_v = v.shape[2] if v_transposed else v.shape[3]
-    lse_shape = q.shape[:3] if return_lse else (0,)
-    return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], d_v), dtype=out_dtype), lse, *_fake_largest(Dense(largest=largest), q)
 
 
-_FAKES = {**operators(_fake_forward, _fake_backward), "fp8_forward": _fake_forward_fp8}
+def _fake_fp8_max_logits(*args, **options):
+    return _fake_forward_fp8(*args, **options, largest=True)
+
+
+_FAKES = {
+    **operators(_fake_forward, _fake_backward),
+    "sink_gradient": _fake_sink_gradient,
+    "fp8_forward": _fake_forward_fp8,
+    "fp8_forward_max_logits": _fake_fp8_max_logits,
+}
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"ffpa_attn::{_name}", _fake, lib=_lib)
 

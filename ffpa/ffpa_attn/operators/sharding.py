@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-_OPERATORS = ("forward", "forward_out", "backward", "varlen_forward", "varlen_forward_out", "varlen_backward")
+from .forms import MAX_LOGITS
+
+_FORWARDS = ("forward", "forward_out", "varlen_forward", "varlen_forward_out")
+_OPERATORS = (*_FORWARDS, *(x + MAX_LOGITS for x in _FORWARDS), "backward", "varlen_backward", "sink_gradient")
 _OPTIONS = ["layout", "return_lse", "mask_grad", "fp32_grads"]  # a result's shape, type or placement depends on these
 
 
@@ -33,13 +36,15 @@ class _Cut(NamedTuple):
     rows: int  # a dim of q, and of all that is laid out as q is
     lse: int
     mask: int  # a dim of a mask, counted from the end
+    largest: int  # a dim of the largest scores
+    by_heads: bool
 
 
 def _cuts(packed: bool, layout: str) -> list[_Cut]:
     """Returns the ways to cut, the one by heads last."""
     if packed:
-        return [_Cut(1, 0, 0)]
-    return [_Cut(0, 0, -4), _Cut(1 if layout == "BHND" else 2, 1, -3)]
+        return [_Cut(1, 0, 0, 1, True)]
+    return [_Cut(0, 0, -4, 0, False), _Cut(1 if layout == "BHND" else 2, 1, -3, 1, True)]
 
 
 def _strategy(call: OpSchema) -> OpStrategy:
@@ -49,17 +54,22 @@ def _strategy(call: OpSchema) -> OpStrategy:
     arguments = {argument.name: x for argument, x in given if isinstance(x, OpStrategy)}
     results = [result.name for result in schema.returns]
     empty = {"lse"} if not options.get("return_lse", True) else {"dmask"} if not options.get("mask_grad") else set()
-    cuts = _cuts("cu_seqlens_q" in arguments, options.get("layout", "BHND"))
+    of_sinks_alone = "q" not in arguments  # that is their gradient
+    packed = arguments["out"].ndim == 3 if of_sinks_alone else "cu_seqlens_q" in arguments
+    cuts = _cuts(packed, options.get("layout", "BHND"))
     rules = [[Replicate()] * (len(results) + len(arguments))]
     for cut in cuts:
         of_results = [Replicate() if name in empty else _placement(name, cut, arguments) for name in results]
         rules.append(of_results + [_placement(name, cut, arguments) for name in arguments])
-    if arguments["k"].shape[cuts[-1].rows] == 1:  # all ranks use the one head; its gradient is the sum of theirs
+    if (
+        not of_sinks_alone and arguments["k"].shape[cuts[-1].rows] == 1
+    ):  # all ranks use the one head; its gradient is the sum of theirs
         rule = dict(zip([*results, *arguments], rules[-1], strict=True))
         rule |= {"k": Replicate(), "v": Replicate()} | {name: Partial() for name in ("dk", "dv") if name in rule}
         rules.append([rule[name] for name in (*results, *arguments)])
     found = expand_to_full_mesh_op_strategy(call.get_mesh_from_args(), call, rules, input_index=len(results))
-    found.strategies = [way for way in found.strategies if _heads_stay_together(way, cuts[-1].rows, arguments)]
+    if not of_sinks_alone:
+        found.strategies = [way for way in found.strategies if _heads_stay_together(way, cuts[-1].rows, arguments)]
     for argument in schema.arguments:
         if argument.alias_info is not None:
             found.strategies = _in_place(found.strategies, argument.name, arguments)
@@ -71,6 +81,10 @@ def _placement(name: str, cut: _Cut, arguments: dict[str, OpStrategy]) -> Placem
         return Replicate()
     if name in ("lse", "grad_lse"):
         return Shard(cut.lse)
+    if name == "max_logits":
+        return Shard(cut.largest)
+    if name in ("sinks", "dsinks"):
+        return Shard(0) if cut.by_heads else Replicate() if name == "sinks" else Partial()
     if name not in ("mask", "dmask"):
         return Shard(cut.rows)
     mask = arguments["mask"]

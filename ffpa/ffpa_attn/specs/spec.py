@@ -88,6 +88,8 @@ class Problem(NamedTuple):
     values_in_keys: bool = False  # V is the first columns of K, in one storage
     at_hand: str | None = None  # the GPU that runs it, where it is to be run as on another, whose arch this problem has
     copied: bool = False  # a result of PyTorch's own making would be copied to where this call's is to lie
+    sinks: bool = False  # each head of q has a sink
+    largest: bool = False  # the largest scores of each head are wanted
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property
@@ -104,6 +106,8 @@ class Problem(NamedTuple):
             f"scale={self.scale:.4g}" if self.scale <= 0 else "",
             f"softcap={self.softcap}" if self.softcap else "",
             f"{self.mask} mask" if self.mask else "",
+            "sinks" if self.sinks else "",
+            "largest logits" if self.largest else "",
             "V in K" if self.values_in_keys else "",
             f"level={self.level}" if self.level else "",
             f"acc={self.acc}" if self.acc != "f32" else "",
