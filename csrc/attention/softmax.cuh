@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "attention/largest_score.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
@@ -46,6 +47,10 @@ struct Slopes {
   // Returns the slope of a row whose largest logit, or reference, is `logit`.
   FFPA_DEVICE float at(float logit) const { return std::fabs(logit) <= kMostFine ? factor : coarse; }
   FFPA_DEVICE float logit(float x) const { return x * at(x * factor); }
+  // Returns a power of two; below the normal ones there is one that is needed.
+  FFPA_DEVICE float inverse_of_coarse() const {
+    return float_from_bits(uint32_t(max_of(0x7f000000 - int(float_bits(coarse)), 0x00400000)));
+  }
 };
 
 // Returns the slopes of what apply_rules leaves: products; or scores; or, where a float does not hold their logits, the
@@ -59,21 +64,31 @@ FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
   const Slopes slopes = slopes_of(params);
   if (params.has_wide_mask()) return in_natural_units(logit);
   if (std::fabs(logit) <= Slopes::kMostFine) return logit * kLn2;
-  const float largest = logit / slopes.coarse;
+  const float largest = logit * slopes.inverse_of_coarse();
   return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
 }
 
-// Turns products that are not plain into what slopes_of(params) are for.
-template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
-FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
-                             bool all_seen, int row, int key, int lane) {
+// Says whether a tile's products need apply_rules().
+FFPA_DEVICE bool have_rules(const AttentionParams& params, bool all_seen) {
+  return !are_plain(params, all_seen) || params.largest != nullptr;
+}
+
+// Turns products that are not plain into what slopes_of(params) are for, and tells of the largest score, if it is asked
+// for; `told` is what tell_largest() wants.
+template <class Fragments = tile::AdjacentFragments, int kM, int kN>
+FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const SharedRowTile& rows,
+                             bool all_seen, int row, int key, int lane, float& told) {
   if (are_raw(params)) {
-    hide_unseen<Fragments>(scores, block, row, key, lane);
-    return;
+    if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
+  } else {
+    products_to_scores<Fragments, true, true>(scores, params, rows, all_seen, row, key, lane);
+    if (params.has_wide_mask()) {
+      for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
+    }
   }
-  products_to_scores<Fragments, true, true>(scores, params, block, all_seen, row, key, lane);
-  if (!params.has_wide_mask()) return;
-  for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
+  if (params.largest == nullptr) return;
+  tell_largest(scores, params, rows, row, lane, told,
+               [&](float x) { return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });
 }
 
 // ---- the state ----
@@ -92,6 +107,7 @@ inline constexpr float kLazyGrowth = std::is_same_v<AccPv, float> ? 8.0f : 0.0f;
 struct RowState {
   float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
   float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
+  float told = -kInfinity;                        // as tell_largest() has it
 
   // Says whether the reference is to follow this logit.
   FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {
@@ -154,10 +170,10 @@ template <bool kWhole = true, int kSteps, int kN>
 FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params,
                                   const SharedRowTile& rows, int key, int row, RowState& state, int lane) {
   const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
-  if (!are_plain(params, all_seen)) {
+  if (have_rules(params, all_seen)) {
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane);
+      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane, state.told);
     }
   }
   const Slopes slopes = slopes_of(params);
@@ -201,6 +217,12 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
       if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
     }
   }
+  if (params.largest != nullptr) {
+    FFPA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      tell_largest(scores[step], params, rows, row, lane, state.told, [](float x) { return ptx::mul_rn(x, kLn2); });
+    }
+  }
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     state.follow(h, std::ceil(largest_of_row(scores, h)), 0.0f);
@@ -227,31 +249,56 @@ FFPA_DEVICE void pack_probabilities(uint32_t (&p)[kSteps * kN / 2][4], const flo
 
 // ---- results ----
 
-// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row. The thread with
-// `writes` set writes the row's LSE, or its sum where this is a part of the keys; score(logit) turns the logit into
-// natural units.
+// A row that has all its keys: the part that these have of its denominator, where a sink may have the rest; and its
+// LSE.
+struct RowEnd {
+  float share, lse;
+};
+
+// Ends a row of a query head; `sum` is the sum of P, and score(logit) turns a logit into natural units. It has no
+// branches: with them, ptxas spilled registers of O.
+template <class Score>
+FFPA_DEVICE RowEnd end_row(const AttentionParams& params, int head, float reference, float sum, const Score& score) {
+  const float log_of_sum = ptx::lg2(sum), logit = reference + log_of_sum;  // -inf where the row sees no key
+  const float sink = params.sinks == nullptr ? -kInfinity : float_from_bits(ptx::ld_global_4(params.sinks + head));
+  // The sink's part is 2^above that of the keys. Large references may be no logits in base 2, and differ as scores do.
+  const bool is_logit = std::fabs(reference) <= Slopes::kMostFine;
+  float above = is_logit ? std::fma(sink, kLog2e, -reference) : (sink - score(reference)) * kLog2e;
+  above = sink == -kInfinity ? sink : above - log_of_sum;
+  const float smaller = ptx::ex2(-std::fabs(above)), of_both = 1 + smaller, more = ptx::lg2(of_both);
+  const float of_keys = score(logit + more), of_sink = sink + kLn2 * more;  // the sink itself where no key is seen
+  return {(above > 0 ? smaller : 1) * ptx::rcp(of_both), above > 0 ? of_sink : of_keys};
+}
+
+// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row, and `divisor` that
+// of the P that O is made of. The thread with `writes` set writes the row's LSE, or its sum where this is a part of the
+// keys.
 template <class Score>
 FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
-                             float sum, bool writes, const Score& score) {
+                             float sum, float divisor, bool writes, const Score& score) {
   const RowPlace at = rows.place(i);
-  if (writes && at.row <= rows.last) {
-    if (params.splits > 1) {
+  const float factor = divisor > 0 ? 1 / divisor : 0.0f;
+  const bool exists = at.row <= rows.last;
+  if (params.splits > 1) {
+    if (writes && exists) {
       float* sums = params.partial_sums(rows.split()) + 2 * params.row_of_all(rows.batch(), at.head, at.row);
       ptx::st_global_8(sums, {float_bits(reference), float_bits(sum)});
-    } else if (params.lse != nullptr) {
-      float* lse = params.lse + rows.batch() * params.lse_batch_stride + at.head * params.lse_head_stride +
-                   rows.entry.q.begin + at.row;
-      const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
-      ptx::st_global_4(lse, float_bits(score(logit)));
     }
+    return factor;
   }
-  return sum > 0 ? 1 / sum : 0.0f;
+  const RowEnd end = end_row(params, at.head, reference, sum, score);
+  if (writes && exists && params.lse != nullptr) {
+    float* lse = params.lse + rows.batch() * params.lse_batch_stride + at.head * params.lse_head_stride +
+                 rows.entry.q.begin + at.row;
+    ptx::st_global_4(lse, float_bits(end.lse));
+  }
+  return factor * end.share;
 }
 
 // Does the same where slopes have made the logits.
 FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
                              float sum, bool writes) {
-  return finish_row(params, rows, i, reference, sum, writes,
+  return finish_row(params, rows, i, reference, sum, sum, writes,
                     [&](float logit) { return score_of_logit(params, logit); });
 }
 

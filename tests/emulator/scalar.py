@@ -456,6 +456,14 @@ def flag_chain(words):
     return total
 
 
+def red_max_signed(words):
+    return np.maximum(words.reshape(4, 8).view(np.int32).max(1), np.int32(0x60000000)).view(np.uint32)
+
+
+def red_min(words):
+    return np.minimum(words.reshape(4, 8).min(1), np.uint32(0x20000000))
+
+
 def added_in_turn(words):
     total = np.zeros(64, np.float32)
     for part in words.view(np.float32).reshape(8, 64):
@@ -476,6 +484,8 @@ EXACT = {
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
+    "red_max_signed_global": red_max_signed,
+    "red_min_global": red_min,
     "wait_global_at_least": flag_chain,
     "atom_add_acq_rel_global": weighted_parts,
     "fence_acq_rel_gpu": weighted_parts,

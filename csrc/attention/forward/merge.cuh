@@ -97,13 +97,13 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   }
   FFPA_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) sum += ptx::shfl_xor(sum, distance);
+  const RowEnd end = end_row(params, head, reference, sum, [&](float logit) { return score_of_logit(params, logit); });
   if (exists && params.lse != nullptr && first == 0 && column == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
-    const float logit = reference + ptx::lg2(sum);  // -inf where the row sees no key
-    ptx::st_global_4(head_gmem + rows.begin + row, float_bits(score_of_logit(params, logit)));
+    ptx::st_global_4(head_gmem + rows.begin + row, float_bits(end.lse));
   }
   FFPA_UNROLL
-  for (float& weight : weights) weight *= sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
+  for (float& weight : weights) weight *= sum == 0 ? 0 : end.share / sum;  // NaN stays NaN
 
   // ---- O ----
 

@@ -230,8 +230,13 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
     if (!Config::kRules) {
       if (!all_seen) hide_unseen(s, kept.get(), warp_row, first_key, lane);
-    } else if (!are_plain(params, all_seen)) {
-      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane);
+      if (params.largest != nullptr) {
+        float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
+        tell_largest(s, params, kept.get(), warp_row, lane, told,
+                     [&](float x) { return ptx::mul_rn(x, params.scale); });
+      }
+    } else if (have_rules(params, all_seen)) {
+      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane, states[0].told);
     }
 
     float maxima[kM][2];

@@ -85,7 +85,7 @@ class ForwardMmaSplit {
       const int groups = Config::column_groups(params_);
       for (int tile = first_tile_; tile < end_tile_; ++tile) {
         attend_to(tile);
-        if (tile == end_tile_ - 1) publish_row_sums();
+        if (tile == end_tile_ - 1) finish_rows();
         for (int group = 0; group < groups; ++group) {
           Out out;
           if (tile > first_tile_) load(out, group);
@@ -99,7 +99,7 @@ class ForwardMmaSplit {
         }
       }
       if (first_tile_ == end_tile_) {
-        publish_row_sums();
+        finish_rows();
         for (int group = 0; group < groups; ++group) write(Out{}, group * kColumns);
       }
     } else {
@@ -109,7 +109,7 @@ class ForwardMmaSplit {
         rescale(out);
         add_values(out);
       }
-      publish_row_sums();
+      finish_rows();
       write(out, first_column_);
     }
   }
@@ -225,13 +225,13 @@ class ForwardMmaSplit {
     sync_team();  // P and α are there
   }
 
-  FFPA_DEVICE void apply_rules_to(Scores& scores, int key) const {
+  FFPA_DEVICE void apply_rules_to(Scores& scores, int key) {
     const bool all_seen = all_rows_see(rows_.get(), key, kKeys);
-    if (are_plain(params_, all_seen)) return;
+    if (!have_rules(params_, all_seen)) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {  // all at once, or a row tile kept for all, would take more registers
       apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen,
-                  score_row() + m * 16, key + score_key(), lane_);
+                  score_row() + m * 16, key + score_key(), lane_, states_[0].told);
     }
   }
 
@@ -346,7 +346,7 @@ class ForwardMmaSplit {
   FFPA_DEVICE void load(Out& out, int group) const;
   FFPA_DEVICE void save(const Out& out, int group) const;
 
-  FFPA_DEVICE void publish_row_sums();
+  FFPA_DEVICE void finish_rows();
   FFPA_DEVICE void write(const Out& out, int first_column) const;
   template <bool kParts>
   FFPA_DEVICE void write_as(const Out& out, int first_column) const;
@@ -386,7 +386,7 @@ class ForwardMmaSplit {
   const RowTiles<kRows>& row_tiles_;
   int thread_, lane_, team_, team_warp_;
   uint32_t p_smem_;        // [kRows][kKeys]
-  uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile, in the end sums
+  uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile; in the end sums, and factors of O
   uint32_t factor_smem_;   // [kRows]: α
   KeptRows rows_;
   typename Config::KeptKeys keys_;

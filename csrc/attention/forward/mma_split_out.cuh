@@ -53,17 +53,22 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::save(const Out& out, int group) const 
   }
 }
 
-// Leaves the row sums of all warps in the place of the maxima, and writes the LSE.
+// Leaves what O of each row is to be multiplied with in the place of the first warp's maxima, and writes the LSE.
 template <class Config>
-FFPA_DEVICE void ForwardMmaSplit<Config>::publish_row_sums() {
+FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
   tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(states_[m].sum[h])); });
-  sync_team();
-  if (first_column_ > 0 || score_warp_by_keys() > 0) return;
-  const SharedRowTile rows = rows_.get();
-  tile::for_each_row<kScoreM>([&](int m, int h) {
-    const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-    finish_row(params_, rows, row, states_[m].reference[h], row_sum(row), lane_ % 4 == 0);
-  });
+  sync_team();  // the sums of all warps are there
+  if (score_warp_by_keys() == 0) {
+    const SharedRowTile rows = rows_.get();
+    tile::for_each_row<kScoreM>([&](int m, int h) {
+      const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+      const bool writes = first_column_ == 0 && lane_ % 4 == 0;
+      const float factor = finish_row(params_, rows, row, states_[m].reference[h], row_sum(row), writes);
+      ptx::sync_warp();  // all lanes have read the sums of these rows
+      publish(m, h, factor);
+    });
+  }
+  sync_team();  // the factors are there
 }
 
 template <class Config>
@@ -84,10 +89,7 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::write_as(const Out& out, int first_col
   for (int m = 0; m < kOutM; ++m) {
     float inverse[2];
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const float sum = row_sum(out_row(m, h));
-      inverse[h] = sum > 0 ? 1 / sum : 0.0f;
-    }
+    for (int h = 0; h < 2; ++h) inverse[h] = statistic(partial_smem_, out_row(m, h));
     auto writer = out_writer<Element, kOutN, kParts>(params_, rows, out_row_begin() + m * 16, first_column, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kOutN; ++n) {

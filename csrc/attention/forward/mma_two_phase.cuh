@@ -202,7 +202,7 @@ class ForwardMmaTwoPhase {
       derive_from_thread();
       Scores scores;
       scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
-      apply_rules_to(scores, (chunk.first_tile + tile) * kKeys);
+      apply_rules_to(scores, (chunk.first_tile + tile) * kKeys, state);
       const bool moved = follow(scores, state);
       if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
       if (quarter() == 0) {
@@ -253,10 +253,10 @@ class ForwardMmaTwoPhase {
             range.end - range.begin - first, columns - column};
   }
 
-  FFPA_DEVICE void apply_rules_to(Scores& sums, int key) const {
+  FFPA_DEVICE void apply_rules_to(Scores& sums, int key, RowState& state) const {
     const SharedRowTile rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
-    if (are_plain(params_, all_seen)) return;
+    if (!have_rules(params_, all_seen)) return;
     static_assert(ScoreCore::kN % kGroup == 0 && sizeof(sums[0][0]) == 4 * sizeof(float),
                   "A group of fragments is floats.");
     FFPA_UNROLL
@@ -264,7 +264,8 @@ class ForwardMmaTwoPhase {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
         apply_rules<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows, all_seen,
-                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_);
+                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_,
+                               state.told);
       }
     }
   }

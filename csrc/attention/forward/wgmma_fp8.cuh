@@ -274,7 +274,7 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile, ++counted) {
             if (tile < tiles.end && maker(counted) == group) {
-              make_probabilities(at, slots, state, kept.get(), scales.get(), tile, parity_of(counted));
+              make_probabilities(at, slots, state, kept, scales.get(), tile, parity_of(counted));
             }
             if (tile > tiles.first) add_products(at, slots, out, state, scales.get(), tile - 1, counted - 1);
           }
@@ -287,7 +287,7 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
   }
 
   // Puts P of a tile, rounded, into shared memory.
-  FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const SharedRowTile& rows,
+  FFPA_DEVICE void make_probabilities(const WarpPlace& at, Slots& slots, State& state, const KeptRows& kept,
                                       const RowScales& scales, int tile, uint32_t parity) {
     const float scale = scales.q * scale_of(scales.k, arguments_.params.k_scale, tile);
     Scores scores;
@@ -296,7 +296,7 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
     multiply_queries(scores, slots);
     ptx::sync_warp();
     if (lane_ == 0) ptx::mbarrier_arrive(turn(1 - at.group));
-    to_probabilities_of_8_bits(scores, params_, rows, tile * kKeys, at.row, state, lane_, scale, kPExponent);
+    to_probabilities_of_8_bits(scores, params_, kept.get(), tile * kKeys, at.row, state, lane_, scale, kPExponent);
     ptx::mbarrier_wait(p_empty(at.group), parity ^ 1);
     constexpr tile::RowLayout kLayout(tile::kBoxRowBytes);
     const auto packed = [&](int i, int h) {  // this thread's 4 of 16 keys
@@ -402,9 +402,8 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
       ptx::ld_shared_8(theirs, sum_of(1 - at.group, row_of(h, at)));
       const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
                         float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
-      finish_row(params_, rows, row_of(h, at), state.of_out[h] - kPExponent, sum, at.group == 0 && lane_ % 4 == 0,
-                 [](float logit) { return logit * kLn2; });
-      factor[h] = state.rounded[h] > 0 ? 1 / state.rounded[h] : 0.0f;
+      factor[h] = finish_row(params_, rows, row_of(h, at), state.of_out[h] - kPExponent, sum, state.rounded[h],
+                             at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
     }
     meet_other_group();  // both groups have read the sums
   }

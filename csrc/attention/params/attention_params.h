@@ -52,6 +52,8 @@ struct AttentionParams {
   float* lse;      // [batch, heads_q, n_q], natural log, or null
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
+  const float* sinks;  // [heads_q], logits in natural units that join the denominators of all rows; or null
+  float* largest;      // [batch, heads_q], the largest scores in natural units, -inf before the call; or null
   PackedRows packed_q;
   PackedRows packed_k;
 

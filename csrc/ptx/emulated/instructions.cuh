@@ -174,6 +174,8 @@ void st_global_8(void* address, const uint32_t (&value)[2], CallSite site = Call
 void st_global_16(void* address, const uint32_t (&value)[4], CallSite site = CallSite());
 
 uint32_t atom_add_global(void* address, uint32_t value, CallSite site = CallSite());
+void red_max_signed_global(void* address, uint32_t value, CallSite site = CallSite());
+void red_min_global(void* address, uint32_t value, CallSite site = CallSite());
 
 uint32_t ld_acquire_global_4(const void* address, CallSite site = CallSite());
 void wait_global_at_least(const void* address, uint32_t value, CallSite site = CallSite());

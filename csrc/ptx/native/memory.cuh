@@ -101,6 +101,15 @@ FFPA_DEVICE uint32_t atom_add_global(void* address, uint32_t value) {
   return before;
 }
 
+// red.max.s32 and red.min.u32: relaxed, as atom.add above, and without an answer. Floats are in order as signed words
+// where the new one is not negative, and in reverse order as unsigned ones where it is.
+FFPA_DEVICE void red_max_signed_global(void* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+FFPA_DEVICE void red_min_global(void* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.min.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // Blocks of one launch tell each other what they have done, and wait, by flags and counters in global memory.
 //
 // What a thread knows of when it releases is known to whoever acquires what the release has written, or what additions

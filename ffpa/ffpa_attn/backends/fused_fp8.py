@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..launching import attention_call, structs
-from ..launching.launch import READ, WRITE, Launch, multiprocessors
+from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
 from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ForwardArrangeValues, ForwardWgmmaFp8, Problem
 from . import row_tiles
 
@@ -34,13 +34,17 @@ class Fp8Plan(NamedTuple):
     def specs(self) -> tuple:
         return (ForwardArrangeValues(), self.spec)
 
-    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict) -> None:
+    def forward_fp8(
+        self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None
+    ) -> None:
         """Does what triton_fp8.TritonFp8Plan.forward_fp8 does, on wgmma."""
         batch, heads, n_q, _ = q.shape
         heads_kv, n_k, d_v = v.shape[1:]
         if not n_k:
             out.zero_()
-            return None if lse is None else lse.fill_(-float("inf"))
+            if lse is not None:
+                attention_call.fill_without_keys(lse, sinks, None)
+            return
         keys = -(-n_k // FP8_BLOCK) * FP8_BLOCK
         arranged = torch.empty(batch, heads_kv, d_v, keys, dtype=torch.uint8, device=v.device)
         written = out if out.dtype in _OUTPUTS else torch.empty_like(out, dtype=torch.float32)
@@ -51,10 +55,10 @@ class Fp8Plan(NamedTuple):
             memo[blocks] = self._arranging(v, arranged), self._attending(*pairs, scales, written, rule, blocks)
         arrange, attend = memo[blocks]
         arrange(v, arranged)
-        attend(*pairs, *scales, written, lse, scratch)
+        attend(*pairs, *scales, written, lse, scratch, sinks, largest)
         if written is not out:
-            largest = torch.finfo(out.dtype).max
-            out.copy_(written.clamp_(-largest, largest))
+            most = torch.finfo(out.dtype).max
+            out.copy_(written.clamp_(-most, most))
 
     def _arranging(self, v, arranged) -> Launch:
         batch, heads, keys, columns = v.shape
@@ -76,6 +80,7 @@ class Fp8Plan(NamedTuple):
         memory = {f"attention.{name}.data": READ for name in "qkv"}
         memory |= dict.fromkeys(("q_scale.data", "k_scale.data", "v_scale.data"), READ)
         memory |= dict.fromkeys(("attention.out.data", "attention.lse", "attention.scratch"), WRITE)
+        memory |= {"attention.sinks": READ, "attention.largest": CHANGE}
         return Launch(self.spec, params, memory, q.device)
 
 

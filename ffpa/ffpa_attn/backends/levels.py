@@ -85,7 +85,9 @@ class LevelPlan(NamedTuple):
     def specs(self) -> tuple:
         return (self.spec,)
 
-    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+    def forward(
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+    ) -> None:
         """Runs the forward as choice.Plan says; packed sequences come without a mask."""
         if offsets:  # rows of no sequence get these
             out.zero_()
@@ -96,7 +98,7 @@ class LevelPlan(NamedTuple):
         if call is None:
             blocks = multiprocessors(q.device)
             call = memo["call"] = _call(self, q, k, v, out, mask, offsets, rule, workspace_cap, blocks)
-        call(q, k, v, out, lse, mask, offsets)
+        call(q, k, v, out, lse, mask, offsets, sinks, largest)
 
 
 def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:

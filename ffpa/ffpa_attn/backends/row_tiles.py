@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .. import env
+from ..launching import attention_call
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
@@ -137,16 +138,20 @@ class RowTilePlan(NamedTuple):
         """Returns the scratch that so many row tiles share."""
         raise NotImplementedError
 
-    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
+    def forward(
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+    ) -> None:
         """Does what levels.LevelPlan.forward does, with a kernel that knows row tiles, and a merge where keys are cut."""
         if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
+        if lse.numel() and not min(k.shape[-2], offsets[3] if offsets else 1):  # no kernel runs
+            attention_call.fill_without_keys(lse, sinks, offsets)
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
             call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap)
-        call(q, k, v, out, lse, mask, offsets)
+        call(q, k, v, out, lse, mask, offsets, sinks, largest)
 
     def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int) -> Call:
         longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])

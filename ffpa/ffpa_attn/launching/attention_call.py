@@ -72,14 +72,32 @@ def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **sett
 
 
 def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settings) -> Launch:
-    """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial."""
+    """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
+    sinks, largest.
+    """
     params = structs.struct("AttentionParams")()
     describe(params, q, k, v, out, mask, offsets, rule, **settings)
     result = CHANGE if offsets else WRITE  # rows of no sequence, and sums of rows of no tile, are written before
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
-    memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result}
+    memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result, "sinks": READ, "largest": CHANGE}
     return Launch(spec, params, memory, q.device)
+
+
+def fill_without_keys(lse: torch.Tensor, sinks: torch.Tensor | None, offsets) -> None:
+    """Writes the LSE of a call without keys, that of its sinks alone; for rows of no sequence there are none."""
+    lse.fill_(-float("inf"))
+    if sinks is None:
+        return
+    if not offsets:
+        lse.copy_(sinks[:, None].expand_as(lse))
+        return
+    cu_q, _, longest = offsets[:3]
+    row = torch.arange(lse.shape[-1], device=lse.device)[:, None]
+    begin = cu_q[:-1].clamp(0, lse.shape[-1])
+    end = torch.minimum(cu_q[1:].clamp(0, lse.shape[-1]), begin + longest)
+    belongs = ((row >= begin) & (row < end)).any(1)
+    lse.copy_(torch.where(belongs, sinks[:, None], lse))
 
 
 def _floats(count: int, device: torch.device) -> torch.Tensor:
@@ -94,7 +112,7 @@ class Call(NamedTuple):
     partial: int | None = None
     zeros: int = 0
 
-    def __call__(self, q, k, v, out, lse, mask, offsets) -> None:
+    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None) -> None:
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
@@ -102,7 +120,7 @@ class Call(NamedTuple):
             partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
         for launch in self.launches:
-            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial)
+            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest)
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

@@ -59,6 +59,23 @@ FFPA_KERNEL(32, 1) void atom_add_kernel(const uint32_t* input, uint32_t* output)
   ptx::st_global_4(output + 16 + ptx::lane_id() / 2, ptx::atom_add_global(counter, 0));
 }
 
+// Eight lanes share a word, which begins in the middle of what may come.
+template <class Reduce>
+FFPA_DEVICE void reduce_words(const uint32_t* input, uint32_t* output, uint32_t begin, const Reduce& reduce) {
+  uint32_t* word = output + ptx::lane_id() / 8;
+  ptx::st_global_4(word, begin);
+  ptx::sync_warp();
+  reduce(word, ptx::ld_global_4(input + ptx::lane_id()));
+}
+
+FFPA_KERNEL(32, 1) void red_max_signed_kernel(const uint32_t* input, uint32_t* output) {
+  reduce_words(input, output, 0x60000000, [](void* at, uint32_t value) { ptx::red_max_signed_global(at, value); });
+}
+
+FFPA_KERNEL(32, 1) void red_min_kernel(const uint32_t* input, uint32_t* output) {
+  reduce_words(input, output, 0x20000000, [](void* at, uint32_t value) { ptx::red_min_global(at, value); });
+}
+
 inline std::vector<Case> memory_cases() {
   return {
       {"ld_global_1", 80, Input::kBits, 8, 32, 0, run_kernel<memory_1_kernel, 32, 0>},
@@ -67,6 +84,8 @@ inline std::vector<Case> memory_cases() {
       warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),
       warp_case<memory_16_kernel, 512>("ld_global_16", Input::kBits, 4, 4),
       warp_case<atom_add_kernel, 0>("atom_add_global", Input::kBits, 1, 1),
+      {"red_max_signed_global", 80, Input::kBits, 32, 4, 0, run_kernel<red_max_signed_kernel, 32, 0>},
+      {"red_min_global", 80, Input::kBits, 32, 4, 0, run_kernel<red_min_kernel, 32, 0>},
   };
 }
 

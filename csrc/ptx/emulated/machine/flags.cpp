@@ -25,16 +25,33 @@ uint32_t* check_flag(const void* address, Access access, const Instruction& inst
 
 uint32_t value_of(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
 
-// Adds to the counter, and does change(its clock) at this moment.
-template <class Change>
-uint32_t add(void* address, uint32_t value, const Instruction& instruction, Change change) {
+// Makes result(what is there) of the counter, and does change(its clock) at this moment.
+template <class Result, class Change>
+uint32_t replace(void* address, const Instruction& instruction, Result result, Change change) {
   uint32_t* const counter = check_flag(address, Access::kAtomic, instruction);
   uint32_t before;
   machine->global->at_flag(address, true, [&](FarClock& clock) {
-    before = __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL);
+    before = value_of(counter);
+    while (!__atomic_compare_exchange_n(counter, &before, result(before), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    }
     change(clock);
   });
   return before;
+}
+
+template <class Change>
+uint32_t add(void* address, uint32_t value, const Instruction& instruction, Change change) {
+  return replace(address, instruction, [&](uint32_t before) { return before + value; }, change);
+}
+
+// Makes result(what is there) of a word, relaxed: what the warp knew at a fence before is handed on.
+template <class Result>
+uint32_t replace_relaxed(void* address, const Instruction& instruction, Result result) {
+  return replace(address, instruction, result, [](FarClock& clock) {
+    Warp& warp = *current->warp;
+    warp.seen.join(clock);
+    clock.join(warp.at_fence);
+  });
 }
 
 }  // namespace
@@ -102,11 +119,16 @@ uint32_t atom_add_acq_rel_global(void* address, uint32_t value, CallSite site) {
 }
 
 uint32_t atom_add_global(void* address, uint32_t value, CallSite site) {
-  return add(address, value, {"atom.global", site}, [](FarClock& clock) {
-    Warp& warp = *current->warp;
-    warp.seen.join(clock);
-    clock.join(warp.at_fence);
-  });
+  return replace_relaxed(address, {"atom.global", site}, [&](uint32_t before) { return before + value; });
+}
+
+void red_max_signed_global(void* address, uint32_t value, CallSite site) {
+  replace_relaxed(address, {"red.max.global", site},
+                  [&](uint32_t before) { return uint32_t(std::max(int32_t(before), int32_t(value))); });
+}
+
+void red_min_global(void* address, uint32_t value, CallSite site) {
+  replace_relaxed(address, {"red.min.global", site}, [&](uint32_t before) { return std::min(before, value); });
 }
 
 void fence_acq_rel_gpu(CallSite site) {
