@@ -44,14 +44,15 @@ FLASH = (
     "dropout_p=0.0,softmax_scale=None,causal=False,window_size=(-1,-1),softcap=0.0,alibi_slopes=None,"
     "deterministic=False,return_attn_probs=False"
 )
+SINKS = "*,s_aux=None,learnable_sink=None"
 OFFSETS = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
 
 
 @pytest.mark.parametrize(
     "function, written",
     [
-        (flash_attn_func, f"(q,k,v,{FLASH},**unknown)"),
-        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None,**unknown)"),
+        (flash_attn_func, f"(q,k,v,{FLASH},{SINKS},**unknown)"),
+        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None,{SINKS},**unknown)"),
         (
             ffpa_attn_func,
             "(query,key,value,attn_mask=None,dropout_p=0.0,is_causal=False,scale=None,enable_gqa=False,**kwargs)",
@@ -184,6 +185,42 @@ def test_varlen_gives_lse(device):
     out, lse, probabilities = flash_attn_varlen_func(q, k, v, *offsets, causal=True, return_attn_probs=True)
     assert torch.equal(out, flash_attn_varlen_func(q, k, v, *offsets, causal=True))
     assert lse.shape == (4, q.shape[0]) and lse.dtype == torch.float32 and probabilities is None
+
+
+def beside_sinks(attend, sinks):
+    """Gives attention whose out [B, N, H, D] has sinks in its sums; the LSE has not."""
+
+    def attention(*tensors, **rule):
+        out, lse = attend(*tensors, **rule)
+        share = torch.sigmoid(torch.where(lse.isneginf(), 0.0, lse) - sinks[:, None].to(lse))  # without keys out is 0
+        return (out * share.transpose(1, 2)[..., None]).to(out.dtype), lse
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("called", ["s_aux", "learnable_sink"])
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_sinks(kind, called, dtype, device):
+    (q, k, v), offsets = packed(device)
+    sinks = torch.tensor([1.0, -torch.inf, 3.0, -2.0], dtype=dtype, device=device)
+    if kind == "dense":
+        q, k, v = t(2, 20, 4, 64, device=device), *(t(2, 12, 2, 64, device=device, seed=i) for i in (1, 2))
+        one = lambda attend, *x, **rule: attend(*x, layout="BNHD", **rule)[0]  # noqa: E731
+        call = lambda *x, **rule: flash_attn_func(*x, **rule)  # noqa: E731
+    else:
+        one, call = by_sequence, lambda *x, **rule: flash_attn_varlen_func(*x, *offsets, **rule)
+    got = graded(lambda q, k, v, s: call(q, k, v, causal=True, **{called: s}), q, k, v, sinks)
+    want, base = (
+        graded(lambda *x, f=f: one(beside_sinks(f, x[3]), *x[:3], causal=True), q, k, v, sinks)
+        for f in (oracle.attention, compare.baseline)
+    )
+    for name, ours, exact, theirs in zip(("out", "dq", "dk", "dv"), got, want, base, strict=False):
+        compare.assert_close(name, ours, exact, theirs)
+    torch.testing.assert_close(got[4], want[4].to(dtype), atol=0.05, rtol=0.03)
+    _, lse, _ = call(q, k, v, causal=True, return_attn_probs=True, **{called: sinks})
+    if kind == "dense":  # rows that see no key have their sink
+        assert torch.equal(lse[:, :, :8], sinks.float()[:, None].expand(2, -1, 8))
 
 
 # ---- ffpa-attn on PyPI ----
@@ -355,6 +392,7 @@ def compiled_cases():
     slopes = torch.rand(4)
     return {
         "flash": lambda: flash_attn_func(q, k, k, causal=True, alibi_slopes=slopes, return_attn_probs=True)[0],
+        "flash, sinks": lambda: flash_attn_func(q, k, k, s_aux=slopes),
         "flash, padded": lambda: flash_attn_func(q[..., :20], k[..., :20], k[..., :20]),
         "flash varlen": lambda: flash_attn_varlen_func(*tensors, *offsets, causal=True),
         "pypi": lambda: ffpa_attn_func(q, k[:, :20], k[:, :20], is_causal=True, backend="triton"),
@@ -397,6 +435,7 @@ BAD = [
     (flash, {"causal": "top_left"}, TypeError, "`causal` is 'top_left'.*True or False"),
     (flash, {"k": None}, TypeError, "`k` is None"),
     (flash, {"k": torch.tensor(1.0)}, ValueError, "`k` has 0 dims"),
+    (flash, {"s_aux": torch.ones(4), "learnable_sink": torch.ones(4)}, ValueError, "`s_aux` and `learnable_sink` are both"),
     (varlen, {"dropout_p": 0.1}, NotImplementedError, "`dropout_p` is 0.1"),
     (varlen, {"alibi_slopes": torch.ones(4)}, NotImplementedError, "`alibi_slopes` is given.*flash_attn_func"),
     (varlen, {"block_table": torch.ones(4)}, NotImplementedError, "`block_table` is given.*gather"),

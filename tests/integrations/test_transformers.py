@@ -620,6 +620,116 @@ def test_tensors_as_layers_leave_them(kind, how, device):
     torch.testing.assert_close(found.float(), expected(q, k, v, None), atol=0.02, rtol=0.02)
 
 
+# ---- sinks ----
+
+
+def deepseek_v4(**options):
+    """The second and fourth layers choose some of their compressed keys; all see a window of the others."""
+    few = {name: SIZES[name] for name in SIZES if name not in ("intermediate_size", "num_key_value_heads")}
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    return transformers.DeepseekV4Config(
+        **few, moe_intermediate_size=64, head_dim=64, sliding_window=8, q_lora_rank=32, o_groups=2, o_lora_rank=16,
+        index_n_heads=2, index_head_dim=32, index_topk=3, n_routed_experts=2, num_experts_per_tok=1, num_hash_layers=4,
+        hc_mult=2, layer_types=[*kinds, kinds[1]], compress_rates={kinds[1]: 4, kinds[2]: 8},
+    )  # fmt: skip
+
+
+WITH_SINKS = {
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **LOCAL, head_dim=64, num_local_experts=2, num_experts_per_tok=2
+    ),
+    "deepseek_v4": deepseek_v4,
+}  # fmt: skip
+
+
+def trio_with_sinks(name, device):
+    """Returns what trio does; sinks are as large as scores, so that a wrong one would show."""
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    found = build(WITH_SINKS[name](), device)
+    generator = torch.Generator().manual_seed(4)
+    for path, weight in found.named_parameters():
+        if path.endswith("sinks"):
+            weight.data.copy_(2 * torch.randn(weight.shape, generator=generator))
+    return (
+        found,
+        build(WITH_SINKS[name](), device, "eager", like=found),
+        build(WITH_SINKS[name](), device, "eager", torch.float32, found),
+    )
+
+
+@pytest.mark.parametrize("how", ["", "compiled"])
+@pytest.mark.parametrize("kind", PADDINGS)
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_logits_with_sinks(name, kind, how, ids, device):
+    if how and (name != "gpt_oss" or kind not in ("none", "left")):
+        pytest.skip("DeepSeek-V4 is not to be compiled as a whole" if name != "gpt_oss" else "two kinds will do")
+    torch.compiler.reset()
+    mask = padding(kind, device)
+    rows = slice(None) if mask is None else mask.bool()
+    models = trio_with_sinks(name, device)
+    run = torch.compile(models[0], backend="aot_eager") if how else models[0]
+    with torch.no_grad():
+        assert_as_close(*(f(ids, attention_mask=mask, use_cache=False).logits[rows] for f in (run, *models[1:])))
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_gradients_with_sinks(name, kind, ids, device):
+    mask = padding(kind, device)
+    labels = ids if mask is None else torch.where(mask.cumsum(1) > 1, ids, -100)
+
+    def gradients(model):
+        """Returns the gradients of all parameters, and those of sinks again."""
+        model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        grads = {name: x.grad.flatten().float() for name, x in model.named_parameters() if x.grad is not None}
+        return torch.cat(list(grads.values())), torch.cat([x for name, x in grads.items() if name.endswith("sinks")])
+
+    for found, same, exact in zip(*map(gradients, trio_with_sinks(name, device)), strict=True):
+        assert exact.norm() > 0
+        assert_as_close(found, same, exact + 0)
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_generation_with_sinks(name, ids, device):
+    """Each step's logits are those of eager attention along the same text."""
+    models = trio_with_sinks(name, device)
+    how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    done = models[0].generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **how)
+    with torch.no_grad():
+        wanted = [model(done.sequences, use_cache=False).logits[:, N - 1 : -1] for model in models[1:]]
+    assert_as_close(torch.stack(done.logits, dim=1), *wanted)
+
+
+@pytest.mark.parametrize("how", ["dense", "a mask", "a float mask", "packed"])
+@pytest.mark.parametrize("called", ["s_aux", "sinks"])
+def test_sinks_of_either_name(called, how, device):
+    q, k, v = inputs(device)
+    sinks = torch.tensor([0.5, 2.0, -1.0, -torch.inf], device=device, requires_grad=True)
+    seen = masks.sees(12, 12, True, 5, device)
+    given = {"sliding_window": 5}
+    if how == "a mask":
+        given["attention_mask"] = seen = seen.roll(3, 0).expand(2, 1, 12, 12)  # the window is not applied again
+    elif how == "a float mask":
+        seen = seen.roll(3, 0)
+        given["attention_mask"] = torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype).expand(2, 1, 12, 12)
+    elif how == "packed":
+        offsets = torch.tensor([0, 5, 12, 24], dtype=torch.int32, device=device)
+        given |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        of = torch.searchsorted(offsets[1:], torch.arange(24, device=device), right=True).view(2, 1, 12)
+        seen = seen & (of[..., None] == of[..., None, :])
+    found, _ = ours.attention(Layer(), q, k, v, **{called: sinks}, **given)
+    scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8).masked_fill(~seen, -torch.inf)
+    exact = sinks.detach().clone().requires_grad_()
+    joined = torch.cat([scores, exact.view(1, 4, 1, 1).expand(2, -1, 12, -1)], -1)
+    there = torch.where(joined.isneginf().all(-1, keepdim=True), 0.0, joined)
+    want = (there.softmax(-1)[..., :-1].masked_fill(~seen, 0.0) @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(found.float(), want, atol=0.02, rtol=0.02)
+    grad = torch.randn_like(want)
+    (got,), (wanted,) = (torch.autograd.grad(x, y, grad.to(x)) for x, y in ((found, sinks), (want, exact)))
+    torch.testing.assert_close(got, wanted, atol=0.1, rtol=0.02)
+
+
 # ---- models that look up a class by the implementation's name ----
 
 
@@ -811,26 +921,13 @@ def test_dropout_compiles_for_any_number(ids, device, monkeypatch):
 
 
 @pytest.mark.filterwarnings("default:ffpa_attn")
-@pytest.mark.parametrize("kind", ["none", "left"])
-def test_sinks_are_computed_by_the_models_own_eager_function(kind, ids, device):
-    config, mask = (
-        transformers.GptOssConfig(**SIZES, **LOCAL, head_dim=64, num_local_experts=2, num_experts_per_tok=1),
-        padding(kind, device),
-    )
-    rows = slice(None) if mask is None else mask.bool()
-    model = build(config, device)
-    with pytest.warns(UserWarning, match="GptOssAttention of layer 0 has attention sinks"), torch.no_grad():
-        found = model(ids, attention_mask=mask).logits[rows]
-        want = build(config, device, "eager", like=model)(ids, attention_mask=mask).logits[rows]
-    torch.testing.assert_close(found, want)
-
-
-@pytest.mark.filterwarnings("default:ffpa_attn")
-def test_sinks_of_another_name(device, monkeypatch):
+def test_sinks_of_each_row_are_left_to_the_models_own_eager_function(device, monkeypatch):
+    """Those of Inkling 2 are of this kind."""
     q, k, v = inputs(device)
+    sinks = torch.zeros(2, 4, 12, 1, device=device)
     monkeypatch.setattr(sys.modules[__name__], "eager_attention_forward", lambda *_, sinks, **__: (sinks, None), False)
-    with pytest.warns(UserWarning, match="Layer of layer 3 has attention sinks"):
-        assert ours.attention(Layer(), q, k, v, sinks="sinks")[0] == "sinks"
+    with pytest.warns(UserWarning, match="Layer of layer 3 has attention sinks of each row"):
+        assert ours.attention(Layer(), q, k, v, sinks=sinks)[0] is sinks
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices"])

@@ -24,6 +24,28 @@ MUTANTS = [
         ("triton: columns past the head dim", "columns // 8 < D // 8", "columns // 8 <= D // 8"),
     ),
     *edits_in(
+        "triton_ops/forward_kernels.py",
+        "tests/triton_ops/test_triton_sinks.py",
+        ("triton: a sink beside rows without keys", "reference = tl.where(new_top == -INF, 0.0, new_top)  # there may be no sink", "reference = new_top  # there may be no sink"),
+        ("triton: huge sinks overflow", "new_top = tl.maximum(top, sink)", "new_top = top"),
+        ("triton: another head's sink", "tl.load(sinks + head)", "tl.load(sinks + head_kv)"),
+        ("triton: O not divided by the sink's share", "weight *= kept", "weight *= 1.0"),
+        ("triton: the largest of rows that are not there", "tl.where(there, top, -INF)", "top"),
+        ("triton: another sequence's largest", "largest + program // row_blocks", "largest + head"),
+    ),
+    *edits_in(
+        "triton_ops/fp8_kernels.py",
+        "tests/triton_ops/test_triton_sinks.py -k 8_bits",
+        ("fp8: a sink not scaled as P is", "added *= 2.0**P_EXPONENT", "added *= 1.0"),
+        ("fp8: a sink missing in the LSE", "exact_sum = exact_sum * kept + added", "exact_sum = exact_sum * kept"),
+    ),
+    *edits_in(
+        "triton_ops/persistent_kernels.py",
+        "tests/triton_ops/test_triton_sinks.py -k persistent",
+        ("persistent: O not scaled beside a sink", "acc *= kept[:, None]", "acc *= 1.0"),
+        ("persistent: largest of slots past the rows", "top, first_row + slots < at.n_q", "top, slots < ROWS"),
+    ),
+    *edits_in(
         "triton_ops/backward_kernels.py",
         "tests/triton_ops/test_triton.py -k 'gradients or packed or softcaps or theirs or without_keys or nan'",
         ("triton: dK of the next sequence's rows", "if PACKED and EDGE:", "if False:"),

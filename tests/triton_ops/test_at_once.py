@@ -315,6 +315,37 @@ def _of_8_bits(kind, x):
         yield (*one[:4], [step // 2 for step in one[4]], one[5]) if isinstance(one, tuple) else one
 
 
+@of_cpu
+@pytest.mark.parametrize("wanted", ["sinks", "largest", "both"])
+@pytest.mark.parametrize("kind", ["dense", "persistent", "8 bits"])
+def test_sinks_and_the_largest_score(kind, wanted, heard, monkeypatch):
+    case = Case(batch=2, heads_q=4, heads_kv=2, n_q=70, n_k=128, d=64)
+    plan, rule = plan_of("forward", case)
+    if kind == "persistent":
+        plan = plan._replace(cores=3, slice_rows=32, descriptors=False)
+    elif kind == "8 bits":
+        monkeypatch.setitem(_MAP, "elem_size", 1)
+        monkeypatch.setattr(f"{__name__}._handed_over", _of_8_bits)
+        plan = triton_fp8.TritonFp8Plan(
+            "fp8", (64, 64), triton_attention.tiles_of("fp8", PROBLEM_8, (64, 64)), None, True
+        )
+    memo = {}
+
+    def tensors(seed: int) -> list:
+        q, k, v = tensors_of(case, seed, torch.float8_e4m3fn if kind == "8 bits" else torch.bfloat16)
+        shapes = {"sinks": (4,), "largest": (2, 4)}
+        more = [torch.randn(shape) if wanted in (name, "both") else None for name, shape in shapes.items()]
+        return [q, k, v, q.bfloat16() + 0, torch.randn(q.shape[:3]), *more]
+
+    def call(q, k, v, out, lse, *more):
+        if kind == "8 bits":
+            plan.forward_fp8(q, k, v, (None, None, None), out, lse, rule, 0, memo, *more)
+        else:
+            plan.forward(q, k, v, out, lse, None, None, rule, 0, memo, *more)
+
+    check(heard, call, tensors(0), tensors(1), 2 if kind == "8 bits" else 1)
+
+
 UNUSUAL = {
     "clusters": {"num_ctas": 2},
     "memory beside": {"global_scratch_size": 128},

@@ -156,7 +156,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     )
     options = {
         "PACKED": kind.source == "packed", "TOP_LEFT": True, "EDGES": True, "BLIND": kind.rule == "causal", "MASK": problem.mask or "none",
-        "RAW": kind.rule in ("plain", "causal"), "CAPPED": kind.rule == "capped",
+        "RAW": kind.rule in ("plain", "causal"), "CAPPED": kind.rule == "capped", "SINKS": False, "LARGEST": False,
         "TMA": forward.descriptors and kind.source == "descriptors", "D_QK": kind.d_qk, "D_V": kind.d_v,
         "WIDTH_QK": forward.widths[0], "WIDTH_V": forward.widths[1],
     }  # fmt: skip

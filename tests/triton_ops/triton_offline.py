@@ -43,6 +43,8 @@ PLAIN = {
     "CAPPED": False,
     "MASK": "none",
     "BLIND": False,
+    "SINKS": False,
+    "LARGEST": False,
 }
 EVERY_RULE = {
     "PACKED": True,
@@ -52,6 +54,8 @@ EVERY_RULE = {
     "CAPPED": True,
     "MASK": "additive",
     "BLIND": True,
+    "SINKS": True,
+    "LARGEST": True,
 }
 _POINTERS = {
     **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
@@ -69,6 +73,7 @@ _POINTERS = {
             "exponents",
             "naturals",
             "shares",
+            "sinks",
             "largest",
             "delta",
             "acc_gmem",

@@ -309,9 +309,19 @@ def _mask_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
+def _or(other: torch.Tensor, *wanted: torch.Tensor | None) -> list[torch.Tensor]:
+    """Returns the tensors; in the place of one that is not there stands another, which nobody reads."""
+    return [other if x is None else x for x in wanted]
+
+
+def _wanted(sinks: torch.Tensor | None, largest: torch.Tensor | None) -> dict[str, bool]:
+    """Returns what a forward is compiled for, beside its rule."""
+    return {"SINKS": sinks is not None, "LARGEST": largest is not None}
+
+
 # ---- the plan, and how it runs ----
 
-_OF_FORWARD = "q k v out lse mask offsets_q offsets_k".split()
+_OF_FORWARD = "q k v out lse mask offsets_q offsets_k sinks largest".split()
 _OF_BACKWARD = "out grad grad_lse lse q k v dq dk dv mask offsets_q offsets_k statistics".split()
 
 
@@ -337,18 +347,22 @@ class TritonPlan(NamedTuple):
     def workspace_bytes(self) -> int:
         return (self.cores or 0) * _scratch_bytes_of_a_core(self.over_rows, self.widths)
 
-    def forward(self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets."""
+    def forward(
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+    ) -> None:
+        """Runs on q, k, v, out [B, H, N, D], lse [B, H, N] or empty; packed: [H, T, D], [H, T] and their offsets. sinks
+        are float32 [Hq]; largest, float32 [B, Hq] full of -inf, takes the largest score of each head.
+        """
         if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
         if self.cores:
-            return self._forward_on_cores(q, k, v, out, lse, rule, memo)
+            return self._forward_on_cores(q, k, v, out, lse, rule, memo, sinks, largest)
         rest = out if mask is None else mask, *(offsets[:2] if offsets else (lse, lse))
-        steps = partial(self._forward_steps, q, k, v, out, lse, mask, offsets, rule, memo)
-        run(memo, (q, k, v, out, lse, *rest), _OF_FORWARD, steps)
+        steps = partial(self._forward_steps, q, k, v, out, lse, mask, offsets, rule, memo, sinks, largest)
+        run(memo, (q, k, v, out, lse, *rest, *_or(lse, sinks, largest)), _OF_FORWARD, steps)
 
-    def _forward_on_cores(self, q, k, v, out, lse, rule, memo: Memo) -> None:
+    def _forward_on_cores(self, q, k, v, out, lse, rule, memo: Memo, sinks, largest) -> None:
         from ..triton_ops import persistent_kernels as kernels
 
         with_lse, tiles = lse.dim() > 1, self.over_rows
@@ -361,11 +375,13 @@ class TritonPlan(NamedTuple):
 
         def how() -> Launch:
             numbers = *strides(q, k, v, out, lse), kind.sequences, *kind.numbers[1:]
-            return Launch(cores, numbers, kind.options | {"SLICE": self.slice_rows, "LSE": with_lse}, tiles)
+            options = {"SLICE": self.slice_rows, "LSE": with_lse} | _wanted(sinks, largest)
+            return Launch(cores, numbers, kind.options | options, tiles)
 
-        launch_alone(memo, kernels.persistent_forward_kernel, (q, k, v, out, lse, *scratch), how)
+        tensors = q, k, v, out, lse, *scratch, *_or(lse, sinks, largest)
+        launch_alone(memo, kernels.persistent_forward_kernel, tensors, how)
 
-    def _forward_steps(self, q, k, v, out, lse, mask, offsets, rule, memo: Memo) -> Iterator[Step]:
+    def _forward_steps(self, q, k, v, out, lse, mask, offsets, rule, memo: Memo, sinks, largest) -> Iterator[Step]:
         from ..triton_ops.forward_kernels import forward_kernel
 
         packed, with_lse, mask = offsets is not None, lse.dim() > 1, _mask_of(mask)
@@ -375,8 +391,9 @@ class TritonPlan(NamedTuple):
         tiles = self.over_rows
         if out.numel() and not kind.empty:
             rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
-            tensors = *kind.sources(tiles, q, k, v), out, lse, *rest
-            yield forward_kernel, tensors, lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), LSE=with_lse)
+            tensors = *kind.sources(tiles, q, k, v), out, lse, *rest, *_or(lse, sinks, largest)
+            options = {"LSE": with_lse} | _wanted(sinks, largest)
+            yield forward_kernel, tensors, lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), **options)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""

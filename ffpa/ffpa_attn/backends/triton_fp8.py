@@ -24,22 +24,24 @@ from ..triton_ops.launch import (
     strides,
 )
 from . import triton_attention
-from .triton_attention import Kind, TritonPlan, tiles_of
+from .triton_attention import Kind, TritonPlan, _or, _wanted, tiles_of
 
 _P_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the largest power of 2 below a type's largest value
 _LEAST_DEPTH = 32  # the least depth of a product of fp8 values
 _ARRANGED = Tiles(FP8_BLOCK, FP8_BLOCK, 4, 1)
 QUANTIZED = Tiles(FP8_BLOCK, 64, 4, 1)  # rows and columns at a time
-_TENSORS = "values q k v out lse q_scales k_scales v_scales".split()
+_TENSORS = "values q k v out lse q_scales k_scales v_scales sinks largest".split()
 ARCH = "sm_89"  # the first arch that has 8-bit floats
 
 
 class TritonFp8Plan(TritonPlan):
     __slots__ = ()
 
-    def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: Memo) -> None:
+    def forward_fp8(
+        self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+    ) -> None:
         """Runs on q, k, v, out [B, H, N, D] in any strides (columns of q, k and out side by side), scales [B, H, blocks
-        of 128 rows], shared ones expanded, or None, and lse [B, H, N] or None.
+        of 128 rows], shared ones expanded, or None, lse [B, H, N] or None, and sinks and largest as `forward` does.
         """
         from ..triton_ops.fp8_kernels import arrange_values_kernel, fp8_forward_kernel
 
@@ -48,11 +50,12 @@ class TritonFp8Plan(TritonPlan):
         heads_kv, n_k, d_v = v.shape[1:]
         if not n_k:
             out.zero_()
-            return None if lse is None else lse.fill_(-float("inf"))
+            return None if lse is None else lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-float("inf"))
         tiles, widths = self.over_rows, self.widths
         blocks = -(-n_k // FP8_BLOCK)
         # A tensor that there is none of is neither read nor written: any other will do.
-        lse_there, *scales = (out if x is None else x for x in (lse, q_scale, k_scale, v_scale))
+        lse_there, *scales = _or(out, lse, q_scale, k_scale, v_scale)
+        wanted = _or(out, sinks, largest)
         if "reads" not in memo:
             by_tma = self.descriptors and has_descriptor(q)
             in_sixteens = _in_sixteens(k) if by_tma and v.stride(2) == 1 and has_descriptor(v.mT) else None
@@ -69,7 +72,8 @@ class TritonFp8Plan(TritonPlan):
 
         def how() -> Launch:
             kind, tensors = Kind(self, q, k, v, None, None, rule), (q, k, v_read, out, lse_there, *scales)
-            options = kind.options | {
+            options = kind.options | _wanted(sinks, largest)
+            options |= {
                 "EDGES": kind.hides or n_k % tiles.keys != 0,
                 "LSE": lse is not None,
                 "TMA": by_tma,
@@ -93,9 +97,9 @@ class TritonFp8Plan(TritonPlan):
                     blocks_read = (tiles.rows, widths[0]), k_block, (widths[1], tiles.keys)
                     memo["describers"] = [describer(x, *block) for x, block in zip(sources, blocks_read, strict=True)]
                 sources = [describe(x) for describe, x in zip(memo["describers"], sources, strict=True)]
-            yield fp8_forward_kernel, (*sources, out, lse_there, *scales), how
+            yield fp8_forward_kernel, (*sources, out, lse_there, *scales, *wanted), how
 
-        run(memo, (v, q, k, v_read, out, lse_there, *scales), _TENSORS, steps, {"arranged": ("v", 0)})
+        run(memo, (v, q, k, v_read, out, lse_there, *scales, *wanted), _TENSORS, steps, {"arranged": ("v", 0)})
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> TritonFp8Plan | str:

@@ -17,7 +17,7 @@ from ..checks import arguments, memory_checks, words
 from ..specs.spec import HEAD_DIM_STEP
 from . import masks, sdpa_override
 
-# ---- flash-attn 2 ----
+# ---- flash-attn 2, with the sinks of FlashAttention 3 and 4 ----
 
 
 def flash_attn_func(
@@ -32,6 +32,9 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Serves as flash-attn's function of this name: q [B, Nq, Hq, D], k and v [B, Nk, Hkv, D]; returns [B, Nq, Hq, D].
@@ -39,6 +42,8 @@ def flash_attn_func(
     causal and window_size meet at the last row and the last key. `alibi_slopes`, float32 [Hq] or [B, Hq], become a bias
     [1 or B, Hq, Nq, Nk] in memory, and get no gradient. With return_attn_probs it returns (out, LSE [B, Hq, Nq], None):
     flash-attn has something in the third place only where there is dropout. The LSE of a row that sees no key is -inf.
+    Sinks [Hq], logits that join the denominators alone, are `s_aux` to FlashAttention 3 and `learnable_sink` to 4; the
+    LSE has them in it.
     Results and gradients are deterministic whatever `deterministic` says.
     """
     if unknown:
@@ -47,7 +52,7 @@ def flash_attn_func(
     arguments.only_tensors(q=q, k=k, v=v)
     bias = None if alibi_slopes is None else _alibi(q, k, alibi_slopes)
     rule = softmax_scale, causal, window_size, softcap, return_attn_probs
-    return _attend(ffpa, q, k, v, *rule, mask=bias, layout="BNHD")
+    return _attend(ffpa, q, k, v, *rule, mask=bias, layout="BNHD", sinks=_sinks(s_aux, learnable_sink))
 
 
 def flash_attn_varlen_func(
@@ -67,6 +72,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs flash_attn_func on packed sequences: q [Tq, Hq, D], k, v [Tk, Hkv, D]; gives [Tq, Hq, D], LSE [Hq, Tq]."""
@@ -78,7 +86,13 @@ def flash_attn_varlen_func(
     arguments.only_tensors(q=q, k=k, v=v)
     offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
     rule = softmax_scale, causal, window_size, softcap, return_attn_probs
-    return _attend(ffpa_varlen, q, k, v, *rule, *offsets)
+    return _attend(ffpa_varlen, q, k, v, *rule, *offsets, sinks=_sinks(s_aux, learnable_sink))
+
+
+def _sinks(s_aux, learnable_sink):
+    if s_aux is not None and learnable_sink is not None:
+        raise ValueError("`s_aux` and `learnable_sink` are both given; they are two names of the same thing: pass one")
+    return learnable_sink if s_aux is None else s_aux
 
 
 def _alibi(q, k, slopes):

@@ -76,6 +76,7 @@ def attention(
 
     attention_mask is None (the layer's rule: causal or not, and its window), tokens [B, Nk] beside that rule, or a mask
     that says it all: [B, 1 or Hq, N, Nk], bool or additive, or a RuleMask. Packed sequences follow the layer's rule.
+    s_aux or sinks, [Hq], are logits that join the denominators alone, and get gradients.
     """
     _check_that_all_keys_count(module, others)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -84,7 +85,8 @@ def attention(
     offsets = None if cu_seq_lens_q is None else (cu_seq_lens_q, of_keys)
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
 
-    why, way_out = _unsupported(module, query, value, dropout, s_aux if sinks is None else sinks, others)
+    given = s_aux if sinks is None else sinks
+    why, way_out = _unsupported(module, query, value, dropout, given, others)
     if why:
         index = getattr(module, "layer_idx", None)
         who = type(module).__name__ + ("" if index is None else f" of layer {index}")
@@ -97,7 +99,7 @@ def attention(
     seen = seen_by(shape, query.device, is_causal, sliding_window, attention_mask, offsets, position_bias)
     scale = None if scaling is None else float(scaling)
     side = -1 if seen.window is None else seen.window - 1  # transformers counts the row's own key, too
-    rule = {"scale": scale, "softcap": softcap or 0.0, "causal": seen.is_causal, "window": (side, side)}
+    rule = {"scale": scale, "softcap": softcap or 0.0, "causal": seen.is_causal, "window": (side, side), "sinks": given}
     q, k, v = (memory_checks.made_readable(x).transpose(1, 2) for x in (query, key, value))
     if seen.offsets:
         return _packed_attention(q, k, v, seen.offsets, (max_length_q, max_length_k), rule), None
@@ -260,8 +262,8 @@ def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | No
     if dropout > 0:
         number = "" if torch.compiler.is_compiling() else f" of {dropout}"  # it may be a symbol there
         return f"dropout{number} in attention", _without_dropout(module)
-    if sinks is not None:
-        return "attention sinks (s_aux)", "choose another attn_implementation for this model"
+    if sinks is not None and sinks.dim() > 1:
+        return "attention sinks of each row", "choose another attn_implementation for this model"
     if others.get("cache") is not None:
         return "a paged cache (continuous batching)", "generate with a dynamic or static cache"
     if others.get("output_attentions"):

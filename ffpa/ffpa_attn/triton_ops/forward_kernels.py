@@ -305,12 +305,32 @@ def _attend_all(
 
 
 @triton.jit
+def _join_sink(top, sink):
+    """Returns what a row's maximum becomes where its head has a sink, what multiplies its sum and O, and what the sink
+    adds to its sum. No factor is above 1, whatever the sink is; a row that sees no key has a maximum of -INF.
+    """
+    new_top = tl.maximum(top, sink)
+    reference = tl.where(new_top == -INF, 0.0, new_top)  # there may be no sink, either
+    return new_top, tl.exp(top - reference), tl.exp(sink - reference)
+
+
+@triton.jit
+def _raise_largest(largest, top, there):
+    """Raises a head's largest score to that of rows that are there. A maximum is the same in any order."""
+    best = tl.max(tl.where(there, top, -INF), 0)
+    # Floats are compared by their bits, of which those of -0.0 are below all others in some releases of Triton.
+    tl.atomic_max(largest, tl.where(best == 0.0, 0.0, best), sem="relaxed")
+
+
+@triton.jit
 def forward_kernel(
-    q, k, v, out, lse, mask, offsets_q, offsets_k, q_strides, k_strides, v_strides, out_strides, lse_strides, mask_strides,
-    sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr,
-    MASK: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, out, lse, mask, offsets_q, offsets_k, sinks, largest, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    mask_strides, sizes, rule, PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr,
+    CAPPED: tl.constexpr, MASK: tl.constexpr, LSE: tl.constexpr, SINKS: tl.constexpr, LARGEST: tl.constexpr, TMA: tl.constexpr,
+    D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
+    """SINKS: `sinks` [heads] join the sums. LARGEST: `largest` [sequences, heads] is raised to the largest score."""
     row_blocks = tl.cdiv(sizes.longest_q, ROWS)
     program = tl.program_id(0)
     head = program // row_blocks % sizes.heads
@@ -340,8 +360,16 @@ def forward_kernel(
                     MASK, False, ROWS, KEYS, WIDTH_V,
                 )  # fmt: skip
                 top = row_max * rule.scale
+        if LARGEST:
+            _raise_largest(largest + program // row_blocks, top, rows < at.n_q)
+        if SINKS:
+            top, kept, added = _join_sink(top, tl.load(sinks + head))
+            row_sum = row_sum * kept + added
         seen = row_sum != 0  # NaN counts as seen
-        _store(out_rows, first_row, acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], ROWS, WIDTH_V, D_V)
+        weight = 1.0 / tl.where(seen, row_sum, 1.0)
+        if SINKS:
+            weight *= kept
+        _store(out_rows, first_row, acc * weight[:, None], ROWS, WIDTH_V, D_V)
         if LSE:
             value = tl.where(seen, top + tl.log(tl.where(seen, row_sum, 1.0)), -INF)
             tl.store(lse + _offset(lse_strides, at.batch, head, at.start_q) + rows, value, mask=rows < at.n_q)

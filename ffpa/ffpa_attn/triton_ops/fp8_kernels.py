@@ -20,8 +20,10 @@ from .forward_kernels import (
     LOG2E,
     Rows,
     _edge_tile,
+    _join_sink,
     _load,
     _offset,
+    _raise_largest,
     _rounded_product,
     _rows,
     _sequence,
@@ -181,10 +183,10 @@ def _attend_all(
 
 @triton.jit
 def fp8_forward_kernel(
-    q, k, v, out, lse, q_scales, k_scales, v_scales, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    q, k, v, out, lse, q_scales, k_scales, v_scales, sinks, largest, q_strides, k_strides, v_strides, out_strides, lse_strides,
     q_scale_strides, k_scale_strides, v_scale_strides, sizes, rule,
     TOP_LEFT: tl.constexpr, EDGES: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr,
-    TMA: tl.constexpr, V_AS_IT_IS: tl.constexpr, Q_SCALED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, LARGEST_OUT: tl.constexpr, D_QK: tl.constexpr,
+    SINKS: tl.constexpr, LARGEST: tl.constexpr, TMA: tl.constexpr, V_AS_IT_IS: tl.constexpr, Q_SCALED: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, P_EXPONENT: tl.constexpr, LARGEST_OUT: tl.constexpr, D_QK: tl.constexpr,
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """v is transposed. V_AS_IT_IS: k is a descriptor of all its rows [sixteens, 2, 4, 2, D], dims of a row's place in
@@ -230,8 +232,18 @@ def fp8_forward_kernel(
             )  # fmt: skip
             top = row_max
     total = tl.max(row_sum, 1)  # the columns are all alike
+    if LARGEST:
+        _raise_largest(largest + program // row_blocks, top, rows < at.n_q)
+    if SINKS:
+        top, kept, added = _join_sink(top, tl.load(sinks + head))
+        added *= 2.0**P_EXPONENT
+        total = total * kept + added
+        exact_sum = exact_sum * kept + added
     seen = total != 0
-    values = acc * (1.0 / tl.where(seen, total, 1.0))[:, None]
+    weight = 1.0 / tl.where(seen, total, 1.0)
+    if SINKS:
+        weight *= kept
+    values = acc * weight[:, None]
     if V_SCALE == "head":
         values *= tl.load(v_scales)
     if LARGEST_OUT < INF:

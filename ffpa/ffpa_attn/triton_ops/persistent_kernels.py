@@ -11,7 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .forward_kernels import INF, _load, _offset, _rows, _scores, _sequence, _store, _tiles, _unit
+from .forward_kernels import (
+    INF,
+    _join_sink,
+    _load,
+    _offset,
+    _raise_largest,
+    _rows,
+    _scores,
+    _sequence,
+    _store,
+    _tiles,
+    _unit,
+)
 
 
 @triton.jit
@@ -51,11 +63,18 @@ def _attend_slice(
 
 
 @triton.jit
+def _top(max_gmem, slots, there, rule, RAW: tl.constexpr):
+    """Returns the largest scores of rows, -INF where no tile of keys was met."""
+    row_max = tl.load(max_gmem + slots, mask=there, other=-INF)
+    return row_max * rule.scale if RAW else row_max
+
+
+@triton.jit
 def persistent_forward_kernel(
-    q, k, v, out, lse, acc_gmem, max_gmem, sum_gmem, q_strides, k_strides, v_strides, out_strides, lse_strides, batches, sizes,
-    rule, TOP_LEFT: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr, D_QK: tl.constexpr,
-    D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, k, v, out, lse, acc_gmem, max_gmem, sum_gmem, sinks, largest, q_strides, k_strides, v_strides, out_strides, lse_strides,
+    batches, sizes, rule, TOP_LEFT: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, LSE: tl.constexpr,
+    SINKS: tl.constexpr, LARGEST: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, WIDTH_QK: tl.constexpr,
+    WIDTH_V: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attends with scratch of any contents: acc_gmem [cores, ROWS, WIDTH_V], max_gmem and sum_gmem [cores, ROWS]."""
     core, cores = tl.program_id(0), tl.num_programs(0)
@@ -90,12 +109,19 @@ def persistent_forward_kernel(
             row_sum = tl.load(sum_gmem + slots, mask=there, other=0.0)
             acc_pointers = acc_gmem + slots[:, None] * WIDTH_V + tl.arange(0, WIDTH_V)[None, :]
             acc = tl.load(acc_pointers, mask=there[:, None], other=0.0)
+            if LARGEST:
+                top = _top(max_gmem, slots, there, rule, RAW)
+                _raise_largest(largest + task // row_blocks, top, first_row + slots < at.n_q)
+            if SINKS:
+                top, kept, added = _join_sink(_top(max_gmem, slots, there, rule, RAW), tl.load(sinks + head))
+                row_sum = row_sum * kept + added
+                acc *= kept[:, None]
             seen = row_sum != 0  # NaN counts as seen
             safe_sum = tl.where(seen, row_sum, 1.0)
             _store(out_rows, first_row + first, acc / safe_sum[:, None], SLICE, WIDTH_V, D_V)
             if LSE:
-                row_max = tl.load(max_gmem + slots, mask=there, other=-INF)
-                top = row_max * rule.scale if RAW else row_max
+                if not SINKS:
+                    top = _top(max_gmem, slots, there, rule, RAW)
                 lse_rows = lse + _offset(lse_strides, at.batch, head, at.start_q) + first_row
                 tl.store(
                     lse_rows + slots, tl.where(seen, top + tl.log(safe_sum), -INF), mask=first_row + slots < at.n_q
