@@ -50,7 +50,7 @@ def attention(
     scores = torch.where(seen, scores, -torch.inf)
     if sinks is not None:
         more = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
-        scores, v = torch.cat([scores, more], 3), torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
+        scores, v = torch.cat([scores, more], 3), torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
         seen = torch.cat([seen, more != -torch.inf], 3)
     empty = ~seen.any(-1, keepdim=True)
     safe = torch.where(empty, 0.0, scores)

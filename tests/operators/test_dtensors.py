@@ -119,6 +119,63 @@ def dtensors_of_packed_sequences():
         torch.testing.assert_close(full(x), y)
 
 
+def dtensors_with_sinks():
+    """Sinks are cut where heads are; where the batch is cut their gradient is a sum of the ranks'."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, ways = meshes()
+    q, k, v, grad, _ = inputs(6)
+    for layout, heads in (("BHND", 1), ("BNHD", 2)):
+        turned = [x if layout == "BHND" else x.transpose(1, 2).contiguous() for x in (q, k, v, grad)]
+        rule = {"causal": True, "layout": layout, "return_max_logits": True}
+        whole = [x.clone().requires_grad_() for x in (*turned[:3], torch.arange(4.0))]
+        want, want_largest = ffpa(*whole[:3], sinks=whole[3], **rule)
+        want_grads = torch.autograd.grad(want, whole, turned[3])
+        for way in ways(heads):
+            *parts, grad_out = placed(turned, mesh, way)
+            (sinks,) = placed([torch.arange(4.0)], mesh, [Shard(0) if p.is_shard(heads) else Replicate() for p in way])
+            parts = [x.requires_grad_() for x in (*parts, sinks)]
+
+            def call(parts=parts, grad_out=grad_out, rule=rule):
+                out, largest = ffpa(*parts[:3], sinks=parts[3], **rule)
+                return out, largest, *torch.autograd.grad(out, parts, grad_out)
+
+            out, largest, *grads = silently(call)
+            assert [p.is_partial() for p in grads[3].placements] == [p.is_shard(0) for p in way], (layout, way)
+            assert largest.placements == tuple(Shard(1) if p.is_shard(heads) else p for p in way), (layout, way)
+            for x, y in zip((out, largest, *grads), (want, want_largest, *want_grads), strict=True):
+                torch.testing.assert_close(full(x), y, atol=2e-2, rtol=2e-2)
+            with torch.no_grad():
+                place = torch.empty_like(out)
+                silently(
+                    lambda parts=parts, place=place, rule=rule: ffpa(*parts[:3], sinks=parts[3], out=place, **rule)
+                )
+                torch.testing.assert_close(full(place), want)
+
+
+def dtensors_of_packed_sequences_with_sinks():
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, _ = meshes()
+    q, k, v, grad = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in inputs(6)[:4])
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    rule = {"causal": True, "return_max_logits": True}
+    whole = [x.clone().requires_grad_() for x in (q, k, v, torch.arange(4.0))]
+    want, want_largest = ffpa_varlen(*whole[:3], offsets, offsets, 7, 7, sinks=whole[3], **rule)
+    by_heads = [Shard(1), Replicate()][: mesh.ndim]
+    parts = placed((q, k, v), mesh, by_heads) + placed([torch.arange(4.0)], mesh, [Shard(0), Replicate()][: mesh.ndim])
+    parts = [x.requires_grad_() for x in parts]
+    (everywhere,) = placed([offsets], mesh, [Replicate()] * mesh.ndim)
+    (g,) = placed([grad], mesh, by_heads)
+
+    def call():
+        out, largest = ffpa_varlen(*parts[:3], everywhere, everywhere, 7, 7, sinks=parts[3], **rule)
+        return out, largest, *torch.autograd.grad(out, parts, g)
+
+    for x, y in zip(silently(call), (want, want_largest, *torch.autograd.grad(want, whole, grad)), strict=True):
+        torch.testing.assert_close(full(x), y)
+
+
 def dtensors_with_one_head_of_keys():
     """All ranks use the one head, where it is whole; its gradient is the sum of theirs."""
     from torch.distributed.tensor import Replicate, Shard

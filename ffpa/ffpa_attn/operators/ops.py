@@ -220,7 +220,7 @@ def _of_heads(form, q) -> dict[str, torch.Tensor]:
 
 def as_read(sinks: torch.Tensor) -> torch.Tensor:
     """Returns sinks as plans read them, in float32 and contiguous."""
-    return sinks.detach().to(torch.float32).contiguous()
+    return sinks.to(torch.float32).contiguous()
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -61,9 +61,8 @@ def _strategy(call: OpSchema) -> OpStrategy:
     for cut in cuts:
         of_results = [Replicate() if name in empty else _placement(name, cut, arguments) for name in results]
         rules.append(of_results + [_placement(name, cut, arguments) for name in arguments])
-    if (
-        not of_sinks_alone and arguments["k"].shape[cuts[-1].rows] == 1
-    ):  # all ranks use the one head; its gradient is the sum of theirs
+    has_one_head = not of_sinks_alone and arguments["k"].shape[cuts[-1].rows] == 1
+    if has_one_head:  # all ranks use it; its gradient is the sum of theirs
         rule = dict(zip([*results, *arguments], rules[-1], strict=True))
         rule |= {"k": Replicate(), "v": Replicate()} | {name: Partial() for name in ("dk", "dv") if name in rule}
         rules.append([rule[name] for name in (*results, *arguments)])
