@@ -1,14 +1,22 @@
 """These mutants change what sinks do, the largest scores, and the gradient of sinks."""
 
-from .kinds import edits_in
+from .kinds import Mutant, edits_in
 
 SINKS = "tests/backends/test_sinks_in_kernels.py"
 GRADIENT = "tests/backends/test_sink_gradient.py"
 
+
+def sinks(file: str, *edits: tuple[str, str, str], only: str = "rows64 or fused or 8_bit") -> list[Mutant]:
+    return edits_in(file, f"{SINKS} -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
+def gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return edits_in(file, GRADIENT, *edits, ENABLE_FFPA_DEBUG="1")
+
+
 MUTANTS = [
-    *edits_in(
+    *sinks(
         "csrc/attention/softmax.cuh",
-        SINKS,
         ("sinks: the LSE lacks them", "above > 0 ? of_sink : of_keys};", "score(logit)};"),
         ("sinks: O is not less for them", "return factor * end.share;", "return factor;"),
         ("sinks: those above the scores are taken for those below", "(above > 0 ? smaller : 1) *", "(above < 0 ? smaller : 1) *"),
@@ -22,9 +30,8 @@ MUTANTS = [
         ("largest: tiles that all rows see tell nothing", "!are_plain(params, all_seen) || params.largest != nullptr", "!are_plain(params, all_seen)"),
         ("largest: 8-bit logits taken for scores", "[](float x) { return ptx::mul_rn(x, kLn2); }", "[](float x) { return x; }"),
     ),
-    *edits_in(
+    *sinks(
         "csrc/attention/largest_score.cuh",
-        SINKS,
         ("largest: negative scores as if they were none", "  if (bits >> 31) {", "  if (false) {"),
         ("largest: rows past the last count", "if (at.row > rows.last) largest = -kInfinity;", ""),
         ("largest: of the first batch entry for all", "params.largest + rows.batch() * int64_t{params.heads_q}", "params.largest"),
@@ -33,25 +40,22 @@ MUTANTS = [
         ("largest: warps tell once", "if (!(of_warp > told)) return;", "if (told > -kInfinity) return;"),
         ("largest: the second half of rows is that of the first", "scores[m][n][2 * h + 1]);", "scores[m][n][1]);"),
     ),
-    *edits_in(
+    *sinks(
         "csrc/attention/forward/mma_rows.cuh",
-        SINKS + " -k rows128",
         ("largest: plain rows tell nothing", "if (params.largest != nullptr) {", "if (false) {"),
+        only="rows128",
     ),
-    *edits_in(
+    *sinks(
         "csrc/attention/forward/merge.cuh",
-        SINKS,
         ("sinks: the merge leaves O as it is", "end.share / sum", "1 / sum"),
     ),
-    *edits_in(
+    *sinks(
         "launching/attention_call.py",
-        SINKS,
         ("sinks: rows of no sequence have them, too", "torch.where(belongs, sinks[:, None], lse)", "sinks[:, None].expand_as(lse)"),
         ("sinks: sequences longer than the longest", "begin + longest)", "begin + longest + 1)"),
     ),
-    *edits_in(
+    *gradient(
         "csrc/attention/backward/sink_gradient.cuh",
-        GRADIENT,
         ("sink gradient: infinite LSEs count", "std::fabs(lse) == kInfinity ? 0.0f : ", ""),
         ("sink gradient: rows that do not count are read", "if (p == 0) continue;  // the row may hold anything", ""),
         ("sink gradient: the sign", "sum -= p * delta;", "sum += p * delta;"),
@@ -62,9 +66,8 @@ MUTANTS = [
         ("sink gradient: sums before they are there", "  ptx::sync_block();\n", ""),
         ("sink gradient: heads of the first batch entry", "int64_t(batch) * params.heads + head", "int64_t(head)"),
     ),
-    *edits_in(
+    *gradient(
         "backends/sink_gradient.py",
-        GRADIENT,
         ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[:, :, of_rows].isinf(), 0.0, p)", "p"),
         ("sink gradient by PyTorch: rows that do not count", "torch.where(p == 0, 0.0, p * delta)", "(p * delta)"),
         ("sink gradient by PyTorch: the first chunk alone", "total -= ", "total = -"),
