@@ -218,9 +218,10 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
     }
   }
   if (params.largest != nullptr) {
+    float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      tell_largest(scores[step], params, rows, row, lane, state.told, [](float x) { return ptx::mul_rn(x, kLn2); });
+      tell_largest(scores[step], params, rows, row, lane, told, [](float x) { return ptx::mul_rn(x, kLn2); });
     }
   }
   FFPA_UNROLL

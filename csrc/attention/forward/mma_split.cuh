@@ -225,13 +225,14 @@ class ForwardMmaSplit {
     sync_team();  // P and α are there
   }
 
-  FFPA_DEVICE void apply_rules_to(Scores& scores, int key) {
+  FFPA_DEVICE void apply_rules_to(Scores& scores, int key) const {
     const bool all_seen = all_rows_see(rows_.get(), key, kKeys);
     if (!have_rules(params_, all_seen)) return;
+    float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {  // all at once, or a row tile kept for all, would take more registers
       apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen,
-                  score_row() + m * 16, key + score_key(), lane_, states_[0].told);
+                  score_row() + m * 16, key + score_key(), lane_, told);
     }
   }
 

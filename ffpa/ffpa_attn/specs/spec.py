@@ -228,6 +228,13 @@ class BackwardRows(KernelSpec):
 
 
 @dataclass(frozen=True)
+class BackwardSinkGradient(KernelSpec):
+    """This kernel sums the gradient of each head's sink over blocks of rows."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
 class BackwardWgmmaScores(KernelSpec):
     """This kernel writes P and dS to the workspace; one spec serves every head dim."""
 
@@ -466,6 +473,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
     kernels: list[KernelSpec] = []
     for dtype, accumulators in ACCUMULATORS.items():
         kernels += [ForwardMerge(dtype), BackwardRows(dtype), BackwardWgmmaScores(dtype), BackwardMmaScores(dtype)]
+        kernels += [BackwardSinkGradient(dtype)]
         for family, shapes in (BackwardWgmmaProducts, PRODUCT_TILES), (BackwardMmaProducts, MMA_PRODUCT_TILES):
             kernels += [family(dtype, shape.columns, of_q) for shape in shapes[last] for of_q in (True, False)]
         kernels += [ForwardMmaShort(dtype, columns) for columns in SHORT_COLUMNS]

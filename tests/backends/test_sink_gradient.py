@@ -1,0 +1,86 @@
+"""Tests the gradient of sinks, by PyTorch and by the kernel in the emulator, against float64 and autograd."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from ffpa_attn.backends import sink_gradient as module
+from ffpa_attn.backends.sink_gradient import sink_gradient
+from ffpa_attn.testing import emulate
+
+F16, BF16 = torch.float16, torch.bfloat16
+by_way = pytest.mark.parametrize("emulated", [False, True], ids=["pytorch", "emulated"])
+
+
+def run(emulated: bool, *tensors):
+    with emulate("sm_80", seed=3) if emulated else nullcontext() as reports:
+        gradient = sink_gradient(*tensors)
+    if emulated:
+        assert [report["kernel"][:22] for report in reports] == ["backward_sink_gradient"]
+    return gradient
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wanted(grad_out, grad_lse, out, lse, sinks):
+    delta = (grad_out.double() * out.double()).sum(-1) - (0 if grad_lse is None else grad_lse.double())
+    terms = torch.where(lse.isinf(), 0.0, -torch.exp(sinks.double()[:, None] - lse.double()) * delta)
+    return terms.sum(-1) if lse.dim() == 2 else terms.sum((0, 2))
+
+
+SHAPES = [(2, 3, 100, 64), (1, 2, 1, 8), (1, 2, 65, 72), (1, 1, 130, 328), (3, 70, 520), (2, 1, 64)]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@by_way
+def test_sums_over_rows(emulated, shape, dtype):
+    grad_out, out = random(*shape, dtype=dtype, seed=1), random(*shape, dtype=dtype, seed=2)
+    lse, grad_lse, sinks = random(*shape[:-1], seed=3), random(*shape[:-1], seed=4), random(shape[-3], seed=5)
+    lse[..., ::3] = -math.inf
+    lse[..., 1::7] = math.inf
+    sinks[0] = -math.inf
+    for of_lse in (grad_lse, None):
+        tensors = grad_out, of_lse, out, lse, sinks
+        gradient = run(emulated, *tensors)
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient.double(), wanted(*tensors), rtol=1e-4, atol=1e-4)
+        assert torch.equal(gradient, run(emulated, *tensors))
+
+
+@by_way
+def test_rows_of_any_strides(emulated):
+    """BNHD tensors, a dO that all rows share, sinks of 16 bits, and rows that do not count, which hold NaN."""
+    out = random(2, 9, 3, 64, dtype=F16).transpose(1, 2)
+    out[:, :, 4] = math.nan
+    lse, sinks = random(2, 3, 9), random(3, dtype=BF16)
+    lse[..., 4] = -math.inf
+    for grad_out in (random(2, 9, 3, 64, dtype=F16).transpose(1, 2), torch.ones((), dtype=F16).expand(out.shape)):
+        want = wanted(grad_out, None, out.nan_to_num(), lse, sinks.float())
+        torch.testing.assert_close(run(emulated, grad_out, None, out, lse, sinks).double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_autograd_agrees():
+    q, k, v = (random(1, 2, n, 8, dtype=torch.float64, seed=n) for n in (5, 6, 7))
+    k, v, sinks = k, v[:, :, :6], torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    scores = torch.cat((q @ k.mT, sinks[:, None, None].expand(1, 2, 5, 1)), -1)
+    out, lse = scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    torch.autograd.backward((out, lse), (grad_out, grad_lse))
+    got = sink_gradient(*(x.detach().float() for x in (grad_out, grad_lse, out, lse, sinks)))
+    torch.testing.assert_close(got.double(), sinks.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_pytorch_takes_rows_by_chunks(monkeypatch):
+    tensors = random(2, 3, 50, 16), None, random(2, 3, 50, 16, seed=1), random(2, 3, 50, seed=2), random(3)
+    whole = sink_gradient(*tensors)
+    monkeypatch.setattr(module, "_CHUNK_FLOATS", 700)
+    torch.testing.assert_close(sink_gradient(*tensors), whole)
+
+
+def test_no_rows():
+    none = torch.zeros(1, 2, 0, 8)
+    assert torch.equal(sink_gradient(none, None, none, none[..., 0], torch.ones(2)), torch.zeros(2))

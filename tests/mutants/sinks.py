@@ -1,0 +1,75 @@
+"""These mutants change what sinks do, the largest scores, and the gradient of sinks."""
+
+from .kinds import Mutant, edits_in
+
+SINKS = "tests/backends/test_sinks_in_kernels.py"
+GRADIENT = "tests/backends/test_sink_gradient.py"
+
+
+def sinks(file: str, *edits: tuple[str, str, str], only: str = "rows64 or fused or 8_bit") -> list[Mutant]:
+    return edits_in(file, f"{SINKS} -k '{only}'", *edits, ENABLE_FFPA_DEBUG="1")
+
+
+def gradient(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
+    return edits_in(file, GRADIENT, *edits, ENABLE_FFPA_DEBUG="1")
+
+
+MUTANTS = [
+    *sinks(
+        "csrc/attention/softmax.cuh",
+        ("sinks: the LSE lacks them", "above > 0 ? of_sink : of_keys};", "score(logit)};"),
+        ("sinks: O is not less for them", "return factor * end.share;", "return factor;"),
+        ("sinks: those above the scores are taken for those below", "(above > 0 ? smaller : 1) *", "(above < 0 ? smaller : 1) *"),
+        ("sinks: the sum of P is one", ": above - log_of_sum;", ": above;"),
+        ("sinks: natural units taken for base 2", "std::fma(sink, kLog2e, -reference)", "sink - reference"),
+        ("sinks: large logits are those of plain slopes", "const bool is_logit = std::fabs(reference) <= Slopes::kMostFine;", "const bool is_logit = true;"),
+        ("sinks: of the first head for all", "params.sinks + head)", "params.sinks)"),
+        ("sinks: -inf joins rows without keys", "above = sink == -kInfinity ? sink : above - log_of_sum;", "above -= log_of_sum;"),
+        ("sinks: parts join them, too", "  if (params.splits > 1) {\n    if (writes", "  sum += params.sinks != nullptr;\n  if (params.splits > 1) {\n    if (writes"),
+        ("largest: products taken for scores", "return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });", "return x; });"),
+        ("largest: tiles that all rows see tell nothing", "!are_plain(params, all_seen) || params.largest != nullptr", "!are_plain(params, all_seen)"),
+        ("largest: 8-bit logits taken for scores", "[](float x) { return ptx::mul_rn(x, kLn2); }", "[](float x) { return x; }"),
+    ),
+    *sinks(
+        "csrc/attention/largest_score.cuh",
+        ("largest: negative scores as if they were none", "  if (bits >> 31) {", "  if (false) {"),
+        ("largest: rows past the last count", "if (at.row > rows.last) largest = -kInfinity;", ""),
+        ("largest: of the first batch entry for all", "params.largest + rows.batch() * int64_t{params.heads_q}", "params.largest"),
+        ("largest: of some lanes", "int distance = 16; distance > 0", "int distance = 4; distance > 0"),
+        ("largest: heads that share tiles tell of the first", "raise_global(of_entry + at.head, largest)", "raise_global(of_entry + rows.head(), largest)"),
+        ("largest: warps tell once", "if (!(of_warp > told)) return;", "if (told > -kInfinity) return;"),
+        ("largest: the second half of rows is that of the first", "scores[m][n][2 * h + 1]);", "scores[m][n][1]);"),
+    ),
+    *sinks(
+        "csrc/attention/forward/mma_rows.cuh",
+        ("largest: plain rows tell nothing", "if (params.largest != nullptr) {", "if (false) {"),
+        only="rows128",
+    ),
+    *sinks(
+        "csrc/attention/forward/merge.cuh",
+        ("sinks: the merge leaves O as it is", "end.share / sum", "1 / sum"),
+    ),
+    *sinks(
+        "launching/attention_call.py",
+        ("sinks: rows of no sequence have them, too", "torch.where(belongs, sinks[:, None], lse)", "sinks[:, None].expand_as(lse)"),
+        ("sinks: sequences longer than the longest", "begin + longest)", "begin + longest + 1)"),
+    ),
+    *gradient(
+        "csrc/attention/backward/sink_gradient.cuh",
+        ("sink gradient: infinite LSEs count", "std::fabs(lse) == kInfinity ? 0.0f : ", ""),
+        ("sink gradient: rows that do not count are read", "if (p == 0) continue;  // the row may hold anything", ""),
+        ("sink gradient: the sign", "sum -= p * delta;", "sum += p * delta;"),
+        ("sink gradient: every lane takes the gradient of the LSE", "lane == 0 && params.grad_lse", "params.grad_lse"),
+        ("sink gradient: columns of the first step", "column += lanes * kLaneColumns", "column += 4 * lanes * kLaneColumns"),
+        ("sink gradient: rows past the last", "|| row >= params.rows) continue;", ") continue;"),
+        ("sink gradient: some warps are left out", "warp < kThreads / 32; ++warp", "warp < kThreads / 64; ++warp"),
+        ("sink gradient: sums before they are there", "  ptx::sync_block();\n", ""),
+        ("sink gradient: heads of the first batch entry", "int64_t(batch) * params.heads + head", "int64_t(head)"),
+    ),
+    *gradient(
+        "backends/sink_gradient.py",
+        ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[:, :, of_rows].isinf(), 0.0, p)", "p"),
+        ("sink gradient by PyTorch: rows that do not count", "torch.where(p == 0, 0.0, p * delta)", "(p * delta)"),
+        ("sink gradient by PyTorch: the first chunk alone", "total -= ", "total = -"),
+    ),
+]  # fmt: skip
