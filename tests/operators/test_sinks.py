@@ -570,6 +570,9 @@ def test_a_second_call_plans_nothing(device, monkeypatch):
                 assert all(torch.equal(x, y) for x, y in pairs)
                 assert torch.equal(moved[0] if more else moved, other) and len(again._known) == known > 0
         assert not torch.equal(ffpa(q, k, v), ffpa(q, k, v, sinks=sinks_on(device)))
+        for wrong in (torch.zeros(3, device=device), torch.zeros(4, dtype=torch.float64, device=device), [0.0] * 4):
+            with pytest.raises((TypeError, ValueError), match="`sinks`"):
+                ffpa(q, k, v, sinks=wrong)
     known = dict(again._known)
     sinks = sinks_on(device).requires_grad_()
     for _ in range(2):
