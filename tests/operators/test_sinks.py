@@ -156,6 +156,32 @@ def test_sinks_of_16_bits(device, dtype):
     assert not strided.is_contiguous() and torch.equal(ffpa(*inputs, sinks=strided), out)
 
 
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_plans_get_float32(form, monkeypatch):
+    """Kernels read sinks as float32, one after the other."""
+    given, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda *args, **more: (given.append(more["sinks"]), run(*args, **more))[1])
+    sinks = sinks_on("cpu", torch.bfloat16, (0.5, 7.0, 1.0, 7.0, 2.0, 7.0, 3.0, 7.0))[::2]
+    with torch.no_grad():
+        if form == "dense":
+            ffpa(*dense("cpu")[0], sinks=sinks)
+        else:
+            ffpa_varlen(*make_packed_inputs(PACKED, "cpu"), sinks=sinks)
+    assert len(given) == 1 and given[0].dtype == torch.float32 and given[0].is_contiguous()
+    assert given[0].tolist() == [0.5, 1.0, 2.0, 3.0]
+
+
+def test_sums_of_the_gradient_are_float32(device):
+    """Each product is beyond float16, and they cancel but for 1."""
+    out = torch.full((1, 1, 2, 64), 300.0, dtype=torch.float16, device=device)
+    grad_out = torch.tensor([300.0, -300.0], device=device).repeat(32).to(torch.float16).expand_as(out).clone()
+    out[..., 0], grad_out[..., 0] = 1.0, 1.0
+    out[..., 1] = 0.0
+    lse = torch.zeros(1, 1, 2, device=device)
+    found = OPS.sink_gradient(grad_out, None, out, lse, torch.zeros(1, device=device))
+    assert found.tolist() == [-2.0]
+
+
 def test_no_sinks_are_infinite_ones(device):
     inputs, _ = dense(device, n_q=33, n_k=7)
     none = sinks_on(device, values=[-INF] * 4).requires_grad_()
@@ -570,6 +596,9 @@ def test_a_second_call_plans_nothing(device, monkeypatch):
                 assert all(torch.equal(x, y) for x, y in pairs)
                 assert torch.equal(moved[0] if more else moved, other) and len(again._known) == known > 0
         assert not torch.equal(ffpa(q, k, v), ffpa(q, k, v, sinks=sinks_on(device)))
+        for wrong in (torch.zeros(3, device=device), torch.zeros(4, dtype=torch.float64, device=device), [0.0] * 4):
+            with pytest.raises((TypeError, ValueError), match="`sinks`"):
+                ffpa(q, k, v, sinks=wrong)
     known = dict(again._known)
     sinks = sinks_on(device).requires_grad_()
     for _ in range(2):
