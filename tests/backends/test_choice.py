@@ -182,6 +182,8 @@ class TestSmallHeadDims:
             ({"heads_kv": 4, "n_q": 300, "n_k": 512}, "sdpa"),
             ({"heads_kv": 4, "n_q": 300, "n_k": 512, "needs_lse": True}, "hopper"),
             ({"n_q": 256, "n_k": 256}, "sdpa"),  # few row tiles, but as few keys
+            ({"n_q": 300, "n_k": 1300}, "hopper"),  # few row tiles, and many keys
+            ({"heads_q": 8, "heads_kv": 8, "n_q": 1200, "n_k": 16384}, "sdpa"),  # more than half of the GPU is busy
             ({"n_q": 256, "n_k": 1024, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),
             ({"n_q": 256, "n_k": 1023, "d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
             ({"heads_kv": 8, "n_q": 512, "n_k": 32768, "d_qk": 64, "d_v": 64, "needs_lse": True}, "hopper"),  # one wave

@@ -234,6 +234,7 @@ MUTANTS = [
         "backends/levels.py",
         "tests/backends/test_plan.py -k 'not shared_memory'",
         ("limit of shared memory ignored", "q_resident, of_values) <= limit", "q_resident, of_values) <= 2 * limit"),
+        ("parts in the same channels of the memory", "{576: 1.1, 640: 1.2}, 1024", "{}, 1024"),
         ("shortest ring first", "_stages(p, flags, [4, 3, 2, 1])", "_stages(p, flags, [1, 2, 3, 4])"),
         ("resident Q never preferred", "(True, False) if resident is None", "(False, True) if resident is None"),
         ("toggle of a resident Q ignored", "if resident is None else (resident,)", ""),

@@ -149,8 +149,8 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
 
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
 _READS = {64: 0.82, 192: 0.85, 256: 0.93}  # part of the bandwidth that tiles of so many columns reach, where not all
-# Times as long as it takes to read parts of so many columns that are a multiple of 1,024 keys apart: their rows of
-# 9 · 2^7 and 5 · 2^8 bytes then lie so that many blocks read from the same channels of the memory at a time.
+# Parts of so many columns that begin a multiple of 1,024 keys apart take so many times as long to read: with rows of
+# 9 · 2^7 and 5 · 2^8 bytes, many blocks seem to read from the same channels of the memory at a time.
 _SAME_CHANNELS, _CHANNEL_KEYS = {576: 1.1, 640: 1.2}, 1024
 
 
@@ -326,7 +326,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
 
 _AS_FAST = 1.01  # times as long by estimates, which are no better than that
 _LATER = 1.0  # microseconds by which few rows begin later on wgmma: barriers and maps of tensors come first
-_COLD_CODE = {128: 1.5, 192: 4.0, 256: 8.0}  # microseconds in which code of whole rows of so many columns comes
+_COLD_CODE = {128: 1.5}  # microseconds more than at 64 columns until code of whole rows has come from memory
 
 
 def why_faster(p: Problem, other: row_tiles.RowTilePlan, flags: Mapping[str, Any]) -> str | None:
@@ -334,9 +334,9 @@ def why_faster(p: Problem, other: row_tiles.RowTilePlan, flags: Mapping[str, Any
     ours = plan(p, flags)
     if isinstance(ours, str):
         return None
-    of_ours = ours.microseconds + (
-        _COLD_CODE.get(ours.spec.head_dim, 0) if isinstance(ours.spec, ForwardMmaRows) else 0
-    )
+    of_ours = ours.microseconds
+    if isinstance(ours.spec, ForwardMmaRows):
+        of_ours += _COLD_CODE.get(ours.spec.head_dim, 0)
     of_other = other.microseconds + (_LATER if p.n_q <= row_tiles.ROWS // 2 else 0)
     if of_other <= _AS_FAST * of_ours:
         return None
