@@ -266,10 +266,11 @@ class ForwardMmaSplit {
   }
 
   FFPA_DEVICE void compute_probabilities(const Scores& scores) {
+    const int lane = ptx::thread_x_anew() % 32;  // addresses of P are too many to be kept from tile to tile
     const Slopes slopes = slopes_of(params_);
     tile::for_each_row<kScoreM>([&](int m, int h) {
       RowState& state = states_[m];
-      const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+      const int row = score_row() + m * 16 + tile::c_coordinate(lane, 2 * h).row;
       float maximum = -kInfinity;
       FFPA_UNROLL
       for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
@@ -277,7 +278,7 @@ class ForwardMmaSplit {
       }
       const float before = state.reference[h];
       state.follow(h, slopes.logit(maximum), kLazyGrowth<typename Config::AccPv>);
-      if (score_warp_by_keys() == 0 && lane_ % 4 == 0) {
+      if (score_warp_by_keys() == 0 && lane % 4 == 0) {
         ptx::st_shared_4(factor_smem_ + row * sizeof(float), float_bits(growth(before, state.reference[h])));
       }
       const RowExponents exponents = RowExponents::of(slopes, state.reference[h]);
@@ -287,7 +288,7 @@ class ForwardMmaSplit {
         const float p0 = exponents.p(scores[m][n][2 * h]), p1 = exponents.p(scores[m][n][2 * h + 1]);
         sum += p0 + p1;
         const int chunk = score_key() / tile::kChunkElements + n;
-        const uint32_t within_chunk = tile::c_coordinate(lane_, 0).column * sizeof(uint16_t);
+        const uint32_t within_chunk = tile::c_coordinate(lane, 0).column * sizeof(uint16_t);
         ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
                          ptx::pack<Element>(p0, p1));
       }
