@@ -27,14 +27,23 @@ FFPA_DEVICE void raise_global(float* address, float value) {
   }
 }
 
+// Tells AttentionParams::largest of the largest score that each lane of a warp has, where all rows are of one head;
+// `told` is the largest that the warp has told of before.
+FFPA_DEVICE void tell_largest_of_lanes(float largest, const AttentionParams& params, const SharedRowTile& rows,
+                                       int lane, float& told) {
+  FFPA_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2) largest = larger_of(largest, ptx::shfl_xor(largest, distance));
+  if (!(largest > told)) return;
+  told = largest;
+  if (lane == 0) raise_global(params.largest + rows.batch() * int64_t{params.heads_q} + rows.head(), largest);
+}
+
 // Tells AttentionParams::largest of the scores of a warp's rows, those from `row` of the tile on; natural(x) is the
-// score of what the fragments have, and rises with it. `told` is the largest score that the warp has told of before,
-// where all rows of the tile are of one head.
+// score of what the fragments have, and rises with it. `told` is as tell_largest_of_lanes() has it.
 template <int kM, int kN, class Natural>
 FFPA_DEVICE void tell_largest(const float (&scores)[kM][kN][4], const AttentionParams& params,
                               const SharedRowTile& rows, int row, int lane, float& told, const Natural& natural) {
-  float* of_entry = params.largest + rows.batch() * int64_t{params.heads_q};
-  float of_warp = -kInfinity;
+  float of_lane = -kInfinity;
   FFPA_UNROLL
   for (int m = 0; m < kM; ++m) {
     FFPA_UNROLL
@@ -47,20 +56,16 @@ FFPA_DEVICE void tell_largest(const float (&scores)[kM][kN][4], const AttentionP
       }
       if (at.row > rows.last) largest = -kInfinity;
       if (rows.heads == 1) {
-        of_warp = larger_of(of_warp, largest);
+        of_lane = larger_of(of_lane, largest);
         continue;
       }
       largest = natural(tile::largest_of_lanes(largest));
-      if (lane % 4 == 0 && largest > -kInfinity) raise_global(of_entry + at.head, largest);
+      if (lane % 4 == 0 && largest > -kInfinity) {
+        raise_global(params.largest + rows.batch() * int64_t{params.heads_q} + at.head, largest);
+      }
     }
   }
-  if (rows.heads > 1) return;
-  FFPA_UNROLL
-  for (int distance = 16; distance > 0; distance /= 2) of_warp = larger_of(of_warp, ptx::shfl_xor(of_warp, distance));
-  of_warp = natural(of_warp);
-  if (!(of_warp > told)) return;
-  told = of_warp;
-  if (lane == 0) raise_global(of_entry + rows.head(), of_warp);
+  if (rows.heads == 1) tell_largest_of_lanes(natural(of_lane), params, rows, lane, told);
 }
 
 }  // namespace ffpa

@@ -217,16 +217,14 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
       if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
     }
   }
-  if (params.largest != nullptr) {
-    float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
-    FFPA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      tell_largest(scores[step], params, rows, row, lane, told, [](float x) { return ptx::mul_rn(x, kLn2); });
-    }
-  }
+  float of_lane = -kInfinity;  // the largest score of the rows that the lane has a part in
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    state.follow(h, std::ceil(largest_of_row(scores, h)), 0.0f);
+    const float largest = largest_of_row(scores, h);
+    if (params.largest != nullptr && has_row(rows, row + tile::c_coordinate(lane, 2 * h).row)) {
+      of_lane = larger_of(of_lane, ptx::mul_rn(largest, kLn2));
+    }
+    state.follow(h, std::ceil(largest), 0.0f);
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {
@@ -236,6 +234,9 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
     });
     state.sum[h] += sum;
   }
+  if (params.largest == nullptr) return;
+  float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
+  tell_largest_of_lanes(of_lane, params, rows, lane, told);
 }
 
 // Packs P as A fragments of 16 keys each.
