@@ -25,6 +25,11 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def above(sinks, *shape, seed=0):
+    """Returns LSEs of rows whose denominators have the sinks in them."""
+    return sinks.float()[:, None] + random(*shape, seed=seed).abs()
+
+
 def wanted(grad_out, grad_lse, out, lse, sinks):
     delta = (grad_out.double() * out.double()).sum(-1) - (0 if grad_lse is None else grad_lse.double())
     terms = torch.where(lse.isinf(), 0.0, -torch.exp(sinks.double()[:, None] - lse.double()) * delta)
@@ -39,7 +44,8 @@ SHAPES = [(2, 3, 100, 64), (1, 2, 1, 8), (1, 2, 65, 72), (1, 1, 130, 328), (3, 7
 @by_way
 def test_sums_over_rows(emulated, shape, dtype):
     grad_out, out = random(*shape, dtype=dtype, seed=1), random(*shape, dtype=dtype, seed=2)
-    lse, grad_lse, sinks = random(*shape[:-1], seed=3), random(*shape[:-1], seed=4), random(shape[-3], seed=5)
+    grad_lse, sinks = random(*shape[:-1], seed=4), random(shape[-3], seed=5)
+    lse = above(sinks, *shape[:-1], seed=3)
     lse[..., ::3] = -math.inf
     lse[..., 1::7] = math.inf
     sinks[0] = -math.inf
@@ -56,11 +62,20 @@ def test_rows_of_any_strides(emulated):
     """BNHD tensors, a dO that all rows share, sinks of 16 bits, and rows that do not count, which hold NaN."""
     out = random(2, 9, 3, 64, dtype=F16).transpose(1, 2)
     out[:, :, 4] = math.nan
-    lse, sinks = random(2, 3, 9), random(3, dtype=BF16)
+    sinks = random(3, dtype=BF16)
+    lse = above(sinks, 2, 3, 9)
     lse[..., 4] = -math.inf
     for grad_out in (random(2, 9, 3, 64, dtype=F16).transpose(1, 2), torch.ones((), dtype=F16).expand(out.shape)):
         want = wanted(grad_out, None, out.nan_to_num(), lse, sinks.float())
         torch.testing.assert_close(run(emulated, grad_out, None, out, lse, sinks).double(), want, rtol=1e-4, atol=1e-4)
+
+
+@by_way
+def test_a_sink_has_no_more_than_all_of_a_row(emulated):
+    """A large LSE may be rounded to less than the sink that it holds."""
+    out, grad_out, sinks = random(1, 2, 5, 16, dtype=F16), random(1, 2, 5, 16, dtype=F16, seed=1), torch.full((2,), 1e6)
+    gradient = run(emulated, grad_out, None, out, (sinks - 0.0625)[None, :, None].expand(1, 2, 5), sinks)
+    torch.testing.assert_close(gradient, -(grad_out.float() * out).sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
 
 
 def test_autograd_agrees():
@@ -75,7 +90,8 @@ def test_autograd_agrees():
 
 
 def test_pytorch_takes_rows_by_chunks(monkeypatch):
-    tensors = random(2, 3, 50, 16), None, random(2, 3, 50, 16, seed=1), random(2, 3, 50, seed=2), random(3)
+    sinks = random(3)
+    tensors = random(2, 3, 50, 16), None, random(2, 3, 50, 16, seed=1), above(sinks, 2, 3, 50, seed=2), sinks
     whole = sink_gradient(*tensors)
     monkeypatch.setattr(module, "_CHUNK_FLOATS", 700)
     torch.testing.assert_close(sink_gradient(*tensors), whole)

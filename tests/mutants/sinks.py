@@ -58,6 +58,7 @@ MUTANTS = [
         "csrc/attention/backward/sink_gradient.cuh",
         ("sink gradient: infinite LSEs count", "std::fabs(lse) == kInfinity ? 0.0f : ", ""),
         ("sink gradient: rows that do not count are read", "if (p == 0) continue;  // the row may hold anything", ""),
+        ("sink gradient: sinks above what holds them", "sink > lse ? 0 : sink - lse", "sink - lse"),
         ("sink gradient: the sign", "sum -= p * delta;", "sum += p * delta;"),
         ("sink gradient: every lane takes the gradient of the LSE", "lane == 0 && params.grad_lse", "params.grad_lse"),
         ("sink gradient: columns of the first step", "column += lanes * kLaneColumns", "column += 4 * lanes * kLaneColumns"),
@@ -70,6 +71,7 @@ MUTANTS = [
         "backends/sink_gradient.py",
         ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[:, :, of_rows].isinf(), 0.0, p)", "p"),
         ("sink gradient by PyTorch: rows that do not count", "torch.where(p == 0, 0.0, p * delta)", "(p * delta)"),
+        ("sink gradient by PyTorch: sinks above what holds them", ".clamp(max=0.0)", ""),
         ("sink gradient by PyTorch: the first chunk alone", "total -= ", "total = -"),
     ),
 ]  # fmt: skip

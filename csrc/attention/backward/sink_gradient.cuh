@@ -56,7 +56,8 @@ void backward_sink_gradient(FFPA_GRID_CONSTANT const SinkGradientParams params) 
     const int row_of_block = first + thread / lanes, row = first_row + row_of_block;
     if (row_of_block >= kSinkRows || row >= params.rows) continue;
     const float lse = float_from_bits(ptx::ld_global_4(params.lse + lse_row + row));
-    const float p = std::fabs(lse) == kInfinity ? 0.0f : ptx::ex2((sink - lse) * kLog2e);
+    const float log_of_p = sink > lse ? 0 : sink - lse;  // more than 0 would come from roundings
+    const float p = std::fabs(lse) == kInfinity ? 0.0f : ptx::ex2(log_of_p * kLog2e);
     if (p == 0) continue;  // the row may hold anything
     const uint16_t* out = row_of(params.out, batch, head, row);
     const uint16_t* grad_out = row_of(params.grad_out, batch, head, row);
