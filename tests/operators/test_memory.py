@@ -103,6 +103,20 @@ def test_packed(inputs, device, cap, monkeypatch):
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
+@pytest.mark.parametrize("cap", CAPS)
+def test_gradient_of_sinks(inputs, device, cap, monkeypatch):
+    """PyTorch's way has float32 copies of some rows at a time, and any such cut gives the same."""
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
+    q, k, v, _ = inputs
+    sinks, kept = torch.zeros(4, device=device), []
+    out, lse = ops._BODIES["forward"](q, k, v, None, sinks)
+    grad_out = torch.randn_like(out)
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["sink_gradient"](grad_out, None, out, lse, sinks)))
+    assert peak <= cap * MB + small(300, 4, 300)
+    delta = (grad_out.double() * out.double()).sum(-1)
+    torch.testing.assert_close(kept[0].double(), -((-lse.double()).exp() * delta).sum((0, 2)), atol=1e-5, rtol=1e-4)
+
+
 def test_no_copies_of_strided_inputs(device, monkeypatch):
     """Image models pass q, k and v so: row stride 3 D, one head."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")

@@ -6,6 +6,7 @@ run gives the same bits.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -20,10 +21,11 @@ from .backward import as_read
 _DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _ROWS = 64  # rows of a block, as kSinkRows says
 _MOST_BLOCKS = 2**31 - 1
-_CHUNK_FLOATS = 1 << 24  # floats of dO that PyTorch has at a time
+_CHUNK_FLOATS = 1 << 24  # floats of dO that PyTorch has at a time, at most
+_BYTES_PER_FLOAT = 8  # bytes for dO in f32, and its product with O
 
 
-def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
+def sink_gradient(grad_out, grad_lse, out, lse, sinks, workspace_cap: float = math.inf) -> torch.Tensor:
     """Returns the gradient of sinks, float32 [H], from tensors [B, H, N, D] and LSEs [B, H, N], or from those of packed
     sequences without their batch dim. Rows whose LSE is infinite have no part in it.
     """
@@ -35,7 +37,7 @@ def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
     spec = _kernel(out)
     if spec is None:
         with PlainTorch(out.device):
-            return _by_pytorch(grad_out, grad_lse, out, lse, sinks)
+            return _by_pytorch(grad_out, grad_lse, out, lse, sinks, workspace_bytes(out, workspace_cap))
     grad_out, out = as_read(grad_out, {}), as_read(out, {})
     partial = torch.empty(out.shape[1], _blocks(out) // out.shape[1], dtype=torch.float32, device=out.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -44,9 +46,14 @@ def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
     return partial.sum(1)
 
 
+def workspace_bytes(out: torch.Tensor, cap: float) -> int:
+    """Returns the bytes that it takes beside what is O(N); `out` is [B, H, N, D] or [H, N, D]."""
+    return 0 if _kernel(out) else min(cap, _CHUNK_FLOATS * _BYTES_PER_FLOAT, out.numel() * _BYTES_PER_FLOAT)
+
+
 def _blocks(out: torch.Tensor) -> int:
-    batch, heads, rows, _ = out.shape
-    return batch * heads * -(-rows // _ROWS)
+    *heads, rows, _ = out.shape
+    return math.prod(heads) * -(-rows // _ROWS)
 
 
 def _kernel(out: torch.Tensor) -> BackwardSinkGradient | None:
@@ -73,10 +80,10 @@ def _launch(spec: BackwardSinkGradient, device: torch.device, shape, of_out, of_
     return Launch(spec, params, memory | {"partial": WRITE}, device)
 
 
-def _by_pytorch(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
+def _by_pytorch(grad_out, grad_lse, out, lse, sinks, most_bytes: int) -> torch.Tensor:
     total = torch.zeros_like(sinks)
     batch, heads, rows, columns = out.shape
-    step = max(_CHUNK_FLOATS // (batch * heads * columns), 1)
+    step = max(most_bytes // (batch * heads * columns * _BYTES_PER_FLOAT), 1)
     for first in range(0, rows, step):
         of_rows = slice(first, first + step)
         delta = (grad_out[:, :, of_rows].float() * out[:, :, of_rows]).sum(-1)

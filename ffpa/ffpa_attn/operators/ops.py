@@ -17,7 +17,7 @@ import torch
 from .. import env
 from ..backends import reference, triton_attention
 from ..backends.choice import CANDIDATES, Choice, choose
-from ..backends.sink_gradient import sink_gradient
+from ..backends.sink_gradient import sink_gradient, workspace_bytes
 from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
 from ..specs.spec import HEAD_DIM_STEP, Problem
@@ -183,9 +183,16 @@ def _forward_of_added_mask(form, q, k, v, out, options) -> tuple:
     """Finds the largest scores in a call of their own: numbers that a mask adds do not count, and no kernel has the
     scores without them. It takes few columns of V, and whom the mask lets through as a bool mask.
     """
-    results = _forward(Dense(form.layout, form.mask, form.sinks), q, k, v, out, options)
+    without = Dense(form.layout, form.mask, form.sinks)
+    results = _forward(without, q, k, v, out, options)
     once = tuple(slice(None) if stride else slice(0, 1) for stride in form.mask.stride())  # a mask may be expanded
-    visible = form.mask[once] != -math.inf
+    mask = form.mask[once]
+    try:
+        visible = torch.ne(mask, -math.inf, out=mask.new_empty(mask.shape, dtype=torch.bool))
+    except torch.OutOfMemoryError as error:
+        plan = _plans[_forward_key(without, q, k, v, out, options, env.run_flags())]
+        result_bytes = math.prod(plan.out_shape) * q.dtype.itemsize + mask.numel()
+        raise no_memory(error, plan, q.dtype, result_bytes) from None
     of_largest = Dense(form.layout, visible, largest=True)
     *_, largest = _forward(of_largest, q, k, v[..., :HEAD_DIM_STEP], None, {**options, "return_lse": False})
     return (*results, largest) if out is None else (results, largest)
@@ -311,7 +318,12 @@ def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> tor
         grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)
     elif layout == "BNHD":
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
-    return sink_gradient(grad_out, grad_lse, out, lse, sinks)
+    flags = env.run_flags()
+    cap = flags["FFPA_WORKSPACE_MB"] << 20
+    try:
+        return sink_gradient(grad_out, grad_lse, out, lse, sinks, cap)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out, cap), flags) from None
 
 
 def _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout) -> None:

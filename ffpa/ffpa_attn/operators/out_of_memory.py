@@ -44,7 +44,21 @@ def explained(
     error: torch.OutOfMemoryError, choice: Choice, memo: Mapping, result_bytes: int, flags: Mapping[str, Any]
 ) -> torch.OutOfMemoryError:
     """Returns the same error, with what can be done about it. `memo` is that of the call's plan."""
-    cap, least, workspace = flags[_CAP], least_cap(choice, flags), _workspace_bytes(choice, memo)
+    call = f"{choice.problem} on {choice.kernel}"
+    return _explained(error, call, _workspace_bytes(choice, memo), result_bytes, flags[_CAP], least_cap(choice, flags))
+
+
+def of_sink_gradient(
+    error: torch.OutOfMemoryError, out: torch.Tensor, workspace: int, flags: Mapping[str, Any]
+) -> torch.OutOfMemoryError:
+    """Does the same where the gradient of sinks has no memory, which works with any workspace."""
+    call = f"gradient of sinks, of `out` with shape {tuple(out.shape)} and dtype {out.dtype}"
+    return _explained(error, call, workspace, 4 * out.shape[-3], flags[_CAP], 1)
+
+
+def _explained(
+    error: torch.OutOfMemoryError, call: str, workspace: int | None, result_bytes: int, cap: int, least: int
+) -> torch.OutOfMemoryError:
     asked = f"up to {cap} MiB" if workspace is None else _shown(workspace)
     beside = f"its workspace of {asked} ({_CAP}={cap})"
     way_out = f"set {_CAP}={least}, the least that works for this call (smaller is slower), or free memory"
@@ -57,6 +71,6 @@ def explained(
         way_out = f"{_CAP}={cap} is the least that works for this call: free memory"
     said = str(error).partition("\n")[0]
     return torch.OutOfMemoryError(
-        f"ffpa_attn: {choice.problem} on {choice.kernel}: no memory for its results of {_shown(result_bytes)} and {beside}; "
-        f"{way_out}. PyTorch says: {said}"
+        f"ffpa_attn: {call}: no memory for its results of {_shown(result_bytes)} and {beside}; {way_out}. "
+        f"PyTorch says: {said}"
     )
