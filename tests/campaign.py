@@ -153,10 +153,11 @@ def _kind(p) -> str:
         if p.mask.hidden > -float("inf")
         else "additive"
     )
+    of_heads = " sinks" * (p.sinks is not None) + " max-logits" * p.max_logits
     pairs = p.pairs()
     size = next((name for name, most in (("0", 0), ("<1e4", 1e4), ("<1e6", 1e6)) if pairs <= most), "<1e8")
     what = "fp8" if p.dtype.startswith("e") else "backward" if p.backward else "forward"
-    return f"{what} {p.backend} {form} mask:{mask} pairs:{size}"
+    return f"{what} {p.backend} {form} mask:{mask}{of_heads} pairs:{size}"
 
 
 # ---- all of them ----

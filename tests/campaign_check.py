@@ -12,6 +12,7 @@ import compare
 import ffpa_attn
 import torch
 from campaign_problems import EMULATED, FP8, Problem
+from campaign_tensors import heads_first
 from ffpa_attn import env
 from ffpa_attn.operators import ops
 
@@ -64,7 +65,7 @@ def as_integers(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a, b) -> bool:
-    return all(x is None or torch.equal(as_integers(x), as_integers(y)) for x, y in zip(a, b, strict=True))
+    return all(torch.equal(as_integers(x), as_integers(y)) for x, y in zip(a, b, strict=True))
 
 
 def _checksum(blocks) -> list[torch.Tensor]:
@@ -74,19 +75,20 @@ def _checksum(blocks) -> list[torch.Tensor]:
 # ---- the call ----
 
 
-def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
+def call(p: Problem, x: tensors.Inputs, leaves, return_lse: bool, **more) -> dict[str, torch.Tensor]:
+    """Returns what ffpa or ffpa_varlen gives, by name."""
+    how = {**p.rule, "level": p.level, "acc": p.acc, "num_stages": p.num_stages, "return_lse": return_lse, **more}
+    q, k, v, mask, sinks = leaves
+    if sinks is not None:
+        how["sinks"] = sinks
+    if p.max_logits:
+        how["return_max_logits"] = True
     if p.packed:
-        return x.transpose(0, 1)
-    return x.transpose(1, 2) if p.layout == "BNHD" else x
-
-
-def call(p: Problem, x: tensors.Inputs, leaves, **more):
-    """Returns what ffpa or ffpa_varlen gives."""
-    how = {**p.rule, "level": p.level, "acc": p.acc, "num_stages": p.num_stages, **more}
-    q, k, v, mask = leaves
-    if p.packed:
-        return ffpa_attn.ffpa_varlen(q, k, v, *x.offsets, **how)
-    return ffpa_attn.ffpa(q, k, v, mask=mask, layout=p.layout, **how)
+        results = ffpa_attn.ffpa_varlen(q, k, v, *x.offsets, **how)
+    else:
+        results = ffpa_attn.ffpa(q, k, v, mask=mask, layout=p.layout, **how)
+    names = ["out"] + ["lse"] * return_lse + ["max_logits"] * p.max_logits
+    return dict(zip(names, results if len(names) > 1 else [results], strict=True))
 
 
 _REFUSALS = ("exclude each other", "which means the mma family")
@@ -103,20 +105,19 @@ def own_output(p: Problem, x: tensors.Inputs) -> tensors.Placed:
     return tensors.Placed(view.transpose(1, 2) if p.layout == "BNHD" else view, block)
 
 
-def forward(p: Problem, x: tensors.Inputs):
-    """Returns (out, lse or None)."""
+def forward(p: Problem, x: tensors.Inputs) -> dict[str, torch.Tensor]:
+    """Returns results by name."""
     more, block, around = {}, None, None
     if p.out is not None:
         view, block = own_output(p, x)
         before = as_integers(block).long().sum() - as_integers(view).long().sum()
         more["out"] = view
-    out = call(p, x, (x.q, x.k, x.v, x.mask), return_lse=p.return_lse, **more)
-    out, lse = out if p.return_lse else (out, None)
+    results = call(p, x, (x.q, x.k, x.v, x.mask, x.sinks), p.return_lse, **more)
     if block is not None:
-        around = as_integers(block).long().sum() - as_integers(out).long().sum() - before
+        around = as_integers(block).long().sum() - as_integers(results["out"]).long().sum() - before
         if int(around):
             raise Wrong("out: what lies around it was written")
-    return out, lse
+    return results
 
 
 def random_gradients(p: Problem, out, lse, quiet):
@@ -150,20 +151,24 @@ def _quiet(p: Problem, x: tensors.Inputs):
 
 
 def both(p: Problem, x: tensors.Inputs, quiet, grads=None):
-    """Returns (out, lse, gradients by name, those of out and lse that they come from: random, if none are given)."""
-    named = {"q": x.q, "k": x.k, "v": x.v, "m": x.mask}
+    """Returns (results and gradients by name, those of out and lse that they come from: random, if none are given)."""
+    named = {"q": x.q, "k": x.k, "v": x.v, "m": x.mask, "s": x.sinks}
     leaves = {name: t if t is None else t.detach().requires_grad_(name in p.wanted) for name, t in named.items()}
-    out, lse = call(p, x, tuple(leaves.values()), return_lse=True)
+    results = call(p, x, tuple(leaves.values()), return_lse=True)
+    if p.max_logits and results["max_logits"].requires_grad:
+        raise Wrong("max_logits: they have no gradient, and want one")
+    out, lse = results["out"], results["lse"]
     grads = grads or random_gradients(p, out.detach(), lse.detach(), quiet)
-    wanted = [name for name in "qkvm" if name in p.wanted and leaves[name] is not None]
+    wanted = [name for name in "qkvms" if name in p.wanted and leaves[name] is not None]
     outputs = [out, lse] if p.grad_lse else [out]
     got = torch.autograd.grad(outputs, [leaves[name] for name in wanted], [g for g in grads if g is not None])
-    names = {"q": "dq", "k": "dk", "v": "dv", "m": "dmask"}
-    return out.detach(), lse.detach(), {names[name]: g for name, g in zip(wanted, got, strict=True)}, grads
+    names = {"q": "dq", "k": "dk", "v": "dv", "m": "dmask", "s": "dsinks"}
+    gradients = {names[name]: g for name, g in zip(wanted, got, strict=True)}
+    return {name: t.detach() for name, t in results.items()} | gradients, grads
 
 
 def run(p: Problem, x: tensors.Inputs):
-    """Calls as often as the problem says, for the same bits: (out, lse, gradients, those of out and lse)."""
+    """Calls as often as the problem says, for the same bits: (results by name, gradients of out and lse)."""
     first = None
     with running(p):
         for _ in range(p.repeats):
@@ -171,7 +176,7 @@ def run(p: Problem, x: tensors.Inputs):
                 if p.backward:
                     found = both(p, x, _quiet(p, x))
                 else:
-                    found = (*forward(p, x), {}, (None, None))
+                    found = forward(p, x), (None, None)
             except NotImplementedError as error:
                 if (p.backend == "auto" and p.level is None) or _is_failure(f"ffpa_attn {error}"):
                     raise Wrong(str(error)) from None
@@ -180,7 +185,7 @@ def run(p: Problem, x: tensors.Inputs):
                 if any(words in str(error) for words in _REFUSALS):
                     raise Refused(str(error)) from None
                 raise
-            if first is not None and not same_bits((*first[:2], *first[2].values()), (*found[:2], *found[2].values())):
+            if first is not None and not same_bits(first[0].values(), found[0].values()):
                 raise Wrong("a second call gives other bits")
             first = found if first is None else first
     return first
@@ -217,34 +222,37 @@ def _unwritten(before: list[torch.Tensor], after: list[torch.Tensor]) -> compare
     return compare.Comparison((torch.stack(before) != torch.stack(after)).double(), judge)
 
 
-def _compare_dense(p, x, out, lse, gradients, grads) -> list[compare.Comparison]:
-    q, k, v, first_out = (heads_first(p, t) for t in (x.q, x.k, x.v, out))
+def _compare_dense(p, x, results, grads) -> list[compare.Comparison]:
+    q, k, v = (heads_first(p, t) for t in (x.q, x.k, x.v))
     grad = None if grads[0] is None else heads_first(p, grads[0])
-    got = {name: heads_first(p, g) for name, g in gradients.items() if name != "dmask"}
-    if "dmask" in gradients:
-        got["dmask"] = gradients["dmask"][(None,) * (4 - x.mask.dim())]
-    want = truth.expected(q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_sums(p), **p.rule)
-    return _compare(p, q, k, {"out": first_out, "lse": lse, **got}, want)
+    got = {name: heads_first(p, t) if name in ("out", "dq", "dk", "dv") else t for name, t in results.items()}
+    if "dmask" in got:
+        got["dmask"] = got["dmask"][(None,) * (4 - x.mask.dim())]
+    want = truth.expected(q, k, v, mask=x.mask, grad=grad, grad_lse=grads[1], **_how(p, x), **p.rule)
+    return _compare(p, q, k, got, want)
 
 
-def _sums(p: Problem) -> dict:
-    """Says how sums are formed: the reference path's by a BLAS, and those of the interpreter too."""
-    ordered = p.device in ("cuda", *EMULATED) and p.backend != "reference"
+def _how(p: Problem, x: tensors.Inputs) -> dict:
+    """Says what else the truth depends on, and how sums are formed: the reference path's by a BLAS, and those of the
+    interpreter too.
+    """
     return {
+        "sinks": x.sinks,
+        "max_logits": p.max_logits,
         "acc_qk": "f16" if p.acc == "f16" else "f32",
         "acc_pv": "f32" if p.acc == "f32" else "f16",
-        "ordered": ordered,
+        "ordered": p.device in ("cuda", *EMULATED) and p.backend != "reference",
     }
 
 
 def _compare(p, q, k, got: dict, want: dict) -> list[compare.Comparison]:
     found = []
     for name, x in got.items():
-        if x is None:
-            continue
         wanted, bases, moved, least = want[name]
         try:
-            if name == "lse":
+            if name == "max_logits":  # what a head's are is left open where a NaN is among its scores
+                x = torch.where(wanted.isnan(), torch.nan, x) if x.shape == wanted.shape else x
+            if name in ("lse", "max_logits"):
                 base = bases[0] if p.acc == "f16" else None
                 found.append(compare.lse_close(name, x, wanted, q, k, p.scale, base, moved))
             else:
@@ -254,34 +262,37 @@ def _compare(p, q, k, got: dict, want: dict) -> list[compare.Comparison]:
     return found
 
 
-def _compare_packed(p, x, out, lse, gradients, grads) -> list[compare.Comparison]:
+def _compare_packed(p, x, results, grads) -> list[compare.Comparison]:
     """Compares sequence by sequence; rows of no sequence give 0 and -inf."""
     shapes = {"out": (x.q.shape[0], p.heads_q, p.d_v), "dq": x.q.shape, "dk": x.k.shape, "dv": x.v.shape}
-    totals = {}
-    device = out.device
-    for name in ("out", *gradients):
-        bases = 1 if name == "out" else 2
-        totals[name] = truth.Sum(shapes[name], out.dtype, device, bases)
-    totals["lse"] = truth.Sum((p.heads_q, x.q.shape[0]), torch.float32, device, 1)
-    totals["lse"].want.fill_(-torch.inf)
+    shapes |= {"lse": (p.heads_q, x.q.shape[0]), "max_logits": (len(x.spans), p.heads_q), "dsinks": (p.heads_q,)}
+    device, float32, totals = x.q.device, ("lse", "max_logits"), {}
+    for name in results:
+        dtype = torch.float32 if name in float32 else x.sinks.dtype if name == "dsinks" else x.q.dtype
+        totals[name] = truth.Sum(shapes[name], dtype, device, 1 if name in ("out", *float32) else 2)
+        if name in float32:
+            totals[name].fill(-torch.inf)
     live_q = torch.zeros(x.q.shape[0], dtype=torch.bool, device=device)
     live_k = torch.zeros(x.k.shape[0], dtype=torch.bool, device=device)
-    for rows, keys in x.spans:
+    for i, (rows, keys) in enumerate(x.spans):
         live_q[rows], live_k[keys] = True, True
-        totals["lse"].want[:, rows] = 0.0
         q, k, v = (t[part].transpose(0, 1)[None] for t, part in ((x.q, rows), (x.k, keys), (x.v, keys)))
         grad = None if grads[0] is None else grads[0][rows].transpose(0, 1)[None]
         grad_lse = None if grads[1] is None else grads[1][None, :, rows]
-        of_sequence = truth.sums(q, k, v, grad=grad, grad_lse=grad_lse, **_sums(p), **p.rule)
+        of_sequence = truth.sums(q, k, v, grad=grad, grad_lse=grad_lse, **_how(p, x), **p.rule)
         for name, total in totals.items():
             if name == "lse":
-                total.add((slice(None), rows), of_sequence[name].part().each(lambda t: t[0]))
+                total.put((slice(None), rows), of_sequence[name].part().each(lambda t: t[0]))
+            elif name == "max_logits":
+                total.put(slice(i, i + 1), of_sequence[name].part())
+            elif name == "dsinks":
+                total.add(slice(None), of_sequence[name].part())
             else:
                 part = rows if name in ("out", "dq") else keys
                 total.add(part, of_sequence[name].part().each(lambda t: t[0].transpose(0, 1)))
     found = {name: total.expected() for name, total in totals.items()}
     q, k = (torch.where(live[:, None, None], t, 0.0) for live, t in ((live_q, x.q), (live_k, x.k)))
-    return _compare(p, q, k, {"out": out, "lse": lse, **gradients}, found)
+    return _compare(p, q, k, results, found)
 
 
 def forget() -> None:

@@ -95,7 +95,8 @@ def _bits16(r: random.Random, seed: int, device: str, kind: str | None, backend:
     if device == "fused":
         p = p.with_(acc="f32", flags=(), level=None if p.level == 2 else p.level)
     p = p.with_(exact=device in EMULATED and p.pairs() < 2e4 and r.random() < 0.2)
-    return p.with_(v_in_k=p.d_v <= p.d and not backward and p.acc == "f32" and r.random() < 0.15)
+    p = p.with_(v_in_k=p.d_v <= p.d and not backward and p.acc == "f32" and r.random() < 0.15)
+    return p.with_(**parts.of_heads(r, p, kind))
 
 
 def _as_sdpa_knows(p: Problem) -> Problem:
@@ -173,4 +174,5 @@ def _fp8(r: random.Random, seed: int, device: str, backend: str | None) -> Probl
     rule = parts.rule(r, p.n_q, p.n_k, "f16")
     if rule.get("softcap", 1) != 1:
         rule["softcap"] = r.choice((2.0, 30.0))
-    return p.with_(**rule)
+    p = p.with_(**rule)
+    return p.with_(**parts.of_heads(r, p, None))

@@ -36,6 +36,8 @@ def relative(r: random.Random, first: Problem, kind: str | None, seed: int) -> P
     """Draws, by r, another problem of the family: one in which the compiler sees nothing new."""
     first = parts.within(first.with_(batch=max(first.batch, 1)))
     p = first.with_(seed=seed, repeats=2 if r.random() < 0.1 else 1, **_rule(r, first))
+    if p.sinks:
+        p = p.with_(sinks=replace(p.sinks, **parts.sink_values(r), none=r.random() < 0.3))
     if first.dtype in FP8:
         return _sizes(r, p, 2000)
     p = _sizes(r, p, parts.most_rows(first.device))
@@ -49,6 +51,8 @@ def relative(r: random.Random, first: Problem, kind: str | None, seed: int) -> P
         p = p.with_(scale=None if _is_positive(p) else -0.1)
     if p.backward:
         p = p.with_(wanted=parts.wanted(r, p.mask), quiet_rows=r.random() < 0.5)
+        if p.sinks:
+            p = p.with_(wanted=parts.with_sinks_wanted(r, p.wanted))
     return p
 
 

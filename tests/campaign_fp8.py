@@ -21,7 +21,7 @@ def _quantised(p: Problem, heads: int, rows: int, columns: int, per: str | None,
 
 
 def run_fp8(p: Problem):
-    """Returns (out, lse, [q, k and v, each with its scale])."""
+    """Returns (results by name, (what q, k and v mean, sinks))."""
     device = "cuda" if p.device == "cuda" else "cpu"
     with running(p), torch.no_grad():
         sizes = ((p.heads_q, p.n_q, p.d), (p.heads_kv, p.n_k, p.d), (p.heads_kv, p.n_k, p.d_v))
@@ -29,23 +29,27 @@ def run_fp8(p: Problem):
         (q, q_scale), (k, k_scale), (v, v_scale) = made
         given = v.mT.contiguous() if p.v_transposed else v
         out_dtype = tensors.DTYPES[p.out_dtype]
+        meant = [test_fp8.dequantised(x, scale) for x, scale in made]
+        sinks = tensors.make_sinks(p.sinks, p, *meant[:2]).view if p.sinks else None
         try:
-            out, lse = ffpa_attn.ffpa_fp8(
+            results = ffpa_attn.ffpa_fp8(
                 q, k, given, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, v_transposed=p.v_transposed,
-                return_lse=True, **p.rule,
+                return_lse=True, sinks=sinks, return_max_logits=p.max_logits, **p.rule,
             )  # fmt: skip
         except NotImplementedError as error:
             raise Refused(str(error)) from None
-    return out, lse, made
+    return dict(zip(("out", "lse", "max_logits"), results, strict=False)), (*meant, sinks)
 
 
 def check_fp8(p: Problem) -> str:
-    out, lse, made = run_fp8(p)
+    results, (*meant, sinks) = run_fp8(p)
     with torch.no_grad():
-        meant = [test_fp8.dequantised(x, scale) for x, scale in made]
         path = p.backend if p.backend != "auto" else "triton" if max(p.d, p.d_v) <= 128 else "hopper"
+        dtype, largest = tensors.DTYPES[p.dtype], results.get("max_logits")
         try:
-            test_fp8.assert_right(out, lse, *meant, made[0][0].dtype, path, **p.rule)
+            test_fp8.assert_right(
+                results["out"], results["lse"], *meant, dtype, path, sinks=sinks, largest=largest, **p.rule
+            )
         except AssertionError as error:
             raise Wrong(str(error)) from None
     return p.backend

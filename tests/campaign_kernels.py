@@ -55,9 +55,9 @@ def compiled(p: Problem) -> set[tuple]:
         stack.enter_context(mock.patch.object(triton_attention, "_lacks_compiler", lambda: False))
         run = ops.run
 
-        def run_triton_alone(plan, *args) -> None:
+        def run_triton_alone(plan, *args, **of_heads) -> None:
             if plan.choice.backend == "triton":
-                run(plan, *args)
+                run(plan, *args, **of_heads)
 
         stack.enter_context(mock.patch.object(ops, "run", run_triton_alone))
         stack.enter_context(campaign_check.running(p))
@@ -67,7 +67,8 @@ def compiled(p: Problem) -> set[tuple]:
 
 def _call(p: Problem) -> None:
     x = tensors.make(p, "meta")
-    form = forms.Packed(*x.offsets) if p.packed else forms.Dense(p.layout, x.mask)
+    of_heads = x.sinks, p.max_logits
+    form = forms.Packed(*x.offsets, *of_heads) if p.packed else forms.Dense(p.layout, x.mask, *of_heads)
     left, right = p.window
     rule = {"causal": p.causal, "align": p.align, "scale": p.scale, "softcap": p.softcap}
     rule |= {"window_left": left, "window_right": right}
@@ -76,6 +77,6 @@ def _call(p: Problem) -> None:
     given = None if p.out is None else campaign_check.own_output(p, x)[0]
     found = ops._forward(form, x.q, x.k, x.v, given, options)
     if p.backward:
-        out, lse = found if given is None else (given, found)
+        out, lse, *_ = found
         grad, grad_lse = campaign_check.random_gradients(p, out, lse, None)
         ops._backward(form, (grad, grad_lse, x.q, x.k, x.v, out, lse), False, False, rule)

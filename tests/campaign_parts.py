@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from campaign_problems import EMULATED, Layout, Mask, Problem
+from campaign_problems import EMULATED, Layout, Mask, Problem, Sinks
 
 # ---- sizes ----
 
@@ -220,6 +221,32 @@ def wanted(r: random.Random, of_mask: Mask | None) -> str:
     """Draws whose gradients are asked for."""
     names = r.choice(("qkv", "qkv", "qkv", "q", "kv", "v", "k"))
     return names + "m" * bool(of_mask and of_mask.dtype != "bool" and r.random() < 0.4)
+
+
+def of_heads(r: random.Random, p: Problem, kind: str | None) -> dict:
+    """Draws what a problem has for each head: sinks, and whether the largest logits are asked for."""
+    if p.backend == "sdpa":
+        return {}
+    found = {"max_logits": r.random() < (0.5 if kind == "sinks" else 0.2)}
+    if r.random() < (1.0 if kind == "sinks" else 0.25):
+        sinks = Sinks(r.choice(("f32", "f32", "f16", "bf16")), none=r.random() < 0.3, strided=r.random() < 0.1)
+        found["sinks"] = replace(sinks, **sink_values(r))
+        if p.backward:
+            found["wanted"] = with_sinks_wanted(r, p.wanted)
+    return found
+
+
+def sink_values(r: random.Random) -> dict:
+    """Draws how large sinks are: a few rule their rows, or have nothing of them."""
+    found = {"like": r.choice(("nothing", "nothing", "scores")), "size": r.choice((1.0, 1.0, 1.0, 0.0, 5.0))}
+    if r.random() < 0.4:
+        found["raised"] = r.choice((8.0, 30.0, 30.0, 1e4, 1e30, -30.0, -85.0, -1e4, -1e30))
+    return found
+
+
+def with_sinks_wanted(r: random.Random, names: str) -> str:
+    kind = r.random()
+    return names if kind < 0.15 else "s" if kind < 0.25 else names + "s"
 
 
 # ---- how it runs ----

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 BITS16 = ("f16", "bf16")
 FP8 = ("e4m3", "e5m2")
-KINDS = ("forward", "backward", "packed", "fp8", "masks", "large")
+KINDS = ("forward", "backward", "packed", "fp8", "masks", "large", "sinks")
 TWO_TILES = (129, 257)  # rows and keys: no tile is larger than 128 by 256
 DEVICES = ("cuda", "emulator", "fused", "interpreter", "cpu")  # fused: the emulator, its multiply-adds as nvcc has them
 
@@ -41,6 +41,18 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """A logit for each head of Q."""
+
+    dtype: str = "f32"  # f32, f16, bf16
+    like: str = "nothing"  # nothing, scores: each is near the score of some pair of its head
+    size: float = 1.0  # size of the random values that are added to that
+    raised: float = 0.0  # number that some heads' are raised by
+    none: bool = False  # some heads have none, which is -inf
+    strided: bool = False
+
+
+@dataclass(frozen=True)
 class Problem:
     """Everything that a call depends on. Tensors hold numbers made from `seed`."""
 
@@ -69,14 +81,16 @@ class Problem:
     softcap: float = 0.0
     scale: float | None = None
     mask: Mask | None = None
+    sinks: Sinks | None = None
     return_lse: bool = True
+    max_logits: bool = False  # whether the largest logits are asked for
     # how numbers look: plain, equal_keys, nan_row; and how large they are
     numbers: str = "plain"
     size_q: float = 1.0
     size_k: float = 1.0
     size_v: float = 1.0
     # gradients
-    wanted: str = "qkv"  # names whose gradients are asked for: q, k, v, m(ask)
+    wanted: str = "qkv"  # names whose gradients are asked for: q, k, v, m(ask), s(inks)
     grad_lse: bool = False
     quiet_rows: bool = False  # dO of rows that see hidden keys alone is 0
     # how it lies in memory
@@ -140,7 +154,7 @@ class Problem:
 def _source(x) -> str:
     if isinstance(x, float) and x in (float("inf"), -float("inf")):
         return f'float("{x}")'
-    if not isinstance(x, (Problem, Layout, Mask)):
+    if not isinstance(x, (Problem, Layout, Mask, Sinks)):
         return repr(x)
     default = type(x)()
     named = {f.name: getattr(x, f.name) for f in fields(x)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from campaign_problems import Layout, Mask, Problem
+from campaign_problems import Layout, Mask, Problem, Sinks
 
 _KEPT = ("seed", "device", "backend", "backward", "dtype", "arch")
 _SIZES = ("batch", "heads_kv", "group", "n_q", "n_k")
@@ -14,6 +14,10 @@ _SIZES = ("batch", "heads_kv", "group", "n_q", "n_k")
 
 def _simpler(p: Problem) -> Iterator[Problem]:
     """Yields problems with one thing less, what matters most first."""
+    if p.sinks:
+        yield p.with_(sinks=None, wanted=p.wanted.replace("s", "") or Problem.wanted)
+    if p.max_logits:
+        yield p.with_(max_logits=False)
     for name in _SIZES:
         value = getattr(p, name)
         for less in sorted({1, value // 2, value - 1}):
@@ -42,6 +46,10 @@ def _simpler(p: Problem) -> Iterator[Problem]:
             simple = Mask(dtype=value.dtype, hidden=value.hidden, pattern=value.pattern)
             if simple != value:
                 yield p.with_(mask=simple)
+        elif field.name == "sinks":
+            for part in fields(Sinks):
+                if getattr(value, part.name) != part.default:
+                    yield p.with_(sinks=replace(value, **{part.name: part.default}))
         elif isinstance(value, Layout):
             yield p.with_(**{field.name: default})
             yield p.with_(**{field.name: Layout(slack=value.slack)})
@@ -87,7 +95,7 @@ def as_test(p: Problem, why: str) -> str:
 def test_found_{p.device}_{p.seed}():
     # {said}
     from campaign_check import check
-    from campaign_problems import Layout, Mask, Problem
+    from campaign_problems import Layout, Mask, Problem, Sinks
 
     check({p!r})
 """

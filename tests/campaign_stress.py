@@ -47,10 +47,10 @@ class Kind:
     def __call__(self) -> list[torch.Tensor]:
         """Returns results, gradients too."""
         if self.p.backward:
-            out, lse, gradients, self.grads = campaign_check.both(self.p, self.x, None, self.grads)
-            return [out, lse, *gradients.values()]
-        out, lse = campaign_check.forward(self.p, self.x)
-        return [out] if lse is None else [out, lse]
+            results, self.grads = campaign_check.both(self.p, self.x, None, self.grads)
+        else:
+            results = campaign_check.forward(self.p, self.x)
+        return list(results.values())
 
 
 def kinds(
@@ -83,7 +83,8 @@ def kinds(
 
 
 def _same_kind(p: Problem) -> tuple:
-    return (p.backend, p.backward, p.dtype, p.d, p.d_v, p.packed, p.mask and p.mask.dtype, p.level, p.causal, p.group)
+    of_scores = p.causal, p.mask and p.mask.dtype, p.sinks is None, p.max_logits
+    return (p.backend, p.backward, p.dtype, p.d, p.d_v, p.packed, p.level, p.group, *of_scores)
 
 
 # ---- what is tried ----

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from campaign_problems import Layout, Mask, Problem
+from campaign_problems import Layout, Mask, Problem, Sinks
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "bool": torch.bool}
 DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -113,11 +113,32 @@ def make_mask(mask: Mask, p: Problem, device) -> torch.Tensor:
     return values[(0,) * (4 - mask.dims)] if all(n == 1 for n in shape[: 4 - mask.dims]) else values
 
 
+def make_sinks(sinks: Sinks, p: Problem, q: torch.Tensor, k: torch.Tensor) -> Placed:
+    """q and k are [B, H, N, D]."""
+    shape = (p.heads_q,)
+    values = normal(shape, p.seed + 15, q.device).mul_(sinks.size)
+    if sinks.like == "scores" and q.shape[0] and q.shape[2] and k.shape[2]:
+        scale = p.d**-0.5 if p.scale is None else p.scale
+        of_k = k[0, :, k.shape[2] // 3].double().repeat_interleave(p.group, 0)
+        score = (q[0, :, q.shape[2] // 3].double() * of_k).sum(-1).nan_to_num(0.0) * scale
+        values += p.softcap * torch.tanh(score / p.softcap) if p.softcap else score
+    if sinks.raised:
+        values += sinks.raised * (uniform(shape, p.seed + 16, q.device) < 0.4)
+    values = cast(values, DTYPES[sinks.dtype])
+    if sinks.none:
+        values = values.masked_fill(uniform(shape, p.seed + 17, q.device) < 0.3, -torch.inf)
+    block = torch.full((p.heads_q + 2, 1 + sinks.strided), torch.nan, dtype=values.dtype, device=q.device)
+    view = block[1:-1, 0]
+    view.copy_(values)
+    return Placed(view, block)
+
+
 class Inputs(NamedTuple):
     q: torch.Tensor  # tensors in the layout that the call takes
     k: torch.Tensor
     v: torch.Tensor
     mask: torch.Tensor | None
+    sinks: torch.Tensor | None
     offsets: tuple  # offsets of packed sequences
     spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
     blocks: list[torch.Tensor]  # memory that no call may write to
@@ -151,7 +172,18 @@ def make(p: Problem, device) -> Inputs:
     mask = make_mask(p.mask, p, device) if p.mask else None
     offsets, spans = _offsets(p, rows, keys, device) if p.packed else ((), [])
     blocks = [block for _, block in placed] + [mask] * (mask is not None)
-    return Inputs(*(view for view, _ in placed), mask, offsets, spans, blocks)
+    sinks = None
+    if p.sinks:
+        sinks, block = make_sinks(p.sinks, p, *(heads_first(p, view) for view, _ in placed[:2]))
+        blocks.append(block)
+    return Inputs(*(view for view, _ in placed), mask, sinks, offsets, spans, blocks)
+
+
+def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
+    """Returns [B, H, N, D]."""
+    if p.packed:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if p.layout == "BNHD" else x
 
 
 def _offsets(p: Problem, rows: int, keys: int, device):

@@ -3,6 +3,8 @@
 The truth is the oracle's formula in float64, with its gradients, a block of rows at a time (a test compares both).
 Beside it, of the same matrices, stand the comparator's yardsticks: attention and its gradients as PyTorch computes them
 in the input type. Where scores are large (compare.LARGE), a third thing says what float32 cannot tell apart.
+
+A sink is one more key, of zeros, with a value of zeros: its product is 0, and the sink is what a mask adds to that.
 """
 
 from __future__ import annotations
@@ -62,8 +64,23 @@ class Sum:
                     self.rest[i] = torch.zeros_like(self.want)
                 self.rest[i][at] += x
 
-    def reshape(self, shape) -> None:
-        self.want, self.bases, *self.rest = self.part().each(lambda x: x.reshape(shape))
+    def fill(self, value: float) -> None:
+        for x in (self.want, *self.bases):
+            x.fill_(value)
+
+    def put(self, at, part: Part) -> None:
+        """Adds to what is -inf."""
+        for x in (self.want, *self.bases):
+            x[at] = 0.0
+        self.add(at, part)
+
+    def raise_to(self, at, part: Part) -> None:
+        """Keeps the larger numbers, where they are not added up."""
+        for mine, x in zip((self.want, *self.bases), (part.want, *part.bases), strict=True):
+            mine[at] = torch.maximum(mine[at], x)
+
+    def each(self, change) -> None:
+        self.want, self.bases, *self.rest = self.part().each(change)
 
     def part(self) -> Part:
         return Part(self.want, self.bases, *self.rest)
@@ -92,10 +109,10 @@ def expected(q, k, v, **how) -> dict[str, Expected]:
 
 def sums(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, acc_qk="f32", acc_pv="f32",
-    grad=None, grad_lse=None, ordered=True,
+    grad=None, grad_lse=None, ordered=True, sinks=None, max_logits=False,
 ) -> dict[str, Sum]:  # fmt: skip
-    """Returns sums of out and lse, and with `grad` of dq, dk, dv and a mask's dmask, as [B, H, N, D]; mask
-    broadcastable.
+    """Returns sums of out and lse, and with `grad` of dq, dk, dv and a mask's dmask, as [B, H, N, D], and of dsinks [H],
+    with `max_logits` what they are, [B, H]; mask broadcastable.
 
     ordered: whether sums of products have one order, so that keys that are alike have the same.
     """
@@ -111,18 +128,27 @@ def sums(
     by_heads = (batch * heads_kv, group)
     q = q.reshape(*by_heads, n_q, d)
     k, v = k.reshape(batch * heads_kv, n_k, d), v.reshape(batch * heads_kv, n_k, d_v)
+    shape_k, shape_v = k.shape, v.shape
+    if sinks is not None:
+        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], 1) for x in (k, v))
     q64, k64, v64 = q.double(), k.double(), v.double()
     out = Sum((*by_heads, n_q, d_v), q.dtype, q.device, 1)
     lse = Sum((*by_heads, n_q), torch.float32, q.device, 1)
     found = {"out": out, "lse": lse}
+    if max_logits:
+        found["max_logits"] = Sum(by_heads, torch.float32, q.device, 1)
+        found["max_logits"].fill(-torch.inf)
     if grad is not None:
         grad = grad.reshape(out.want.shape)
         grad_lse = None if grad_lse is None else grad_lse.reshape(lse.want.shape)
-        found |= {name: Sum(x.shape, x.dtype, x.device, 2) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+        shapes = {"dq": q.shape, "dk": shape_k, "dv": shape_v}
+        found |= {name: Sum(shape, q.dtype, q.device, 2) for name, shape in shapes.items()}
+        if sinks is not None:
+            found["dsinks"] = Sum(by_heads, sinks.dtype, q.device, 2)
         if additive:
             found["dmask"] = Sum(mask.shape, mask.dtype, mask.device, 2)
 
-    product, score = _largest(q, k, scale, mask if additive else None)
+    product, score = _largest(q, k, scale, mask if additive else None, sinks)
     limit = 0.9 * compare.large_terms(softcap)
     sizes = {
         "large": not (product <= limit and score <= limit),  # NaN counts as large, too
@@ -134,7 +160,7 @@ def sums(
         x = x[heads, :, rows]
         return x.reshape(x.shape[0], group * x.shape[2], *x.shape[3:])
 
-    for heads, rows in _blocks(batch * heads_kv, group, n_q, n_k) if n_k and n_q else ():
+    for heads, rows in _blocks(batch * heads_kv, group, n_q, n_k) if k.shape[1] and n_q else ():
         count, length = heads.stop - heads.start, rows.stop - rows.start
         seen, bias = seen_by_rule[rows], None
         if mask is not None:
@@ -146,18 +172,29 @@ def sums(
             bias = own.reshape(count, group * length, n_k) if additive else None
         else:
             seen = seen.expand(group, length, n_k).reshape(1, group * length, n_k)
+        if sinks is not None:
+            of_rows = sinks.reshape(1, heads_kv, group, 1).expand(batch, -1, -1, length)
+            of_rows = of_rows.reshape(batch * heads_kv, group * length, 1)[heads]
+            bias = of_rows.new_zeros(count, group * length, n_k) if bias is None else bias
+            bias = torch.cat([bias, of_rows], -1)
+            seen = torch.cat([seen.expand(count, -1, -1), of_rows != -torch.inf], -1)
         block = Block(
             *(of_block(x, heads, rows) for x in (q, q64)), k[heads], k64[heads], v[heads], v64[heads], seen, bias, scale, softcap, acc_qk, acc_pv,
-            ordered=ordered, mask=mask if additive else None, **sizes,
+            ordered=ordered, mask=mask if additive else None, has_sink=sinks is not None, **sizes,
         )  # fmt: skip
         parts = {"out": block.out(), "lse": block.log_sum()}
         if grad is not None:
             g_lse = None if grad_lse is None else of_block(grad_lse, heads, rows)
             parts |= block.gradients(of_block(grad, heads, rows), g_lse)
         shape = (count, group, length)
+        if max_logits:
+            largest = block.largest().each(lambda x, shape=shape: x.view(shape).amax(-1))
+            found["max_logits"].raise_to(heads, largest)
         for name, part in parts.items():
             if name in ("dk", "dv"):
-                found[name].add(heads, part)
+                found[name].add(heads, part.each(lambda x: x[:, :n_k]))
+            elif name == "dsinks":
+                found[name].add(heads, part.each(lambda x, shape=shape: x.view(shape).sum(-1)))
             elif name == "dmask":
                 _add_to_mask(
                     found[name], heads, rows, heads_kv, part.each(lambda x, shape=(*shape, n_k): x.view(shape))
@@ -167,26 +204,29 @@ def sums(
                     (heads, slice(None), rows), part.each(lambda x, shape=shape: x.view(*shape, *x.shape[2:]))
                 )
 
-    if not n_k:
+    if not k.shape[1]:
         lse.want.fill_(-torch.inf)
     shapes = {"out": (batch, heads_q, n_q, d_v), "lse": (batch, heads_q, n_q), "dq": (batch, heads_q, n_q, d)}
-    shapes |= {"dk": (batch, heads_kv, n_k, d), "dv": (batch, heads_kv, n_k, d_v)}
+    shapes |= {"dk": (batch, heads_kv, n_k, d), "dv": (batch, heads_kv, n_k, d_v), "max_logits": (batch, heads_q)}
     for name, shape in shapes.items():
         if name in found:
-            found[name].reshape(shape)
+            found[name].each(lambda x, shape=shape: x.reshape(shape))
+    if "dsinks" in found:
+        found["dsinks"].each(lambda x: x.reshape(batch, heads_q).sum(0))
     return found
 
 
-def _largest(q, k, scale: float, bias) -> tuple[float, float]:
+def _largest(q, k, scale: float, bias, sinks) -> tuple[float, float]:
     """Returns bounds of the sizes of all products of q and k, and of all scores; a GPU is asked once."""
     if not q.numel() or not k.numel():
         return 0.0, 0.0
     of_q, of_k = (torch.linalg.vector_norm(x.float(), dim=-1).max().double() for x in (q, k))
-    of_bias = of_q.new_zeros(())
-    if bias is not None and bias.numel():
-        of_bias = torch.where(bias == -torch.inf, 0.0, bias.double().abs()).max()
-    product, of_bias = torch.stack((of_q * of_k, of_bias)).tolist()
-    return product, product * abs(scale) + of_bias
+    added = [of_q.new_zeros(())] * 2
+    for i, x in enumerate((bias, sinks)):
+        if x is not None and x.numel():
+            added[i] = torch.where(x == -torch.inf, 0.0, x.double().abs()).max()
+    product, of_bias, of_sinks = torch.stack((of_q * of_k, *added)).tolist()
+    return product, max(product * abs(scale) + of_bias, of_sinks)
 
 
 def _add_to_mask(total: Sum, heads, rows, heads_kv, part: Part) -> None:
@@ -224,15 +264,18 @@ class Block:
         acc_pv,
         ordered,
         mask,
+        has_sink,
         large,
         tiny_p,
     ):
-        """`large` says whether scores may be large; `tiny_p`, whether a P may be below normal numbers."""
+        """`has_sink` says whether the last key is one; `large`, whether scores may be large; `tiny_p`, whether a P may
+        be below normal numbers.
+        """
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
-        self.scale, self.softcap, self.acc_pv, self.mask = scale, softcap, acc_pv, mask
+        self.scale, self.softcap, self.acc_pv, self.mask, self.has_sink = scale, softcap, acc_pv, mask, has_sink
         self.tiny_p = tiny_p
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # largest standard deviation of what is rounded, by its size
-        self.raw = q64 @ k64.mT * scale
+        self.raw = self._product(q64 @ k64.mT) * scale
         self.capped = softcap * torch.tanh(self.raw / softcap) if softcap else self.raw
         scores = self.capped if bias is None else self.capped + bias.double()
         self.hidden = ~seen
@@ -245,15 +288,22 @@ class Block:
         self.movement = None
         if large and bool(self.large.any()):
             self.movement = compare.Movement.of(
-                k, self.sizes, self.raw, self.scores, self.lse, self.large, softcap, bias, ordered
+                k, self.sizes, self.raw, self.scores, self.lse, self.large, softcap, mask is not None, ordered, has_sink
             )
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns products, that of a sink 0 though a row may hold NaN."""
+        if self.has_sink:
+            x[..., -1] = 0.0
+        return x
 
     def _base_scores(self, bias, acc_qk, large: bool) -> None:
         """Computes the scores that compare.baseline has."""
-        exact = self.q.float() @ self.k.float().mT
-        product = (
-            exact.to(self.q.dtype).float() if acc_qk == "f32" else compare._matmul(self.q, self.k.mT, acc_qk).float()
-        )
+        exact = self._product(self.q.float() @ self.k.float().mT)
+        product = exact.to(self.q.dtype)
+        if acc_qk != "f32":
+            product = self._product(compare._matmul(self.q, self.k.mT, acc_qk))
+        product = product.float()
         if large:
             self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
             self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
@@ -290,8 +340,18 @@ class Block:
         moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
         return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
 
+    def largest(self) -> Part:
+        """Returns the largest score of each row, without what a mask adds."""
+        keys = slice(0, -1) if self.has_sink else slice(None)
+        none = torch.full_like(self.lse, -torch.inf)
+        found = []
+        for capped in (self.capped, self.base_capped):
+            scores = capped.masked_fill(self.hidden, -torch.inf)[..., keys]
+            found.append(torch.cat([scores, none.to(scores)], -1).amax(-1))
+        return Part(found[0], found[1:])
+
     def gradients(self, grad, grad_lse) -> dict[str, Part]:
-        """Returns the parts of dq, dk, dv, and of the gradient of the scores."""
+        """Returns the parts of dq, dk, dv, and of the gradient of the scores, that of a sink by itself."""
         grad64, scale = grad.double(), self.scale
         d_lse = 0.0 if grad_lse is None else grad_lse.double()[..., None]
         dp = grad64 @ self.v64.mT
@@ -319,21 +379,23 @@ class Block:
             "dk": Part(scale * (ds.mT @ self.q64), [ds_scaled.mT @ q32, scale * (ds16.mT @ q32)]),
             "dv": Part(self.p.mT @ grad64, [dv_base, dv_base]),
             "dmask": Part(d_score, [by_autograd, by_blocks.to(dtype).float()]),
+            "dsinks": Part(d_score, [by_autograd, by_blocks]),
         }
-        if self.mask is None:
-            del parts["dmask"]
         if self.movement is not None:
             moved = self.movement.gradients(
                 self.p, self.k64, self.q64, self.v64, self.o, grad64, d_score, lowered, slope, self.capped, scale
             )
             parts = {name: part._replace(moved=moved[name]) for name, part in parts.items()}
         for name, lost in self._lost(grad64, lowered, slope).items():
-            if name in parts:
-                moved = parts[name].moved
-                parts[name] = parts[name]._replace(moved=lost if moved is None else moved + lost)
-        for name, (variance, surely) in self._errors(grad64, dp, ds, d_score, slope).items():
+            moved = parts[name].moved
+            parts[name] = parts[name]._replace(moved=lost if moved is None else moved + lost)
+        for name, (variance, surely) in self._errors(grad64, d_lse, dp, ds, d_score, slope).items():
             parts[name] = parts[name]._replace(variance=variance, surely=surely)
-        return parts
+        if self.has_sink:
+            parts["dmask"] = parts["dmask"].each(lambda x: x[..., :-1])
+            parts["dsinks"] = parts["dsinks"].each(lambda x: x[..., -1])
+        left_out = "dmask" * (self.mask is None), "dsinks" * (not self.has_sink)
+        return {name: part for name, part in parts.items() if name not in left_out}
 
     def _lost(self, grad, lowered, slope) -> dict:
         """Returns name -> what a P below float32's normal numbers adds, 0 on hardware; nothing, of ordinary scores."""
@@ -347,6 +409,7 @@ class Block:
             "dk": of_product.mT @ self.q64.abs(),
             "dv": lost.mT @ grad.abs(),
             "dmask": of_score,
+            "dsinks": of_score,
         }
 
     @functools.cached_property
@@ -358,7 +421,15 @@ class Block:
         tiny = torch.where(least < _LEAST_NORMAL, self.p, 0.0)
         return tiny if tiny is not None and bool(tiny.any()) else None
 
-    def _errors(self, grad, dp, ds, d_score, slope) -> dict:
+    def _lse_error(self) -> torch.Tensor:
+        """Returns how far a row's LSE may be off by the rounding of its products, each as its P counts, of exponentials
+        and their sum, and its own.
+        """
+        size_q, size_k = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (self.q64, self.k64))
+        products = abs(self.scale) * size_q * (self.p @ size_k)
+        return 2.0**-22 * (products + self.lse.masked_fill(self.empty, 0.0).abs()) + 2.0**-19
+
+    def _errors(self, grad, d_lse, dp, ds, d_score, slope) -> dict:
         """Returns name -> (variance, what float32 sums may add). P, dP - delta and dS are rounded, and so is the output
         that delta is made of, which changes all dS of a row alike.
         """
@@ -378,12 +449,16 @@ class Block:
             ),
             "dv": (self.unit**2 * (p.square().mT @ grad.square()), None),
         }
+        if self.has_sink:  # -P delta stays in float32, and P errs by as much of itself as the LSE that it is made of
+            of_lse = 2.0**-22 * d_lse.abs() * p if isinstance(d_lse, torch.Tensor) else 0.0
+            errors["dsinks"] = (of_delta * p.square(), sums + of_lse + self._lse_error() * d_score.abs())
         if self.mask is not None:
             of_mask = _ROUNDINGS * (self.unit * d_score).square()
             # Keys that share an element share the error of delta, and that of dP - delta where dLSE is most of it.
             if self.mask.shape[-1] == 1:
-                of_delta = of_delta + (self.unit * d_score.sum(-1, keepdim=True)).square()
-                errors["dmask"] = (of_mask + of_delta * p * p.sum(-1, keepdim=True), sums)
+                keys = slice(0, -1) if self.has_sink else slice(None)
+                of_delta = of_delta + (self.unit * d_score[..., keys].sum(-1, keepdim=True)).square()
+                errors["dmask"] = (of_mask + of_delta * p * p[..., keys].sum(-1, keepdim=True), sums)
             else:
                 errors["dmask"] = (of_mask + of_delta * p.square(), sums)
         return errors

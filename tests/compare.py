@@ -43,7 +43,7 @@ def _matmul(a, b, acc: str):
 
 def baseline(
     q, k, v, *, causal=False, align="bottom_right", scale=None, window=(-1, -1), softcap=0.0, mask=None, layout="BHND",
-    acc_qk="f32", acc_pv="f32",
+    acc_qk="f32", acc_pv="f32", sinks=None,
 ):  # fmt: skip
     """Computes PyTorch's own attention in the input type: (out, lse), differentiable. Rows without keys give (0, 0)."""
     if layout == "BNHD":
@@ -66,6 +66,10 @@ def baseline(
     large = is_large(scores.masked_fill(hidden, 0.0), products.isfinite() | hidden)
     if large.any():
         scores = torch.where(large, scores_of(q.float() @ k.float().transpose(2, 3)), scores)
+    if sinks is not None:  # each is one more key, whose value is 0
+        more = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, hidden = torch.cat([scores, more], 3), torch.cat([hidden, more == -torch.inf], 3)
+        v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
     empty = hidden.all(-1, keepdim=True)
     scores = torch.where(empty, 0.0, scores.masked_fill(hidden, -torch.inf))
     out = _matmul(torch.where(empty, 0.0, torch.softmax(scores, -1)).to(v.dtype), v, acc_pv)
@@ -111,6 +115,9 @@ class Movement(NamedTuple):
 
     The backward's P is exp(score - LSE) of an LSE in float32, the caller's: its rounding moves scores once more, and
     the scores are computed again. Such a P need not add up to 1, yet is never more than 1.
+
+    A sink is a key whose score has no product: it moves by what comes later alone, and keys that are alike move from it
+    together.
     """
 
     large: torch.Tensor  # [.., rows, 1]
@@ -121,8 +128,10 @@ class Movement(NamedTuple):
     softcap: float
 
     @classmethod
-    def of(cls, k, sizes, raw, scores, lse, large, softcap, bias, ordered) -> Movement:
-        """sizes: those of products, None if small; raw: the scaled products; scores: -inf where hidden."""
+    def of(cls, k, sizes, raw, scores, lse, large, softcap, has_mask, ordered, has_sink=False) -> Movement:
+        """sizes: those of products, None if small; raw: the scaled products; scores: -inf where hidden. has_mask: numbers
+        are added to products; has_sink: the last key is one.
+        """
         hidden = scores == -torch.inf
         of_products = 2.0**-24 * raw.abs() + 2.0**-23 * (raw.abs() if sizes is None else sizes)
         if softcap:  # a softcap lets large products move by little
@@ -131,14 +140,22 @@ class Movement(NamedTuple):
         of_products = of_products.masked_fill(hidden, 0.0)
         later = 3 * 2.0**-24 * scores.masked_fill(hidden, 0.0).abs()
         by = of_products + later
-        alike = (k == k[..., :1, :]).all(-1).all(-1)[..., None, None] & ordered
-        apart = torch.where(alike, later if bias is not None else 0.0, by)
-        low, high = torch.logsumexp(scores - by, -1, keepdim=True), torch.logsumexp(scores + by, -1, keepdim=True)
+        keys = slice(0, -1) if has_sink else slice(None)
+        alike = (k == k[..., :1, :])[..., keys, :].all(-1).all(-1)[..., None, None] & ordered
+        apart = torch.where(alike, later if has_mask else 0.0, by)
+        if has_sink and by.shape[-1] > 1:  # what all keys share moves them from the sink
+            shared = torch.where(alike, by[..., keys].amax(-1, keepdim=True), 0.0)
+            apart = torch.cat([apart[..., keys], by[..., -1:] + shared], -1)
+        low, high = (_log_sum(scores + x) for x in (-by, by))
         rounding = 2.0**-23 * lse.abs()
+        least = low
+        if has_sink:  # a backward may take a sink that weighs no more than an LSE's rounding for none
+            of_keys = _log_sum((scores - by)[..., keys])
+            least = torch.where(low - of_keys <= 8 * rounding, of_keys, low)
         return cls(
             large,
-            _between(scores, apart, *(torch.logsumexp(scores + x, -1, keepdim=True) for x in (-apart, apart))),
-            _between(scores, by, low - rounding, high + rounding),
+            _between(scores, apart, *(_log_sum(scores + x) for x in (-apart, apart))),
+            _between(scores, by, least - rounding, high + rounding),
             by,
             (low - rounding, high + rounding),
             softcap,
@@ -170,7 +187,12 @@ class Movement(NamedTuple):
             "dk": of_product.mT @ q.abs(),
             "dv": change.mT @ grad.abs(),
             "dmask": of_score,
+            "dsinks": of_score,
         }
+
+
+def _log_sum(scores: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(scores, -1, keepdim=True)
 
 
 def _between(scores, by, low_sum, high_sum) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,16 +52,15 @@ def _bits(p: Problem) -> dict[str, str]:
     if p.dtype in FP8:
         from campaign_fp8 import run_fp8
 
-        results = dict(zip(("out", "lse"), run_fp8(p)[:2], strict=True))
+        results, _ = run_fp8(p)
     else:
         with torch.no_grad():
             x = tensors.make(p, _device(p))
         try:
-            out, lse, gradients, _ = run(p, x)
+            results, _ = run(p, x)
         except Refused as error:
             return {"refused": str(error)}
-        results = {"out": out, "lse": lse, **gradients}
-    return {name: _hash(x) for name, x in results.items() if x is not None}
+    return {name: _hash(x) for name, x in results.items()}
 
 
 def _explained(p: Problem) -> str:
@@ -75,10 +74,9 @@ def _explained(p: Problem) -> str:
     with torch.no_grad():
         x = tensors.make(p, _device(p))
     how = {**p.rule, "level": p.level, "acc": p.acc, "num_stages": p.num_stages, "return_lse": p.return_lse}
+    how |= {"mask": x.mask, "layout": p.layout, "sinks": x.sinks, "return_max_logits": p.max_logits}
     with running(p):
-        choice = ffpa_attn.explain(
-            x.q, x.k, x.v, mask=x.mask, layout=p.layout, direction="backward" if p.backward else "forward", **how
-        )
+        choice = ffpa_attn.explain(x.q, x.k, x.v, direction="backward" if p.backward else "forward", **how)
     return str(choice)
 
 

@@ -1,5 +1,6 @@
 """Tests the campaign: its truth, its bounds, what it finds; runs fixed seeds for minutes, and what seeds once found."""
 
+import collections
 import contextlib
 import json
 import math
@@ -65,29 +66,32 @@ def dense(seed: int) -> Problem:
 def test_the_truth_is_the_oracles(most_scores, monkeypatch):
     """The truth is the oracle's, and its yardstick the comparator's."""
     monkeypatch.setattr(truth, "_MOST_SCORES", most_scores)
-    seen = 0
+    seen = collections.Counter()
     for seed in range(60):
         p = dense(seed)
         x = tensors.make(p, "cpu")
-        q, k, v = (campaign_check.heads_first(p, t) for t in (x.q, x.k, x.v))
-        exact = [t if t.dtype == torch.bool else t.double() for t in (q, k, v, x.mask) if t is not None]
-        leaves, mask = test_numerics.leaves(*exact), {}
-        if x.mask is not None:
-            mask["mask"] = leaves[3]
-        out, lse = oracle.attention(*leaves[:3], **mask, **p.rule)
+        q, k, v = (tensors.heads_first(p, t) for t in (x.q, x.k, x.v))
+        given = {"q": q, "k": k, "v": v, "mask": x.mask, "sinks": x.sinks}
+        exact = {name: t if t.dtype == torch.bool else t.double() for name, t in given.items() if t is not None}
+        leaves = dict(zip(exact, test_numerics.leaves(*exact.values()), strict=True))
+        out, lse = oracle.attention(**leaves, **p.rule)
         grads = test_numerics.random_like(out, 1), test_numerics.random_like(lse, 2) * torch.isfinite(lse)
-        want = test_numerics.gradients((out, lse), grads, leaves)
-        found = truth.expected(q, k, v, mask=x.mask, grad=grads[0], grad_lse=grads[1], **p.rule)
-        for name, g in (("out", out), ("lse", lse), *zip(("dq", "dk", "dv", "dmask"), want, strict=False)):
+        gradients = test_numerics.gradients((out, lse), grads, leaves.values())
+        want = {"out": out, "lse": lse, "max_logits": oracle.largest_scores(q, k, mask=x.mask, **p.rule)}
+        want |= zip([f"d{name}" for name, t in leaves.items() if t.requires_grad], gradients, strict=True)
+        how = {"mask": x.mask, "sinks": x.sinks, **p.rule}
+        found = truth.expected(q, k, v, grad=grads[0], grad_lse=grads[1], max_logits=True, **how)
+        assert found.keys() == want.keys()
+        for name, g in want.items():
             size = float(g.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if g.numel() else 0.0
             torch.testing.assert_close(
                 found[name].want.reshape(g.shape), g.detach().double(), atol=1e-9 * size, rtol=1e-9, msg=f"{name}: {p}"
             )
-            seen += size > 0
-        base = compare.baseline(q, k, v, mask=x.mask, **p.rule)[0]
+            seen[name] += size > 0
+        base = compare.baseline(q, k, v, **how)[0]
         difference = (found["out"].bases[0] - base).abs()
         assert not base.numel() or not v.numel() or difference.max() <= 2 * compare._ULP[base.dtype] * v.abs().max(), p
-    assert seen > 200
+    assert sum(seen.values()) > 300 and min(seen[name] for name in ("dmask", "dsinks")) > 5, seen
 
 
 def rows_of(q, k, v, **rule):
@@ -151,7 +155,7 @@ def test_ordinary_scores_move_nothing():
         ):
             continue
         x = tensors.make(p, "cpu")
-        found = truth.expected(*(campaign_check.heads_first(p, t) for t in (x.q, x.k, x.v)), **p.rule)
+        found = truth.expected(*(tensors.heads_first(p, t) for t in (x.q, x.k, x.v)), **p.rule)
         assert all(one.moved is None or one.moved.max() < 1e-30 for one in found.values())
 
 

@@ -83,22 +83,25 @@ def probabilities(q, k, scale, rule):
     return p, total, float(products.max()) if products.numel() else 0.0
 
 
-def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
-    """Checks a result; q, k, v: what the 8-bit tensors mean, float64.
+def assert_right(got, lse, q, k, v, dtype, path, scale=None, sinks=None, largest=None, **rule):
+    """Checks a result; q, k, v: what the 8-bit tensors mean, float64; lse and largest logits may be None.
 
     The only error beyond that of float32 sums is that of P, rounded to `dtype` before it meets V by our kernels: half a
     unit in the last place of each exp(score - largest). It is bounded for each element, all rounded in the worst
     direction; and for all elements together, where rounding is as likely up as down: the squares add up, and a mean
     square of a third of the largest is what evenly spread rounding has, so the bound has room for three times that.
     """
-    want, want_lse = oracle.attention(q, k, v, scale=scale, **rule)
+    want, want_lse = oracle.attention(q, k, v, scale=scale, sinks=sinks, **rule)
     out_dtype = got.dtype
     assert got.shape == want.shape and got.is_contiguous()
-    got, largest = got.double(), torch.finfo(out_dtype).max
+    got, most = got.double(), torch.finfo(out_dtype).max
     empty = torch.isneginf(want_lse)
     assert torch.isfinite(got).all() and (got[empty] == 0).all()
 
-    p, total, products = probabilities(q, k, scale, rule)
+    p, total, products = probabilities(q, k, scale, {**rule, "sinks": sinks})
+    mean = want
+    if sinks is not None and path == "hopper":  # a sink takes its share of a result that has been divided
+        mean, _ = oracle.attention(q, k, v, scale=scale, **rule)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     on_tensor_cores = q.is_cuda and path != "reference"
     unit, terms = (HOPPER_SUM, -(-q.shape[3] // 32)) if on_tensor_cores else (F32_SUM, q.shape[3])
@@ -112,18 +115,21 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
         seen = (p > 0).double()
         relative, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
         least /= P_UNIT[dtype] * LEAST_OF_UNIT[path]
+
+        def squares(weights):
+            """Returns the sum of the squares of how far values are from their mean, so weighed."""
+            found = weights @ v.square() - 2 * mean * (weights @ v) + mean.square() * weights.sum(-1, keepdim=True)
+            return found.clamp(min=0)
+
         # As it is divided by the sum of the rounded P, a row errs in how far its values are from their mean.
-        deviation = (p @ v.square() - want.square()).clamp(min=0).sqrt()
-        counted = seen @ v.square() - 2 * want * (seen @ v) + want.square() * seen.sum(-1, keepdim=True)
-        few = least / total * (seen.sum(-1, keepdim=True) * counted.clamp(min=0)).sqrt()
+        deviation, counted = squares(p).sqrt(), squares(seen)
+        few = least / total * (seen.sum(-1, keepdim=True) * counted).sqrt()
         rounded = (relative * deviation + few) / (1 - relative)
-        weight = (relative * p + least * seen / total).square()
-        spread = weight @ v.square() - 2 * want * (weight @ v) + want.square() * weight.sum(-1, keepdim=True)
-        spread = spread.clamp(min=0) / (1 - relative) ** 2
+        spread = squares((relative * p + least * seen / total).square()) / (1 - relative) ** 2
 
     allowed = exact + rounded
     allowed = allowed + half_ulp(want.abs() + allowed, out_dtype)
-    clamped = want.clamp(-largest, largest)
+    clamped = want.clamp(-most, most)
     error = (got - clamped).abs()
     assert (error <= allowed).all(), f"{int((error > allowed).sum())} of {error.numel()} too far off: {error.max():.3g}"
     if error.numel() > 1000:
@@ -134,7 +140,13 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, **rule):
         assert lse.dtype == torch.float32 and lse.shape == want_lse.shape
         assert torch.equal(torch.isneginf(lse), empty)
         error = (lse.double() - want_lse)[~empty].abs()
-        assert not error.numel() or error.max() <= sum_error + 2.0**-22 * float(want_lse[~empty].abs().max())
+        assert (error <= sum_error + 2.0**-22 * want_lse[~empty].abs()).all()
+    if largest is not None:
+        want = oracle.largest_scores(q, k, scale=scale, **rule)
+        assert largest.dtype == torch.float32 and largest.shape == want.shape
+        assert torch.equal(torch.isneginf(largest), torch.isneginf(want))
+        error = (largest.double() - want)[torch.isfinite(want)].abs()
+        assert (error <= score_error + 2.0**-22 * want[torch.isfinite(want)].abs()).all(), "largest logits"
 
 
 def random8(shape, dtype, per, device, seed):
