@@ -253,8 +253,8 @@ def _compare(p, q, k, got: dict, want: dict) -> list[compare.Comparison]:
             if name == "max_logits":  # what a head's are is left open where a NaN is among its scores
                 x = torch.where(wanted.isnan(), torch.nan, x) if x.shape == wanted.shape else x
             if name in ("lse", "max_logits"):
-                base = bases[0] if p.acc == "f16" else None
-                found.append(compare.lse_close(name, x, wanted, q, k, p.scale, base, moved))
+                base = bases[0] if bases and p.acc == "f16" else None
+                found.append(compare.lse_close(name, x, wanted, q, k, p.scale, base, moved, least))
             else:
                 found.append(compare.close(name, x, wanted, bases, moved, least))
         except AssertionError as error:  # shapes or types are wrong
@@ -269,7 +269,7 @@ def _compare_packed(p, x, results, grads) -> list[compare.Comparison]:
     device, float32, totals = x.q.device, ("lse", "max_logits"), {}
     for name in results:
         dtype = torch.float32 if name in float32 else x.sinks.dtype if name == "dsinks" else x.q.dtype
-        totals[name] = truth.Sum(shapes[name], dtype, device, 1 if name in ("out", *float32) else 2)
+        totals[name] = truth.Sum(shapes[name], dtype, device, {"max_logits": 0, "out": 1, "lse": 1}.get(name, 2))
         if name in float32:
             totals[name].fill(-torch.inf)
     live_q = torch.zeros(x.q.shape[0], dtype=torch.bool, device=device)

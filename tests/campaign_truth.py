@@ -76,8 +76,10 @@ class Sum:
 
     def raise_to(self, at, part: Part) -> None:
         """Keeps the larger numbers, where they are not added up."""
-        for mine, x in zip((self.want, *self.bases), (part.want, *part.bases), strict=True):
-            mine[at] = torch.maximum(mine[at], x)
+        self.want[at] = torch.maximum(self.want[at], part.want)
+        if part.moved is not None:
+            self.rest[0] = torch.zeros_like(self.want) if self.rest[0] is None else self.rest[0]
+            self.rest[0][at] = torch.maximum(self.rest[0][at], part.moved)
 
     def each(self, change) -> None:
         self.want, self.bases, *self.rest = self.part().each(change)
@@ -136,7 +138,7 @@ def sums(
     lse = Sum((*by_heads, n_q), torch.float32, q.device, 1)
     found = {"out": out, "lse": lse}
     if max_logits:
-        found["max_logits"] = Sum(by_heads, torch.float32, q.device, 1)
+        found["max_logits"] = Sum(by_heads, torch.float32, q.device, 0)
         found["max_logits"].fill(-torch.inf)
     if grad is not None:
         grad = grad.reshape(out.want.shape)
@@ -272,7 +274,8 @@ class Block:
         be below normal numbers.
         """
         self.q, self.k, self.v, self.q64, self.k64, self.v64 = q, k, v, q64, k64, v64
-        self.scale, self.softcap, self.acc_pv, self.mask, self.has_sink = scale, softcap, acc_pv, mask, has_sink
+        self.scale, self.softcap, self.mask, self.has_sink = scale, softcap, mask, has_sink
+        self.acc_qk, self.acc_pv = acc_qk, acc_pv
         self.tiny_p = tiny_p
         self.unit = torch.finfo(q.dtype).eps / 2 / 3**0.5  # largest standard deviation of what is rounded, by its size
         self.raw = self._product(q64 @ k64.mT) * scale
@@ -284,7 +287,7 @@ class Block:
         self.lse = torch.logsumexp(self.scores, -1, keepdim=True)
         self.p = torch.softmax(self.scores.masked_fill(self.empty, 0.0), -1).masked_fill(self.empty, 0.0)
         self.o = self.p @ v64
-        self._base_scores(bias, acc_qk, large)
+        self._base_scores(bias, large)
         self.movement = None
         if large and bool(self.large.any()):
             self.movement = compare.Movement.of(
@@ -297,17 +300,17 @@ class Block:
             x[..., -1] = 0.0
         return x
 
-    def _base_scores(self, bias, acc_qk, large: bool) -> None:
+    def _base_scores(self, bias, large: bool) -> None:
         """Computes the scores that compare.baseline has."""
         exact = self._product(self.q.float() @ self.k.float().mT)
         product = exact.to(self.q.dtype)
-        if acc_qk != "f32":
-            product = self._product(compare._matmul(self.q, self.k.mT, acc_qk))
+        if self.acc_qk != "f32":
+            product = self._product(compare._matmul(self.q, self.k.mT, self.acc_qk))
         product = product.float()
         if large:
             self.sizes = compare.sizes_of_products(self.q, self.k, self.scale, self.softcap)
             self.large = compare.is_large(self.scores, product.isfinite() | self.hidden, self.sizes, self.softcap)
-            product = torch.where(self._has_no_yardstick(product, acc_qk), exact, product)
+            product = torch.where(self._has_no_yardstick(product), exact, product)
         scores = product * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -323,9 +326,9 @@ class Block:
         )
         self.base_o = product.to(self.q.dtype)
 
-    def _has_no_yardstick(self, product, acc_qk: str) -> torch.Tensor:
+    def _has_no_yardstick(self, product) -> torch.Tensor:
         """Returns rows whose products say nothing as PyTorch has them: large ones, or f16 sums that overflow."""
-        return self.large if acc_qk == "f32" else ~(product.isfinite() | self.hidden).all(-1, keepdim=True)
+        return self.large if self.acc_qk == "f32" else ~(product.isfinite() | self.hidden).all(-1, keepdim=True)
 
     def out(self) -> Part:
         moved = None if self.movement is None else self.movement.out(self.p, self.v64, self.o)
@@ -338,17 +341,32 @@ class Block:
     def log_sum(self) -> Part:
         base = torch.where(self.empty, 0.0, self.base_scores.logsumexp(-1, keepdim=True))
         moved = None if self.movement is None else self.movement.lse(self.lse).squeeze(-1)
-        return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved)
+        variance = None if self.acc_qk == "f32" else (self.p.square() * self._variance_of_sums).sum(-1)
+        return Part(self.lse.squeeze(-1), [base.squeeze(-1)], moved, variance)
 
     def largest(self) -> Part:
-        """Returns the largest score of each row, without what a mask adds."""
-        keys = slice(0, -1) if self.has_sink else slice(None)
-        none = torch.full_like(self.lse, -torch.inf)
-        found = []
-        for capped in (self.capped, self.base_capped):
-            scores = capped.masked_fill(self.hidden, -torch.inf)[..., keys]
-            found.append(torch.cat([scores, none.to(scores)], -1).amax(-1))
-        return Part(found[0], found[1:])
+        """Returns the largest score of each row, without what a mask adds. Sums in f16 may move it by as much as any score:
+        there are too few such numbers to say how far they are off.
+        """
+
+        def largest(x, nothing: float):
+            x = x.masked_fill(self.hidden, nothing)[..., : -1 if self.has_sink else None]
+            return torch.cat([x, torch.full_like(self.lse, nothing)], -1).amax(-1)
+
+        moved = None
+        if self.acc_qk == "f16":
+            own = compare.deviations(self.raw.numel()) * self._variance_of_sums.sqrt()
+            moved = largest(torch.maximum(2 * (self.base_capped.double() - self.capped).abs(), own), 0.0)
+        return Part(largest(self.capped, -torch.inf), [], moved)
+
+    @functools.cached_property
+    def _variance_of_sums(self) -> torch.Tensor:
+        """Returns the variance of scores whose sums are in f16, rounded time and again. What there is by then of a sum is a
+        part of it, or of what its terms come to if their signs are random.
+        """
+        times = -(-self.q.shape[-1] // compare.MMA_DEPTH)
+        terms = self._product(self.q64.square() @ self.k64.square().mT) * self.scale**2
+        return self.unit**2 * (times * terms + (times / 3 + 1) * self.raw.square())
 
     def gradients(self, grad, grad_lse) -> dict[str, Part]:
         """Returns the parts of dq, dk, dv, and of the gradient of the scores, that of a sink by itself."""

@@ -21,7 +21,7 @@ import torch
 LARGE = 1e4  # a score beyond it, before or after its mask: a product in float16 is about to overflow
 
 _DEVIATIONS = 4.0  # standard deviations that the largest error may have at least; their RMS has a margin of as many
-_MMA_DEPTH = 16  # products that a tensor core adds up before it rounds the sum
+MMA_DEPTH = 16  # products that a tensor core adds up before it rounds the sum
 _ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 
 
@@ -35,8 +35,8 @@ def _matmul(a, b, acc: str):
     if acc == "f32":
         return a @ b
     total = torch.zeros((), dtype=torch.float16, device=a.device)
-    for k in range(0, a.shape[-1], _MMA_DEPTH):
-        products = a[..., k : k + _MMA_DEPTH].float() @ b[..., k : k + _MMA_DEPTH, :].float()
+    for k in range(0, a.shape[-1], MMA_DEPTH):
+        products = a[..., k : k + MMA_DEPTH].float() @ b[..., k : k + MMA_DEPTH, :].float()
         total = (total.float() + products).to(torch.float16)
     return total.expand(*a.shape[:-1], b.shape[-1])
 
@@ -309,11 +309,14 @@ def assert_lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, sca
     settle(lse_close(name, got, want, q, k, scale, base, moved))
 
 
-def lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, base=None, moved=None) -> Comparison:
+def lse_close(
+    name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, base=None, moved=None, least=None
+) -> Comparison:
     """LSE is float32 whatever the inputs: its error is that of float32 sums of D products (and of nothing coarser), or
     two units in the last place where it is large; of rows with large scores `moved` is allowed beyond.
 
-    Where scores are f16 sums, `base` is the baseline's LSE with such sums, and twice its error is allowed as well.
+    Where scores are f16 sums, `base` is the baseline's LSE with such sums, and twice its error is allowed as well, or
+    `least`, if that is more.
     """
     assert got.dtype == torch.float32, f"{name}: {got.dtype}"
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
@@ -324,10 +327,11 @@ def lse_close(name: str, got: torch.Tensor, want: torch.Tensor, q, k, scale, bas
     unreal = (finite & ~torch.isfinite(got)).sum()
     size_q, size_k = (x.abs().nan_to_num(0.0).max().double() if x.numel() else 0.0 for x in (q, k))
     factor = 2.0**-22 * q.shape[-1] * abs(q.shape[-1] ** -0.5 if scale is None else scale)
-    least = want.new_full((), 1e-5) + factor * size_q * size_k
+    of_sums = want.new_full((), 1e-5) + factor * size_q * size_k
     if base is not None:
-        least = least + 2 * torch.where(finite, (base.double() - want).abs(), 0.0).max()
-    allowed = torch.maximum(2.0**-22 * want.abs(), least) + (0.0 if moved is None else moved)
+        of_base = 2 * torch.where(finite, (base.double() - want).abs(), 0.0).max()
+        of_sums = of_sums + (of_base if least is None else torch.maximum(of_base, least))
+    allowed = torch.maximum(2.0**-22 * want.abs(), of_sums) + (0.0 if moved is None else moved)
     error, allowed = (torch.where(finite, x, 0.0) for x in ((got.double() - want).abs(), allowed))
     worst = (error - allowed).argmax()
     beyond = (~(error <= allowed)).sum()
