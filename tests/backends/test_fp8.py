@@ -20,6 +20,7 @@ OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 BLOCK = 128
 HOPPER_SUM = 2.0**-13  # Hopper's tensor cores keep so much of a sum of 32 products of 8-bit floats
 F32_SUM = 2.0**-24
+LEAST_NORMAL = 2.0**-126  # a P below it may be 0
 # Where references are integers, P = 1 may be as little as this part of the unit.
 LEAST_OF_UNIT = {"triton": 1.0, "hopper": 2.0**-0.25}
 P_UNIT = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}  # what P = 1 is before it is rounded
@@ -108,7 +109,8 @@ def assert_right(got, lse, q, k, v, dtype, path, scale=None, sinks=None, largest
     score_error = (terms + 8) * unit * products + 2.0**-20
     sum_error = 2 * score_error + ((min(k.shape[2], 128) // 32 if on_tensor_cores else k.shape[2]) + 8) * unit
     weighed = p @ v.abs()
-    exact = sum_error * weighed
+    tiny = torch.where(p < LEAST_NORMAL * (1 + sum_error), p, 0.0)  # beside a sink that may be all that a row has
+    exact = sum_error * weighed + tiny @ v.abs()
     rounded = torch.zeros_like(want)
     spread = torch.zeros_like(want)
     if path != "reference":
