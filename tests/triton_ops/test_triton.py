@@ -302,6 +302,7 @@ def test_a_kernel_that_does_not_compile_leaves_calls_to_others(monkeypatch):
         for changes in (
             {"direction": "backward"}, {"dtype": "f16"}, {"arch": "sm_80"}, {"d_v": 64}, {"d_qk": 120}, {"softcap": 3.0}, {"scale": -1.0},
             {"mask": "bool"}, {"packed": (8192, 8192)}, {"visibility": Visibility(-1, 0, False)}, {"needs_lse": False},
+            {"sinks": True}, {"largest": True},
         )
     ]  # fmt: skip
     plan = triton_attention.plan(PROBLEM, env.run_flags())
