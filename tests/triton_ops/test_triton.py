@@ -45,9 +45,9 @@ def launches(request, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     counts, run = [0, 0], ops.run
 
-    def counted(plan, direction, *args):
+    def counted(plan, direction, *args, **more):
         counts[("forward", "backward").index(direction)] += plan.choice.backend == "triton"
-        run(plan, direction, *args)
+        run(plan, direction, *args, **more)
 
     monkeypatch.setattr(ops, "run", counted)
     return counts
