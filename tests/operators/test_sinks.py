@@ -548,6 +548,13 @@ def test_maps(device, dims):
         torch.testing.assert_close(x, torch.stack(y), atol=2e-2, rtol=2e-2)
 
 
+def test_a_map_over_nothing(device):
+    (q, k, v), _ = dense(device)
+    sinks = sinks_on(device).expand(0, 4)
+    out, largest = vmap(lambda s: ffpa(q, k, v, sinks=s, return_max_logits=True))(sinks)
+    assert out.shape == (0, 2, 4, 20, 72) and largest.shape == (0, 2, 4)
+
+
 def test_flops_are_those_of_a_call_without(device):
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -29,7 +29,9 @@ def _forward(op, info, in_dims, q, k, v, mask=None, sinks=None, **options):
     x, batch = info.batch_size, _shape_of_one(q, in_dims[0])[0]
     has_lse = options.get("return_lse", True)
     if sinks is not None and in_dims[4] is not None:
-        return _forward_of_each(op, x, in_dims, (q, k, v, mask, sinks), has_lse, options)
+        if x:
+            return _forward_of_each(op, x, in_dims, (q, k, v, mask, sinks), has_lse, options)
+        sinks = sinks.new_empty(_shape_of_one(sinks, in_dims[4]))  # there is no entry, and no row
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
     if mask is not None:
         mask = _folded_mask(mask, in_dims[3], x, batch)
