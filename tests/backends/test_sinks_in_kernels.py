@@ -245,9 +245,9 @@ def test_sinks_beside_additive_masks(kernel, kind, parts):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("kernel", [KERNELS[1], KERNELS[8]], ids=["rows64", "fused"])
+@by_kernel
 def test_calls_without_keys(kernel, packed):
-    q, k, v = (torch.zeros(1, 2, n, 64, dtype=F16) for n in (5, 0, 0))
+    q, k, v = (torch.zeros(1, 2, n, d, dtype=F16) for n, d in ((5, kernel.d), (0, kernel.d), (0, kernel.d_v)))
     offsets = (torch.tensor([0, 3, 4]).int(), torch.zeros(3).int(), 2, 0) if packed else None
     of = (q[0], k[0], v[0]) if packed else (q, k, v)
     out, lse, largest = run(kernel, kernel.plan(F16), *of, everything(), offsets=offsets)
