@@ -87,6 +87,14 @@ MUTANTS = [
         ("PyPI: sinks ignored", '"sink attention_mask', '"attention_mask'),
     ),
     *edits_in(
+        "integrations/flash_api.py",
+        "tests/integrations/test_flash_api.py -k sinks",
+        ("flash: sinks of FlashAttention 3 ignored", "return learnable_sink if s_aux is None else s_aux", "return learnable_sink"),
+        ("flash: sinks of FlashAttention 4 ignored", "return learnable_sink if s_aux is None else s_aux", "return s_aux"),
+        ("flash: dense calls have no sinks", 'layout="BNHD", sinks=_sinks(s_aux, learnable_sink))', 'layout="BNHD")'),
+        ("flash: packed calls have no sinks", "*offsets, sinks=_sinks(s_aux, learnable_sink))", "*offsets)"),
+    ),
+    *edits_in(
         "checks/memory_checks.py",
         "tests/integrations/test_sdpa.py tests/integrations/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
         ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
