@@ -70,6 +70,10 @@ MUTANTS = [
         ("sinks: not among what may be largest", "torch.maximum(row_max, sinks)", "row_max"),
         ("sinks: not in the sum", "        row_sum += (sinks - top).exp_()\n", "        pass\n"),
         ("sinks: among the largest scores", "    return row_max\n", "    return top\n"),
+    ),
+    *edits_in(
+        "backends/reference_heads.py",
+        "tests/operators/test_sinks.py",
         ("the largest score is the last tile's", "torch.maximum(largest, tile.by_head(row_max).amax((1, 2)), out=largest)", "largest.copy_(tile.by_head(row_max).amax((1, 2)))"),
     ),
     *edits_in(
