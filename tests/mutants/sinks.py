@@ -71,9 +71,10 @@ MUTANTS = [
     ),
     *gradient(
         "backends/sink_gradient.py",
-        ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[:, :, of_rows].isinf(), 0.0, p)", "p"),
+        ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[at].isinf(), 0.0, p)", "p"),
         ("sink gradient by PyTorch: rows that do not count", "torch.where(p == 0, 0.0, p * delta)", "(p * delta)"),
         ("sink gradient by PyTorch: sinks above what holds them", ".clamp(max=0.0)", ""),
-        ("sink gradient by PyTorch: the first chunk alone", "total -= ", "total = -"),
+        ("sink gradient by PyTorch: the last rows alone", "total[heads] -= ", "total[heads] = -"),
+        ("sink gradient by PyTorch: the first heads' sinks", "sinks[heads, None] - lse", "sinks[: heads.stop - heads.start, None] - lse"),
     ),
 ]  # fmt: skip

@@ -240,7 +240,7 @@ def test_merged_parts_have_one_sink(device):
 @pytest.mark.parametrize("cap", [1, 1024])
 def test_of_many_tiles(device, cap, monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
-    monkeypatch.setattr(sink_gradient, "_CHUNK_FLOATS", 10000)
+    monkeypatch.setattr(sink_gradient, "_MOST_ELEMENTS", 10000)
     monkeypatch.setenv("FFPA_BACKEND", "reference")
     monkeypatch.setattr(reference, "_ENOUGH_BYTES", 1 << 18)
     inputs, _ = dense(device, n_q=300, n_k=200)
