@@ -15,7 +15,7 @@ import torch
 from campaign_draw import generate
 from campaign_problems import FP8, Layout, Mask, Problem, Sinks
 from campaign_shrink import as_test, shrink
-from ffpa_attn.backends import reference
+from ffpa_attn.backends.reference_heads import Heads
 from ffpa_attn.operators import dispatch_keys, ops
 
 
@@ -198,10 +198,10 @@ def half(gradient, *args, **more):
 
 
 FAULTS = [  # where each is, and what a problem needs to show it: s(inks), m(ax logits)
-    (reference.Heads, "sinks_of", twice, "s"),
-    (reference.Heads, "sinks_of", all_of_the_last_head, "s"),
-    (reference.Heads, "keep_largest", sinks_as_scores, "sm"),
-    (reference.Heads, "keep_largest", all_of_the_first_entry, "m"),
+    (Heads, "sinks_of", twice, "s"),
+    (Heads, "sinks_of", all_of_the_last_head, "s"),
+    (Heads, "keep_largest", sinks_as_scores, "sm"),
+    (Heads, "keep_largest", all_of_the_first_entry, "m"),
     (ops, "_forward_of_added_mask", what_a_mask_adds, "m"),
     (dispatch_keys, "gradient_of_sinks", without_that_of_the_lse, "s"),
     (dispatch_keys, "gradient_of_sinks", half, "s"),

@@ -45,6 +45,12 @@ MUTANTS = [
         ("the backward passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype, result_bytes) from None\n", "        raise\n"),
     ),
     *edits_in(
+        "operators/ops.py",
+        "tests/test_campaign_sinks.py -k 'fail'",
+        ("the gradient of sinks passes PyTorch's error on", "        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None\n", "        raise\n"),
+        ("a bool mask for the largest scores passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype, result_bytes) from None\n    of_largest", "        raise\n    of_largest"),
+    ),
+    *edits_in(
         "backends/reference.py",
         "tests/operators/test_memory.py",
         ("wrong head of the group", "slice(h0 * group, h1 * group)", "slice(h0, h0 + (h1 - h0) * group)"),
@@ -225,6 +231,8 @@ MUTANTS = [
         "tests/support/test_transient.py tests/triton_ops/test_triton.py -k 'transient or kind or half_way or leaves_calls or compile_leaves'",
         ("give up: every kind of call", "if kind == _kind(p, plan)", "if True"),
         ("give up: whatever the mask", "see.top_left, p.mask, p.softcap > 0", "see.top_left, p.softcap > 0"),
+        ("give up: with and without sinks", "p.needs_lse, p.sinks, p.largest", "p.needs_lse, p.largest"),
+        ("give up: with and without the largest scores", "p.needs_lse, p.sinks, p.largest", "p.needs_lse, p.sinks"),
     ),
     *edits_in(
         "checks/arguments.py",

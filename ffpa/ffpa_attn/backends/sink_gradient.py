@@ -6,8 +6,9 @@ run gives the same bits.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -21,11 +22,11 @@ from .backward import as_read
 _DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _ROWS = 64  # rows of a block, as kSinkRows says
 _MOST_BLOCKS = 2**31 - 1
-_CHUNK_FLOATS = 1 << 24  # floats of dO that PyTorch has at a time, at most
-_BYTES_PER_FLOAT = 8  # bytes for dO in f32, and its product with O
+_BYTES_PER_ELEMENT = 12  # bytes for an element of dO and O in PyTorch: both in float32, and their product
+_MOST_ELEMENTS = 1 << 24  # elements at a time beyond which more gain nothing
 
 
-def sink_gradient(grad_out, grad_lse, out, lse, sinks, workspace_cap: float = math.inf) -> torch.Tensor:
+def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
     """Returns the gradient of sinks, float32 [H], from tensors [B, H, N, D] and LSEs [B, H, N], or from those of packed
     sequences without their batch dim. Rows whose LSE is infinite have no part in it.
     """
@@ -37,7 +38,7 @@ def sink_gradient(grad_out, grad_lse, out, lse, sinks, workspace_cap: float = ma
     spec = _kernel(out)
     if spec is None:
         with PlainTorch(out.device):
-            return _by_pytorch(grad_out, grad_lse, out, lse, sinks, workspace_bytes(out, workspace_cap))
+            return _by_pytorch(grad_out, grad_lse, out, lse, sinks)
     grad_out, out = as_read(grad_out, {}), as_read(out, {})
     partial = torch.empty(out.shape[1], _blocks(out) // out.shape[1], dtype=torch.float32, device=out.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -46,14 +47,14 @@ def sink_gradient(grad_out, grad_lse, out, lse, sinks, workspace_cap: float = ma
     return partial.sum(1)
 
 
-def workspace_bytes(out: torch.Tensor, cap: float) -> int:
-    """Returns the bytes that it takes beside what is O(N); `out` is [B, H, N, D] or [H, N, D]."""
-    return 0 if _kernel(out) else min(cap, _CHUNK_FLOATS * _BYTES_PER_FLOAT, out.numel() * _BYTES_PER_FLOAT)
+def workspace_bytes(out: torch.Tensor) -> int | None:
+    """Returns what it takes beside O(N), or None where that is as much as the workspace holds."""
+    return 0 if _kernel(out[None] if out.dim() == 3 else out) else None
 
 
 def _blocks(out: torch.Tensor) -> int:
-    *heads, rows, _ = out.shape
-    return math.prod(heads) * -(-rows // _ROWS)
+    batch, heads, rows, _ = out.shape
+    return batch * heads * -(-rows // _ROWS)
 
 
 def _kernel(out: torch.Tensor) -> BackwardSinkGradient | None:
@@ -80,16 +81,24 @@ def _launch(spec: BackwardSinkGradient, device: torch.device, shape, of_out, of_
     return Launch(spec, params, memory | {"partial": WRITE}, device)
 
 
-def _by_pytorch(grad_out, grad_lse, out, lse, sinks, most_bytes: int) -> torch.Tensor:
+def _by_pytorch(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
     total = torch.zeros_like(sinks)
-    batch, heads, rows, columns = out.shape
-    step = max(most_bytes // (batch * heads * columns * _BYTES_PER_FLOAT), 1)
-    for first in range(0, rows, step):
-        of_rows = slice(first, first + step)
-        delta = (grad_out[:, :, of_rows].float() * out[:, :, of_rows]).sum(-1)
+    for at in _pieces(out.shape):
+        heads = at[1]
+        delta = (grad_out[at].float() * out[at]).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse[:, :, of_rows]
-        p = torch.exp((sinks[:, None] - lse[:, :, of_rows]).clamp(max=0.0))  # above 1 it would come from roundings
-        p = torch.where(lse[:, :, of_rows].isinf(), 0.0, p)
-        total -= torch.where(p == 0, 0.0, p * delta).sum((0, 2))
+            delta -= grad_lse[at]
+        p = torch.exp((sinks[heads, None] - lse[at]).clamp(max=0.0))  # above 1 it would come from roundings
+        p = torch.where(lse[at].isinf(), 0.0, p)
+        total[heads] -= torch.where(p == 0, 0.0, p * delta).sum(1)
     return total
+
+
+def _pieces(shape) -> Iterator[tuple[int, slice, slice]]:
+    """Gives the entry, the heads and the rows of what the workspace holds at a time."""
+    batch, heads, rows, columns = shape
+    elements = min((env.run_flags()["FFPA_WORKSPACE_MB"] << 20) // _BYTES_PER_ELEMENT, _MOST_ELEMENTS)
+    rows_at_a_time = max(elements // columns, 1)
+    heads_at_a_time = max(rows_at_a_time // rows, 1)
+    for entry, head, row in product(range(batch), range(0, heads, heads_at_a_time), range(0, rows, rows_at_a_time)):
+        yield entry, slice(head, head + heads_at_a_time), slice(row, row + rows_at_a_time)

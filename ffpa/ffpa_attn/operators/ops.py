@@ -170,7 +170,8 @@ def _forward(form, q, k, v, out, options):
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
-        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
+        # This depends on addresses, which no plan can know.
+        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask, sinks=form.sinks)
     try:
         results = run_forward(plan, form, q, k, v, out)
     except triton_launch.Unable as error:
@@ -318,12 +319,10 @@ def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> tor
         grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)
     elif layout == "BNHD":
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
-    flags = env.run_flags()
-    cap = flags["FFPA_WORKSPACE_MB"] << 20
     try:
-        return sink_gradient(grad_out, grad_lse, out, lse, sinks, cap)
+        return sink_gradient(grad_out, grad_lse, out, lse, sinks)
     except torch.OutOfMemoryError as error:
-        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out, cap), flags) from None
+        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None
 
 
 def _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout) -> None:

@@ -49,7 +49,7 @@ def explained(
 
 
 def of_sink_gradient(
-    error: torch.OutOfMemoryError, out: torch.Tensor, workspace: int, flags: Mapping[str, Any]
+    error: torch.OutOfMemoryError, out: torch.Tensor, workspace: int | None, flags: Mapping[str, Any]
 ) -> torch.OutOfMemoryError:
     """Does the same where the gradient of sinks has no memory, which works with any workspace."""
     call = f"gradient of sinks, of `out` with shape {tuple(out.shape)} and dtype {out.dtype}"
