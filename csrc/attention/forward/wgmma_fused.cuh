@@ -173,7 +173,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
             queue_scores(scores, group);
             ptx::wgmma_wait_group<0>();
             slots_.release(kSlotsOfKeys);
-            to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
+            to_probabilities(scores, params_, kept, tiles.first * kKeys, row, state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
@@ -182,7 +182,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
               ptx::wgmma_wait_group<1>();
               slots_.release(kSlotsOfKeys);
               const float before[2] = {state.reference[0], state.reference[1]};
-              const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
+              const bool moved = to_probabilities(scores, params_, kept, tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
               slots_.release(kSlotsOfValues);
               if (moved) rescale(out, before, state.reference);

@@ -187,7 +187,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
             if (group == 0) {  // nothing comes before the first tile
               begin_scores(scores, group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept.get(), first_key(tile, group), row, state, lane_);
+              to_probabilities(scores, params_, kept, first_key(tile, group), row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
               ++tile;
             }
@@ -199,7 +199,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
               ptx::wgmma_wait_group<1>();  // before the tensor cores have so much to do that the warp waits for them
               end_their_product(group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept.get(), first_key(tile, group), row, state, lane_);
+              to_probabilities(scores, params_, kept, first_key(tile, group), row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
             }
             queries().release(lane_);

@@ -230,7 +230,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             queue_scores(scores, at.group());
             ptx::wgmma_wait_group<0>();
             slots_.release();
-            to_probabilities(scores, params_, kept.get(), first_key(tiles.first, rank_), at.row(), state, lane_);
+            to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
@@ -240,7 +240,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
               slots_.release();
-              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              to_probabilities(scores, params_, kept, first_key(tile, rank_), at.row(), state, lane_);
               ptx::wgmma_wait_group<0>();
               slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);

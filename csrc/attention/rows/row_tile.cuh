@@ -136,6 +136,7 @@ struct SharedRowTile : RowTile {
   static FFPA_HOST_DEVICE int inverse_of(int heads) { return ceil_div(1 << 16, heads); }
 
   FFPA_DEVICE int split() const { return part; }
+  FFPA_DEVICE const SharedRowTile& get() const { return *this; }  // as KeptRows has it
   FFPA_DEVICE RowPlace place(int i) const {
     const int row = i * inverse >> 16;
     return {head_index + i - row * heads, first + row};
