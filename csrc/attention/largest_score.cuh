@@ -27,12 +27,14 @@ FFPA_DEVICE void raise_global(float* address, float value) {
 }
 
 // Tells AttentionParams::largest of the largest scores of two rows that each lane of a warp has; natural(x) is the
-// score of what the softmax has as x, and rises with it. The rows are row_of(0) and row_of(1) of the tile. `told` is
-// the largest that the warp has told of before, where all rows are of one head.
-template <class RowOf, class Natural>
-FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& params, const SharedRowTile& rows,
-                              float& told, const RowOf& row_of, const Natural& natural) {
-  if (rows.heads == 1 && !ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
+// score of what the softmax has as x, and rises with it. The rows are row_of(0) and row_of(1) of the row tile
+// kept.get(). `told` is the largest that the warp has told of before, where all rows are of one head.
+template <class Kept, class RowOf, class Natural>
+FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
+                              const RowOf& row_of, const Natural& natural) {
+  const bool has_one_head = params.tile_heads == 1;
+  if (has_one_head && !ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
+  const SharedRowTile rows = kept.get();
   float* of_entry = params.largest + rows.batch() * int64_t{params.heads_q};
   float of_both = -kInfinity;
   FFPA_UNROLL
@@ -40,9 +42,9 @@ FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& 
     const RowPlace at = rows.place(row_of(h));
     if (at.row > rows.last) continue;
     of_both = larger_of(of_both, largest[h]);
-    if (rows.heads > 1 && largest[h] > -kInfinity) raise_global(of_entry + at.head, natural(largest[h]));
+    if (!has_one_head && largest[h] > -kInfinity) raise_global(of_entry + at.head, natural(largest[h]));
   }
-  if (rows.heads > 1) return;
+  if (!has_one_head) return;
   FFPA_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) of_both = larger_of(of_both, ptx::shfl_xor(of_both, distance));
   if (!(of_both > told)) return;

@@ -88,7 +88,7 @@ template <class Kept, class RowOf>
 FFPA_DEVICE void tell_if_asked(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
                                const RowOf& row_of) {
   if (params.largest == nullptr) return;
-  tell_largest(largest, params, kept.get(), told, row_of,
+  tell_largest(largest, params, kept, told, row_of,
                [&](float x) { return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });
 }
 
