@@ -108,20 +108,22 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
     auto items = item_queue();
-    bring_row_tiles(
-        kKeys, [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&](const TileRange& tiles, const MapPlace& place, int n_k) {
-          FFPA_NO_UNROLL
-          for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-            if (tile < tiles.end) {
-              bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys, kLargestInt);
-            }
-            if (tile > tiles.first) {
-              bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
-                                                                       (tile - 1) * kKeys, n_k);
-            }
-          }
-        });
+    bring_row_tiles([&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+                    [&](const SharedRowTile& rows, const MapPlace& place) {
+                      const TileRange tiles = visible_part(rows, kKeys, params_);
+                      const int n_k = rows.n_k();
+                      FFPA_NO_UNROLL
+                      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+                        if (tile < tiles.end) {
+                          bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
+                                                                         kLargestInt);
+                        }
+                        if (tile > tiles.first) {
+                          bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
+                                                                                   (tile - 1) * kKeys, n_k);
+                        }
+                      }
+                    });
   }
 
   // Brings a tile of K or V; rows from `end` on become zeros.

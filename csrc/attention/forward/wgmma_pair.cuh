@@ -141,7 +141,9 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       items.expect(lane_);
       return items.get(lane_);
     };
-    bring_row_tiles(kKeys, next_item, [&](const TileRange& tiles, const MapPlace& place, int n_k) {
+    bring_row_tiles(next_item, [&](const SharedRowTile& rows, const MapPlace& place) {
+      const TileRange tiles = visible_part(rows, kKeys, params_);
+      const int n_k = rows.n_k();
       FFPA_NO_UNROLL
       for (int tile = tiles.first; tile <= tiles.end; ++tile) {
         if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));

@@ -166,6 +166,18 @@ FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
   return begin < end ? Run{begin / step * step, end} : Run{0, 0};
 }
 
+// Returns the keys that visible_part() returns as tiles; but the tiles begin where the visible keys do, which is for
+// kernels whose copies may begin anywhere. There may be keys behind the last one that exists.
+template <class Block>
+FFPA_DEVICE Run visible_part_from_first(const Block& block, int keys, const AttentionParams& params) {
+  const int begin = visible_keys_begin(block);
+  const int tiles = ceil_div(max_of(visible_keys_end(block) - begin, 0), keys);
+  if (params.splits == 1) return {begin, begin + tiles * keys};
+  const int tiles_of_part = params.part_keys / keys;
+  const int first_of_part = min_of(block.split() * tiles_of_part, tiles);
+  return {begin + first_of_part * keys, begin + min_of(first_of_part + tiles_of_part, tiles) * keys};
+}
+
 FFPA_DEVICE Run run_over_keys(const RowTile& rows, int step) {
   return whole_steps(visible_keys_begin(rows), visible_keys_end(rows), step);
 }

@@ -58,6 +58,10 @@ class Visibility(NamedTuple):
     def bounded(self) -> bool:
         return self.left >= 0 or self.right >= 0
 
+    @property
+    def is_window(self) -> bool:
+        return self.left >= 0 and self.right >= 0
+
 
 FP8_DTYPES = ("e4m3", "e5m2")
 
