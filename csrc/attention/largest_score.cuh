@@ -1,8 +1,8 @@
 // Finds the largest score of each query head (AttentionParams::largest), for callers who clip Q and K by it.
 //
-// The softmax has the largest score of each row of a tile, and tells of it: warps raise the float of a head where it is
-// larger than what they have told before, which happens a few times a row tile. Whichever comes first, the result is
-// the same, and it does not depend on references.
+// The softmax has the largest score of each row of a tile, and tells of it: warps raise the float of a head where
+// theirs is larger than what they know to be told, which happens a few times a row tile at most. Whichever comes first,
+// the result is the same; and it does not depend on references.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,19 @@ FFPA_DEVICE void raise_global(float* address, float value) {
   }
 }
 
+// Returns the largest score that blocks have told of so far for the head of a row tile. Heads that share tiles have
+// none in common.
+template <class Kept>
+FFPA_DEVICE float told_so_far(const AttentionParams& params, const Kept& kept) {
+  if (params.tile_heads > 1) return -kInfinity;
+  const SharedRowTile rows = kept.get();
+  return float_from_bits(
+      ptx::ld_acquire_global_4(params.largest + rows.batch() * int64_t{params.heads_q} + rows.head()));
+}
+
 // Tells AttentionParams::largest of the largest scores of two rows that each lane of a warp has; natural(x) is the
 // score of what the softmax has as x, and rises with it. The rows are row_of(0) and row_of(1) of the row tile
-// kept.get(). `told` is the largest that the warp has told of before, where all rows are of one head.
+// kept.get(). `told` is the largest score that the warp knows to be told, where all rows are of one head.
 template <class Kept, class RowOf, class Natural>
 FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
                               const RowOf& row_of, const Natural& natural) {

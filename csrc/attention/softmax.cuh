@@ -81,6 +81,15 @@ FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& 
   for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
 }
 
+// Returns what a warp begins with as what is told: later row tiles seldom have a larger score. It may be a little too
+// small, as the division rounds.
+template <class Kept>
+FFPA_DEVICE float told_before(const AttentionParams& params, const Kept& kept) {
+  if (params.largest == nullptr) return -kInfinity;
+  const float told = told_so_far(params, kept) * (are_raw(params) ? ptx::rcp(params.scale) : 1);
+  return told - 1e-6f * std::fabs(told);
+}
+
 // Tells of the largest scores of two rows, if a call asks for them, from what apply_rules has left: see
 // largest_score.cuh.
 // The row tile is kept.get().
@@ -108,7 +117,7 @@ inline constexpr float kLazyGrowth = std::is_same_v<AccPv, float> ? 8.0f : 0.0f;
 struct RowState {
   float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
   float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
-  float told = -kInfinity;                        // as tell_largest() has it
+  float told = -kInfinity;                        // as told_before() and tell_largest() have it
 
   // Says whether the reference is to follow this logit.
   FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {

@@ -111,6 +111,7 @@ class ForwardMmaTwoPhase {
  private:
   FFPA_DEVICE void compute_row_tile() {
     RowState state;
+    state.told = told_before(params_, kept());
     Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
       const float before[2] = {state.reference[0], state.reference[1]};
       compute_probabilities(chunk, state);

@@ -174,6 +174,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
+          state.told = told_before(params_, kept);
           Out out;
           float of_out[2] = {-kInfinity, -kInfinity};  // references of O
           FFPA_UNROLL

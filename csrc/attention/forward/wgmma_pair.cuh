@@ -230,6 +230,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             Probabilities p;
             float late[2];
             queue_scores(scores, at.group());
+            state.told = told_before(params_, kept);
             ptx::wgmma_wait_group<0>();
             slots_.release();
             to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
