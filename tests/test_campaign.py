@@ -403,8 +403,8 @@ def test_wrong_numbers_are_found(monkeypatch):
     run = ops.run
 
     def spoilt(change):
-        def spoiling(plan, direction, q, k, v, out, *rest):
-            run(plan, direction, q, k, v, out, *rest)
+        def spoiling(plan, direction, q, k, v, out, *rest, **more):
+            run(plan, direction, q, k, v, out, *rest, **more)
             change(q, out)
 
         monkeypatch.setattr(ops, "run", spoiling)

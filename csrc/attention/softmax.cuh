@@ -288,9 +288,9 @@ FFPA_DEVICE RowEnd end_row(const AttentionParams& params, int head, float refere
   return {(above > 0 ? smaller : 1) * ptx::rcp(of_both), above > 0 ? of_sink : of_keys};
 }
 
-// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row, and `divisor` that
-// of the P that O is made of. The thread with `writes` set writes the row's LSE, or its sum where this is a part of the
-// keys.
+// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row, and `divisor` the
+// sum of those P that O is made of. The thread with `writes` set writes the row's LSE, or, where these are not all of
+// its keys, its sum.
 template <class Score>
 FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
                              float sum, float divisor, bool writes, const Score& score) {

@@ -240,7 +240,7 @@ class TestSmallHeadDims:
         number = getattr(SDPBackend, name if name == "MATH" else f"{name}_ATTENTION").value
         ran, x, rule = [], q(1, 4, 16, 64), Rule(0.1, 0.0, ALL_KEYS)
         monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **keywords: number)
-        monkeypatch.setattr(type(without), "forward", lambda plan, *args: ran.append(plan))
+        monkeypatch.setattr(type(without), "forward", lambda plan, *args, **more: ran.append(plan))
         memo, out = {}, torch.empty_like(x)
         fresh = choice.plan.fresh(x, q(), q(), rule, 1 << 20, memo)
         choice.plan.forward(x, q(), q(), out, x.new_empty(0), None, None, rule, 1 << 20, memo)
@@ -454,7 +454,12 @@ class TestWarnings:
 class TestExplain:
     def test_what_explain_says_is_what_runs(self, monkeypatch, device):
         ran, run = [], ops.run
-        monkeypatch.setattr(ops, "run", lambda plan, *args: (ran.append(plan.choice.backend), run(plan, *args))[1])
+
+        def noted(plan, *args, **more):
+            ran.append(plan.choice.backend)
+            return run(plan, *args, **more)
+
+        monkeypatch.setattr(ops, "run", noted)
         x = q(device=device)
         for options in (
             {},

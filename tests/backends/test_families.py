@@ -16,6 +16,11 @@ def attention(d: int, rows: int, keys: int, gradients: bool = False) -> None:
         out.sum().backward()
 
 
+def attention_with_sinks() -> None:
+    x, sinks = torch.randn(1, 1, 8, 64).bfloat16(), torch.zeros(1, requires_grad=True)
+    ffpa(x, x, x, sinks=sinks).sum().backward()
+
+
 def attention_of_latents() -> None:
     q, k = torch.randn(1, 1, 1, 576).bfloat16(), torch.randn(1, 1, 8, 576).bfloat16()
     ffpa(q, k, k[..., :512])
@@ -33,6 +38,7 @@ CALLS = [
     ("mma", False, lambda: attention(512, 8, 72)),
     ("mma", False, lambda: attention(64, 1, 2000)),  # few rows: parts of the keys are merged
     ("mma", True, lambda: attention(640, 8, 72)),
+    ("mma", False, attention_with_sinks),
     ("hopper", False, lambda: attention(64, 8, 8, gradients=True)),
     ("hopper", False, lambda: attention(384, 8, 8)),
     ("hopper", True, lambda: attention(768, 8, 8)),

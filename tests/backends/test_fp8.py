@@ -47,7 +47,12 @@ def path(request, monkeypatch) -> str:
             pytest.skip("this GPU has no 8-bit floats")
         if device == "cpu":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(ops, "run", lambda plan, *args: (launches.append(plan.choice.backend), run(plan, *args))[1])
+
+    def noted(plan, *args, **more):
+        launches.append(plan.choice.backend)
+        run(plan, *args, **more)
+
+    monkeypatch.setattr(ops, "run", noted)
     monkeypatch.setenv("FFPA_BACKEND", request.param)
     yield request.param
     if request.param != "reference":
@@ -385,7 +390,7 @@ def test_rows_of_scales():
 
 def test_what_the_kernel_is_given(monkeypatch):
     calls = []
-    monkeypatch.setattr(ops, "run", lambda *args: calls.append(args))
+    monkeypatch.setattr(ops, "run", lambda *args, **more: calls.append(args))
     monkeypatch.setattr(choice.triton_attention, "why_not", lambda: None)
     monkeypatch.setenv("FFPA_BACKEND", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -245,9 +245,9 @@ def test_sinks_beside_additive_masks(kernel, kind, parts):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("kernel", [KERNELS[1], KERNELS[8]], ids=["rows64", "fused"])
+@by_kernel
 def test_calls_without_keys(kernel, packed):
-    q, k, v = (torch.zeros(1, 2, n, 64, dtype=F16) for n in (5, 0, 0))
+    q, k, v = (torch.zeros(1, 2, n, d, dtype=F16) for n, d in ((5, kernel.d), (0, kernel.d), (0, kernel.d_v)))
     offsets = (torch.tensor([0, 3, 4]).int(), torch.zeros(3).int(), 2, 0) if packed else None
     of = (q[0], k[0], v[0]) if packed else (q, k, v)
     out, lse, largest = run(kernel, kernel.plan(F16), *of, everything(), offsets=offsets)
@@ -256,6 +256,11 @@ def test_calls_without_keys(kernel, packed):
     assert torch.equal(lse.reshape(2, 5), want)
     assert (out == 0).all()
     assert (largest == -math.inf).all()
+
+
+def plan_of_8_bits(dtype: torch.dtype) -> Fp8Plan:
+    of = "e4m3" if dtype == torch.float8_e4m3fn else "e5m2"
+    return Fp8Plan(specs.ForwardWgmmaFp8(of, specs.FP8_COLUMNS[-1]))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
@@ -268,11 +273,9 @@ def test_8_bit_floats(dtype, softcap):
     scales = tuple(torch.full((1, heads, blocks), of) for heads, blocks, of in ((4, 1, 0.5), (2, 3, 0.25), (2, 3, 1.0)))
     out, lse = torch.empty(1, 4, 70, 64), torch.empty(1, 4, 70)
     largest, sinks = torch.full((1, 4), -math.inf), torch.tensor([1.5, -math.inf, 9.0, 1e30])
-    name = "e4m3" if dtype == torch.float8_e4m3fn else "e5m2"
     rule = Rule(0.3, softcap, Visibility(-1, 0, True))
     with emulate(kernel.arch):
-        plan = Fp8Plan(specs.ForwardWgmmaFp8(name, specs.FP8_COLUMNS[-1]))
-        plan.forward_fp8(q, k, v, scales, out, lse, rule, CAP, {}, sinks, largest)
+        plan_of_8_bits(dtype).forward_fp8(q, k, v, scales, out, lse, rule, CAP, {}, sinks, largest)
     q, k, v = q.double() * 0.5, k.double() * 0.25, v.double()
     hidden = ~oracle.visible(70, 300, causal=True, align="top_left")
     torch.testing.assert_close(largest, largest_of(q, k, 0.3, softcap, hidden), rtol=6e-7, atol=0)
@@ -280,3 +283,13 @@ def test_8_bit_floats(dtype, softcap):
     want, want_lse = with_sinks(*want, sinks)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), want, rtol=0.15, atol=0.1)
+
+
+def test_8_bit_rows_past_the_last_have_no_scores():
+    """The rows of a tile that do not exist have products of 0, above all scores of those that do."""
+    q, k = (torch.full((1, 2, n, 64), x).to(torch.float8_e4m3fn) for n, x in ((5, 1.0), (40, -1.0)))
+    out, lse, largest = torch.empty(1, 2, 5, 64), torch.empty(1, 2, 5), torch.full((1, 2), -math.inf)
+    with emulate("sm_90a"):
+        plan = plan_of_8_bits(q.dtype)
+        plan.forward_fp8(q, k, k, (None, None, None), out, lse, everything(0.25), CAP, {}, None, largest)
+    torch.testing.assert_close(largest, torch.full((1, 2), -16.0), rtol=1e-6, atol=0)

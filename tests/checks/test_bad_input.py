@@ -49,6 +49,11 @@ def overlapping():
     return call(q, out=q)
 
 
+def over_sinks():
+    out = t(2, 4, 10, 64)
+    return call(out=out, sinks=out[0, 0, 0, :4])
+
+
 A_MASK = r"`o`, the fourth argument, takes the result, and it has "
 
 
@@ -223,6 +228,7 @@ BAD = [
     ("out misaligned", lambda: call(out=misaligned(2, 4, 10, 64)), ValueError, "`out` starts at an address"),
     ("out expanded", lambda: call(out=t(1, 4, 10, 64).expand(2, -1, -1, -1)), ValueError, r"`out` is expanded .*out.clone\(\)"),
     ("out is q", overlapping, ValueError, "`out` overlaps the memory of `q`"),
+    ("sinks in out", over_sinks, ValueError, "`out` overlaps the memory of `sinks`"),
     ("out needs grad", lambda: with_grad("out"), ValueError, r"`out` requires grad.*out.detach\(\)"),
     ("k needs grad with out", lambda: with_grad("k"), ValueError, r"`out` is given but an input requires grad.*torch.no_grad\(\)"),
     # packed sequences

@@ -225,6 +225,8 @@ MUTANTS = [
         "tests/support/test_transient.py tests/triton_ops/test_triton.py -k 'transient or kind or half_way or leaves_calls or compile_leaves'",
         ("give up: every kind of call", "if kind == _kind(p, plan)", "if True"),
         ("give up: whatever the mask", "see.top_left, p.mask, p.softcap > 0", "see.top_left, p.softcap > 0"),
+        ("give up: with and without sinks", "p.needs_lse, p.sinks, p.largest", "p.needs_lse, p.largest"),
+        ("give up: with and without the largest scores", "p.needs_lse, p.sinks, p.largest", "p.needs_lse, p.sinks"),
     ),
     *edits_in(
         "checks/arguments.py",

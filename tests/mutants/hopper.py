@@ -406,8 +406,8 @@ MUTANTS = [
         "csrc/attention/softmax.cuh",
         ('fp8: logits of raw scores', 'const float factor = params.score_factor * scale;', 'const float factor = params.score_factor;'),
         ('fp8: P of another exponent', 'below + exponent);', 'below + 1);'),
-        ('fp8: references wait to grow', 'largest_of_row(scores, h)), 0.0f)', 'largest_of_row(scores, h)))'),
-        ('fp8: references below the maximum', 'std::ceil(largest_of_row', 'std::floor(largest_of_row'),
+        ('fp8: references wait to grow', 'std::ceil(largest), 0.0f)', 'std::ceil(largest))'),
+        ('fp8: references below the maximum', 'std::ceil(largest), 0.0f)', 'std::floor(largest), 0.0f)'),
     ),
     *fp8(
         "csrc/attention/forward/arrange_values.cuh",

@@ -87,6 +87,14 @@ MUTANTS = [
         ("PyPI: sinks ignored", '"sink attention_mask', '"attention_mask'),
     ),
     *edits_in(
+        "integrations/flash_api.py",
+        "tests/integrations/test_flash_api.py -k sinks",
+        ("flash: sinks of FlashAttention 3 ignored", "return learnable_sink if s_aux is None else s_aux", "return learnable_sink"),
+        ("flash: sinks of FlashAttention 4 ignored", "return learnable_sink if s_aux is None else s_aux", "return s_aux"),
+        ("flash: dense calls have no sinks", 'layout="BNHD", sinks=_sinks(s_aux, learnable_sink))', 'layout="BNHD")'),
+        ("flash: packed calls have no sinks", "*offsets, sinks=_sinks(s_aux, learnable_sink))", "*offsets)"),
+    ),
+    *edits_in(
         "checks/memory_checks.py",
         "tests/integrations/test_sdpa.py tests/integrations/test_transformers.py -k 'decide or as_layers_leave or compiled_passed_on'",
         ("traced: odd strides", "not any(stride % step for stride in x.stride()[:-1])", "True"),
@@ -114,6 +122,8 @@ MUTANTS = [
         "tests/integrations/test_transformers.py -k 'either_name or each_row or chosen'",
         ("transformers: sinks of another name ignored", "s_aux if sinks is None else sinks", "s_aux"),
         ("transformers: sinks of another name not handed on", '"sinks": sinks, ', ""),
+        ("transformers: sinks ignored", '"sinks": given}', '"sinks": None}'),
+        ("transformers: sinks of each row", "if sinks is not None and sinks.dim() > 1:", "if False:"),
         ("transformers: chosen keys ignored", "if others.get(name) is not None:", "if False:"),
     ),
     *edits_in(
@@ -150,8 +160,6 @@ MUTANTS = [
         ("transformers: softcap dropped", '"softcap": softcap or 0.0', '"softcap": 0.0'),
         ("transformers: is_causal of the call ignored", "if is_causal is None else is_causal)", ")"),
         ("transformers: dropout ignored", "if dropout > 0:", "if False:"),
-        ("transformers: sinks ignored", '"sinks": given}', '"sinks": None}'),
-        ("transformers: sinks of each row", "if sinks is not None and sinks.dim() > 1:", "if False:"),
         ("transformers: any version", "[:2])) < OLDEST:", "[:2])) < (0, 0):"),
         ("transformers: autocast not seen", "and not casts:", "and True:"),
         ("transformers: types left mixed", "tensors = [x.to(half[0]) for x in tensors] if half else tensors", "pass"),

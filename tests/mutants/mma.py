@@ -51,7 +51,7 @@ MUTANTS = [
         ("sums of the last warp ignored", "for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum", "for (int warp = 0; warp < Config::kScoreWarpsByKeys - 1; ++warp) sum"),
         ("factor of the new reference to itself", "growth(before, state.reference[h])", "growth(state.reference[h], state.reference[h])"),
         ("states of the item before", "    for (RowState& state : states_) state = {};\n", ""),
-        ("rules of the first rows for all", "                  score_row() + m * 16, key + score_key(), lane_, states", "                  score_row(), key + score_key(), lane_, states"),
+        ("rules of the first rows for all", "                  score_row() + m * 16, key + score_key(), lane_, told", "                  score_row(), key + score_key(), lane_, told"),
         ("products without their rules", "    apply_rules_to(scores, tile * kKeys);\n", ""),
         ("O not rescaled", "tile::scale_rows(out[m][n], factor[m]);", "(void)factor;"),
         ("O rescaled where the first row asks only", "any |= factor[m][h] != 1;", "any |= m + h == 0 && factor[m][h] != 1;"),

@@ -58,10 +58,10 @@ MUTANTS = [
         "backends/sink_gradient.py",
         "tests/operators/test_sinks.py",
         ("sinks: the gradient of the LSE is left out", "if grad_lse is not None:", "if False:"),
-        ("sinks: rows that see nothing have a gradient", ".masked_fill_(lse.abs() == _INF, 0.0)", ""),
-        ("sinks: the last rows have no gradient", "for first in range(0, rows, step):", "delta.zero_()\n    for first in range(0, rows - step, step):"),
-        ("sinks: gradient of the other sign", "return -(of_sink", "return +(of_sink"),
-        ("sinks: 16 bits of dO * O", "grad_out[..., here, :].float() * out[..., here, :].float()", "grad_out[..., here, :] * out[..., here, :]"),
+        ("sinks: rows that see nothing have a gradient", "torch.where(lse[at].isinf(), 0.0, p)", "p"),
+        ("sinks: the last rows have no gradient", "range(0, rows, rows_at_a_time)", "range(0, rows - rows_at_a_time, rows_at_a_time)"),
+        ("sinks: gradient of the other sign", "total[heads] -= torch.where", "total[heads] += torch.where"),
+        ("sinks: 16 bits of dO * O", "grad_out[at].float() * out", "grad_out[at] * out"),
     ),
     *edits_in(
         "backends/reference.py",
@@ -70,6 +70,10 @@ MUTANTS = [
         ("sinks: not among what may be largest", "torch.maximum(row_max, sinks)", "row_max"),
         ("sinks: not in the sum", "        row_sum += (sinks - top).exp_()\n", "        pass\n"),
         ("sinks: among the largest scores", "    return row_max\n", "    return top\n"),
+    ),
+    *edits_in(
+        "backends/reference_heads.py",
+        "tests/operators/test_sinks.py",
         ("the largest score is the last tile's", "torch.maximum(largest, tile.by_head(row_max).amax((1, 2)), out=largest)", "largest.copy_(tile.by_head(row_max).amax((1, 2)))"),
     ),
     *edits_in(
@@ -93,6 +97,7 @@ MUTANTS = [
         "operators/mapped.py",
         "tests/operators/test_sinks.py",
         ("vmap: the first entry's sinks for all", "t.unbind(d) for t, d", "(t.select(d, 0),) * size for t, d"),
+        ("vmap: no entry's sinks for all", "        if x:\n            return _forward_of_each", "        if True:\n            return _forward_of_each"),
     ),
     *edits_in(
         "operators/again.py",

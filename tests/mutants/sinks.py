@@ -28,7 +28,9 @@ MUTANTS = [
         ("sinks: parts join them, too", "  if (params.splits > 1) {\n    if (writes", "  sum += params.sinks != nullptr;\n  if (params.splits > 1) {\n    if (writes"),
         ("largest: products taken for scores", "return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });", "return x; });"),
         ("largest: tiles that all rows see tell nothing", "!are_plain(params, all_seen) || params.largest != nullptr", "!are_plain(params, all_seen)"),
-        ("largest: 8-bit logits taken for scores", "[](float x) { return ptx::mul_rn(x, kLn2); }", "[](float x) { return x; }"),
+        ("largest: 8-bit logits taken for scores", "larger_of(of_lane, ptx::mul_rn(largest, kLn2))", "larger_of(of_lane, largest)"),
+        ("largest: 8-bit rows past the last count", " && has_row(rows, row + tile::c_coordinate(lane, 2 * h).row)", ""),
+        ("largest: of half of a lane's 8-bit rows", "of_lane = larger_of(of_lane, ptx", "of_lane = larger_of(-kInfinity, ptx"),
     ),
     *sinks(
         "csrc/attention/largest_score.cuh",
@@ -36,8 +38,8 @@ MUTANTS = [
         ("largest: rows past the last count", "if (at.row > rows.last) largest = -kInfinity;", ""),
         ("largest: of the first batch entry for all", "params.largest + rows.batch() * int64_t{params.heads_q}", "params.largest"),
         ("largest: of some lanes", "int distance = 16; distance > 0", "int distance = 4; distance > 0"),
-        ("largest: heads that share tiles tell of the first", "raise_global(of_entry + at.head, largest)", "raise_global(of_entry + rows.head(), largest)"),
-        ("largest: warps tell once", "if (!(of_warp > told)) return;", "if (told > -kInfinity) return;"),
+        ("largest: heads that share tiles tell of the first", "int64_t{params.heads_q} + at.head, largest", "int64_t{params.heads_q} + rows.head(), largest"),
+        ("largest: warps tell once", "if (!(largest > told)) return;", "if (told > -kInfinity) return;"),
         ("largest: the second half of rows is that of the first", "scores[m][n][2 * h + 1]);", "scores[m][n][1]);"),
     ),
     *sinks(
@@ -69,9 +71,10 @@ MUTANTS = [
     ),
     *gradient(
         "backends/sink_gradient.py",
-        ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[:, :, of_rows].isinf(), 0.0, p)", "p"),
+        ("sink gradient by PyTorch: infinite LSEs count", "torch.where(lse[at].isinf(), 0.0, p)", "p"),
         ("sink gradient by PyTorch: rows that do not count", "torch.where(p == 0, 0.0, p * delta)", "(p * delta)"),
         ("sink gradient by PyTorch: sinks above what holds them", ".clamp(max=0.0)", ""),
-        ("sink gradient by PyTorch: the first chunk alone", "total -= ", "total = -"),
+        ("sink gradient by PyTorch: the last rows alone", "total[heads] -= ", "total[heads] = -"),
+        ("sink gradient by PyTorch: the first heads' sinks", "sinks[heads, None] - lse", "sinks[: heads.stop - heads.start, None] - lse"),
     ),
 ]  # fmt: skip

@@ -103,6 +103,23 @@ def test_packed(inputs, device, cap, monkeypatch):
     assert peak <= bytes_of(*kept[0]) + cap * MB + small(300, 4, 300)
 
 
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_sinks_and_the_largest_scores(inputs, device, cap, masked, monkeypatch):
+    """Beside an additive mask a second call, of eight columns of V and a bool mask, finds the largest scores."""
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
+    q, k, v, mask = inputs
+    sinks, kept = torch.randn(4).to(device), []
+    args = q, k, v, mask if masked else None, sinks
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["forward_max_logits"](*args, causal=True)))
+    more = mask.numel() + bytes_of(kept[0][0][..., :8]) if masked else 0
+    assert peak <= bytes_of(*kept[0]) + more + cap * MB + small(300, 4, 300)
+    out, lse, _ = kept.pop()
+    args = torch.randn_like(out), torch.randn_like(lse), out, lse, sinks
+    peak = peak_of(device, lambda: kept.append(ops._BODIES["sink_gradient"](*args)))
+    assert peak <= cap * MB + small(300, 4, 0)
+
+
 def test_no_copies_of_strided_inputs(device, monkeypatch):
     """Image models pass q, k and v so: row stride 3 D, one head."""
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1")

@@ -373,9 +373,9 @@ class TestCheckpointing:
         q, k, v, _ = dense(device)
         runs, run = [], ops.run
 
-        def counted(plan, direction, *args):
+        def counted(plan, direction, *args, **more):
             runs.extend([1] * (direction == "forward"))
-            run(plan, direction, *args)
+            run(plan, direction, *args, **more)
 
         monkeypatch.setattr(ops, "run", counted)
 
@@ -559,6 +559,21 @@ class TestOnAGpu:
         try:
             ffpa_attn.ffpa(q, k, v, causal=True, window=(9, -1)).float().sum().backward()
             ffpa_attn.ffpa_varlen(x, y, z, *offsets, causal=True).float().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_no_wait_beside_sinks(self):
+        q, k, v, mask = dense("cuda", mask="additive")
+        x, y, z, *offsets = packed("cuda")
+        sinks = torch.zeros(q.shape[1], device="cuda", requires_grad=True)
+        of_packed, asked = torch.zeros(x.shape[1], device="cuda", requires_grad=True), {"return_max_logits": True}
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ffpa_attn.ffpa(q, k, v, causal=True, sinks=sinks, **asked)[0].float().sum().backward()
+            ffpa_attn.ffpa(q, k, v, mask=mask, sinks=sinks, **asked)[0].float().sum().backward()
+            ffpa_attn.ffpa_varlen(x, y, z, *offsets, sinks=of_packed, **asked)[0].float().sum().backward()
+            none = offsets[0], torch.zeros_like(offsets[1]), offsets[2], 0
+            ffpa_attn.ffpa_varlen(x, y[:0], z[:0], *none, sinks=of_packed, **asked)[0].float().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -240,7 +240,7 @@ def test_merged_parts_have_one_sink(device):
 @pytest.mark.parametrize("cap", [1, 1024])
 def test_of_many_tiles(device, cap, monkeypatch):
     monkeypatch.setenv("FFPA_WORKSPACE_MB", str(cap))
-    monkeypatch.setattr(sink_gradient, "_MOST_BYTES", 40000)
+    monkeypatch.setattr(sink_gradient, "_MOST_ELEMENTS", 10000)
     monkeypatch.setenv("FFPA_BACKEND", "reference")
     monkeypatch.setattr(reference, "_ENOUGH_BYTES", 1 << 18)
     inputs, _ = dense(device, n_q=300, n_k=200)
@@ -546,6 +546,13 @@ def test_maps(device, dims):
         found = vmap(grad(loss, argnums=(0, 3)), in_dims=dims)(*given)
     for x, y in zip(found, zip(*want, strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(y), atol=2e-2, rtol=2e-2)
+
+
+def test_a_map_over_nothing(device):
+    (q, k, v), _ = dense(device)
+    sinks = sinks_on(device).expand(0, 4)
+    out, largest = vmap(lambda s: ffpa(q, k, v, sinks=s, return_max_logits=True))(sinks)
+    assert out.shape == (0, 2, 4, 20, 72) and largest.shape == (0, 2, 4)
 
 
 def test_flops_are_those_of_a_call_without(device):

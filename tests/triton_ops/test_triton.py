@@ -45,9 +45,9 @@ def launches(request, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     counts, run = [0, 0], ops.run
 
-    def counted(plan, direction, *args):
+    def counted(plan, direction, *args, **more):
         counts[("forward", "backward").index(direction)] += plan.choice.backend == "triton"
-        run(plan, direction, *args)
+        run(plan, direction, *args, **more)
 
     monkeypatch.setattr(ops, "run", counted)
     return counts
@@ -302,6 +302,7 @@ def test_a_kernel_that_does_not_compile_leaves_calls_to_others(monkeypatch):
         for changes in (
             {"direction": "backward"}, {"dtype": "f16"}, {"arch": "sm_80"}, {"d_v": 64}, {"d_qk": 120}, {"softcap": 3.0}, {"scale": -1.0},
             {"mask": "bool"}, {"packed": (8192, 8192)}, {"visibility": Visibility(-1, 0, False)}, {"needs_lse": False},
+            {"sinks": True}, {"largest": True},
         )
     ]  # fmt: skip
     plan = triton_attention.plan(PROBLEM, env.run_flags())

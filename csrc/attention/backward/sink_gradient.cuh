@@ -1,5 +1,5 @@
-// Computes the gradient of sinks. A sink joins the denominator of every row of its head and no numerator: with its part
-// of the denominator, P = exp(sink - LSE), and δ = dO·O - dLSE, a row's part of the gradient is -P δ.
+// Computes the gradient of sinks. A sink joins the denominator of every row of its head and no numerator. With its
+// share, P = exp(sink - LSE), and δ = dO·O - dLSE, a row's part of the gradient is -P δ.
 //
 // A block of threads has kSinkRows rows of a head, and leaves one sum; their sum is left to others, who add them in
 // their order: every run gives the same bits. As many lanes share a row as its columns keep busy.

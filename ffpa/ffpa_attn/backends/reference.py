@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..specs.spec import FP8_BLOCK, Visibility
+from .reference_heads import Heads
 
 Block = tuple[int, int]  # [first, past the last)
 
@@ -311,24 +312,6 @@ def _backward_plan(cap: int, q, k, v, seq: Sequence) -> Plan:
 # ---- forward ----
 
 
-class Heads(NamedTuple):
-    """What a forward has or gives for each head beside its rows, in float32: sinks [Hq], each a logit of no value; and a
-    place [B, Hq] for the largest scores, which holds -inf. Either may be None.
-    """
-
-    sinks: torch.Tensor | None = None
-    largest: torch.Tensor | None = None
-
-    def sinks_of(self, tile: Tile) -> torch.Tensor:
-        """Returns [n, G * rows, 1]."""
-        of_rows = self.sinks[tile.heads_q, None].expand(-1, tile.rows[1] - tile.rows[0])
-        return of_rows.reshape(tile.heads.stop - tile.heads.start, -1, 1)
-
-    def keep_largest(self, entry: int, tile: Tile, row_max: torch.Tensor) -> None:
-        largest = self.largest[entry, tile.heads_q]
-        torch.maximum(largest, tile.by_head(row_max).amax((1, 2)), out=largest)
-
-
 def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: int, heads: Heads) -> None:
     """Writes out and lse; both must come filled with what rows of no sequence give (0, -inf)."""
     for entry, seq in enumerate(sequences):
@@ -343,9 +326,7 @@ def forward(q, k, v, out, lse, sequences: Iterator[Sequence], rule: Rule, cap: i
                 tile.store_lse(lse, heads.sinks_of(tile))
 
 
-def _forward_tile(
-    q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, most_keys: int, heads: Heads
-) -> torch.Tensor:
+def _forward_tile(q, k, v, out, lse, tile: Tile, rule: Rule, visible: Block, most_keys: int, heads: Heads):
     """Returns the largest score of each row, [n, G * rows, 1]."""
     q_tile = tile.load(q)
     scores = torch.empty(*q_tile.shape[:2], visible[1] - visible[0], dtype=torch.float32, device=q.device)

@@ -10,6 +10,7 @@ import torch
 from ..specs.spec import Problem
 from ..support.private_torch import PlainTorch
 from . import reference
+from .reference_heads import Heads
 
 
 class ReferencePlan(NamedTuple):
@@ -23,7 +24,7 @@ class ReferencePlan(NamedTuple):
             out.zero_()
             lse.fill_(-float("inf"))
             wanted, sequences = lse if lse.dim() > 1 else None, _sequences(q, k, mask, offsets)
-            reference.forward(q, k, v, out, wanted, sequences, rule, workspace_cap, reference.Heads(sinks, largest))
+            reference.forward(q, k, v, out, wanted, sequences, rule, workspace_cap, Heads(sinks, largest))
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None):
         q, k, v = map(reference.Dequantised, (q, k, v), scales)

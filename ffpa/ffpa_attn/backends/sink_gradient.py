@@ -6,7 +6,9 @@ run gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -20,7 +22,8 @@ from .backward import as_read
 _DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _ROWS = 64  # rows of a block, as kSinkRows says
 _MOST_BLOCKS = 2**31 - 1
-_CHUNK_FLOATS = 1 << 24  # floats of dO that PyTorch has at a time
+_BYTES_PER_ELEMENT = 12  # bytes for an element of dO and O in PyTorch: both in float32, and their product
+_MOST_ELEMENTS = 1 << 24  # elements at a time beyond which more gain nothing
 
 
 def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
@@ -75,14 +78,22 @@ def _launch(spec: BackwardSinkGradient, device: torch.device, shape, of_out, of_
 
 def _by_pytorch(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
     total = torch.zeros_like(sinks)
-    batch, heads, rows, columns = out.shape
-    step = max(_CHUNK_FLOATS // (batch * heads * columns), 1)
-    for first in range(0, rows, step):
-        of_rows = slice(first, first + step)
-        delta = (grad_out[:, :, of_rows].float() * out[:, :, of_rows]).sum(-1)
+    for at in _pieces(out.shape):
+        heads = at[1]
+        delta = (grad_out[at].float() * out[at]).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse[:, :, of_rows]
-        p = torch.exp((sinks[:, None] - lse[:, :, of_rows]).clamp(max=0.0))  # above 1 it would come from roundings
-        p = torch.where(lse[:, :, of_rows].isinf(), 0.0, p)
-        total -= torch.where(p == 0, 0.0, p * delta).sum((0, 2))
+            delta -= grad_lse[at]
+        p = torch.exp((sinks[heads, None] - lse[at]).clamp(max=0.0))  # above 1 it would come from roundings
+        p = torch.where(lse[at].isinf(), 0.0, p)
+        total[heads] -= torch.where(p == 0, 0.0, p * delta).sum(1)
     return total
+
+
+def _pieces(shape) -> Iterator[tuple[int, slice, slice]]:
+    """Gives the entry, the heads and the rows of what the workspace holds at a time."""
+    batch, heads, rows, columns = shape
+    elements = min((env.run_flags()["FFPA_WORKSPACE_MB"] << 20) // _BYTES_PER_ELEMENT, _MOST_ELEMENTS)
+    rows_at_a_time = max(elements // columns, 1)
+    heads_at_a_time = max(rows_at_a_time // rows, 1)
+    for entry, head, row in product(range(batch), range(0, heads, heads_at_a_time), range(0, rows, rows_at_a_time)):
+        yield entry, slice(head, head + heads_at_a_time), slice(row, row + rows_at_a_time)

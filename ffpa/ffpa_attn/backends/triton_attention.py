@@ -61,8 +61,9 @@ def give_up(p: Problem, plan: TritonPlan, reason: str) -> None:
 def _kind(p: Problem, plan: TritonPlan) -> tuple:
     """Returns what kernels are compiled for, but for what lengths and strides decide."""
     see = p.visibility
-    rule = see.left >= 0, see.right >= 0, see.top_left, p.mask, p.softcap > 0, p.scale >= LEAST_SCALE, p.needs_lse
-    return plan, p.device, p.arch, p.dtype, p.d_qk, p.d_v, p.packed is not None, *rule
+    rule = see.left >= 0, see.right >= 0, see.top_left, p.mask, p.softcap > 0, p.scale >= LEAST_SCALE
+    wanted = p.needs_lse, p.sinks, p.largest
+    return plan, p.device, p.arch, p.dtype, p.d_qk, p.d_v, p.packed is not None, *rule, *wanted
 
 
 def if_able(p: Problem, plan: TritonPlan) -> TritonPlan | str:

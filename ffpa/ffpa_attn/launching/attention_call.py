@@ -92,11 +92,12 @@ def fill_without_keys(lse: torch.Tensor, sinks: torch.Tensor | None, offsets) ->
     if not offsets:
         lse.copy_(sinks[:, None].expand_as(lse))
         return
-    cu_q, _, longest = offsets[:3]
-    row = torch.arange(lse.shape[-1], device=lse.device)[:, None]
-    begin = cu_q[:-1].clamp(0, lse.shape[-1])
-    end = torch.minimum(cu_q[1:].clamp(0, lse.shape[-1]), begin + longest)
-    belongs = ((row >= begin) & (row < end)).any(1)
+    (cu_q, _, longest), rows = offsets[:3], lse.shape[-1]
+    begin = cu_q[:-1].clamp(0, rows)
+    end = torch.minimum(cu_q[1:].clamp(0, rows), begin + longest).maximum(begin)
+    begun = torch.zeros(rows + 1, dtype=torch.int32, device=lse.device)  # sequences that begin, less those that end
+    begun.index_add_(0, begin, torch.ones_like(begin)).index_add_(0, end, -torch.ones_like(end))
+    belongs = begun[:-1].cumsum(0) > 0
     lse.copy_(torch.where(belongs, sinks[:, None], lse))
 
 

@@ -29,13 +29,16 @@ def _forward(op, info, in_dims, q, k, v, mask=None, sinks=None, **options):
     x, batch = info.batch_size, _shape_of_one(q, in_dims[0])[0]
     has_lse = options.get("return_lse", True)
     if sinks is not None and in_dims[4] is not None:
-        return _forward_of_each(op, x, in_dims, (q, k, v, mask, sinks), has_lse, options)
+        if x:
+            return _forward_of_each(op, x, in_dims, (q, k, v, mask, sinks), has_lse, options)
+        sinks = sinks.new_empty(_shape_of_one(sinks, in_dims[4]))  # there is no entry, and no row
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v), in_dims, strict=False)]
     if mask is not None:
         mask = _folded_mask(mask, in_dims[3], x, batch)
     out, lse, *largest = op(*rows, mask, sinks, **options)
-    results = _unfolded(out, x), _unfolded(lse, x) if has_lse else lse, *(_unfolded(t, x) for t in largest)
-    return results, (0, 0 if has_lse else None, *(0 for _ in largest))
+    unfolded = partial(_unfolded, size=x, batch=batch)
+    dims = 0, 0 if has_lse else None, *(0 for _ in largest)
+    return (unfolded(out), unfolded(lse) if has_lse else lse, *map(unfolded, largest)), dims
 
 
 def _forward_of_each(op, size: int, in_dims, tensors, has_lse: bool, options):
@@ -55,8 +58,8 @@ def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *
     folded = None if mask is None else _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
     *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
     if mask_grad:
-        dmask = _of_one_mask(_unfolded(dmask, x), _shape_of_one(mask, in_dims[7]))
-    return (*(_unfolded(grad, x) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)
+        dmask = _of_one_mask(_unfolded(dmask, x, batch), _shape_of_one(mask, in_dims[7]))
+    return (*(_unfolded(grad, x, batch) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)
 
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):
@@ -79,8 +82,8 @@ def _folded(t, dim: int | None, size: int) -> torch.Tensor:
     return _mapped_first(t, dim, size).flatten(0, 1)
 
 
-def _unfolded(t, size: int) -> torch.Tensor:
-    return t.reshape(size, t.shape[0] // size if size else 0, *t.shape[1:])
+def _unfolded(t, size: int, batch: int) -> torch.Tensor:
+    return t.reshape(size, batch, *t.shape[1:])
 
 
 def _folded_mask(mask, dim: int | None, size: int, batch: int, whole: bool = False) -> torch.Tensor:

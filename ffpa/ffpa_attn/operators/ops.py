@@ -170,7 +170,8 @@ def _forward(form, q, k, v, out, options):
     plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
     form.check_values(q, k, flags)
     if out is not None:
-        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask)  # this depends on addresses, which no plan can know
+        # This depends on addresses, which no plan can know.
+        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask, sinks=form.sinks)
     try:
         results = run_forward(plan, form, q, k, v, out)
     except triton_launch.Unable as error:
