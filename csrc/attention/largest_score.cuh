@@ -1,8 +1,8 @@
 // Finds the largest score of each query head (AttentionParams::largest), for callers who clip Q and K by it.
 //
-// Warps raise the float of a head where a tile of theirs has a larger score than they have told before: that happens a
-// few times a row tile. Whichever comes first, the result is the same. Scores are told before anything is made of them:
-// it does not depend on references.
+// The softmax has the largest score of each row of a tile, and tells of it: warps raise the float of a head where
+// theirs is larger than what they know to be told, which happens a few times a row tile at most. Whichever comes first,
+// the result is the same; and it does not depend on references.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,6 @@
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/instructions.cuh"
-#include "tile/fragments.cuh"
 
 namespace ffpa {
 
@@ -27,45 +26,40 @@ FFPA_DEVICE void raise_global(float* address, float value) {
   }
 }
 
-// Tells AttentionParams::largest of the largest score that each lane of a warp has, where all rows are of one head;
-// `told` is the largest that the warp has told of before.
-FFPA_DEVICE void tell_largest_of_lanes(float largest, const AttentionParams& params, const SharedRowTile& rows,
-                                       int lane, float& told) {
-  FFPA_UNROLL
-  for (int distance = 16; distance > 0; distance /= 2) largest = larger_of(largest, ptx::shfl_xor(largest, distance));
-  if (!(largest > told)) return;
-  told = largest;
-  if (lane == 0) raise_global(params.largest + rows.batch() * int64_t{params.heads_q} + rows.head(), largest);
+// Returns the largest score that blocks have told of so far for the head of a row tile. Heads that share tiles have
+// none in common.
+template <class Kept>
+FFPA_DEVICE float told_so_far(const AttentionParams& params, const Kept& kept) {
+  if (params.tile_heads > 1) return -kInfinity;
+  const SharedRowTile rows = kept.get();
+  return float_from_bits(
+      ptx::ld_acquire_global_4(params.largest + rows.batch() * int64_t{params.heads_q} + rows.head()));
 }
 
-// Tells AttentionParams::largest of the scores of a warp's rows, those from `row` of the tile on; natural(x) is the
-// score of what the fragments have, and rises with it. `told` is as tell_largest_of_lanes() has it.
-template <int kM, int kN, class Natural>
-FFPA_DEVICE void tell_largest(const float (&scores)[kM][kN][4], const AttentionParams& params,
-                              const SharedRowTile& rows, int row, int lane, float& told, const Natural& natural) {
-  float of_lane = -kInfinity;
+// Tells AttentionParams::largest of the largest scores of two rows that each lane of a warp has; natural(x) is the
+// score of what the softmax has as x, and rises with it. The rows are row_of(0) and row_of(1) of the row tile
+// kept.get(). `told` is the largest score that the warp knows to be told, where all rows are of one head.
+template <class Kept, class RowOf, class Natural>
+FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
+                              const RowOf& row_of, const Natural& natural) {
+  const bool has_one_head = params.tile_heads == 1;
+  if (has_one_head && !ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
+  const SharedRowTile rows = kept.get();
+  float* of_entry = params.largest + rows.batch() * int64_t{params.heads_q};
+  float of_both = -kInfinity;
   FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const RowPlace at = rows.place(row + m * 16 + tile::c_coordinate(lane, 2 * h).row);
-      float largest = -kInfinity;
-      FFPA_UNROLL
-      for (int n = 0; n < kN; ++n) {
-        largest = larger_of(larger_of(largest, scores[m][n][2 * h]), scores[m][n][2 * h + 1]);
-      }
-      if (at.row > rows.last) largest = -kInfinity;
-      if (rows.heads == 1) {
-        of_lane = larger_of(of_lane, largest);
-        continue;
-      }
-      largest = natural(tile::largest_of_lanes(largest));
-      if (lane % 4 == 0 && largest > -kInfinity) {
-        raise_global(params.largest + rows.batch() * int64_t{params.heads_q} + at.head, largest);
-      }
-    }
+  for (int h = 0; h < 2; ++h) {
+    const RowPlace at = rows.place(row_of(h));
+    if (at.row > rows.last) continue;
+    of_both = larger_of(of_both, largest[h]);
+    if (!has_one_head && largest[h] > -kInfinity) raise_global(of_entry + at.head, natural(largest[h]));
   }
-  if (rows.heads == 1) tell_largest_of_lanes(natural(of_lane), params, rows, lane, told);
+  if (!has_one_head) return;
+  FFPA_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2) of_both = larger_of(of_both, ptx::shfl_xor(of_both, distance));
+  if (!(of_both > told)) return;
+  told = of_both;
+  if (ptx::lane_id() == 0) raise_global(of_entry + rows.head(), natural(of_both));
 }
 
 }  // namespace ffpa

@@ -68,26 +68,36 @@ FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
   return are_raw(params) ? ptx::mul_rn(largest, params.scale) : largest;
 }
 
-// Says whether a tile's products need apply_rules().
-FFPA_DEVICE bool have_rules(const AttentionParams& params, bool all_seen) {
-  return !are_plain(params, all_seen) || params.largest != nullptr;
+// Turns products that are not plain into what slopes_of(params) are for.
+template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
+FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
+                             bool all_seen, int row, int key, int lane) {
+  if (are_raw(params)) {
+    hide_unseen<Fragments>(scores, block, row, key, lane);
+    return;
+  }
+  products_to_scores<Fragments, true, true>(scores, params, block, all_seen, row, key, lane);
+  if (!params.has_wide_mask()) return;
+  for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
 }
 
-// Turns products that are not plain into what slopes_of(params) are for, and tells of the largest score, if it is asked
-// for; `told` is what tell_largest() wants.
-template <class Fragments = tile::AdjacentFragments, int kM, int kN>
-FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const SharedRowTile& rows,
-                             bool all_seen, int row, int key, int lane, float& told) {
-  if (are_raw(params)) {
-    if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
-  } else {
-    products_to_scores<Fragments, true, true>(scores, params, rows, all_seen, row, key, lane);
-    if (params.has_wide_mask()) {
-      for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
-    }
-  }
+// Returns what a warp begins with as what is told: later row tiles seldom have a larger score. It may be a little too
+// small, as the division rounds.
+template <class Kept>
+FFPA_DEVICE float told_before(const AttentionParams& params, const Kept& kept) {
+  if (params.largest == nullptr) return -kInfinity;
+  const float told = told_so_far(params, kept) * (are_raw(params) ? ptx::rcp(params.scale) : 1);
+  return told - 1e-6f * std::fabs(told);
+}
+
+// Tells of the largest scores of two rows, if a call asks for them, from what apply_rules has left: see
+// largest_score.cuh.
+// The row tile is kept.get().
+template <class Kept, class RowOf>
+FFPA_DEVICE void tell_if_asked(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
+                               const RowOf& row_of) {
   if (params.largest == nullptr) return;
-  tell_largest(scores, params, rows, row, lane, told,
+  tell_largest(largest, params, kept, told, row_of,
                [&](float x) { return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });
 }
 
@@ -107,7 +117,7 @@ inline constexpr float kLazyGrowth = std::is_same_v<AccPv, float> ? 8.0f : 0.0f;
 struct RowState {
   float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
   float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
-  float told = -kInfinity;                        // as tell_largest() has it
+  float told = -kInfinity;                        // as told_before() and tell_largest() have it
 
   // Says whether the reference is to follow this logit.
   FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {
@@ -152,6 +162,11 @@ FFPA_DEVICE float largest_of_row(const float (&scores)[kSteps][1][kN][4], int h)
   return tile::largest_of_lanes(largest);
 }
 
+// Returns a function that says where the two rows of a lane are, if those of the warp begin at `row`.
+FFPA_DEVICE auto row_of_quad(int row, int lane) {
+  return [=](int h) { return row + tile::c_coordinate(lane, 2 * h).row; };
+}
+
 template <int kSteps, int kN, class Function>
 FFPA_DEVICE void for_each_of_row(float (&scores)[kSteps][1][kN][4], int h, const Function& function) {
   FFPA_UNROLL
@@ -166,22 +181,25 @@ FFPA_DEVICE void for_each_of_row(float (&scores)[kSteps][1][kN][4], int h, const
 
 // Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference. With
 // `kWhole` references are integers.
-template <bool kWhole = true, int kSteps, int kN>
-FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params,
-                                  const SharedRowTile& rows, int key, int row, RowState& state, int lane) {
+template <bool kWhole = true, int kSteps, int kN, class Kept>
+FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params, const Kept& kept,
+                                  int key, int row, RowState& state, int lane) {
+  const SharedRowTile rows = kept.get();
   const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
-  if (have_rules(params, all_seen)) {
+  if (!are_plain(params, all_seen)) {
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane, state.told);
+      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane);
     }
   }
   const Slopes slopes = slopes_of(params);
+  float largest[2];
   bool moved = false;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const float largest = slopes.logit(largest_of_row(scores, h));
-    moved |= state.follow(h, kWhole ? std::ceil(largest) : largest);
+    largest[h] = largest_of_row(scores, h);
+    const float logit = slopes.logit(largest[h]);
+    moved |= state.follow(h, kWhole ? std::ceil(logit) : logit);
     const RowExponents exponents = RowExponents::of(slopes, state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& score) {
@@ -190,6 +208,7 @@ FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const Atten
     });
     state.sum[h] += sum;
   }
+  tell_if_asked(largest, params, kept, state.told, row_of_quad(row, lane));
   return moved;
 }
 
@@ -217,14 +236,11 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
       if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
     }
   }
-  float of_lane = -kInfinity;  // the largest score of the rows that the lane has a part in
+  float largest[2];
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const float largest = largest_of_row(scores, h);
-    if (params.largest != nullptr && has_row(rows, row + tile::c_coordinate(lane, 2 * h).row)) {
-      of_lane = larger_of(of_lane, ptx::mul_rn(largest, kLn2));
-    }
-    state.follow(h, std::ceil(largest), 0.0f);
+    largest[h] = largest_of_row(scores, h);
+    state.follow(h, std::ceil(largest[h]), 0.0f);
     const float reference = finite_reference(state.reference[h]);
     float sum = 0;
     for_each_of_row(scores, h, [&](float& logit) {
@@ -236,7 +252,7 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
   }
   if (params.largest == nullptr) return;
   float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
-  tell_largest_of_lanes(of_lane, params, rows, lane, told);
+  tell_largest(largest, params, rows, told, row_of_quad(row, lane), [](float x) { return ptx::mul_rn(x, kLn2); });
 }
 
 // Packs P as A fragments of 16 keys each.

@@ -11,7 +11,7 @@ from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.operators.forms import values_in_keys
-from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair
+from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair, Visibility
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, check_bits_of_schedules, device, plan_tiles, run  # noqa: F401
 from test_mma import check
@@ -51,6 +51,7 @@ CASES = [
     *[Case(heads_q=2, heads_kv=1, n_q=40, n_k=200, d=d, d_v=d_v, dtype=F16) for d, d_v in ((576, 512), (576, 8), (520, 264), (512, 512), (328, 328), (328, 8), (400, 256), (512, 448))],
     *[Case(heads_q=2, heads_kv=1, n_q=40, n_k=300, d=512, mask=mask) for mask in ("bool", "bool-some-rows-empty", "additive", "additive-f32", "bias-by-head")],
     *[Case(heads_q=4, heads_kv=2, n_q=70, n_k=300, d=512, rule={"window": window, "align": align}, layout="BNHD") for window in ((100, 0), (0, 9), (-1, 20)) for align in ("bottom_right", "top_left")],
+    *[Case(heads_q=32, heads_kv=1, n_q=5, n_k=300, d=512, rule={"window": (left, 0)}) for left in (62, 63, 126, 127, 128)],
     Case(batch=2, heads_q=4, heads_kv=2, n_q=40, n_k=300, d=576, d_v=512, rule={"softcap": 5.0, "causal": True}),
     Case(heads_q=2, heads_kv=1, n_q=30, n_k=300, d=512, mask="additive", rule={"softcap": 5.0, "scale": -0.1}),
     Case(heads_q=1, heads_kv=1, n_q=200, n_k=60, d=512, rule={"causal": True}),  # rows before all keys
@@ -71,6 +72,23 @@ def test_cases(case, planned):
     (out, lse), report = attend(planned, case, inputs, seed=3)
     check(case, inputs, out, lse)
     assert report is None or report["bank_conflict_ratio"] <= 1.001
+
+
+def test_heads_of_one_position_share_tiles_under_a_window():
+    """They see the fewest keys together; more positions would see another tile of them."""
+
+    def heads(left: int, group: int) -> int:
+        see = Visibility(left, 0, False)
+        problem = PROBLEM._replace(
+            heads_q=group, heads_kv=1, n_q=8192, n_k=8192, d_qk=576, d_v=512, visibility=see, values_in_keys=True
+        )
+        plan = fused.plan(problem, env.run_flags())
+        assert isinstance(plan.spec, ForwardWgmmaLatent)
+        return plan.tile_heads
+
+    assert heads(127, 128) == heads(127, 64) == 64
+    assert heads(126, 64) == 32  # two positions see 128 keys
+    assert heads(-1, 128) == 1
 
 
 @by_way

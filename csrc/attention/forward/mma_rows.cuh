@@ -230,19 +230,20 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     const bool all_seen = first_key >= common_begin && first_key + kKeys <= common_end;
     if (!Config::kRules) {
       if (!all_seen) hide_unseen(s, kept.get(), warp_row, first_key, lane);
-      if (params.largest != nullptr) {
-        float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
-        tell_largest(s, params, kept.get(), warp_row, lane, told,
-                     [&](float x) { return ptx::mul_rn(x, params.scale); });
-      }
-    } else if (have_rules(params, all_seen)) {
-      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane, states[0].told);
+    } else if (!are_plain(params, all_seen)) {
+      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane);
     }
 
     float maxima[kM][2];
     bool lag = false;
+    tile::for_each_row<kM>([&](int m, int h) { maxima[m][h] = tile::largest_of_lanes(largest_of_thread(s[m], h)); });
+    FFPA_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
+      tell_if_asked(maxima[m], params, kept, told, row_of_quad(warp_row + m * 16, lane));
+    }
     tile::for_each_row<kM>([&](int m, int h) {
-      maxima[m][h] = slopes.logit(tile::largest_of_lanes(largest_of_thread(s[m], h)));
+      maxima[m][h] = slopes.logit(maxima[m][h]);
       lag |= states[m].lags(h, maxima[m][h], kGrowth);
     });
     if (ptx::vote_any(lag)) {

@@ -134,6 +134,7 @@ class ForwardMmaSplit {
     key_feed_.step = key_feed_.group = value_feed_.group = 0;
     value_feed_.step = key_steps_;
     for (RowState& state : states_) state = {};
+    states_[0].told = told_before(params_, rows_);
 
     if (first_tile_ == end_tile_) return;
     if (params_.q_resident) {  // Q belongs to the first step's copies
@@ -218,8 +219,16 @@ class ForwardMmaSplit {
     Scores scores;
     compute_scores(scores);
     apply_rules_to(scores, tile * kKeys);
-    tile::for_each_row<kScoreM>(
-        [&](int m, int h) { publish(m, h, tile::largest_of_lanes(largest_of_thread(scores[m], h))); });
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      float maxima[2];
+      FFPA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        maxima[h] = tile::largest_of_lanes(largest_of_thread(scores[m], h));
+        publish(m, h, maxima[h]);
+      }
+      tell_if_asked(maxima, params_, rows_, states_[0].told, row_of_quad(score_row() + m * 16, lane_));
+    }
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
     compute_probabilities(scores);
     sync_team();  // P and α are there
@@ -227,12 +236,11 @@ class ForwardMmaSplit {
 
   FFPA_DEVICE void apply_rules_to(Scores& scores, int key) const {
     const bool all_seen = all_rows_see(rows_.get(), key, kKeys);
-    if (!have_rules(params_, all_seen)) return;
-    float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
+    if (are_plain(params_, all_seen)) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {  // all at once, or a row tile kept for all, would take more registers
       apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen,
-                  score_row() + m * 16, key + score_key(), lane_, told);
+                  score_row() + m * 16, key + score_key(), lane_);
     }
   }
 

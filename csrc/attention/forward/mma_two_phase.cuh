@@ -111,6 +111,7 @@ class ForwardMmaTwoPhase {
  private:
   FFPA_DEVICE void compute_row_tile() {
     RowState state;
+    state.told = told_before(params_, kept());
     Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
       const float before[2] = {state.reference[0], state.reference[1]};
       compute_probabilities(chunk, state);
@@ -202,7 +203,7 @@ class ForwardMmaTwoPhase {
       derive_from_thread();
       Scores scores;
       scores_.multiply(ring_, scores, ceil_div(params_.d_qk, ScoreCore::kStep), [&] { bring_keys(); });
-      apply_rules_to(scores, (chunk.first_tile + tile) * kKeys, state);
+      apply_rules_to(scores, (chunk.first_tile + tile) * kKeys);
       const bool moved = follow(scores, state);
       if (tile + 1 < chunk.tiles()) begin_keys(chunk.first_tile + tile + 1);
       if (quarter() == 0) {
@@ -253,10 +254,10 @@ class ForwardMmaTwoPhase {
             range.end - range.begin - first, columns - column};
   }
 
-  FFPA_DEVICE void apply_rules_to(Scores& sums, int key, RowState& state) const {
+  FFPA_DEVICE void apply_rules_to(Scores& sums, int key) const {
     const SharedRowTile rows = kept().get();
     const bool all_seen = all_rows_see(rows, key, kKeys);
-    if (!have_rules(params_, all_seen)) return;
+    if (are_plain(params_, all_seen)) return;
     static_assert(ScoreCore::kN % kGroup == 0 && sizeof(sums[0][0]) == 4 * sizeof(float),
                   "A group of fragments is floats.");
     FFPA_UNROLL
@@ -264,8 +265,7 @@ class ForwardMmaTwoPhase {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
         apply_rules<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows, all_seen,
-                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_,
-                               state.told);
+                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_);
       }
     }
   }
@@ -280,6 +280,7 @@ class ForwardMmaTwoPhase {
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
+    tell_if_asked(maximum, params_, kept(), state.told, [&](int i) { return row_of_lane(i); });
     const Slopes slopes = slopes_of(params_);
     const bool moved = state.follow(0, slopes.logit(maximum[0]));
     return state.follow(1, slopes.logit(maximum[1])) || moved;

@@ -57,19 +57,17 @@ class WgmmaBlock {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
   }
 
-  // The producer's warp calls this. For each row tile that next() gives, it brings Q, and calls function(tiles, place,
-  // n_k), which brings the visible tiles of the n_k keys at `place`.
+  // The producer's warp calls this. For each row tile that next() gives, it brings Q, and calls function(rows, place),
+  // which brings the visible keys, from `place` on.
   template <class Next, class Function>
-  FFPA_DEVICE void bring_row_tiles(int tile_keys, const Next& next, const Function& function) const {
+  FFPA_DEVICE void bring_row_tiles(const Next& next, const Function& function) const {
     const KeptRows kept = kept_rows(0);
     uint32_t parity = 1;
     for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next, [&] {
       const SharedRowTile rows = kept.get();
       queries().bring_tile(arguments_.q, params_, rows, parity);
       parity ^= 1;
-      const TileRange tiles = visible_part(rows, tile_keys, params_);
-      const MapPlace place = place_of_keys(params_, rows);
-      function(tiles, place, rows.n_k());
+      function(rows, place_of_keys(params_, rows));
     });
   }
 

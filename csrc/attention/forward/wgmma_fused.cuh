@@ -108,20 +108,22 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
     auto items = item_queue();
-    bring_row_tiles(
-        kKeys, [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&](const TileRange& tiles, const MapPlace& place, int n_k) {
-          FFPA_NO_UNROLL
-          for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-            if (tile < tiles.end) {
-              bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys, kLargestInt);
-            }
-            if (tile > tiles.first) {
-              bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
-                                                                       (tile - 1) * kKeys, n_k);
-            }
-          }
-        });
+    bring_row_tiles([&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+                    [&](const SharedRowTile& rows, const MapPlace& place) {
+                      const TileRange tiles = visible_part(rows, kKeys, params_);
+                      const int n_k = rows.n_k();
+                      FFPA_NO_UNROLL
+                      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+                        if (tile < tiles.end) {
+                          bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
+                                                                         kLargestInt);
+                        }
+                        if (tile > tiles.first) {
+                          bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
+                                                                                   (tile - 1) * kKeys, n_k);
+                        }
+                      }
+                    });
   }
 
   // Brings a tile of K or V; rows from `end` on become zeros.
@@ -171,9 +173,10 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
             Scores scores;
             Probabilities p;
             queue_scores(scores, group);
+            state.told = told_before(params_, kept);
             ptx::wgmma_wait_group<0>();
             slots_.release(kSlotsOfKeys);
-            to_probabilities(scores, params_, kept.get(), tiles.first * kKeys, row, state, lane_);
+            to_probabilities(scores, params_, kept, tiles.first * kKeys, row, state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
@@ -182,7 +185,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
               ptx::wgmma_wait_group<1>();
               slots_.release(kSlotsOfKeys);
               const float before[2] = {state.reference[0], state.reference[1]};
-              const bool moved = to_probabilities(scores, params_, kept.get(), tile * kKeys, row, state, lane_);
+              const bool moved = to_probabilities(scores, params_, kept, tile * kKeys, row, state, lane_);
               ptx::wgmma_wait_group<0>();
               slots_.release(kSlotsOfValues);
               if (moved) rescale(out, before, state.reference);

@@ -1,6 +1,6 @@
 // Attention forward on wgmma where V is the first columns of K, in one storage: the latent vectors of MLA. Each is read
 // once. A persistent block takes row tiles of 64 rows, each with all keys that it sees or a part of them. Keys come in
-// tiles of 64, and the two warpgroups take these in turn:
+// tiles of 64, from the first one that the rows see on, and the two warpgroups take these in turn:
 //
 //   the warpgroup of the tile computes S = Q Kᵀ for all rows, and makes P of it; then both multiply P with the tile,
 //   each with the half of V's columns that it has in O: the first from registers, the other from shared memory
@@ -130,26 +130,26 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   // Returns the barrier that says that P of the warpgroup's tile is there.
   FFPA_DEVICE uint32_t message(int group) const { return smem_ + offsetof(Smem, message_barriers) + group * 8; }
 
-  static FFPA_DEVICE int first_key(int tile, int group) { return tile * kKeys + group * Config::kTileKeys; }
-
   // ---- the producer's warp ----
 
   FFPA_DEVICE void produce() const {
     tile::BoxProducer<Ring> producer(ring(), lane_);
     tile::BoxProducer<Tails> tail_producer(tails(), lane_);
     auto items = item_queue();
-    bring_row_tiles(
-        kKeys, [&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&](const TileRange& tiles, const MapPlace& place, int n_k) {
-          FFPA_NO_UNROLL
-          for (int key = tiles.first * kKeys; key < tiles.end * kKeys; key += Config::kTileKeys) {
-            if constexpr (Config::kHasTail) bring<1>(tail_producer, place, Config::kValueBoxes * tile::kBox, key, n_k);
-            FFPA_NO_UNROLL
-            for (int group = 0; group < tile::kConsumerGroups; ++group) {
-              bring<Config::kOwnBoxes>(producer, place, group * kOwnColumns, key, n_k);
-            }
-          }
-        });
+    bring_row_tiles([&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+                    [&](const SharedRowTile& rows, const MapPlace& place) {
+                      const Run keys = visible_part_from_first(rows, kKeys, params_);
+                      const int n_k = rows.n_k();
+                      FFPA_NO_UNROLL
+                      for (int key = keys.begin; key < keys.end; key += Config::kTileKeys) {
+                        if constexpr (Config::kHasTail)
+                          bring<1>(tail_producer, place, Config::kValueBoxes * tile::kBox, key, n_k);
+                        FFPA_NO_UNROLL
+                        for (int group = 0; group < tile::kConsumerGroups; ++group) {
+                          bring<Config::kOwnBoxes>(producer, place, group * kOwnColumns, key, n_k);
+                        }
+                      }
+                    });
   }
 
   // Brings 64 keys, in kCount boxes from column `column` on; keys from `end` on become zeros.
@@ -174,32 +174,33 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
+          state.told = told_before(params_, kept);
           Out out;
           float of_out[2] = {-kInfinity, -kInfinity};  // references of O
           FFPA_UNROLL
           for (float& sum : out) sum = 0;
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
-          const TileRange tiles = visible_part(kept.get(), kKeys, params_);
-          if (tiles.first < tiles.end) {
+          const Run keys = visible_part_from_first(kept.get(), kKeys, params_);
+          if (keys.begin < keys.end) {
             Scores scores;
-            int tile = tiles.first;
-            if (group == 0) {  // nothing comes before the first tile
+            int key = keys.begin + group * Config::kTileKeys;  // first key of the warpgroup's tile
+            if (group == 0) {                                  // nothing comes before the first tile
               begin_scores(scores, group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept.get(), first_key(tile, group), row, state, lane_);
+              to_probabilities(scores, params_, kept, key, row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
-              ++tile;
+              key += kKeys;
             }
             FFPA_NO_UNROLL
-            for (; tile < tiles.end; ++tile) {
+            for (; key < keys.end; key += kKeys) {
               receive(out, of_out, state, group, row);
               queue_their_product(out, group);
               begin_scores(scores, group);
               ptx::wgmma_wait_group<1>();  // before the tensor cores have so much to do that the warp waits for them
               end_their_product(group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept.get(), first_key(tile, group), row, state, lane_);
+              to_probabilities(scores, params_, kept, key, row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
             }
             queries().release(lane_);
@@ -218,7 +219,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
             const bool writes = group == 0 && lane_ % 4 == 0;
             state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes);
           });
-          if (params_.splits > 1 && tiles.first == tiles.end) return;  // nobody reads O of a part without keys
+          if (params_.splits > 1 && keys.begin == keys.end) return;  // nobody reads O of a part without keys
           write_rows<Element>(out, params_, rows, row, group * kOwnColumns, state.sum, lane_);
         });
   }

@@ -141,7 +141,9 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       items.expect(lane_);
       return items.get(lane_);
     };
-    bring_row_tiles(kKeys, next_item, [&](const TileRange& tiles, const MapPlace& place, int n_k) {
+    bring_row_tiles(next_item, [&](const SharedRowTile& rows, const MapPlace& place) {
+      const TileRange tiles = visible_part(rows, kKeys, params_);
+      const int n_k = rows.n_k();
       FFPA_NO_UNROLL
       for (int tile = tiles.first; tile <= tiles.end; ++tile) {
         if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
@@ -228,9 +230,10 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             Probabilities p;
             float late[2];
             queue_scores(scores, at.group());
+            state.told = told_before(params_, kept);
             ptx::wgmma_wait_group<0>();
             slots_.release();
-            to_probabilities(scores, params_, kept.get(), first_key(tiles.first, rank_), at.row(), state, lane_);
+            to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
@@ -240,7 +243,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
               slots_.release();
-              to_probabilities(scores, params_, kept.get(), first_key(tile, rank_), at.row(), state, lane_);
+              to_probabilities(scores, params_, kept, first_key(tile, rank_), at.row(), state, lane_);
               ptx::wgmma_wait_group<0>();
               slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);

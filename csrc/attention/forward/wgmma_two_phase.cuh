@@ -202,6 +202,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
+          state.told = told_before(params_, kept);
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
             if (!has_row(kept.get(), group * tile::kBox)) return pass(consumer, chunk);
             const float before[2] = {state.reference[0], state.reference[1]};
@@ -211,7 +212,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
               Scores scores = {};  // without zeros their registers would be taken throughout the other phase
               consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
               const bool moved = to_probabilities(reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_,
-                                                  kept.get(), (chunk.first_tile + tile) * kKeys, row, state, lane_);
+                                                  kept, (chunk.first_tile + tile) * kKeys, row, state, lane_);
               if (lane_ % 4 == 0) keep_references(tile, row, state);
               store(stores, scores, tile * kKeys, row);
               moves.add(tile, moved, lane_);

@@ -136,6 +136,7 @@ struct SharedRowTile : RowTile {
   static FFPA_HOST_DEVICE int inverse_of(int heads) { return ceil_div(1 << 16, heads); }
 
   FFPA_DEVICE int split() const { return part; }
+  FFPA_DEVICE const SharedRowTile& get() const { return *this; }  // as KeptRows has it
   FFPA_DEVICE RowPlace place(int i) const {
     const int row = i * inverse >> 16;
     return {head_index + i - row * heads, first + row};
@@ -163,6 +164,18 @@ struct Run {
 // Returns [begin, end) with its begin moved down to a whole step; an empty one gives the same whatever the step.
 FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
   return begin < end ? Run{begin / step * step, end} : Run{0, 0};
+}
+
+// Returns the keys that visible_part() returns as tiles; but the tiles begin where the visible keys do, which is for
+// kernels whose copies may begin anywhere. There may be keys behind the last one that exists.
+template <class Block>
+FFPA_DEVICE Run visible_part_from_first(const Block& block, int keys, const AttentionParams& params) {
+  const int begin = visible_keys_begin(block);
+  const int tiles = ceil_div(max_of(visible_keys_end(block) - begin, 0), keys);
+  if (params.splits == 1) return {begin, begin + tiles * keys};
+  const int tiles_of_part = params.part_keys / keys;
+  const int first_of_part = min_of(block.split() * tiles_of_part, tiles);
+  return {begin + first_of_part * keys, begin + min_of(first_of_part + tiles_of_part, tiles) * keys};
 }
 
 FFPA_DEVICE Run run_over_keys(const RowTile& rows, int step) {

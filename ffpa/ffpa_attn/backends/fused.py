@@ -88,6 +88,21 @@ def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float
     return row_tiles.fastest_parts(p, spec.rows, _TILE_KEYS, tile_heads, workspace_cap, estimate)
 
 
+def _tile_heads(p: Problem, spec) -> int:
+    """Returns how many heads share row tiles. Under a window, heads of few positions see fewer keys than many positions
+    of one head; and tiles of latent vectors, which begin at any key, have no more of them.
+    """
+    if not (isinstance(spec, ForwardWgmmaLatent) and p.visibility.is_window):
+        return row_tiles.shared_heads(p, spec.rows)
+    window = p.visibility.left + p.visibility.right + 1
+
+    def cost(heads: int) -> int:
+        tiles_of_keys = -(-min(window + spec.rows // heads - 1, p.n_k) // _TILE_KEYS)
+        return row_tiles.count(p, spec.rows, heads) * (tiles_of_keys * _TILE_KEYS + _ENDS)
+
+    return min((heads for heads in range(1, min(p.group, spec.rows) + 1) if p.group % heads == 0), key=cost)
+
+
 def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
     """Returns what runs the problem, or why it cannot."""
     if p.d_v > MOST_COLUMNS:
@@ -98,7 +113,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> FusedPlan | str:
     for spec in _specs(p):
         if reason := row_tiles.why_not(p, "fused", flags, spec.rows):
             return reason
-        tile_heads = row_tiles.shared_heads(p, spec.rows)
+        tile_heads = _tile_heads(p, spec)
         microseconds, of_keys = _parts(p, spec, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20)
         plans.append(FusedPlan(spec, tile_heads, of_keys, microseconds))
     return min(plans, key=lambda plan: plan.microseconds)

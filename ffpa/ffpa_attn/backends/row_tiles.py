@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 def cut_keys(n_q: int, n_k: int, see: Visibility, rows: int, tile_keys: int, count: int) -> Parts:
     """Cuts what a tile of so many adjacent rows of a head sees at most into `count` parts of whole tiles, or fewer."""
     visible = n_k
-    if see.left >= 0 and see.right >= 0:
+    if see.is_window:
         visible = min(visible, see.left + see.right + rows)
     if see.top_left and see.right >= 0:
         visible = min(visible, n_q + see.right)
@@ -98,6 +98,8 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
     blocks, parts = pace.blocks, of_keys.count
     items = max(count(p, pace.rows, tile_heads), 1) * parts
     keys = visible_keys(p) + (pace.tile_keys / 2 if p.visibility.bounded else 0)
+    if p.visibility.is_window:  # rows of a tile see more than one of them does
+        keys = min(keys + pace.rows // tile_heads - 1, p.n_k)
     longest = min(keys, of_keys.keys) if parts > 1 else keys
     readers = min(max(items, _LEAST_READERS * blocks), blocks)
     bytes_of_key = p.batch * p.heads_kv * pace.columns * 2 * parts / items

@@ -58,6 +58,10 @@ class Visibility(NamedTuple):
     def bounded(self) -> bool:
         return self.left >= 0 or self.right >= 0
 
+    @property
+    def is_window(self) -> bool:
+        return self.left >= 0 and self.right >= 0
+
 
 FP8_DTYPES = ("e4m3", "e5m2")
 
@@ -316,6 +320,7 @@ class ForwardWgmmaPair(KernelSpec):
     blocks = 2
     rows = 128
     most_value_columns = 512
+    allowed_spill_bytes = 128  # at 576 columns, places of Q that are read once a tile
 
     dtype: str
     columns: int
