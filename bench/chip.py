@@ -14,7 +14,8 @@ from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building import build, jit
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import ACCS, LEVELS, ForwardMmaRows, ForwardMmaSplit, KernelSpec
+from ffpa_attn.specs.problem import ACCS, LEVELS
+from ffpa_attn.specs.spec import ForwardMmaRows, ForwardMmaSplit, KernelSpec
 from forced import problem_of
 from workload import Workload
 

@@ -17,7 +17,8 @@ from ffpa_attn.backends import levels
 from ffpa_attn.backends.reference import Rule
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.launching import native
-from ffpa_attn.specs.spec import ForwardMmaSplit, Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import ForwardMmaSplit
 from flops import nominal_flops
 from timing import Timer, measure_in_turn
 from workload import Inputs, Workload, make_inputs

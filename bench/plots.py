@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 
 from chip import MOST_REGISTERS, flash_attention_2
-from ffpa_attn.specs.spec import ACCS
+from ffpa_attn.specs.problem import ACCS
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from record import Record

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ffpa_attn import env, explain, ffpa, ffpa_varlen
 from ffpa_attn.backends.choice import Choice, choose
 from ffpa_attn.operators import forms
-from ffpa_attn.specs.spec import ACCS, LEVELS, STAGES
+from ffpa_attn.specs.problem import ACCS, LEVELS, STAGES
 from provider import SDPA_TAG, Provider, Unavailable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right

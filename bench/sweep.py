@@ -22,7 +22,8 @@ from ffpa_attn.backends import levels
 from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.building.toolchain import BuildError
 from ffpa_attn.specs import archs, tiles
-from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMmaSplit, Problem, Shape, forward_spec
+from ffpa_attn.specs.problem import Problem
+from ffpa_attn.specs.spec import ACCUMULATORS, COLUMNS, ForwardMmaSplit, Shape, forward_spec
 from forced import SHORT, ForcedCalls, compiled, problem_of, square
 
 ACCS = {"f32": ("f32", "f32"), "f16": ("f16", "f16")}  # keyed by what PV accumulates in, as the tables are

@@ -26,7 +26,7 @@ from ffpa_attn.backends.triton_attention import TritonPlan
 from ffpa_attn.backends.triton_fp8 import TritonFp8Plan
 from ffpa_attn.launching import native
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import FP8_BLOCK, Visibility
+from ffpa_attn.specs.problem import FP8_BLOCK, Visibility
 from ffpa_attn.triton_ops import tiles as triton_tiles
 from ffpa_attn.triton_ops.launch import Tiles
 from flops import nominal_flops

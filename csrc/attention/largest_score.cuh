@@ -26,14 +26,18 @@ FFPA_DEVICE void raise_global(float* address, float value) {
   }
 }
 
+// Returns the place of what a head of a row tile's batch entry has been told.
+FFPA_DEVICE float* largest_of_head(const AttentionParams& params, const SharedRowTile& rows, int head) {
+  return params.largest + rows.batch() * int64_t{params.heads_q} + head;
+}
+
 // Returns the largest score that blocks have told of so far for the head of a row tile. Heads that share tiles have
 // none in common.
 template <class Kept>
 FFPA_DEVICE float told_so_far(const AttentionParams& params, const Kept& kept) {
   if (params.tile_heads > 1) return -kInfinity;
   const SharedRowTile rows = kept.get();
-  return float_from_bits(
-      ptx::ld_acquire_global_4(params.largest + rows.batch() * int64_t{params.heads_q} + rows.head()));
+  return float_from_bits(ptx::ld_acquire_global_4(largest_of_head(params, rows, rows.head())));
 }
 
 // Tells AttentionParams::largest of the largest scores of two rows that each lane of a warp has; natural(x) is the
@@ -45,21 +49,21 @@ FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& 
   if (!ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
   const bool has_one_head = params.tile_heads == 1;
   const SharedRowTile rows = kept.get();
-  float* of_entry = params.largest + rows.batch() * int64_t{params.heads_q};
   float of_both = -kInfinity;
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const RowPlace at = rows.place(row_of(h));
     if (at.row > rows.last) continue;
     of_both = larger_of(of_both, largest[h]);
-    if (!has_one_head && largest[h] > -kInfinity) raise_global(of_entry + at.head, natural(largest[h]));
+    if (has_one_head || !(largest[h] > -kInfinity)) continue;
+    raise_global(largest_of_head(params, rows, at.head), natural(largest[h]));
   }
   if (!has_one_head) return;
   FFPA_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) of_both = larger_of(of_both, ptx::shfl_xor(of_both, distance));
   if (!(of_both > told)) return;
   told = of_both;
-  if (ptx::lane_id() == 0) raise_global(of_entry + rows.head(), natural(of_both));
+  if (ptx::lane_id() == 0) raise_global(largest_of_head(params, rows, rows.head()), natural(of_both));
 }
 
 }  // namespace ffpa

@@ -87,7 +87,7 @@ template <class Kept>
 FFPA_DEVICE float told_before(const AttentionParams& params, const Kept& kept) {
   if (params.largest == nullptr) return -kInfinity;
   const float told = told_so_far(params, kept) * (are_raw(params) ? ptx::rcp(params.scale) : 1);
-  return told - 1e-6f * std::fabs(told);
+  return std::fabs(told) < kInfinity ? told - 1e-6f * std::fabs(told) : -kInfinity;  // the scale may be tiny
 }
 
 // Tells of the largest scores of two rows, if a call asks for them, from what apply_rules has left: see

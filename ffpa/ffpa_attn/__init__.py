@@ -36,7 +36,7 @@ from .integrations.flash_api import (
     is_nhd_zero_copy_input,
 )
 from .integrations.sdpa_override import disable_sdpa, enable_sdpa, sdpa
-from .specs.spec import LevelType, MMAAccType
+from .specs.problem import LevelType, MMAAccType
 from .support import private_torch, progress
 from .support.version import __version__
 

@@ -11,7 +11,7 @@ from .backends.choice import Choice, choose
 from .checks import arguments, memory_checks, words
 from .launching import native
 from .operators import again, dispatch_keys, forms
-from .specs.spec import LevelType, MMAAccType
+from .specs.problem import LevelType, MMAAccType
 
 
 def _options(*args) -> dict:

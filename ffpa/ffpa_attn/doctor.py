@@ -21,7 +21,8 @@ from .building import build, cache, toolchain
 from .launching import native
 from .launching.attention_call import forward_launch
 from .specs import archs
-from .specs.spec import ForwardMerge, Visibility, aot_specs
+from .specs.problem import Visibility
+from .specs.spec import ForwardMerge, aot_specs
 from .support import private_torch
 from .support.version import __version__
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .backends import reference, triton_fp8
 from .checks import arguments, fp8_checks, words
 from .operators import dispatch_keys, forms
-from .specs.spec import FP8_BLOCK
+from .specs.problem import FP8_BLOCK
 from .triton_ops import launch as triton_launch
 
 

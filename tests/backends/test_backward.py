@@ -18,7 +18,8 @@ from ffpa_attn import env
 from ffpa_attn.backends import backward, backward_chunks, backward_short, reference
 from ffpa_attn.backends.backward_chunks import KEY_TILE, ROW_TILE, Chunk, Pass
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES, Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, PRODUCT_TILES
 from ffpa_attn.testing import emulate
 
 # Backends, and the architecture that emulates each; "short" is mma where the keys fit one tile.

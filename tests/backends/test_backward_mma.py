@@ -8,7 +8,8 @@ from cases import Case, make_inputs
 from ffpa_attn import env
 from ffpa_attn.backends import backward
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import MMA_PRODUCT_TILES, Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import MMA_PRODUCT_TILES
 from ffpa_attn.testing import emulate
 
 # This has several row tiles of two heads that share K and V, more tiles than emulated blocks, and ends amid tiles.

@@ -11,7 +11,7 @@ from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs
 from ffpa_attn.backends import backward_short
 from ffpa_attn.backends.backward_short import ShortPlan
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 
 forced = test_backward.forced
 

@@ -14,7 +14,7 @@ from ffpa_attn.building import toolchain
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

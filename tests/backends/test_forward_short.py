@@ -13,7 +13,8 @@ from ffpa_attn.backends.choice import choose
 from ffpa_attn.env import run_flags
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import SHORT_COLUMNS, ForwardMmaShort, Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import SHORT_COLUMNS, ForwardMmaShort
 from ffpa_attn.testing import emulate
 from test_mma import check
 from test_two_phase import check_packed

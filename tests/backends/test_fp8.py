@@ -10,7 +10,7 @@ from ffpa_attn import env, ffpa_fp8, fp8, quantize_fp8
 from ffpa_attn.backends import choice, triton_fp8
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.testing import emulate
 from ffpa_attn.triton_ops import launch as triton_launch
 from torch._dynamo.testing import CompileCounterWithBackend

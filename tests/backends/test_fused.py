@@ -15,6 +15,7 @@ from ffpa_attn.backends.fused import FusedPlan
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.specs.spec import (
     FUSED_COLUMNS,
     LATENT_COLUMNS,
@@ -22,8 +23,6 @@ from ffpa_attn.specs.spec import (
     ForwardWgmmaFused,
     ForwardWgmmaLatent,
     ForwardWgmmaPair,
-    Problem,
-    Visibility,
 )
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart

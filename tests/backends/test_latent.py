@@ -11,7 +11,8 @@ from ffpa_attn.backends.choice import CANDIDATES
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.operators.forms import values_in_keys
-from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair, Visibility
+from ffpa_attn.specs.problem import Visibility
+from ffpa_attn.specs.spec import LATENT_COLUMNS, ForwardWgmmaLatent, ForwardWgmmaPair
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, check_bits_of_schedules, device, plan_tiles, run  # noqa: F401
 from test_mma import check

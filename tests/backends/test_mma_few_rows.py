@@ -7,7 +7,7 @@ from ffpa_attn import env
 from ffpa_attn.backends import levels, row_tiles
 from ffpa_attn.launching import native
 from ffpa_attn.operators import again, ops
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.testing import emulate
 from test_mma import call, check
 

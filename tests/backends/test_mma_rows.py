@@ -9,7 +9,8 @@ from ffpa_attn.backends.levels import LevelPlan
 from ffpa_attn.launching import emulated, native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import ForwardMmaRows, Problem, Visibility, aot_specs
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import ForwardMmaRows, aot_specs
 from ffpa_attn.testing import emulate
 from test_mma import call, check, check_moving_maxima
 

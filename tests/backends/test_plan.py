@@ -10,7 +10,8 @@ from ffpa_attn.backends.reference import Rule
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.launching import emulated, native, structs
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import ForwardMmaSplit, Problem, Visibility, aot_specs, visible_keys
+from ffpa_attn.specs.problem import Problem, Visibility, visible_keys
+from ffpa_attn.specs.spec import ForwardMmaSplit, aot_specs
 from ffpa_attn.testing import emulate
 
 SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit)]

@@ -11,7 +11,7 @@ from ffpa_attn.backends.row_tiles import Parts
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import attention_call
 from ffpa_attn.operators import again, ops
-from ffpa_attn.specs.spec import Visibility
+from ffpa_attn.specs.problem import Visibility
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, attend, check_bits_of_schedules, device, fits, plan_tiles  # noqa: F401
 from test_mma import check

@@ -14,7 +14,7 @@ from ffpa_attn.backends.reference import Rule
 from ffpa_attn.backends.row_tiles import Parts
 from ffpa_attn.backends.two_phase import TwoPhasePlan
 from ffpa_attn.specs import spec as specs
-from ffpa_attn.specs.spec import Visibility
+from ffpa_attn.specs.problem import Visibility
 from ffpa_attn.testing import emulate
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -209,6 +209,22 @@ def test_sinks_change_no_bit_where_there_are_none(kernel, monkeypatch):
     monkeypatch.setattr("test_sinks_in_kernels.SINKS", (-math.inf,))
     results = run(kernel, kernel.plan(BF16), q, k, v, everything())
     assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1e-39], ids=["a-scale", "a-tiny-scale"])
+@by_kernel
+def test_tiles_with_a_little_more_than_those_before(kernel, scale):
+    """What a warp begins with may be rounded, but hides no score: whatever the order of row tiles, the largest is found."""
+    if kernel.name in PLAIN and scale < 1e-30:
+        pytest.skip("the kernel has no rules")
+    q, k, v = (torch.zeros(1, 2, n, d, dtype=F16) for n, d in ((300, kernel.d), (40, kernel.d), (40, kernel.d_v)))
+    q[..., 0] = k[..., 0] = 2048.0
+    k[..., 1] = 1.0
+    q[0, 0, :, 1] = torch.arange(300) // 30
+    q[0, 1, :, 1] = -q[0, 0, :, 1]
+    v = k[..., : kernel.d_v] if kernel.name == "latent" else v
+    *_, largest = run(kernel, kernel.plan(F16), q, k, v, everything(scale), sinks=False)
+    assert torch.equal(largest, largest_of(q, k, scale))
 
 
 @pytest.mark.parametrize("size", [30.0, 1e6, 1e9])

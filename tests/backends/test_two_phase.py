@@ -23,14 +23,8 @@ from ffpa_attn.building import build
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import (
-    ForwardMmaSplit,
-    ForwardMmaTwoPhase,
-    ForwardWgmmaTwoPhase,
-    Problem,
-    Visibility,
-    aot_specs,
-)
+from ffpa_attn.specs.problem import Problem, Visibility
+from ffpa_attn.specs.spec import ForwardMmaSplit, ForwardMmaTwoPhase, ForwardWgmmaTwoPhase, aot_specs
 from ffpa_attn.testing import emulate
 from test_mma import check, far_apart
 

@@ -13,7 +13,7 @@ from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import attention_call
 from ffpa_attn.operators import again
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import Visibility
+from ffpa_attn.specs.problem import Visibility
 from test_mma import check
 from test_two_phase import (  # noqa: F401
     COLUMNS,

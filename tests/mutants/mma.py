@@ -261,7 +261,7 @@ MUTANTS = [
         ("prefetch of V not looked at", '("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])', '("FFPA_PV_STAGES", None)'),
     ),
     *edits_in(
-        "specs/spec.py",
+        "specs/problem.py",
         "tests/backends/test_plan.py",
         ("causal rows see all keys", "if p.visibility.bounded else p.n_k", "if False else p.n_k"),
         ("a window's left end ignored", "first = 0 if see.left < 0 else", "first = 0 if True else"),

@@ -14,7 +14,7 @@ from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
 from ffpa_attn.backends.reference import Rule
 from ffpa_attn.launching import native, structs
 from ffpa_attn.operators import again, ops
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.triton_ops import launch as triton_launch
 from ffpa_attn.triton_ops import parameters
 

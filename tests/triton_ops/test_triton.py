@@ -19,7 +19,7 @@ from ffpa_attn.backends import triton_attention
 from ffpa_attn.backends.choice import choose
 from ffpa_attn.operators import ops
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.triton_ops import interpreter
 from ffpa_attn.triton_ops import launch as triton_launch
 from ffpa_attn.triton_ops.launch import Tiles

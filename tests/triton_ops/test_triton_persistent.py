@@ -18,7 +18,7 @@ import torch
 from cases import Case, make_inputs
 from ffpa_attn import env
 from ffpa_attn.backends import triton_attention
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 
 pytest.importorskip("triton", reason="Triton is an extra")
 

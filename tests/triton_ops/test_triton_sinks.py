@@ -5,7 +5,7 @@ import torch
 from ffpa_attn import env
 from ffpa_attn.backends import triton_attention, triton_fp8
 from ffpa_attn.backends.reference import Rule
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 
 pytest.importorskip("triton", reason="Triton is an extra")
 

@@ -142,7 +142,7 @@ def compile_kind(kind: Kind, arch: str) -> list[str]:
     import triton_offline
     from ffpa_attn import env
     from ffpa_attn.backends import triton_attention
-    from ffpa_attn.specs.spec import Problem, Visibility
+    from ffpa_attn.specs.problem import Problem, Visibility
     from ffpa_attn.triton_ops import backward_kernels, forward_kernels
 
     problem = Problem(

@@ -22,7 +22,7 @@ import triton
 from ffpa_attn import env
 from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
 from ffpa_attn.launching.compiled import image
-from ffpa_attn.specs.spec import Problem, Visibility
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.triton_ops import (
     backward_kernels,
     forward_kernels,

@@ -15,17 +15,15 @@ import torch
 from ..checks import memory_checks
 from ..launching import attention_call, structs
 from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
+from ..specs.problem import MOST_POSITIONS, Problem, Visibility
 from ..specs.spec import (
     MMA_PRODUCT_TILES,
-    MOST_POSITIONS,
     PRODUCT_TILES,
     BackwardMmaProducts,
     BackwardMmaScores,
     BackwardRows,
     BackwardWgmmaProducts,
     BackwardWgmmaScores,
-    Problem,
-    Visibility,
 )
 from . import backward_chunks
 from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Work

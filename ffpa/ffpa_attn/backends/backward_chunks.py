@@ -12,7 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from ..specs import archs
-from ..specs.spec import Problem, ProductTile, visible_keys
+from ..specs.problem import Problem, visible_keys
+from ..specs.spec import ProductTile
 
 ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/params/backward_params.h
 _BYTES_OF_PAIR = 4  # bytes of a pair in P and dS

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from ..launching.launch import Launch
 from ..specs import archs
-from ..specs.spec import SHORT_TILES, BackwardMmaShort, Problem, short_columns
+from ..specs.problem import Problem
+from ..specs.spec import SHORT_TILES, BackwardMmaShort, short_columns
 from . import backward
 from .reference_plan import mask_gradient
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .. import env
 from ..launching import native
 from ..specs import archs
-from ..specs.spec import FP8_DTYPES, Problem
+from ..specs.problem import FP8_DTYPES, Problem
 from . import families, reference_plan, row_tiles, sdpa, triton_attention, triton_fp8
 from .backward_short import ShortPlan
 from .forward_short import ForwardShortPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..launching import native
 from ..specs import archs
-from ..specs.spec import FP8_DTYPES, Problem
+from ..specs.problem import FP8_DTYPES, Problem
 from . import backward, backward_short, forward_short, fused, fused_fp8, levels, two_phase
 from .backward import BackwardPlan
 from .backward_short import ShortPlan

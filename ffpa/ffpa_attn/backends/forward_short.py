@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..specs.spec import SHORT_COLUMNS, ForwardMmaShort, Problem, Visibility
+from ..specs.problem import Problem, Visibility
+from ..specs.spec import SHORT_COLUMNS, ForwardMmaShort
 from . import row_tiles
 from .row_tiles import Scratch
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..specs import archs
+from ..specs.problem import Problem, Visibility
 from ..specs.spec import (
     FUSED_COLUMNS,
     LATENT_COLUMNS,
@@ -18,8 +19,6 @@ from ..specs.spec import (
     ForwardWgmmaFused,
     ForwardWgmmaLatent,
     ForwardWgmmaPair,
-    Problem,
-    Visibility,
 )
 from . import forward_short, levels, row_tiles
 from .row_tiles import Pace, Parts, Scratch

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from ..launching import attention_call, structs
 from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
-from ..specs.spec import FP8_BLOCK, FP8_COLUMNS, ForwardArrangeValues, ForwardWgmmaFp8, Problem
+from ..specs.problem import FP8_BLOCK, Problem
+from ..specs.spec import FP8_COLUMNS, ForwardArrangeValues, ForwardWgmmaFp8
 from . import row_tiles
 
 ROWS = 64  # rows of a tile

@@ -15,23 +15,20 @@ from typing import Any, NamedTuple
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
+from ..specs.problem import LEAST_SCALE, MOST_POSITIONS, Problem, visible_keys
 from ..specs.spec import (
     COLUMNS,
-    LEAST_SCALE,
     MOST_COLUMNS,
-    MOST_POSITIONS,
     ROWS_HEAD_DIMS,
     ForwardMerge,
     ForwardMmaRows,
     ForwardMmaSplit,
-    Problem,
     Shape,
     forward_spec,
     register_shapes,
     rows_shapes,
     rows_spec,
     streamed_shapes,
-    visible_keys,
 )
 from . import row_tiles
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..specs.spec import FP8_BLOCK, Visibility
+from ..specs.problem import FP8_BLOCK, Visibility
 from .reference_heads import Heads
 
 Block = tuple[int, int]  # [first, past the last)

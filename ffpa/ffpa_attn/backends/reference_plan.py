@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..specs.spec import Problem
+from ..specs.problem import Problem
 from ..support.private_torch import PlainTorch
 from . import reference
 from .reference_heads import Heads

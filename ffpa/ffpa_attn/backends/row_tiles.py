@@ -14,7 +14,8 @@ from ..launching import attention_call
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
-from ..specs.spec import MOST_POSITIONS, ForwardMerge, KernelSpec, Problem, Visibility, visible_keys
+from ..specs.problem import MOST_POSITIONS, Problem, Visibility, visible_keys
+from ..specs.spec import ForwardMerge, KernelSpec
 
 ROWS = 128  # rows of a tile in the wgmma and two-phase kernels of csrc/attention/forward, but that of latent vectors
 HEAD_BYTES = 512  # bytes at the head of the scratch, which blocks share

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from ..specs.spec import FP8_DTYPES, LEAST_SCALE, Problem
+from ..specs.problem import FP8_DTYPES, LEAST_SCALE, Problem
 from ..support import private_torch
 from ..support.private_torch import PlainTorch
 from .reference_plan import ReferencePlan

@@ -20,7 +20,7 @@ import torch
 from .. import env
 from ..checks import memory_checks
 from ..specs import archs
-from ..specs.spec import LEAST_SCALE, Problem
+from ..specs.problem import LEAST_SCALE, Problem
 from ..triton_ops.launch import Launch, Memo, Step, Tiles, describer, has_descriptor, launch_alone, run, strides
 from ..triton_ops.tiles import DEFAULT, MEASURED
 from .reference_plan import mask_gradient

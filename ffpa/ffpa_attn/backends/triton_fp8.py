@@ -9,7 +9,7 @@ import torch
 
 from ..launching import native
 from ..specs import archs
-from ..specs.spec import FP8_BLOCK, Problem
+from ..specs.problem import FP8_BLOCK, Problem
 from ..triton_ops.launch import (
     Launch,
     Memo,

@@ -12,14 +12,8 @@ from functools import partial
 from typing import Any
 
 from ..specs import archs
-from ..specs.spec import (
-    TWO_PHASE_COLUMNS,
-    TWO_PHASE_MMA_COLUMNS,
-    ForwardMmaTwoPhase,
-    ForwardWgmmaTwoPhase,
-    Problem,
-    Visibility,
-)
+from ..specs.problem import Problem, Visibility
+from ..specs.spec import TWO_PHASE_COLUMNS, TWO_PHASE_MMA_COLUMNS, ForwardMmaTwoPhase, ForwardWgmmaTwoPhase
 from . import levels, row_tiles
 from .row_tiles import HEAD_BYTES, ROWS, Pace, Parts, Scratch
 

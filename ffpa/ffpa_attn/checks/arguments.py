@@ -9,7 +9,7 @@ from numbers import Integral, Real
 
 import torch
 
-from ..specs.spec import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
+from ..specs.problem import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
 from .memory_checks import is_expanded
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}

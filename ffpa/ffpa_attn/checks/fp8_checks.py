@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs.spec import FP8_BLOCK
+from ..specs.problem import FP8_BLOCK
 from . import arguments
 
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, *arguments.FP8)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from ..specs.spec import ROW_ALIGNMENT
+from ..specs.problem import ROW_ALIGNMENT
 from ..support.private_torch import FakeTensor, find
 
 is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)

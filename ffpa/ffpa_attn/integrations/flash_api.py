@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks, words
-from ..specs.spec import HEAD_DIM_STEP
+from ..specs.problem import HEAD_DIM_STEP
 from . import masks, sdpa_override
 
 # ---- flash-attn 2, with the sinks of FlashAttention 3 and 4 ----

@@ -19,7 +19,8 @@ import torch
 from .. import env
 from ..building import build, jit, toolchain
 from ..specs import archs
-from ..specs.spec import KernelSpec, Problem, aot_specs
+from ..specs.problem import Problem
+from ..specs.spec import KernelSpec, aot_specs
 from ..support.transient import is_transient
 
 _PACKAGE = Path(__file__).resolve().parents[1]

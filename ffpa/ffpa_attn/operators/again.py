@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import env
-from ..specs.spec import ROW_ALIGNMENT, LevelType, MMAAccType
+from ..specs.problem import ROW_ALIGNMENT, LevelType, MMAAccType
 from ..triton_ops.launch import Unable
 from . import ops
 from .dispatch_keys import KnownAttention, gradients_of, have_work, is_recorded_as_it_is, rule_of, want_gradients

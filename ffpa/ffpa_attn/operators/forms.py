@@ -10,7 +10,7 @@ import torch
 
 from ..checks import arguments, memory_checks
 from ..launching import native
-from ..specs.spec import ROW_ALIGNMENT, Problem, Visibility
+from ..specs.problem import ROW_ALIGNMENT, Problem, Visibility
 
 
 def seen(x) -> tuple | None:

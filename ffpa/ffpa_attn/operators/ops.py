@@ -20,7 +20,7 @@ from ..backends.choice import CANDIDATES, Choice, choose
 from ..backends.sink_gradient import sink_gradient, workspace_bytes
 from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
-from ..specs.spec import HEAD_DIM_STEP, Problem
+from ..specs.problem import HEAD_DIM_STEP, Problem
 from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch

@@ -34,7 +34,7 @@ from .forward_kernels import (
 )
 
 SCALE_BLOCK = tl.constexpr(128)  # rows that share a scale
-LEAST_SCALE = tl.constexpr(2.0**-100)  # the same as spec.LEAST_SCALE: a float holds it
+LEAST_SCALE = tl.constexpr(2.0**-100)  # the same as problem.LEAST_SCALE: a float holds it
 _SUM_COLUMNS = tl.constexpr(16)  # columns of the narrowest product there is
 
 
