@@ -220,7 +220,7 @@ def test_tiles_with_a_little_more_than_those_before(kernel, scale):
     q, k, v = (torch.zeros(1, 2, n, d, dtype=F16) for n, d in ((300, kernel.d), (40, kernel.d), (40, kernel.d_v)))
     q[..., 0] = k[..., 0] = 2048.0
     k[..., 1] = 1.0
-    q[0, 0, :, 1] = torch.arange(300) // 30
+    q[0, 0, :, 1] = torch.arange(300) // 100
     q[0, 1, :, 1] = -q[0, 0, :, 1]
     v = k[..., : kernel.d_v] if kernel.name == "latent" else v
     *_, largest = run(kernel, kernel.plan(F16), q, k, v, everything(scale), sinks=False)
