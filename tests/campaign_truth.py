@@ -452,7 +452,8 @@ class Block:
         that delta is made of, which changes all dS of a row alike.
         """
         p, k, q, scale = self.p, self.k64, self.q64, self.scale
-        of_delta = self.unit**2 * (grad.square() * self.o.square()).sum(-1, keepdim=True)
+        size_of_o = self.o.abs().clamp(min=torch.finfo(self.q.dtype).smallest_normal)  # below it O rounds as there
+        of_delta = self.unit**2 * (grad * size_of_o).square().sum(-1, keepdim=True)
         of_delta = of_delta + self.unit**2 * (p * dp).square().sum(-1, keepdim=True)
         sums = 2.0**-22 * (grad.abs() @ self.v64.abs().mT + (grad * self.o).abs().sum(-1, keepdim=True)) * p
         of_ds, of_p = _ROUNDINGS * (self.unit * ds).square(), p * slope

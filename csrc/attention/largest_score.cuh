@@ -38,12 +38,12 @@ FFPA_DEVICE float told_so_far(const AttentionParams& params, const Kept& kept) {
 
 // Tells AttentionParams::largest of the largest scores of two rows that each lane of a warp has; natural(x) is the
 // score of what the softmax has as x, and rises with it. The rows are row_of(0) and row_of(1) of the row tile
-// kept.get(). `told` is the largest score that the warp knows to be told, where all rows are of one head.
+// kept.get(). `told` is the largest x that the warp knows to be told, where all rows are of one head, and else -inf.
 template <class Kept, class RowOf, class Natural>
 FFPA_DEVICE void tell_largest(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
                               const RowOf& row_of, const Natural& natural) {
+  if (!ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
   const bool has_one_head = params.tile_heads == 1;
-  if (has_one_head && !ptx::vote_any(larger_of(largest[0], largest[1]) > told)) return;
   const SharedRowTile rows = kept.get();
   float* of_entry = params.largest + rows.batch() * int64_t{params.heads_q};
   float of_both = -kInfinity;

@@ -83,10 +83,10 @@ def padding(kind, device):
     return None if PADDINGS[kind] is None else torch.tensor(PADDINGS[kind], device=device)
 
 
-def assert_as_close(found, same, exact):
+def assert_as_close(found, same, exact, times: float = 1.5):
     """Allows no more error than transformers' eager attention has in the same type, give or take."""
     error, allowed = (x.float() - exact for x in (found, same))
-    assert error.norm() <= 1.5 * allowed.norm() + 1e-3 * exact.norm(), (error.norm(), allowed.norm(), exact.norm())
+    assert error.norm() <= times * allowed.norm() + 1e-3 * exact.norm(), (error.norm(), allowed.norm(), exact.norm())
 
 
 @pytest.fixture(autouse=True)
@@ -704,9 +704,10 @@ def test_gradients_with_sinks(name, kind, ids, device):
         grads = {name: x.grad.flatten().float() for name, x in model.named_parameters() if x.grad is not None}
         return torch.cat(list(grads.values())), torch.cat([x for name, x in grads.items() if name.endswith("sinks")])
 
-    for found, same, exact in zip(*map(gradients, trio_with_sinks(name, device)), strict=True):
-        assert exact.norm() > 0
-        assert_as_close(found, same, exact + 0)
+    of_all, of_sinks = zip(*map(gradients, trio_with_sinks(name, device)), strict=True)
+    assert of_sinks[2].norm() > 0
+    assert_as_close(*of_all)
+    assert_as_close(*of_sinks, times=3)  # errors of so few numbers differ by chance: by half in one case of twenty
 
 
 @pytest.mark.parametrize("name", WITH_SINKS)

@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     *short_forward(
         "csrc/attention/softmax.cuh",
-        ("softmax: hidden keys count", "    if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);\n  } else", "  } else"),
+        ("softmax: hidden keys count", "    hide_unseen<Fragments>(scores, block, row, key, lane);\n    return;", "    return;"),
         ("softmax: half of each row's sum", "      score = exponents.p(score);\n      sum += score;", "      score = exponents.p(score);\n      sum += score / 2;"),
         ("softmax: P's pairs swapped", "p[i], fragments[i % (kN / 2) * 2], fragments[i % (kN / 2) * 2 + 1]", "p[i], fragments[i % (kN / 2) * 2 + 1], fragments[i % (kN / 2) * 2]"),
     ),
@@ -51,7 +51,7 @@ MUTANTS = [
         ("sums of the last warp ignored", "for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum", "for (int warp = 0; warp < Config::kScoreWarpsByKeys - 1; ++warp) sum"),
         ("factor of the new reference to itself", "growth(before, state.reference[h])", "growth(state.reference[h], state.reference[h])"),
         ("states of the item before", "    for (RowState& state : states_) state = {};\n", ""),
-        ("rules of the first rows for all", "                  score_row() + m * 16, key + score_key(), lane_, told", "                  score_row(), key + score_key(), lane_, told"),
+        ("rules of the first rows for all", "                  score_row() + m * 16, key + score_key(), lane_)", "                  score_row(), key + score_key(), lane_)"),
         ("products without their rules", "    apply_rules_to(scores, tile * kKeys);\n", ""),
         ("O not rescaled", "tile::scale_rows(out[m][n], factor[m]);", "(void)factor;"),
         ("O rescaled where the first row asks only", "any |= factor[m][h] != 1;", "any |= m + h == 0 && factor[m][h] != 1;"),
@@ -337,7 +337,7 @@ MUTANTS = [
         ("rows: K of another slot", "k_slots_smem + slot, tile_index + stages", "k_slots_smem + slot_before, tile_index + stages"),
         ("rows: P's second half from the first", ".p(s[m][2 * depth + half][e])", ".p(s[m][2 * depth][e])"),
         ("rows: slopes of products for scores", "Config::kRules ? slopes_of(params) : Slopes", "Slopes"),
-        ("rows: rules thought plain", "} else if (have_rules(params, all_seen)) {", "} else if (!all_seen) {"),
+        ("rows: rules thought plain", "} else if (!are_plain(params, all_seen)) {", "} else if (!all_seen) {"),
         ENABLE_FFPA_DEBUG="1",
     ),
 ]  # fmt: skip

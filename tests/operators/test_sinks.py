@@ -140,8 +140,10 @@ def test_packed(device, rule):
         )
         total = total + (want[0].transpose(0, 1) * of_out[rows:end].to(out.dtype).double()).sum()
         total = total + torch.where(want_lse == -INF, 0.0, want_lse * of_lse[None, :, rows:end].double()).sum()
-    for x, y in zip(grads, torch.autograd.grad(total, doubles), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-2, rtol=2e-2)
+    *exact_grads, of_sinks = torch.autograd.grad(total, doubles)
+    for x, y in zip(grads[:3], exact_grads, strict=True):  # P and dS in 16 bits: single elements may err by 2e-2
+        assert (x.double() - y).norm() <= 1e-2 * y.norm()
+    torch.testing.assert_close(grads[3].double(), of_sinks, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
