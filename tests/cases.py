@@ -6,6 +6,7 @@ the head dim), so whatever is read beside a tensor shows up in the result.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,11 @@ class Case:
     mask: str | None = None  # a kind that make_mask knows
     layout: str = "BHND"
     rule: dict = field(default_factory=dict)  # causal, align, scale, window, softcap
+    sinks: tuple[float, ...] = ()  # one for each head of Q, or none
+
+    def options(self, device) -> dict:
+        """Returns the rule, and sinks if there are any."""
+        return with_sinks(self, device)
 
     @property
     def id(self) -> str:
@@ -32,10 +38,15 @@ class Case:
         dims = f"d{self.d}" + (f"v{self.d_v}" if self.d_v else "")
         rule = [f"{name}={str(value).replace(' ', '')}" for name, value in self.rule.items()]
         tail = [f"{self.mask}-mask"] * bool(self.mask) + [self.layout] * (self.layout != "BHND") + rule
+        tail += ["sinks"] * bool(self.sinks)
         return "-".join([str(self.dtype)[6:], f"b{self.batch}", heads, f"n{self.n_q}x{self.n_k}", dims, *tail])
 
     def with_(self, **changes) -> Case:
         return replace(self, **changes)
+
+
+def with_sinks(case: Case | PackedCase, device) -> dict:
+    return {**case.rule, "sinks": torch.tensor(case.sinks, device=device)} if case.sinks else case.rule
 
 
 def poisoned(shape, dtype, device, generator, row_slack: int = 8, size: float = 1.0) -> torch.Tensor:
@@ -102,6 +113,7 @@ def make_inputs(case: Case, device, seed: int = 0):
 
 
 _f16 = torch.float16
+_SINKS = (0.5, -math.inf, 30.0, -3.0)
 _base = Case(heads_q=1, heads_kv=1)  # cases about heads have more of them
 
 CASES: list[Case] = [
@@ -156,6 +168,11 @@ CASES: list[Case] = [
     _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=320, layout="BNHD"),
     _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=512, d_v=456, layout="BNHD"),
     _base.with_(batch=2, heads_q=4, heads_kv=2, n_q=37, n_k=61, d=192, d_v=128, layout="BNHD", mask="bool", rule={"causal": True}),
+    # sinks: some rows see no key; one head has none
+    *[_base.with_(heads_q=4, heads_kv=2, n_q=90, n_k=61, d=d, sinks=_SINKS, rule={"causal": True}) for d in (64, 512)],
+    _base.with_(batch=2, heads_q=4, heads_kv=1, n_q=1, n_k=300, d=320, sinks=_SINKS, dtype=_f16, layout="BNHD"),
+    _base.with_(heads_q=2, heads_kv=2, n_q=37, n_k=61, d=1024, sinks=_SINKS[:2], mask="additive-some-rows-empty", rule={"softcap": 8.0}),
+    _base.with_(heads_q=4, heads_kv=4, n_q=5, n_k=0, d=128, sinks=_SINKS),
 ]  # fmt: skip
 
 
@@ -170,6 +187,10 @@ class PackedCase:
     dtype: torch.dtype = torch.bfloat16
     spare: int = 0  # rows after the last sequence, which belong to none
     rule: dict = field(default_factory=dict)
+    sinks: tuple[float, ...] = ()
+
+    def options(self, device) -> dict:
+        return with_sinks(self, device)
 
     @property
     def id(self) -> str:
@@ -177,6 +198,7 @@ class PackedCase:
         lengths = "x".join("_".join(map(str, lengths)) for lengths in (self.lengths_q, self.lengths_k))
         return "-".join(
             [str(self.dtype)[6:], f"n{lengths}", f"h{self.heads_q}over{self.heads_kv}", f"d{self.d}", *rule]
+            + ["sinks"] * bool(self.sinks)
         )
 
 
@@ -191,7 +213,8 @@ PACKED_CASES = [
     PackedCase((300, 40), (50, 40), d=64, rule={"window": (100, -1), "align": "top_left"}),
     PackedCase((0, 0), (0, 0), spare=4),
     PackedCase((), ()),
-]
+    *[PackedCase((5, 40, 0, 17), (33, 20, 12, 0), heads_q=4, heads_kv=2, d=d, spare=9, rule={"causal": True}, sinks=_SINKS) for d in (64, 512)],
+]  # fmt: skip
 
 
 def offsets(lengths, device) -> torch.Tensor:

@@ -47,7 +47,9 @@ def run(device: str, function, seed: int = 0):
 def attend(device: str, case: Case, inputs, seed: int = 0, **options):
     q, k, v, mask = inputs
     return run(
-        device, lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.rule, **options), seed
+        device,
+        lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.options(device), **options),
+        seed,
     )
 
 
@@ -87,7 +89,7 @@ def test_cases(case, device):
 @pytest.mark.parametrize("case", PACKED, ids=[case.id for case in PACKED])
 def test_packed_sequences(case, device):
     inputs = make_packed_inputs(case, device)
-    out, lse = run(device, lambda: ffpa_varlen(*inputs, return_lse=True, **case.rule))
+    out, lse = run(device, lambda: ffpa_varlen(*inputs, return_lse=True, **case.options(device)))
     check_packed(case, inputs, out, lse)
 
 

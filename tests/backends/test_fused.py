@@ -84,7 +84,7 @@ def run(device: str, function, seed: int = 0):
 
 def attend(device: str, case: Case, inputs, seed: int = 0, **options):
     q, k, v, mask = inputs
-    rule = {**case.rule, **options}
+    rule = {**case.options(q.device), **options}
     return run(device, lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **rule), seed)
 
 
@@ -232,7 +232,7 @@ def test_packed_sequences(case, device):
     inputs = make_packed_inputs(case, device)
     computes = min(inputs[5:]) > 0
     with emulate("sm_90a", seed=3) if device == "cpu" else nullcontext() as reports:
-        out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
+        out, lse = ffpa_varlen(*inputs, return_lse=True, **case.options(device))
     kernel = "forward_wgmma_fused" if max(case.d, case.d_v or 0) <= FUSED_COLUMNS[-1][0] else "forward_wgmma_pair"
     assert reports is None or [r["kernel"].split("_f16")[0].split("_bf16")[0] for r in reports] == [kernel] * computes
     check_packed(case, inputs, out, lse)

@@ -51,12 +51,12 @@ def by_level_and_case(cases):
 
 def call(case: Case, inputs, **options):
     q, k, v, mask = inputs
-    return ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.rule, **options)
+    return ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **case.options(q.device), **options)
 
 
 def check(case: Case, inputs, out, lse, acc_qk="f32", acc_pv="f32"):
     q, k, v, mask = inputs
-    rule = {**case.rule, "layout": case.layout, "mask": mask}
+    rule = {**case.options(q.device), "layout": case.layout, "mask": mask}
     want, want_lse = oracle.attention(q, k, v, **rule)
     base, base_lse = compare.baseline(q, k, v, **rule, acc_qk=acc_qk, acc_pv=acc_pv)
     compare.assert_close("out", out, want, base)

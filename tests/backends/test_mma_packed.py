@@ -27,7 +27,7 @@ by_level_and_case = pytest.mark.parametrize(
 def check(case: PackedCase, device: str, level):
     q, k, v, *offsets = make_packed_inputs(case, device)
     rows, keys = q.shape[0] - case.spare, k.shape[0] - case.spare
-    out, lse = ffpa_varlen(q, k, v, *offsets, return_lse=True, level=level, **case.rule)
+    out, lse = ffpa_varlen(q, k, v, *offsets, return_lse=True, level=level, **case.options(device))
     assert not out[rows:].any() and torch.isneginf(lse[:, rows:]).all(), "rows of no sequence"
     want, want_lse = by_sequence(case, oracle.attention, q, k, v)
     compare.assert_close("out", out[:rows], want, by_sequence(case, compare.baseline, q, k, v)[0])

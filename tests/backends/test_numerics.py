@@ -1,5 +1,6 @@
 """Tests every case of the matrix against the float64 oracle: out, LSE and all gradients."""
 
+import campaign_truth
 import compare
 import ffpa_attn
 import oracle
@@ -33,7 +34,7 @@ def random_like(x, seed):
 @by_id(CASES)
 def test_forward(case: Case, device):
     q, k, v, mask = make_inputs(case, device)
-    rule = {**case.rule, "layout": case.layout, "mask": mask}
+    rule = {**case.options(device), "layout": case.layout, "mask": mask}
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **rule)
     want, want_lse = oracle.attention(q, k, v, **rule)
     base = compare.baseline(q, k, v, **rule)[0]
@@ -47,24 +48,36 @@ def test_forward(case: Case, device):
     assert ffpa_attn.ffpa(q, k, v, out=given, **rule) is given
     assert torch.equal(given, alone)
 
+    _, largest = ffpa_attn.ffpa(q, k, v, return_max_logits=True, **rule)
+    q, k = (x.transpose(1, 2) if case.layout == "BNHD" else x for x in (q, k))
+    want = oracle.largest_scores(q, k, mask=mask, **case.rule)
+    compare.assert_lse_close("largest logits", largest, want, q, k, case.rule.get("scale"))
+
 
 @by_id(CASES)
 def test_gradients(case: Case, device):
-    """Gradients are those of sum(out * g) + sum(lse * g_lse), additive masks included."""
-    inputs = make_inputs(case, device)
+    """Gradients are those of sum(out * g) + sum(lse * g_lse), additive masks and sinks included."""
+    inputs = *make_inputs(case, device), case.options(device).get("sinks")
+    named = {name: x for name, x in zip(("q", "k", "v", "mask", "sinks"), inputs, strict=True) if x is not None}
+    ours, oracles, bases = (dict(zip(named, leaves(*named.values()), strict=True)) for _ in range(3))
     rule = {**case.rule, "layout": case.layout}
-    ours, oracles, bases = leaves(*inputs), leaves(*inputs), leaves(*inputs)
 
-    def call(function, tensors, **more):
-        return function(*tensors[:3], mask=tensors[3] if len(tensors) > 3 else None, **rule, **more)
-
-    out, lse = call(ffpa_attn.ffpa, ours, return_lse=True)
+    out, lse = ffpa_attn.ffpa(**ours, return_lse=True, **rule)
     grads = random_like(out, 7), random_like(lse, 8) * torch.isfinite(lse)
-    got = torch.autograd.grad([out, lse], [x for x in ours if x.requires_grad], grads)
-    want = gradients(call(oracle.attention, oracles), grads, oracles)
-    base = gradients(call(compare.baseline, bases), grads, bases)
-    for name, *three in zip(["dq", "dk", "dv", "dmask"], got, want, base, strict=False):
-        compare.assert_close(name, *three)
+    wanted = [name for name, x in ours.items() if x.requires_grad]
+    got = torch.autograd.grad([out, lse], [ours[name] for name in wanted], grads)
+    want = gradients(oracle.attention(**oracles, **rule), grads, oracles.values())
+    base = gradients(compare.baseline(**bases, **rule), grads, bases.values())
+    for name, x, *others in zip(wanted, got, want, base, strict=True):
+        if name == "sinks":  # PyTorch's errors of so few numbers are small by luck
+            others = of_sinks(case.layout, grads, *inputs, **case.rule).expected()
+        compare.assert_close(f"d{name}", x, *others)
+
+
+def of_sinks(layout: str, grads, q, k, v, mask, sinks, **rule) -> campaign_truth.Sum:
+    """Returns what the gradient of sinks must be."""
+    q, k, v, grad = (x.transpose(1, 2) if layout == "BNHD" else x for x in (q, k, v, grads[0]))
+    return campaign_truth.sums(q, k, v, mask=mask, sinks=sinks, grad=grad, grad_lse=grads[1], **rule)["dsinks"]
 
 
 def test_no_probability_is_above_1(device, monkeypatch):
@@ -78,15 +91,22 @@ def test_no_probability_is_above_1(device, monkeypatch):
         assert torch.equal(dv, torch.full_like(dv, 3.0))
 
 
-def by_sequence(case: PackedCase, function, q, k, v):
-    """Calls a dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
-    outs, lses, start_q, start_k = [], [], 0, 0
+def spans(case: PackedCase):
+    """Gives the rows and the keys of each sequence."""
+    start_q, start_k = 0, 0
     for n_q, n_k in zip(case.lengths_q, case.lengths_k, strict=True):
-        q_rows, keys = slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
-        out, lse = function(q[None, q_rows], k[None, keys], v[None, keys], layout="BNHD", **case.rule)
+        yield slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
+        start_q, start_k = start_q + n_q, start_k + n_k
+
+
+def by_sequence(case: PackedCase, function, q, k, v, *sinks):
+    """Calls a dense function, sequence by sequence: (out [T, H, Dv], lse [H, T]) of the packed tensors."""
+    outs, lses = [], []
+    rule = {**case.options(q.device), **dict(zip(["sinks"], sinks, strict=False))}
+    for rows, keys in spans(case):
+        out, lse = function(q[None, rows], k[None, keys], v[None, keys], layout="BNHD", **rule)
         outs.append(out[0])
         lses.append(lse[0])
-        start_q, start_k = start_q + n_q, start_k + n_k
     if not outs:
         nothing = 0 * (q.sum() + k.sum() + v.sum())
         return nothing.expand(0, case.heads_q, v.shape[2]), nothing.expand(case.heads_q, 0)
@@ -99,10 +119,11 @@ def test_packed(case: PackedCase, device, lengths, monkeypatch):
     if lengths == "on the device":  # a GPU has them there
         monkeypatch.setattr(reference, "_lengths_may_be_read", lambda cu: False)
     q, k, v, *offsets = make_packed_inputs(case, device)
-    rows = q.shape[0] - case.spare
-    ours, oracles, bases = leaves(q, k, v), leaves(q, k, v), leaves(q, k, v)
+    rows, sinks = q.shape[0] - case.spare, case.options(device).get("sinks")
+    ours, oracles, bases = (leaves(q, k, v, sinks) for _ in range(3))
 
-    out, lse = ffpa_attn.ffpa_varlen(*ours, *offsets, return_lse=True, **case.rule)
+    rule = {**case.rule, **dict(zip(["sinks"], ours[3:], strict=False))}
+    out, lse = ffpa_attn.ffpa_varlen(*ours[:3], *offsets, return_lse=True, **rule)
     assert not out[rows:].any() and torch.isneginf(lse[:, rows:]).all(), "rows of no sequence"
     want_out, want_lse = by_sequence(case, oracle.attention, *oracles)
     base_out, base_lse = by_sequence(case, compare.baseline, *bases)
@@ -115,13 +136,24 @@ def test_packed(case: PackedCase, device, lengths, monkeypatch):
     grads = g[:rows], g_lse[:, :rows]
     want = gradients((want_out, want_lse), grads, oracles)
     base = gradients((base_out, base_lse), grads, bases)
-    for name, *three in zip(["dq", "dk", "dv"], got, want, base, strict=True):
+    for name, *three in zip(["dq", "dk", "dv"], got, want, base, strict=False):
         compare.assert_close(name, *three)
+    if sinks is not None:
+        total = campaign_truth.Sum(sinks.shape, sinks.dtype, device, 2)
+        for of_q, of_k in spans(case):
+            of_rows, one = (g[None, of_q], g_lse[None, :, of_q]), (q[None, of_q], k[None, of_k], v[None, of_k])
+            total.add(slice(None), of_sinks("BNHD", of_rows, *one, None, sinks, **case.rule).part())
+        compare.assert_close("dsinks", got[3], *total.expected())
 
     given = torch.full_like(out, torch.nan)
     with torch.no_grad():
-        assert ffpa_attn.ffpa_varlen(q, k, v, *offsets, out=given, **case.rule) is given
+        assert ffpa_attn.ffpa_varlen(q, k, v, *offsets, out=given, **case.options(device)) is given
+        _, largest = ffpa_attn.ffpa_varlen(q, k, v, *offsets, return_max_logits=True, **case.options(device))
     assert torch.equal(given, out)
+    for of_one, (of_q, of_k) in zip(largest, spans(case), strict=True):
+        dense = (q[of_q].transpose(0, 1), k[of_k].transpose(0, 1))
+        want = oracle.largest_scores(*(x[None] for x in dense), **case.rule)[0]
+        compare.assert_lse_close("largest logits", of_one, want, *dense, case.rule.get("scale"))
 
 
 def exact_in_parts(q, k, v, layout):

@@ -76,7 +76,7 @@ def test_more_parts_than_lanes(planned):
 def test_packed_sequences(case, planned, emulated_gpu):
     emulated_gpu(4)
     inputs = make_packed_inputs(case, planned)
-    out, lse = _attend_packed(planned, inputs, case.rule)
+    out, lse = _attend_packed(planned, inputs, case.options(planned))
     check_packed(case, inputs, out, lse)
 
 

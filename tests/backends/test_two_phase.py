@@ -127,7 +127,7 @@ def run(place: Place, function, seed: int = 0, fused: bool = False):
 
 def attend(place: Place, case: Case, inputs, seed: int = 0, **options):
     q, k, v, mask = inputs
-    rule = {**case.rule, **options}
+    rule = {**case.options(q.device), **options}
     return run(place, lambda: ffpa(q, k, v, return_lse=True, mask=mask, layout=case.layout, **rule), seed)
 
 
@@ -420,8 +420,8 @@ def check_packed(case: PackedCase, inputs, out, lse):
     for i in range(len(case.lengths_q)):
         of_q, of_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
         dense = [x[rows].transpose(0, 1).unsqueeze(0) for x, rows in ((q, of_q), (k, of_k), (v, of_k))]
-        want, want_lse = oracle.attention(*dense, **case.rule)
-        base, _ = compare.baseline(*dense, **case.rule)
+        want, want_lse = oracle.attention(*dense, **case.options(q.device))
+        base, _ = compare.baseline(*dense, **case.options(q.device))
         compare.assert_close(f"out {i}", out[of_q].transpose(0, 1), want[0], base[0])
         compare.assert_lse_close(f"lse {i}", lse[:, of_q], want_lse[0], *dense[:2], case.rule.get("scale"))
     rest = slice(sum(case.lengths_q), None)
@@ -433,7 +433,7 @@ def test_packed_sequences(case, place):
     inputs = make_packed_inputs(case, place.device)
     computes = min(inputs[5:]) > 0
     with emulate(ARCHS[place.backend], seed=3) if place.emulated else nullcontext() as reports:
-        out, lse = ffpa_varlen(*inputs, return_lse=True, **case.rule)
+        out, lse = ffpa_varlen(*inputs, return_lse=True, **case.options(place.device))
     kernels = [KERNELS[place.backend].family] * computes
     assert reports is None or [r["kernel"].partition("_bf16")[0].partition("_f16")[0] for r in reports] == kernels
     check_packed(case, inputs, out, lse)
@@ -443,7 +443,7 @@ def test_packed_in_chunks(place, monkeypatch):
     in_chunks(monkeypatch)
     case = PackedCase((140, 30), (270, 620), d=64, d_v=520, spare=3, rule={"causal": True})
     inputs = make_packed_inputs(case, place.device)
-    (out, lse), _ = run(place, lambda: ffpa_varlen(*inputs, return_lse=True, **case.rule), seed=3)
+    (out, lse), _ = run(place, lambda: ffpa_varlen(*inputs, return_lse=True, **case.options(place.device)), seed=3)
     check_packed(case, inputs, out, lse)
 
 
@@ -514,7 +514,7 @@ def test_cases_of_all_on_a_gpu(case, on_a_gpu):
 @pytest.mark.parametrize("case", PACKED_CASES_OF_ALL, ids=[case.id for case in PACKED_CASES_OF_ALL])
 def test_packed_cases_of_all_on_a_gpu(case, on_a_gpu):
     inputs = make_packed_inputs(case, "cuda")
-    check_packed(case, inputs, *ffpa_varlen(*inputs, return_lse=True, **case.rule))
+    check_packed(case, inputs, *ffpa_varlen(*inputs, return_lse=True, **case.options("cuda")))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])

@@ -56,7 +56,8 @@ def launches(request, monkeypatch):
 @test_numerics.by_id(SMALL)
 def test_forward(case, device, launches):
     test_numerics.test_forward(case, device)
-    assert launches == [3 * bool(case.batch * case.n_q), 0]
+    adds = (case.mask or "bool").partition("-")[0] != "bool"  # then the largest logits are found in a call of their own
+    assert launches == [(4 + adds) * bool(case.batch * case.n_q), 0]
 
 
 @test_numerics.by_id(SMALL)
@@ -68,7 +69,7 @@ def test_gradients(case, device, launches):
 @test_numerics.by_id(SMALL_PACKED)
 def test_packed(case, device, launches, monkeypatch):
     test_numerics.test_packed(case, device, "read", monkeypatch)
-    assert launches == [2 * bool((case.lengths_q and max(case.lengths_q)) or case.spare), 1]
+    assert launches == [3 * bool((case.lengths_q and max(case.lengths_q)) or case.spare), 1]
 
 
 @test_numerics.by_id(SMALL[::5])

@@ -119,7 +119,7 @@ CASES = [
 @test_numerics.by_id(CASES)
 def test_forward(case, device, scratch):
     test_numerics.test_forward(case, device)
-    assert len(accumulators(scratch)) == 3 * bool(case.batch)
+    assert len(accumulators(scratch)) == 4 * bool(case.batch)
 
 
 SIX_TASKS = Case(heads_q=2, heads_kv=1, n_q=300, n_k=70, d=64, dtype=_f16, rule={"causal": True, "align": "top_left"})
