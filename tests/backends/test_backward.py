@@ -137,10 +137,12 @@ def gradients_of(case: Case, device, cap_mb: int | None = None, **options):
     q, k, v, *mask = inputs
     out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, mask=mask[0] if mask else None, layout=case.layout, **case.rule)
     g = test_numerics.random_like(out, 7)
+    rule = {name: value for name, value in case.rule.items() if name != "window"}
+    rule |= dict(zip(("window_left", "window_right"), case.rule.get("window", ()), strict=False))
     with env.overridden("FFPA_WORKSPACE_MB", str(cap_mb)) if cap_mb else contextlib.nullcontext():
         return torch.ops.ffpa_attn.backward(
             g, None, q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), *(mask[:1] or [None]), layout=case.layout,
-            **case.rule, **options,
+            **rule, **options,
         )[:3]  # fmt: skip
 
 
@@ -180,6 +182,7 @@ def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
 
+WINDOW = Case(heads_q=2, heads_kv=1, n_q=800, n_k=800, d=24, rule={"window": (200, 0)})
 GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causal": True})
 
 
@@ -195,6 +198,8 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
         (GROUP.with_(heads_q=1, n_q=1100, n_k=300), 2, (2, 1, False)),
         (Case(heads_q=1, heads_kv=1, n_q=530, n_k=1040, d=24, mask="additive-some-rows-empty"), 3, (2, 2, True)),
         (Case(heads_q=1, heads_kv=1, n_q=600, n_k=600, d=256, rule={"causal": True}), 2, (1, 1, False)),
+        (WINDOW, 3, (2, 3, True)),
+        (WINDOW.with_(heads_q=1, n_q=2100, n_k=2100, mask="additive-2d"), 4, (1, 3, False)),
     ],
     ids=[
         "by rows",
@@ -205,6 +210,8 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
         "rows without keys",
         "no rule",
         "wide tiles",
+        "bands by rows",
+        "bands by keys",
     ],
 )
 def test_boxes_of_rows_and_keys(case, cap_mb, boxes, backend, device, forced, monkeypatch):
@@ -220,10 +227,58 @@ def test_boxes_of_rows_and_keys(case, cap_mb, boxes, backend, device, forced, mo
     assert max(c.row_tiles for c in chunks) == of_pass.row_tiles
 
 
+WINDOWS = {  # each has a case, and the key tiles that a row of the workspace has
+    "window": (WINDOW, 2),
+    "causal": (WINDOW.with_(n_q=300, n_k=900, d=72, d_v=24, rule={"causal": True, "window": (256, 256)}), 3),
+    "both sides": (WINDOW.with_(heads_q=1, batch=2, n_q=600, rule={"window": (100, 300)}, mask="additive"), 3),
+    "rows without keys": (WINDOW.with_(n_q=1100, n_k=860, rule={"window": (60, 30)}, mask="additive-2d"), 3),
+    "keys without rows": (WINDOW.with_(n_q=300, rule={"window": (10, 20), "align": "top_left"}, mask="additive"), 3),
+    "the diagonal": (WINDOW.with_(n_q=520, n_k=520, rule={"window": (0, 0)}), 1),
+    "packed": (PackedCase((600, 5, 270, 300), (620, 800, 9, 320), 2, 1, d=24, rule={"window": (140, 20)}), 3),
+    "packed from the first": (
+        PackedCase((300, 5, 270), (320, 800, 9), 2, 1, d=24, rule={"window": (140, 0), "align": "top_left"}), 2,
+    ),
+}  # fmt: skip
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", list(WINDOWS))
+def test_windows(name, backend, device, forced, monkeypatch):
+    """A row of the workspace has the keys of its window alone."""
+    forced(backend, device)
+    case, key_tiles = WINDOWS[name]
+    monkeypatch.setattr(reference, "mask_gradient", None)
+    if isinstance(case, PackedCase):
+        test_numerics.test_packed(case, device, "read", monkeypatch)
+    else:
+        test_numerics.test_gradients(case, device)
+    assert last_plan().most_columns == key_tiles * KEY_TILE < last_chunks()[0].keys
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["window", "keys without rows"])
+def test_windows_change_no_bit(name, backend, device, forced, monkeypatch):
+    """Sums are the same as where a row of the workspace has all keys."""
+
+    class WithoutBands(backward_chunks.Work):
+        def __init__(self, p: Problem):
+            super().__init__(p)
+            self.columns = self.keys_of_longest
+
+    forced(backend, device)
+    case, _ = WINDOWS[name]
+    got = gradients_of(case, device)
+    ops._plans.clear()
+    monkeypatch.setattr(backward, "Work", WithoutBands)
+    assert all(map(torch.equal, got, gradients_of(case, device)))
+
+
+def last_plan() -> backward.BackwardPlan:
+    return [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1]
+
+
 def last_chunks() -> list[Chunk]:
-    return list(
-        [plan.choice.plan for plan in ops._plans.values() if hasattr(plan.choice.plan, "chunks")][-1].all_chunks
-    )
+    return list(last_plan().all_chunks)
 
 
 LONG_AND_NARROW = LONGER.with_(d=64, d_v=None, heads_kv=1)
@@ -325,11 +380,37 @@ def test_pairs_of_chunks_count_once(name, dtype):
         workspaces.append((ds, chunk))
     for own in MASK_SHAPES:
         d_mask = torch.full([n if of_own else 1 for n, of_own in zip(shape, own, strict=True)], torch.nan, dtype=dtype)
-        gradient = backward.MaskGradient(d_mask, torch.empty(*shape[:3], 8), torch.empty(3, heads_kv, n_k, 8))
+        q, k = torch.empty(*shape[:3], 8), torch.empty(3, heads_kv, n_k, 8)
+        gradient = backward.MaskGradient(d_mask, q, k, Visibility(-1, -1, False), keys)
         for ds, chunk in workspaces:
             gradient.add(ds, chunk, scratch=torch.full((chunk.pairs // 2,), torch.nan))
         gradient.finish()
         assert torch.equal(d_mask, of_pairs.float().sum_to_size(d_mask.shape).to(dtype)), own
+
+
+@pytest.mark.parametrize("n_q, n_k", [(700, 900), (1200, 790)])
+def test_pairs_of_bands_count_once(n_q, n_k):
+    """Column 0 is another key in each row tile, and one of a chunk's keys or not; rows see some keys or none."""
+    work = work_of(n_q, n_k, left=100, right=20)
+    rows, keys = torch.arange(n_q)[:, None], torch.arange(n_k)
+    seen = (keys >= rows + work.nearest) & (keys <= rows + work.farthest)
+    of_pairs = torch.randint(-4, 5, (2, 3, n_q, n_k), generator=torch.Generator().manual_seed(0)) * seen
+    q, k = torch.empty(2, 3, n_q, 8), torch.empty(2, 3, n_k, 8)
+    for own in MASK_SHAPES:
+        d_mask = torch.full([n if of_own else 1 for n, of_own in zip(of_pairs.shape, own, strict=True)], torch.nan)
+        gradient = backward.MaskGradient(d_mask, q, k, Visibility(100, 20, False), work.columns)
+        for first_key, end_key in ((0, 768), (768, work.keys)):
+            chunk = Chunk(0, 6, 0, work.tiles, first_key, end_key, 0, True, True)
+            ds = torch.zeros(6, work.tiles, ROW_TILE, gradient.pairs(chunk) // chunk.rows)
+            for tile in range(work.tiles):
+                first = (tile * ROW_TILE + work.nearest) // KEY_TILE * KEY_TILE if end_key == 768 else first_key
+                for column in range(ds.shape[-1]):
+                    if 0 <= first + column < min(end_key, n_k):
+                        of_key = of_pairs.flatten(0, 1)[:, tile * ROW_TILE :, first + column][:, :ROW_TILE]
+                        ds[:, tile, : of_key.shape[1], column] = of_key
+            gradient.add(ds.flatten(), chunk, scratch=torch.full((chunk.pairs // 2,), torch.nan))
+        gradient.finish()
+        assert torch.equal(d_mask, of_pairs.float().sum_to_size(d_mask.shape)), own
 
 
 def work_of(n_q, n_k, group=1, d=512, left=-1, right=-1, top_left=False, **more) -> backward_chunks.Work:

@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     *mask_gradient(
         "backends/backward.py",
-        ("dS of a mask: tiles without visible pairs as they are", "                ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written\n", "                pass\n"),
+        ("dS of a mask: tiles without visible pairs as they are", "                ds[: of_mask.pairs(chunk)].zero_()  # tiles without visible pairs are not written\n", "                pass\n"),
         ("dS of a mask: pairs of every chunk", " and chunk.of_q  # every visible pair is in one such chunk", ""),
         ("dS of a mask: nothing where there are no pairs", "for grad in grads if of_scores is None else (*grads, of_scores):", "for grad in grads:"),
     ),
@@ -241,7 +241,7 @@ MUTANTS = [
         f"tests/backends/test_backward.py -k '{PACKED_CHUNKS} or (not cuda and hopper and many_sequences)'",
         ("packed sums: always from the same place", "of_tile + params_.turn * half", "of_tile"),
         ("packed sums: to where they come from", "of_tile + (1 - params_.turn) * half", "of_tile + params_.turn * half"),
-        ("packed sums: one place for both", "params_.workspace_columns() / Tiles::kRows", "0"),
+        ("packed sums: one place for both", "params_.keys_of_longest() / Tiles::kRows", "0"),
         ENABLE_FFPA_DEBUG="1",
     ),
     *edits_in(

@@ -80,7 +80,7 @@ class GradientWriter {
       partial_before_ = partial_ = params_.partial + tiles.index_in_entry(tile) * kTileFloats;
       return;
     }
-    const int64_t half = tiles.tiles_of_rows(params_.workspace_columns() / Tiles::kRows) * kTileFloats;
+    const int64_t half = tiles.tiles_of_rows(params_.keys_of_longest() / Tiles::kRows) * kTileFloats;
     float* of_tile = params_.partial + tiles.index_in_sequence(tile) * kTileFloats;
     partial_before_ = of_tile + params_.turn * half;
     partial_ = of_tile + (1 - params_.turn) * half;

@@ -84,7 +84,7 @@ class BackwardMmaProducts {
     const RowTile rows = rows_of_product<Tiles>(params_, tile);
     const Run run = run_over_chunk(params_, rows, Core::kStep);
     const int64_t row = workspace_row(params_, tile.entry, 0) + tile.tile * Tiles::kRows;
-    const int column = run.begin - keys_in_chunk(params_, rows.batch()).begin;
+    const int column = run.begin - FirstKeys::of(params_, rows.entry, rows.batch()).at(rows.first);
     begin_run(run, params_.ds + row * params_.workspace_columns() + column, attention_.k, rows.batch(),
               head_kv_of(params_, tile.entry), rows.entry.k, tile.column, attention_.d_qk);
   }
@@ -103,7 +103,10 @@ class BackwardMmaProducts {
     const bool of_v = tile.product == Product::kDv;
     const int head_of_group = next_head_ - 1, head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
     const int64_t row = workspace_row_of_head(params_, tile, head_of_group) + run.begin;
-    const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin;
+    const FirstKeys first_keys = FirstKeys::of(params_, entry, tile.batch);
+    const int column = first_key_of_product<Tiles>(params_, tile) - first_keys.at(run.begin);
+    row_ = run.begin;
+    columns_of_tile_ = first_keys.at(kRowTile) - first_keys.at(0);
     begin_run(run, (of_v ? params_.p : params_.ds) + row * params_.workspace_columns() + column,
               of_v ? params_.grad_out : attention_.q, tile.batch, head, entry.q, tile.column, tile.columns_of_all);
     live_gmem_ = reinterpret_cast<const uint32_t*>(live_rows_of_head(params_, tile.batch, head)) + run.begin / 32;
@@ -130,6 +133,10 @@ class BackwardMmaProducts {
         });
     --steps_left_;
     a_.origin += Core::kStep * (kOfQ ? 1 : a_.row_stride);
+    if (!kOfQ) {
+      row_ += Core::kStep;
+      a_.origin -= row_ % kRowTile == 0 ? columns_of_tile_ : 0;
+    }
     b_.origin += Core::kStep * b_.row_stride;
     b_.rows -= Core::kStep;
     if (!kOfQ && steps_left_ > 0) live_ = ptx::ld_global_4(++live_gmem_);
@@ -150,6 +157,7 @@ class BackwardMmaProducts {
   typename Core::Ring ring_ = Core::make_ring();
   tile::GmemWindow a_, b_;  // rest of the run that is being brought
   int steps_left_, next_head_;
+  int row_, columns_of_tile_;  // row of the next step; columns by which bands move with each row tile
   const uint32_t* live_gmem_;
   uint32_t live_;  // live_rows bits of the next step
 };

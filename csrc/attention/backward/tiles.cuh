@@ -83,6 +83,19 @@ FFPA_DEVICE Run keys_in_chunk(const BackwardParams& params, int batch) {
   return {max_of(params.first_key - before, 0), params.end_key - before};
 }
 
+// The keys that lie in column 0 of the workspace, in each row of a head: the chunk's first key; or, in bands, the first
+// key of the first key tile that the row tile may see, which may be negative.
+struct FirstKeys {
+  int of_row_0, mask;
+
+  static FFPA_DEVICE FirstKeys of(const BackwardParams& params, const BatchEntry& entry, int batch) {
+    static_assert(kRowTile == kKeyTile, "from one row tile to the next, the first key moves by one key tile");
+    if (!params.has_bands()) return {keys_in_chunk(params, batch).begin, 0};
+    return {entry.nearest & -kKeyTile, -kKeyTile};
+  }
+  FFPA_DEVICE int at(int row) const { return of_row_0 + (row & mask); }
+};
+
 // Returns the row of the workspace where row 0 of that tile lies.
 FFPA_DEVICE int64_t workspace_row(const BackwardParams& params, int entry_of_chunk, int tile) {
   return (int64_t(entry_of_chunk) * params.tiles_of_chunk() + tile) * kRowTile;
@@ -174,7 +187,7 @@ class ScoreTileSequence {
             head_kv_of(params_, entry_),
             first_key,
             workspace_row(params_, entry_, tile) + offset,
-            first_key - keys_in_chunk(params_, batch_).begin,
+            first_key - FirstKeys::of(params_, rows.entry, batch_).at(rows.first),
             has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile), first_key),
             has_visible_pairs(rows, first_key)};
   }

@@ -135,13 +135,13 @@ class BackwardWgmmaProducts {
     const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
     const Run run = run_over_chunk(params_, rows, tile::kBox);
     const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
-    const int before = keys_in_chunk(params_, rows.batch()).begin;
+    const int first_key = FirstKeys::of(params_, rows.entry, rows.batch()).at(rows.first);
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
       producer.bring_live_rows(
           live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
             for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-              ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - before, row + box * tile::kBox);
+              ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - first_key, row + box * tile::kBox);
             }
             load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
           });
@@ -156,10 +156,11 @@ class BackwardWgmmaProducts {
     const int head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
     const MapPlace q = {entry.q.begin, head, map_batch(tile.batch)};
     const int row_0 = int(workspace_row_of_head(params_, tile, head_of_group));
-    const int column = first_key_of_product<Tiles>(params_, tile) - keys_in_chunk(params_, tile.batch).begin +
-                       rank_ * kRows;  // column of P or dS
+    const int key = first_key_of_product<Tiles>(params_, tile) + rank_ * kRows;
+    const FirstKeys first_keys = FirstKeys::of(params_, entry, tile.batch);
     const auto load = [&](int row) {
       return [&, row](uint32_t boxes_smem, uint32_t barrier) {
+        const int column = key - first_keys.at(row);  // column of P or dS
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &a, barrier, column + box * tile::kBox, row_0 + row);
         }

@@ -14,7 +14,7 @@
 //
 // For packed sequences, an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
 // other (rows/packed_tiles.cuh); so are its row tiles, where each sequence has those of all heads. A row of the
-// workspace has keys of its own sequence.
+// workspace has keys of its own sequence, and under a window only those in the key tiles that its row tile may see.
 #pragma once
 
 #include <cstdint>
@@ -61,6 +61,7 @@ struct BackwardParams {
   int first_tile, end_tile;  // row tiles of each entry
   int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
   int turn;                  // half of `partial` that the chunk goes on from, where its sums take turns
+  int most_columns;          // key tiles that hold what a row tile sees, in keys: no row of P or dS has more columns
   uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
   float* partial;  // sums, in the order of fragments: of dQ of the chunk's rows; or of dK and dV of its keys; or, for
@@ -78,10 +79,11 @@ struct BackwardParams {
   }
   FFPA_HOST_DEVICE int keys_of_chunk() const { return end_key - first_key; }
   FFPA_HOST_DEVICE int64_t workspace_rows() const { return int64_t(entries) * tiles_of_chunk() * kRowTile; }
-  FFPA_HOST_DEVICE int workspace_columns() const {
-    return min_of(keys_of_chunk(), ceil_div(attention.n_k, kKeyTile) * kKeyTile);
-  }
-  FFPA_HOST_DEVICE bool sums_take_turns() const { return keys_of_chunk() > 2 * workspace_columns(); }
+  FFPA_HOST_DEVICE int keys_of_longest() const { return ceil_div(attention.n_k, kKeyTile) * kKeyTile; }
+  FFPA_HOST_DEVICE int workspace_columns() const { return min_of(keys_of_chunk(), most_columns); }
+  // Says whether a row of the workspace holds only keys that its row tile may see.
+  FFPA_HOST_DEVICE bool has_bands() const { return workspace_columns() < min_of(keys_of_chunk(), keys_of_longest()); }
+  FFPA_HOST_DEVICE bool sums_take_turns() const { return keys_of_chunk() > 2 * keys_of_longest(); }
   FFPA_HOST_DEVICE int live_words() const {
     return tiles_of(attention.packed_q, attention.n_q, kLiveRows);
   }  // words of a head

@@ -39,6 +39,7 @@ class BackwardPlan(NamedTuple):
     of_k: BackwardWgmmaProducts | BackwardMmaProducts
     chunks: tuple[Chunk, ...]
     entries: int  # entries that have these chunks one after the other; 1 where they hold all entries
+    most_columns: int  # keys of a row of the workspace, at most
     pairs: int  # elements of P, and of dS, in the largest chunk
     partial_floats: int  # floats of sums between chunks: of dQ, and from `sums_of_k_at` on of dK and dV
     sums_of_k_at: int
@@ -100,14 +101,14 @@ class BackwardPlan(NamedTuple):
         call = *inputs, live_rows, *grads, statistics, p, ds
 
         see = rule.visibility
-        of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, has_all_pairs=not see.bounded)
+        of_mask = None if d_mask is None else MaskGradient(d_mask, q, k, see, self.most_columns)
         rows(*call, partial, ints=self.chunks[0].place)
         if see.bounded and not offsets:
             _clear_what_is_not_seen(see, *grads)
         for chunk in self.all_chunks:
             gives_mask = of_mask is not None and chunk.of_q  # every visible pair is in one such chunk
             if gives_mask and see.bounded:
-                ds[: chunk.pairs].zero_()  # tiles without visible pairs are not written
+                ds[: of_mask.pairs(chunk)].zero_()  # tiles without visible pairs are not written
             scores(*call, None, ints=chunk.place)
             for launch, gives, is_of_q in (of_q, chunk.of_q, True), (of_k, chunk.of_k, False):
                 if gives:
@@ -123,6 +124,7 @@ class BackwardPlan(NamedTuple):
         which these are named below, and the place of a chunk.
         """
         params = describe(inputs, grads, offsets, rule, resident_blocks=blocks)
+        params.most_columns = self.most_columns
         reads = INPUTS | {"live_rows": CHANGE}
         first = reads | uses_of_gradients(offsets) | dict.fromkeys(_WORKSPACE, WRITE)
         later = reads | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
@@ -167,6 +169,7 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
         products(p.dtype, cut.of_k.columns, False),
         tuple(cut.chunks),
         cut.entries,
+        work.columns,
         pairs,
         partial,
         sums_of_k_at,
@@ -238,11 +241,12 @@ def describe(inputs: tuple, grads, offsets, rule, **settings) -> ctypes.Structur
 # ---- the gradient of an additive mask ----
 
 
-def _blocks(
-    ds: torch.Tensor, chunk: Chunk, heads_kv: int, group: int, n_q: int, n_k: int
-) -> Iterator[tuple[tuple[int, int, int, int], torch.Tensor]]:
-    """Gives a chunk's existing pairs as views [batch, query heads, rows, keys] of its dS, each with the place of its
-    first pair: batch entry, query head, row, key.
+Blocks = Iterator[tuple[tuple[int, int, int, int], torch.Tensor]]
+
+
+def _blocks(ds: torch.Tensor, chunk: Chunk, heads_kv: int, group: int, n_q: int) -> Blocks:
+    """Gives a chunk's dS as views [batch, query heads, rows, columns] of existing rows, each with the place of its first
+    pair: batch entry, query head, row, key.
 
     Entries are the heads of one batch entry after the other: what a chunk has of the first batch entry is a block, and
     so are all whole ones together, and what it has of the last.
@@ -250,8 +254,7 @@ def _blocks(
     tiles_of_head = -(-n_q // ROW_TILE)
     first_head, first_tile = divmod(chunk.first_tile, tiles_of_head)
     first_row, heads = first_tile * ROW_TILE, max(chunk.row_tiles // tiles_of_head, 1)
-    whole_tiles = ds[: chunk.pairs].view(chunk.entries, heads, -1, chunk.keys)
-    entries = whole_tiles[:, :, : n_q - first_row, : n_k - chunk.first_key]
+    entries = ds.view(chunk.entries, heads, chunk.rows // (chunk.entries * heads), -1)[:, :, : n_q - first_row]
     while len(entries):
         batch, head_kv = divmod(chunk.first_entry + chunk.entries - len(entries), heads_kv)
         batches = 1 if head_kv else max(len(entries) // heads_kv, 1)
@@ -260,24 +263,43 @@ def _blocks(
         yield place, block.unflatten(0, (batches, -1)).flatten(1, 2)
 
 
+def _row_tiles(blocks: Blocks, nearest: int) -> Blocks:
+    """Gives the row tiles of blocks, where column 0 is another key in each: FirstKeys in csrc/attention/backward."""
+    for (batch, head, first_row, _), block in blocks:
+        for row, tile in enumerate(block.split(ROW_TILE, dim=-2)):
+            row = first_row + row * ROW_TILE
+            yield (batch, head, row, (row + nearest) // KEY_TILE * KEY_TILE), tile
+
+
 class MaskGradient:
     """Writes d_mask [B|1, H|1, n_q|1, n_k|1] from the dS in the workspace: without a softcap dS is the gradient of what
     the mask was added to, and an element's is the sum over all pairs that share it, in fp32, in the order of chunks.
     Pairs that no chunk has get zeros.
     """
 
-    def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, has_all_pairs: bool = True):
+    def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, see: Visibility, most_columns: int):
         (batch, heads_q, n_q, _), (_, heads_kv, n_k, _) = q.shape, k.shape
-        self.sizes = heads_kv, heads_q // heads_kv, n_q, n_k
+        self.sizes, self.keys, self.most_columns = (heads_kv, heads_q // heads_kv, n_q), n_k, most_columns
+        self.nearest = max((0 if see.top_left else n_k - n_q) - see.left, -n_q)  # where rows have bands
         self.is_shared = d_mask.shape != (batch, heads_q, n_q, n_k)  # else an element is written once
         in_place = not self.is_shared or d_mask.dtype == torch.float32
         self.d_mask, self.total = d_mask, d_mask if in_place else torch.empty_like(d_mask, dtype=torch.float32)
-        if self.is_shared or not has_all_pairs:
+        if self.is_shared or see.bounded:
             self.total.zero_()
+
+    def pairs(self, chunk: Chunk) -> int:
+        """Returns the elements that a chunk has in the workspace."""
+        return chunk.rows * min(chunk.keys, self.most_columns)
 
     def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
         """Adds a chunk; `scratch` has a float for every second pair of it."""
-        for place, block in _blocks(ds, chunk, *self.sizes):
+        blocks = _blocks(ds[: self.pairs(chunk)], chunk, *self.sizes)
+        for (*place, key), block in blocks if chunk.keys <= self.most_columns else _row_tiles(blocks, self.nearest):
+            first_key = max(key, chunk.first_key)
+            block = block[..., first_key - key : max(min(chunk.end_key, self.keys) - key, 0)]  # the chunk's keys
+            if not block.shape[-1]:
+                continue
+            place = *place, first_key
             sizes = zip(place, block.shape, self.total.shape, strict=True)
             at = tuple(slice(0, 1) if of_mask == 1 else slice(i, i + size) for i, size, of_mask in sizes)
             total = self.total[at]

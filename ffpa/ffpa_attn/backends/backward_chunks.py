@@ -91,8 +91,15 @@ class Work:
         self.seen = visible_keys(p) / p.n_k if p.n_k else 1.0  # average part of the keys that a row sees
         if self.packed and p.batch * p.n_k:
             self.seen *= min(self.packed.keys / (p.batch * p.n_k), 1.0)  # this takes lengths to be the same
-        self.columns = -(-p.n_k // KEY_TILE) * KEY_TILE  # keys of a row in the workspace, where a chunk has all
-        self.keys = self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else self.columns
+        keys_of_longest = -(-p.n_k // KEY_TILE) * KEY_TILE
+        # Keys of a row in the workspace, where a chunk has as many: all, or those of the key tiles that a row tile sees.
+        self.columns = keys_of_longest
+        if see.left >= 0 and see.right >= 0:
+            of_tile = see.left + see.right + ROW_TILE  # keys that a row tile sees
+            in_first_tile = KEY_TILE - 1 if p.packed and not see.top_left else self.nearest % KEY_TILE  # at most
+            self.columns = min(-(-(in_first_tile + of_tile) // KEY_TILE) * KEY_TILE, keys_of_longest)
+        self.keys_of_longest = keys_of_longest
+        self.keys = self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else keys_of_longest
         self.tiles_of_keys = self.keys // KEY_TILE
         self.tiles_of_head = self.packed.tiles(self.packed.rows, ROW_TILE) if self.packed else -(-p.n_q // ROW_TILE)
         self.tiles = self.group * self.tiles_of_head
@@ -100,11 +107,18 @@ class Work:
     def columns_of(self, keys: int) -> int:
         return min(keys, self.columns)
 
+    def run(self, count: int, seen: float, heads: int = 1) -> tuple[float, int]:
+        """Returns over how many of `count` keys, or rows of so many heads, of which a part is seen, a tile of a product
+        runs, on average and at most.
+        """
+        most = heads * self.columns
+        return (most, most) if self.columns < self.keys_of_longest and most < count else (count * seen, count)
+
     def keys_summed(self, keys: int) -> int:
         """Returns how many keys there is room for where sums of dK and dV of so many go from chunk to chunk: of packed
         sequences one ends in a chunk, and one goes on.
         """
-        return min(keys, 2 * self.columns)
+        return min(keys, 2 * self.keys_of_longest)
 
 
 def sums_of_key(work: Work, width: int) -> int:
@@ -139,10 +153,10 @@ def fastest_tile(work: Work, tiles: Tiles, entries: int, row_tiles: int, of_q: b
     def steps(tile: ProductTile) -> float:
         if of_q:
             count = entries * row_tiles * (ROW_TILE // tile.rows) * -(-work.d_qk // tile.columns)
-            return _steps_of_product(count, tile, work.n_k * work.seen, work.n_k, work.multiprocessors)
+            return _steps_of_product(count, tile, *work.run(work.n_k, work.seen), work.multiprocessors)
         count = entries * -(-work.keys // tile.rows) * (sums_of_key(work, tile.columns) // tile.columns)
-        longest = min(row_tiles, work.group * -(-work.n_q // ROW_TILE)) * ROW_TILE
-        return _steps_of_product(count, tile, longest * work.seen, longest, work.multiprocessors)
+        rows = min(row_tiles, work.group * -(-work.n_q // ROW_TILE)) * ROW_TILE
+        return _steps_of_product(count, tile, *work.run(rows, work.seen, work.group), work.multiprocessors)
 
     return min((steps(tile), tile) for tile in tiles)
 
@@ -154,7 +168,7 @@ def _steps_of_pairs(work: Work) -> int:
 
 def _steps_of_chunk(work: Work, tiles: Tiles, entries: int) -> float:
     """Returns the steps of a chunk of whole entries."""
-    pairs = entries * work.tiles * 2 * (work.columns // KEY_TILE) * work.seen  # counted in tiles
+    pairs = entries * work.tiles * 2 * work.run(work.keys_of_longest, work.seen)[0] / KEY_TILE  # counted in tiles
     products = sum(fastest_tile(work, tiles, entries, work.tiles, of_q)[0] for of_q in (True, False))
     return -(-pairs // work.multiprocessors) * _steps_of_pairs(work) + products + _STEPS_OF_LAUNCH
 
@@ -307,20 +321,22 @@ class Pass(NamedTuple):
 
     def _steps_of_box(self, work: Work, tile: ProductTile, boxes: float, seen: float) -> float:
         """Returns the steps of one of so many boxes, which has the part `seen` of its pairs."""
-        tiles_of_p = self.row_tiles * 2 * self.key_tiles * seen
+        tiles_of_p = self.row_tiles * 2 * work.run(self.key_tiles * KEY_TILE, seen)[0] / KEY_TILE
         steps = -(-tiles_of_p // work.multiprocessors) * _steps_of_pairs(work) + _STEPS_OF_LAUNCH
 
-        def of_product(tiles: int, width: int, longest: int, times: float) -> float:
+        def of_product(tiles: int, width: int, run: tuple[float, int], times: float) -> float:
             count = tiles * (ROW_TILE // tile.rows) * (width // tile.columns)
             ends = _STEPS_OF_ENDS + 2 * _STEPS_OF_SUMS * max(1 - 1 / times, 0.0)
-            return _steps_of_product(count, tile, longest * seen, longest, work.multiprocessors, ends)
+            return _steps_of_product(count, tile, *run, work.multiprocessors, ends)
 
         if self.of_q:
             times = boxes * self.row_tiles / work.tiles  # how often a row is in a box
-            steps += of_product(self.row_tiles, sums_of_row(work, tile.columns), self.key_tiles * KEY_TILE, times)
+            run = work.run(self.key_tiles * KEY_TILE, seen)
+            steps += of_product(self.row_tiles, sums_of_row(work, tile.columns), run, times)
         if self.of_k:
             times = boxes * self.key_tiles / work.tiles_of_keys
-            steps += of_product(self.key_tiles, sums_of_key(work, tile.columns), self.row_tiles * ROW_TILE, times)
+            run = work.run(self.row_tiles * ROW_TILE, seen, max(self.row_tiles // work.tiles_of_head, 1))
+            steps += of_product(self.key_tiles, sums_of_key(work, tile.columns), run, times)
         return steps
 
     def _count(self, work: Work) -> float:
