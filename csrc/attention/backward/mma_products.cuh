@@ -84,8 +84,10 @@ class BackwardMmaProducts {
     const RowTile rows = rows_of_product<Tiles>(params_, tile);
     const Run run = run_over_chunk(params_, rows, Core::kStep);
     const int64_t row = workspace_row(params_, tile.entry, 0) + tile.tile * Tiles::kRows;
-    const int column = run.begin - FirstKeys::of(params_, rows.entry, rows.batch()).at(rows.first);
-    begin_run(run, params_.ds + row * params_.workspace_columns() + column, attention_.k, rows.batch(),
+    key_ = run.begin;
+    row_ = rows.first;
+    first_keys_ = FirstKeys::of(params_, rows.entry, rows.batch());
+    begin_run(run, params_.ds + row * params_.workspace_columns(), attention_.k, rows.batch(),
               head_kv_of(params_, tile.entry), rows.entry.k, tile.column, attention_.d_qk);
   }
 
@@ -103,17 +105,16 @@ class BackwardMmaProducts {
     const bool of_v = tile.product == Product::kDv;
     const int head_of_group = next_head_ - 1, head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
     const int64_t row = workspace_row_of_head(params_, tile, head_of_group) + run.begin;
-    const FirstKeys first_keys = FirstKeys::of(params_, entry, tile.batch);
-    const int column = first_key_of_product<Tiles>(params_, tile) - first_keys.at(run.begin);
+    key_ = first_key_of_product<Tiles>(params_, tile);
     row_ = run.begin;
-    columns_of_tile_ = first_keys.at(kRowTile) - first_keys.at(0);
-    begin_run(run, (of_v ? params_.p : params_.ds) + row * params_.workspace_columns() + column,
+    first_keys_ = FirstKeys::of(params_, entry, tile.batch);
+    begin_run(run, (of_v ? params_.p : params_.ds) + row * params_.workspace_columns(),
               of_v ? params_.grad_out : attention_.q, tile.batch, head, entry.q, tile.column, tile.columns_of_all);
     live_gmem_ = reinterpret_cast<const uint32_t*>(live_rows_of_head(params_, tile.batch, head)) + run.begin / 32;
     live_ = ptx::ld_global_4(live_gmem_);
   }
 
-  // Begins a run whose A starts at `a`, and whose B is a head of `x`.
+  // Begins a run whose A has its first row at `a` in the workspace, and whose B is a head of `x`.
   FFPA_DEVICE void begin_run(const Run& run, const uint16_t* a, const TensorView& x, int batch, int head,
                              const RowRange& range, int column, int columns_of_all) {
     steps_left_ = run.steps(Core::kStep);
@@ -126,16 +127,20 @@ class BackwardMmaProducts {
       if (!kOfQ) begin_rows(tile);
       if (steps_left_ == 0) return;
     }
+    const int column = key_ - first_keys_.at(row_), columns = params_.workspace_columns();
+    const tile::GmemWindow a = {a_.origin + column, a_.row_stride, a_.rows, a_.columns};
     core_.bring(
-        ring_, a_, [](int, int) { return true; }, b_,
+        ring_, a, [=](int, int chunk) { return uint32_t(column + chunk * tile::kChunkElements) < uint32_t(columns); },
+        b_,
         [&](int row, int chunk) {
           return row < b_.rows && chunk * tile::kChunkElements < b_.columns && (kOfQ || (live_ >> row & 1));
         });
     --steps_left_;
-    a_.origin += Core::kStep * (kOfQ ? 1 : a_.row_stride);
-    if (!kOfQ) {
+    if (kOfQ) {
+      key_ += Core::kStep;
+    } else {
       row_ += Core::kStep;
-      a_.origin -= row_ % kRowTile == 0 ? columns_of_tile_ : 0;
+      a_.origin += Core::kStep * a_.row_stride;
     }
     b_.origin += Core::kStep * b_.row_stride;
     b_.rows -= Core::kStep;
@@ -155,9 +160,10 @@ class BackwardMmaProducts {
   const AttentionParams& attention_;
   Core core_;
   typename Core::Ring ring_ = Core::make_ring();
-  tile::GmemWindow a_, b_;  // rest of the run that is being brought
+  tile::GmemWindow a_, b_;  // rest of the run that is being brought; A from column 0 of the workspace on
   int steps_left_, next_head_;
-  int row_, columns_of_tile_;  // row of the next step; columns by which bands move with each row tile
+  int row_, key_;  // first ones of the next step
+  FirstKeys first_keys_;
   const uint32_t* live_gmem_;
   uint32_t live_;  // live_rows bits of the next step
 };

@@ -83,17 +83,20 @@ FFPA_DEVICE Run keys_in_chunk(const BackwardParams& params, int batch) {
   return {max_of(params.first_key - before, 0), params.end_key - before};
 }
 
-// The keys that lie in column 0 of the workspace, in each row of a head: the chunk's first key; or, in bands, the first
-// key of the first key tile that the row tile may see, which may be negative.
+// The key in column 0 of the workspace, for each row of a head: the chunk's first key; or, under a window, where the
+// band of a score tile's rows begins. A band holds all keys that some of these rows see. Products read zeros beside it,
+// and inside it only what the score tiles have written.
 struct FirstKeys {
-  int of_row_0, mask;
+  static constexpr int kStep = 64;  // what products run over in one step begins at multiples of this
+
+  int of_row_0, rows;  // `rows` selects the bits of a row's number by which bands move
 
   static FFPA_DEVICE FirstKeys of(const BackwardParams& params, const BatchEntry& entry, int batch) {
-    static_assert(kRowTile == kKeyTile, "from one row tile to the next, the first key moves by one key tile");
+    static_assert(kScoreRows % kStep == 0 && kKeyTile % kStep == 0, "a step is inside of a band, or beside it");
     if (!params.has_bands()) return {keys_in_chunk(params, batch).begin, 0};
-    return {entry.nearest & -kKeyTile, -kKeyTile};
+    return {entry.nearest & -kStep, -kScoreRows};
   }
-  FFPA_DEVICE int at(int row) const { return of_row_0 + (row & mask); }
+  FFPA_DEVICE int at(int row) const { return max_of(of_row_0 + (row & rows), 0); }
 };
 
 // Returns the row of the workspace where row 0 of that tile lies.
@@ -113,7 +116,7 @@ struct ScoreTile {
   int first_key;
   int64_t workspace_row;
   int workspace_column;
-  bool is_read;      // a product reads it: the whole row tile has visible pairs among these keys
+  bool is_read;      // a product may read it: the row tile has visible pairs among these keys; or it is in a band
   bool is_computed;  // these rows have visible pairs; otherwise P and dS are 0
 
   // Says whether all rows of the tile exist and see all of its keys.
@@ -176,19 +179,25 @@ class ScoreTileSequence {
     const TileRange seen = visible_tiles(rows, kKeyTile);
     const Run keys = keys_in_chunk(params_, batch_);
     first_key_tile_ = max_of(seen.first, keys.begin / kKeyTile);
-    key_tiles_ = max_of(min_of(seen.end, keys.end / kKeyTile) - first_key_tile_, 0);
+    key_tiles_ = params_.has_bands() ? params_.workspace_columns() / kKeyTile
+                                     : max_of(min_of(seen.end, keys.end / kKeyTile) - first_key_tile_, 0);
   }
 
   FFPA_DEVICE ScoreTile get() const {
-    const int first_key = (first_key_tile_ + item_ / parts()) * kKeyTile, part = item_ % parts();
+    const int key_tile = item_ / parts(), part = item_ % parts();
     const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
-    const RowTile rows = rows_of_tile(params_, entry_, batch_, tile, offset, kScoreRows);
+    RowTile rows = rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile);
+    const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);
+    const int first_key = key_tile * kKeyTile + (params_.has_bands() ? column_0 : first_key_tile_ * kKeyTile);
+    const bool is_read = params_.has_bands() ? first_key < rows.n_k() : has_visible_pairs(rows, first_key);
+    rows.first += offset;
+    rows.last = min_of(rows.last, rows.first + kScoreRows - 1);
     return {rows,
             head_kv_of(params_, entry_),
             first_key,
             workspace_row(params_, entry_, tile) + offset,
-            first_key - FirstKeys::of(params_, rows.entry, batch_).at(rows.first),
-            has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile), first_key),
+            first_key - column_0,
+            is_read,
             has_visible_pairs(rows, first_key)};
   }
 

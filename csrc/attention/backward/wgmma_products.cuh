@@ -135,12 +135,13 @@ class BackwardWgmmaProducts {
     const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
     const Run run = run_over_chunk(params_, rows, tile::kBox);
     const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
-    const int first_key = FirstKeys::of(params_, rows.entry, rows.batch()).at(rows.first);
+    const FirstKeys first_keys = FirstKeys::of(params_, rows.entry, rows.batch());
     FFPA_NO_UNROLL
     for (int key = run.begin; key < run.end; key += tile::kBox) {
       producer.bring_live_rows(
           live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
             for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+              const int first_key = first_keys.at(rows.first + rank_ * kRows + box * tile::kBox);
               ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - first_key, row + box * tile::kBox);
             }
             load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);

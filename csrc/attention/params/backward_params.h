@@ -14,7 +14,7 @@
 //
 // For packed sequences, an entry is a key/value head of all of them. Its key tiles are those of one sequence after the
 // other (rows/packed_tiles.cuh); so are its row tiles, where each sequence has those of all heads. A row of the
-// workspace has keys of its own sequence, and under a window only those in the key tiles that its row tile may see.
+// workspace has keys of its own sequence, and under a window only those that its band has (backward/tiles.cuh).
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ struct BackwardParams {
   int first_tile, end_tile;  // row tiles of each entry
   int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
   int turn;                  // half of `partial` that the chunk goes on from, where its sums take turns
-  int most_columns;          // key tiles that hold what a row tile sees, in keys: no row of P or dS has more columns
+  int most_columns;          // of a row of P or dS, whole key tiles: of all keys, or of what a score tile's rows see
   uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
   float* partial;  // sums, in the order of fragments: of dQ of the chunk's rows; or of dK and dV of its keys; or, for
@@ -81,7 +81,7 @@ struct BackwardParams {
   FFPA_HOST_DEVICE int64_t workspace_rows() const { return int64_t(entries) * tiles_of_chunk() * kRowTile; }
   FFPA_HOST_DEVICE int keys_of_longest() const { return ceil_div(attention.n_k, kKeyTile) * kKeyTile; }
   FFPA_HOST_DEVICE int workspace_columns() const { return min_of(keys_of_chunk(), most_columns); }
-  // Says whether a row of the workspace holds only keys that its row tile may see.
+  // Says whether a row of the workspace has columns only for what its score tile's rows may see.
   FFPA_HOST_DEVICE bool has_bands() const { return workspace_columns() < min_of(keys_of_chunk(), keys_of_longest()); }
   FFPA_HOST_DEVICE bool sums_take_turns() const { return keys_of_chunk() > 2 * keys_of_longest(); }
   FFPA_HOST_DEVICE int live_words() const {

@@ -26,7 +26,7 @@ from ..specs.spec import (
     BackwardWgmmaScores,
 )
 from . import backward_chunks
-from .backward_chunks import KEY_TILE, LIVE_ROWS, ROW_TILE, Chunk, Cut, Work
+from .backward_chunks import BAND_STEP, KEY_TILE, LIVE_ROWS, ROW_TILE, SCORE_ROWS, Chunk, Cut, Work
 from .reference_plan import mask_gradient
 
 Memo = dict  # it has the launches for a number of multiprocessors, and what as_read found out
@@ -263,12 +263,12 @@ def _blocks(ds: torch.Tensor, chunk: Chunk, heads_kv: int, group: int, n_q: int)
         yield place, block.unflatten(0, (batches, -1)).flatten(1, 2)
 
 
-def _row_tiles(blocks: Blocks, nearest: int) -> Blocks:
-    """Gives the row tiles of blocks, where column 0 is another key in each: FirstKeys in csrc/attention/backward."""
+def _bands(blocks: Blocks, nearest: int) -> Blocks:
+    """Gives the rows of blocks that have the same key in column 0, as FirstKeys in csrc/attention/backward has it."""
     for (batch, head, first_row, _), block in blocks:
-        for row, tile in enumerate(block.split(ROW_TILE, dim=-2)):
-            row = first_row + row * ROW_TILE
-            yield (batch, head, row, (row + nearest) // KEY_TILE * KEY_TILE), tile
+        for i, rows in enumerate(block.split(SCORE_ROWS, dim=-2)):
+            row = first_row + i * SCORE_ROWS
+            yield (batch, head, row, max((row + nearest) // BAND_STEP * BAND_STEP, 0)), rows
 
 
 class MaskGradient:
@@ -294,7 +294,7 @@ class MaskGradient:
     def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
         """Adds a chunk; `scratch` has a float for every second pair of it."""
         blocks = _blocks(ds[: self.pairs(chunk)], chunk, *self.sizes)
-        for (*place, key), block in blocks if chunk.keys <= self.most_columns else _row_tiles(blocks, self.nearest):
+        for (*place, key), block in blocks if chunk.keys <= self.most_columns else _bands(blocks, self.nearest):
             first_key = max(key, chunk.first_key)
             block = block[..., first_key - key : max(min(chunk.end_key, self.keys) - key, 0)]  # the chunk's keys
             if not block.shape[-1]:

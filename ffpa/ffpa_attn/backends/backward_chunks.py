@@ -15,7 +15,8 @@ from ..specs import archs
 from ..specs.problem import Problem, visible_keys
 from ..specs.spec import ProductTile
 
-ROW_TILE, KEY_TILE, LIVE_ROWS = 256, 256, 64  # the sizes of csrc/attention/params/backward_params.h
+# These are the sizes of csrc/attention/params/backward_params.h, and FirstKeys::kStep.
+ROW_TILE, SCORE_ROWS, KEY_TILE, LIVE_ROWS, BAND_STEP = 256, 128, 256, 64, 64
 _BYTES_OF_PAIR = 4  # bytes of a pair in P and dS
 _ENOUGH_BYTES = 1 << 30  # bytes of several heads beyond which more gain nothing
 
@@ -92,12 +93,14 @@ class Work:
         if self.packed and p.batch * p.n_k:
             self.seen *= min(self.packed.keys / (p.batch * p.n_k), 1.0)  # this takes lengths to be the same
         keys_of_longest = -(-p.n_k // KEY_TILE) * KEY_TILE
-        # Keys of a row in the workspace, where a chunk has as many: all, or those of the key tiles that a row tile sees.
+        # Keys of a row in the workspace, where a chunk has as many: all, or those of the band of a score tile's rows.
         self.columns = keys_of_longest
         if see.left >= 0 and see.right >= 0:
-            of_tile = see.left + see.right + ROW_TILE  # keys that a row tile sees
-            in_first_tile = KEY_TILE - 1 if p.packed and not see.top_left else self.nearest % KEY_TILE  # at most
-            self.columns = min(-(-(in_first_tile + of_tile) // KEY_TILE) * KEY_TILE, keys_of_longest)
+            before = (
+                BAND_STEP - 1 if p.packed and not see.top_left else self.nearest % BAND_STEP
+            )  # keys before the first
+            of_band = before + see.left + see.right + SCORE_ROWS
+            self.columns = min(-(-of_band // KEY_TILE) * KEY_TILE, keys_of_longest)
         self.keys_of_longest = keys_of_longest
         self.keys = self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else keys_of_longest
         self.tiles_of_keys = self.keys // KEY_TILE
