@@ -233,6 +233,7 @@ WINDOWS = {  # each has a case, and the key tiles that a row of the workspace ha
     "both sides": (WINDOW.with_(heads_q=1, batch=2, n_q=600, rule={"window": (100, 300)}, mask="additive"), 3),
     "rows without keys": (WINDOW.with_(n_q=1100, n_k=860, rule={"window": (60, 30)}, mask="additive-2d"), 1),
     "keys without rows": (WINDOW.with_(n_q=300, rule={"window": (10, 20), "align": "top_left"}, mask="additive"), 1),
+    "rows end amid a band": (WINDOW.with_(n_q=290, n_k=600, rule={"window": (192, 20), "align": "top_left"}), 2),
     "the diagonal": (WINDOW.with_(n_q=520, n_k=520, rule={"window": (0, 0)}), 1),
     "packed": (PackedCase((600, 5, 270, 300), (620, 800, 9, 320), 2, 1, d=24, rule={"window": (140, 20)}), 2),
     "packed from the first": (

@@ -117,7 +117,7 @@ struct ScoreTile {
   int64_t workspace_row;
   int workspace_column;
   bool is_read;      // a product may read it: the row tile has visible pairs among these keys; or it is in a band
-  bool is_computed;  // these rows have visible pairs; otherwise P and dS are 0
+  bool is_computed;  // these rows have visible pairs, or may have in a band; otherwise P and dS are 0
 
   // Says whether all rows of the tile exist and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
@@ -189,7 +189,9 @@ class ScoreTileSequence {
     RowTile rows = rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile);
     const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);
     const int first_key = key_tile * kKeyTile + (params_.has_bands() ? column_0 : first_key_tile_ * kKeyTile);
-    const bool is_read = params_.has_bands() ? first_key < rows.n_k() : has_visible_pairs(rows, first_key);
+    // Tiles of dK and dV have whole key tiles of the rows that see a part of one.
+    const bool is_read = params_.has_bands() ? first_key < visible_tiles(rows, kKeyTile).end * kKeyTile
+                                             : has_visible_pairs(rows, first_key);
     rows.first += offset;
     rows.last = min_of(rows.last, rows.first + kScoreRows - 1);
     return {rows,
@@ -198,7 +200,7 @@ class ScoreTileSequence {
             workspace_row(params_, entry_, tile) + offset,
             first_key - column_0,
             is_read,
-            has_visible_pairs(rows, first_key)};
+            params_.has_bands() || has_visible_pairs(rows, first_key)};
   }
 
   const BackwardParams& params_;

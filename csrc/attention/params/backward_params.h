@@ -61,7 +61,7 @@ struct BackwardParams {
   int first_tile, end_tile;  // row tiles of each entry
   int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
   int turn;                  // half of `partial` that the chunk goes on from, where its sums take turns
-  int most_columns;          // of a row of P or dS, whole key tiles: of all keys, or of what a score tile's rows see
+  int most_columns;          // the most of a row of P or dS, in whole key tiles: for all keys, or for a band
   uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
   float* partial;  // sums, in the order of fragments: of dQ of the chunk's rows; or of dK and dV of its keys; or, for
