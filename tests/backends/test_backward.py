@@ -192,8 +192,8 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
     [
         (GROUP, 4, (2, 2, True)),
         (GROUP, 4, (3, 1, False)),
-        (GROUP.with_(n_k=700, rule={"window": (60, 30)}), 4, (1, 2, True)),
-        (GROUP.with_(n_k=700, rule={"window": (60, 30)}, mask="additive-2d"), 4, (1, 2, False)),
+        (GROUP.with_(n_k=700, rule={"window": (400, 300)}), 4, (1, 2, True)),
+        (GROUP.with_(n_k=700, rule={"window": (400, 300)}, mask="additive-2d"), 4, (1, 2, False)),
         (GROUP.with_(n_q=300, rule={"causal": True, "align": "top_left"}, mask="additive"), 2, (1, 1, True)),
         (GROUP.with_(heads_q=1, n_q=1100, n_k=300), 2, (2, 1, False)),
         (Case(heads_q=1, heads_kv=1, n_q=530, n_k=1040, d=24, mask="additive-some-rows-empty"), 3, (2, 2, True)),

@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
-        ("backward tiles: nobody writes zeros", "has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile), first_key)", "has_visible_pairs(rows, first_key)"),
+        ("backward tiles: nobody writes zeros", "if (tile.is_read) return true;", "if (tile.is_computed) return true;"),
         ("backward tiles: the last key tile is left out", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_ - 1"),
         ("backward tiles: rows of dK end early", "const int end = min_of(min_of(last_key - entry.nearest + 1", "const int end = min_of(min_of(last_key - entry.nearest"),
         ("backward tiles: a chunk's later heads are left out", "ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)", "max_of(params.first_tile - all.first, 0) / all.of_head + 1"),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     *backward(
         "backends/backward.py",
-        ("boxes: a mask's pairs of no chunk stay as they are", "if self.is_shared or not has_all_pairs:", "if self.is_shared:"),
+        ("boxes: a mask's pairs of no chunk stay as they are", "if self.is_shared or see.bounded:", "if self.is_shared:"),
         only=BOXES,
     ),
     *backward(
