@@ -191,7 +191,7 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
     "case, cap_mb, boxes",
     [
         (GROUP, 4, (2, 2, True)),
-        (GROUP, 4, (3, 1, False)),
+        (GROUP.with_(n_k=800), 4, (3, 1, False)),
         (GROUP.with_(n_k=700, rule={"window": (400, 300)}), 4, (1, 2, True)),
         (GROUP.with_(n_k=700, rule={"window": (400, 300)}, mask="additive-2d"), 4, (1, 2, False)),
         (GROUP.with_(n_q=300, rule={"causal": True, "align": "top_left"}, mask="additive"), 2, (1, 1, True)),
@@ -259,7 +259,7 @@ def test_windows(name, backend, device, forced, monkeypatch):
 @BACKENDS
 @pytest.mark.parametrize("name", ["window", "keys without rows"])
 def test_windows_change_no_bit(name, backend, device, forced, monkeypatch):
-    """Sums are the same as where a row of the workspace has all keys."""
+    """Where no score tile sees all of its keys, bits are those of a workspace whose rows have all keys."""
 
     class WithoutBands(backward_chunks.Work):
         def __init__(self, p: Problem):

@@ -72,7 +72,6 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
-        ("backward tiles: nobody writes zeros", "if (tile.is_read) return true;", "if (tile.is_computed) return true;"),
         ("backward tiles: the last key tile is left out", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_ - 1"),
         ("backward tiles: rows of dK end early", "const int end = min_of(min_of(last_key - entry.nearest + 1", "const int end = min_of(min_of(last_key - entry.nearest"),
         ("backward tiles: a chunk's later heads are left out", "ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)", "max_of(params.first_tile - all.first, 0) / all.of_head + 1"),
@@ -224,6 +223,11 @@ MUTANTS = [
         ("boxes: sums of rows begin with the first key", "return {before + seen.first,", "return {before,"),
         ("boxes: sums of rows end with the last key", "before + seen.end};", "key_tiles_of(params, tile.batch).end};"),
         ("boxes: tiles of other chunks", "return max_of(part.first, all.first) < min_of(part.end, all.end);", "return all.first < all.end;"),
+        only=BOXES,
+    ),
+    *backward(
+        "csrc/attention/backward/tiles.cuh",
+        ("backward tiles: nobody writes zeros", "if (tile.is_read) return true;", "if (tile.is_computed) return true;"),
         only=BOXES,
     ),
     *backward(

@@ -87,12 +87,12 @@ FFPA_DEVICE Run keys_in_chunk(const BackwardParams& params, int batch) {
 // band of a score tile's rows begins. A band holds all keys that some of these rows see. Products read zeros beside it,
 // and inside it only what the score tiles have written.
 struct FirstKeys {
-  static constexpr int kStep = 64;  // what products run over in one step begins at multiples of this
+  static constexpr int kStep = 64;  // steps of products have no more keys or rows, and begin at multiples of their size
 
   int of_row_0, rows;  // `rows` selects the bits of a row's number by which bands move
 
   static FFPA_DEVICE FirstKeys of(const BackwardParams& params, const BatchEntry& entry, int batch) {
-    static_assert(kScoreRows % kStep == 0 && kKeyTile % kStep == 0, "a step is inside of a band, or beside it");
+    static_assert(kScoreRows % kStep == 0 && kKeyTile % kStep == 0, "no step is partly inside of a band");
     if (!params.has_bands()) return {keys_in_chunk(params, batch).begin, 0};
     return {entry.nearest & -kStep, -kScoreRows};
   }
@@ -125,25 +125,25 @@ struct ScoreTile {
   }
 };
 
-// Returns the number of tiles. The workspace bounds it, and that of the gradients' tiles, far below 2^31.
+// Returns the number of tiles. The workspace bounds it, and the gradients bound that of their tiles, far below 2^31.
 FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
   return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.workspace_columns() / kKeyTile);
 }
 
 // The tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They come in
-// bands of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
+// strips of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
 class ScoreTileSequence {
  public:
   FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params) : params_(params), item_(ptx::block_x()) {
     batch_ = batch_of_rows(params_, 0, 0);
-    enter_band();
+    enter_strip();
   }
 
   // Sets `tile` to the next one, and returns whether there is one.
   FFPA_DEVICE bool next(ScoreTile& tile) {
     while (entry_ < params_.entries) {
       if (item_ >= key_tiles_ * parts()) {
-        leave_band();
+        leave_strip();
         continue;
       }
       tile = get();
@@ -154,11 +154,11 @@ class ScoreTileSequence {
   }
 
  private:
-  static constexpr int kBand = 6, kParts = kRowTile / kScoreRows;
+  static constexpr int kStrip = 6, kParts = kRowTile / kScoreRows;
 
-  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // parts of kScoreRows rows in the band
+  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // parts of kScoreRows rows in the strip
 
-  FFPA_DEVICE void leave_band() {
+  FFPA_DEVICE void leave_strip() {
     item_ -= key_tiles_ * parts();
     first_tile_ += tiles_;
     if (first_tile_ == params_.tiles_of_chunk()) {
@@ -168,13 +168,13 @@ class ScoreTileSequence {
     } else if (params_.first_tile + first_tile_ >= row_tiles_of(params_, batch_).end()) {
       batch_ = min_of(batch_ + 1, params_.attention.batch - 1);
     }
-    enter_band();
+    enter_strip();
   }
 
-  // Begins the band of row tiles of a head from first_tile_ on.
-  FFPA_DEVICE void enter_band() {
+  // Begins the strip of row tiles of a head from first_tile_ on.
+  FFPA_DEVICE void enter_strip() {
     const RowTilePlace place = row_tile_place(params_, batch_, params_.first_tile + first_tile_);
-    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, kBand), params_.tiles_of_chunk() - first_tile_);
+    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, kStrip), params_.tiles_of_chunk() - first_tile_);
     const RowTile rows = rows_of_tile(params_, entry_, batch_, first_tile_, 0, tiles_ * kRowTile);
     const TileRange seen = visible_tiles(rows, kKeyTile);
     const Run keys = keys_in_chunk(params_, batch_);
@@ -190,8 +190,11 @@ class ScoreTileSequence {
     const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);
     const int first_key = key_tile * kKeyTile + (params_.has_bands() ? column_0 : first_key_tile_ * kKeyTile);
     // Tiles of dK and dV have whole key tiles of the rows that see a part of one.
-    const bool is_read = params_.has_bands() ? first_key < visible_tiles(rows, kKeyTile).end * kKeyTile
-                                             : has_visible_pairs(rows, first_key);
+    const Run keys = keys_in_chunk(params_, batch_);
+    const bool is_read = params_.has_bands()
+                             ? first_key < min_of(visible_tiles(rows, kKeyTile).end * kKeyTile, keys.end) &&
+                                   first_key + kKeyTile > keys.begin
+                             : has_visible_pairs(rows, first_key);
     rows.first += offset;
     rows.last = min_of(rows.last, rows.first + kScoreRows - 1);
     return {rows,
@@ -204,7 +207,7 @@ class ScoreTileSequence {
   }
 
   const BackwardParams& params_;
-  int item_;  // next item, counted from the band's first one
+  int item_;  // next item, counted from the strip's first one
   int entry_ = 0, batch_, first_tile_ = 0, tiles_;
   int first_key_tile_, key_tiles_;
 };

@@ -146,7 +146,8 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     scores, products, tiles = _FAMILIES[backend]
     work = Work(p)
     of_packed = sum(work.packed.tiles(n, KEY_TILE) * KEY_TILE for n in p.packed) if p.packed else 0
-    positions = max(p.n_q + p.n_k, of_packed)
+    of_band = work.columns if work.columns < work.keys_of_longest else 0  # a band may end past the last key
+    positions = max(p.n_q + p.n_k + of_band, of_packed)
     if positions > MOST_POSITIONS:
         return f"the backward counts positions in 32 bits, and {positions} of rows and keys are too many"
     if p.batch * p.heads_kv * p.n_q * p.n_k:
@@ -280,7 +281,7 @@ class MaskGradient:
     def __init__(self, d_mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, see: Visibility, most_columns: int):
         (batch, heads_q, n_q, _), (_, heads_kv, n_k, _) = q.shape, k.shape
         self.sizes, self.keys, self.most_columns = (heads_kv, heads_q // heads_kv, n_q), n_k, most_columns
-        self.nearest = max((0 if see.top_left else n_k - n_q) - see.left, -n_q)  # where rows have bands
+        self.nearest = max((0 if see.top_left else n_k - n_q) - see.left, -n_q)  # BatchEntry::nearest, under a window
         self.is_shared = d_mask.shape != (batch, heads_q, n_q, n_k)  # else an element is written once
         in_place = not self.is_shared or d_mask.dtype == torch.float32
         self.d_mask, self.total = d_mask, d_mask if in_place else torch.empty_like(d_mask, dtype=torch.float32)
@@ -292,7 +293,7 @@ class MaskGradient:
         return chunk.rows * min(chunk.keys, self.most_columns)
 
     def add(self, ds: torch.Tensor, chunk: Chunk, scratch: torch.Tensor) -> None:
-        """Adds a chunk; `scratch` has a float for every second pair of it."""
+        """Adds a chunk; `scratch` has a float for every second element that the chunk has in the workspace."""
         blocks = _blocks(ds[: self.pairs(chunk)], chunk, *self.sizes)
         for (*place, key), block in blocks if chunk.keys <= self.most_columns else _bands(blocks, self.nearest):
             first_key = max(key, chunk.first_key)
