@@ -81,26 +81,6 @@ FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& 
   for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
 }
 
-// Returns what a warp begins with as what is told: later row tiles seldom have a larger score. It may be a little too
-// small, as the division rounds.
-template <class Kept>
-FFPA_DEVICE float told_before(const AttentionParams& params, const Kept& kept) {
-  if (params.largest == nullptr) return -kInfinity;
-  const float told = told_so_far(params, kept) * (are_raw(params) ? ptx::rcp(params.scale) : 1);
-  return std::fabs(told) < kInfinity ? told - 1e-6f * std::fabs(told) : -kInfinity;  // the scale may be tiny
-}
-
-// Tells of the largest scores of two rows, if a call asks for them, from what apply_rules has left: see
-// largest_score.cuh.
-// The row tile is kept.get().
-template <class Kept, class RowOf>
-FFPA_DEVICE void tell_if_asked(const float (&largest)[2], const AttentionParams& params, const Kept& kept, float& told,
-                               const RowOf& row_of) {
-  if (params.largest == nullptr) return;
-  tell_largest(largest, params, kept, told, row_of,
-               [&](float x) { return are_raw(params) ? ptx::mul_rn(x, params.scale) : x; });
-}
-
 // ---- the state ----
 
 FFPA_DEVICE float finite_reference(float reference) { return reference == -kInfinity ? 0.0f : reference; }
@@ -117,8 +97,12 @@ inline constexpr float kLazyGrowth = std::is_same_v<AccPv, float> ? 8.0f : 0.0f;
 struct RowState {
   float reference[2] = {-kInfinity, -kInfinity};  // -inf: the row has seen no key
   float sum[2] = {0, 0};                          // sum of P over the thread's keys, relative to the reference
-  float told = -kInfinity;                        // as told_before() and tell_largest() have it
+  float top = -kInfinity;                         // see keep_largest()
 
+  // Keeps the largest of a tile in one of the two rows. Several lanes have the same rows, so `which` differs.
+  FFPA_DEVICE void keep_largest(const float (&largest)[2], const AttentionParams& params, int which) {
+    if (params.largest != nullptr) top = larger_of(top, largest[which % 2]);
+  }
   // Says whether the reference is to follow this logit.
   FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {
     return maximum - reference[h] > lazy_growth;
@@ -131,6 +115,18 @@ struct RowState {
     return before != -kInfinity && reference[h] != before;
   }
 };
+
+// Returns the score of what apply_rules has left.
+FFPA_DEVICE float score_of(const AttentionParams& params, float x) {
+  return are_raw(params) ? ptx::mul_rn(x, params.scale) : x;
+}
+
+// Tells of the largest scores of a warp's 16 rows, from row `row` of the tile on, if a call asks for them.
+FFPA_DEVICE void tell_if_asked(const RowState& state, const AttentionParams& params, const SharedRowTile& rows, int row) {
+  if (params.largest == nullptr) return;
+  const int lane = ptx::thread_x_anew() % 32;  // as a number that is kept, it would take a register
+  tell_largest(score_of(params, state.top), params, rows, row + tile::c_coordinate(lane, lane % 2 * 2).row);
+}
 
 // ---- P ----
 
@@ -160,11 +156,6 @@ FFPA_DEVICE float largest_of_row(const float (&scores)[kSteps][1][kN][4], int h)
   FFPA_UNROLL
   for (int step = 0; step < kSteps; ++step) largest = largest_of_thread(scores[step][0], h, largest);
   return tile::largest_of_lanes(largest);
-}
-
-// Returns a function that says where the two rows of a lane are, if those of the warp begin at `row`.
-FFPA_DEVICE auto row_of_quad(int row, int lane) {
-  return [=](int h) { return row + tile::c_coordinate(lane, 2 * h).row; };
 }
 
 template <int kSteps, int kN, class Function>
@@ -208,7 +199,7 @@ FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const Atten
     });
     state.sum[h] += sum;
   }
-  tell_if_asked(largest, params, kept, state.told, row_of_quad(row, lane));
+  state.keep_largest(largest, params, lane);
   return moved;
 }
 
@@ -250,9 +241,7 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
     });
     state.sum[h] += sum;
   }
-  if (params.largest == nullptr) return;
-  float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
-  tell_largest(largest, params, rows, told, row_of_quad(row, lane), [](float x) { return ptx::mul_rn(x, kLn2); });
+  state.keep_largest(largest, params, lane);
 }
 
 // Packs P as A fragments of 16 keys each.
@@ -320,10 +309,11 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile&
                     [&](float logit) { return score_of_logit(params, logit); });
 }
 
-// Writes the LSE of a warp's 16 rows, from row `row` of the tile on, and replaces their sums by the factors that O is
-// to be multiplied with.
+// Writes the LSE of a warp's 16 rows, from row `row` of the tile on, tells of their largest scores, and replaces their
+// sums by the factors that O is to be multiplied with.
 FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile& rows, int row, RowState& state,
                              int lane) {
+  tell_if_asked(state, params, rows, row);
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const int i = row + tile::c_coordinate(lane, 2 * h).row;

@@ -238,10 +238,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     bool lag = false;
     tile::for_each_row<kM>([&](int m, int h) { maxima[m][h] = tile::largest_of_lanes(largest_of_thread(s[m], h)); });
     FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      float told = -kInfinity;  // each tile tells: registers have no room for what the tile before has told
-      tell_if_asked(maxima[m], params, kept, told, row_of_quad(warp_row + m * 16, lane));
-    }
+    for (int m = 0; m < kM; ++m) states[m].keep_largest(maxima[m], params, lane);
     tile::for_each_row<kM>([&](int m, int h) {
       maxima[m][h] = slopes.logit(maxima[m][h]);
       lag |= states[m].lags(h, maxima[m][h], kGrowth);

@@ -134,7 +134,6 @@ class ForwardMmaSplit {
     key_feed_.step = key_feed_.group = value_feed_.group = 0;
     value_feed_.step = key_steps_;
     for (RowState& state : states_) state = {};
-    states_[0].told = told_before(params_, rows_);
 
     if (first_tile_ == end_tile_) return;
     if (params_.q_resident) {  // Q belongs to the first step's copies
@@ -227,7 +226,7 @@ class ForwardMmaSplit {
         maxima[h] = tile::largest_of_lanes(largest_of_thread(scores[m], h));
         publish(m, h, maxima[h]);
       }
-      tell_if_asked(maxima, params_, rows_, states_[0].told, row_of_quad(score_row() + m * 16, lane_));
+      states_[m].keep_largest(maxima, params_, lane_);
     }
     sync_team();  // the maxima of all warps are there, and all have used P of the tile before
     compute_probabilities(scores);

@@ -58,8 +58,14 @@ template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
   tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(states_[m].sum[h])); });
   sync_team();  // the sums of all warps are there
+  const SharedRowTile rows = rows_.get();
+  if (first_column_ == 0) {
+    FFPA_UNROLL
+    for (int m = 0; m < kScoreM; ++m) {
+      tell_if_asked(states_[m], params_, rows, score_row() + m * 16);
+    }
+  }
   if (score_warp_by_keys() == 0) {
-    const SharedRowTile rows = rows_.get();
     tile::for_each_row<kScoreM>([&](int m, int h) {
       const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
       const bool writes = first_column_ == 0 && lane_ % 4 == 0;

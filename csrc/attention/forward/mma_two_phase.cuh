@@ -111,7 +111,6 @@ class ForwardMmaTwoPhase {
  private:
   FFPA_DEVICE void compute_row_tile() {
     RowState state;
-    state.told = told_before(params_, kept());
     Chunk::for_each(params_, kept().get(), [&](const Chunk& chunk) {
       const float before[2] = {state.reference[0], state.reference[1]};
       compute_probabilities(chunk, state);
@@ -280,7 +279,7 @@ class ForwardMmaTwoPhase {
     gather(parts, maximum, [](float a, float b) { return larger_of(a, b); });
     sync_quarters();  // all have read the maxima of the tile before
     share(maximum, [](float a, float b) { return larger_of(a, b); });
-    tell_if_asked(maximum, params_, kept(), state.told, [&](int i) { return row_of_lane(i); });
+    state.keep_largest(maximum, params_, quarter());  // four warps have the same
     const Slopes slopes = slopes_of(params_);
     const bool moved = state.follow(0, slopes.logit(maximum[0]));
     return state.follow(1, slopes.logit(maximum[1])) || moved;
@@ -327,6 +326,9 @@ class ForwardMmaTwoPhase {
   // Writes the LSE of the rows, and replaces their sums by what O is to be multiplied with.
   FFPA_DEVICE void finish_rows(RowState& state) const {
     const SharedRowTile rows = kept().get();
+    if (params_.largest != nullptr && quarter() < 2) {
+      tell_largest(score_of(params_, state.top), params_, rows, row_of_lane(quarter()));
+    }
     share(state.sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {

@@ -388,6 +388,10 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
 
   // Computes what O is to be multiplied with, and the LSE: from the keys of both warpgroups.
   FFPA_DEVICE void finish(float (&factor)[2], State& state, const SharedRowTile& rows, const WarpPlace& at) {
+    if (params_.largest != nullptr) {
+      const int row = row_of(lane_ % 2, at);
+      tell_largest(ptx::mul_rn(state.top, kLn2), params_, rows, row);
+    }
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) {
       state.sum[h] = tile::sum_of_lanes(state.sum[h]);

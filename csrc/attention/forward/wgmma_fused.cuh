@@ -173,7 +173,6 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
             Scores scores;
             Probabilities p;
             queue_scores(scores, group);
-            state.told = told_before(params_, kept);
             ptx::wgmma_wait_group<0>();
             slots_.release(kSlotsOfKeys);
             to_probabilities(scores, params_, kept, tiles.first * kKeys, row, state, lane_);

@@ -174,7 +174,6 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
-          state.told = told_before(params_, kept);
           Out out;
           float of_out[2] = {-kInfinity, -kInfinity};  // references of O
           FFPA_UNROLL
@@ -215,6 +214,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
             queries().release(lane_);
           }
           const SharedRowTile rows = kept.get();
+          tell_if_asked(state, params_, rows, row);
           for_each_half(lane_, [&](int h, int r) {
             const bool writes = group == 0 && lane_ % 4 == 0;
             state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes);

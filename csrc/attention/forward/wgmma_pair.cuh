@@ -230,7 +230,6 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             Probabilities p;
             float late[2];
             queue_scores(scores, at.group());
-            state.told = told_before(params_, kept);
             ptx::wgmma_wait_group<0>();
             slots_.release();
             to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
@@ -431,6 +430,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   // Replaces the sums by what O is to be multiplied with. The blocks have exchanged the references of the last tile:
   // both have the same.
   FFPA_DEVICE void finish(const WarpPlace& at, const SharedRowTile& rows, RowState& state) {
+    tell_if_asked(state, params_, rows, at.row());
     FFPA_UNROLL
     for (float& sum : state.sum) sum = tile::sum_of_lanes(sum);
     wait_until_read(at.group());

@@ -202,7 +202,6 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
           RowState state;
-          state.told = told_before(params_, kept);
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
             if (!has_row(kept.get(), group * tile::kBox)) return pass(consumer, chunk);
             const float before[2] = {state.reference[0], state.reference[1]};
