@@ -122,7 +122,8 @@ FFPA_DEVICE float score_of(const AttentionParams& params, float x) {
 }
 
 // Tells of the largest scores of a warp's 16 rows, from row `row` of the tile on, if a call asks for them.
-FFPA_DEVICE void tell_if_asked(const RowState& state, const AttentionParams& params, const SharedRowTile& rows, int row) {
+FFPA_DEVICE void tell_if_asked(const RowState& state, const AttentionParams& params, const SharedRowTile& rows,
+                               int row) {
   if (params.largest == nullptr) return;
   const int lane = ptx::thread_x_anew() % 32;  // as a number that is kept, it would take a register
   tell_largest(score_of(params, state.top), params, rows, row + tile::c_coordinate(lane, lane % 2 * 2).row);

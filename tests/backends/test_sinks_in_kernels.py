@@ -214,7 +214,7 @@ def test_sinks_change_no_bit_where_there_are_none(kernel, monkeypatch):
 @pytest.mark.parametrize("scale", [0.3, 1e-39], ids=["a-scale", "a-tiny-scale"])
 @by_kernel
 def test_tiles_with_a_little_more_than_those_before(kernel, scale):
-    """What a warp begins with may be rounded, but hides no score: whatever the order of row tiles, the largest is found."""
+    """The largest score is found to the last bit, whatever the order of row tiles, and however small the scale is."""
     if kernel.name in PLAIN and scale < 1e-30:
         pytest.skip("the kernel has no rules")
     q, k, v = (torch.zeros(1, 2, n, d, dtype=F16) for n, d in ((300, kernel.d), (40, kernel.d), (40, kernel.d_v)))

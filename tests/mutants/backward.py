@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
-        ("packed backward: bands go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, kBand)", "kBand"),
+        ("packed backward: strips go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, kStrip)", "kStrip"),
         ("packed backward: bands stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
         ("packed backward: live rows of the first sequence", "first_tile_of_sequence(attention.packed_q, batch, kLiveRows);", "0;"),
         ("packed backward: the last sequence of a chunk is left out", "key_tiles_of(params_, last_batch).end", "key_tiles_of(params_, last_batch).first"),
@@ -240,7 +240,7 @@ MUTANTS = [
         ("bands: they begin before the first key", "return max_of(of_row_0 + (row & rows), 0);", "return of_row_0 + (row & rows);"),
         ("bands: all rows of a row tile have one", "-kStep, -kScoreRows};", "-kStep, -kRowTile};"),
         ("bands: they begin where the first row's keys do, amid a step", "{entry.nearest & -kStep,", "{entry.nearest,"),
-        ("bands: tiles without visible pairs are left as they are", "? first_key < visible_tiles(rows, kKeyTile).end * kKeyTile", "? has_visible_pairs(rows, first_key)"),
+        ("bands: tiles without visible pairs are left as they are", "? first_key < min_of(visible_tiles(rows, kKeyTile).end * kKeyTile, keys.end) &&", "? has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, offset, kScoreRows), first_key) &&"),
         only="windows and not cuda",
     ),
     *backward(

@@ -189,8 +189,8 @@ class ScoreTileSequence {
     RowTile rows = rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile);
     const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);
     const int first_key = key_tile * kKeyTile + (params_.has_bands() ? column_0 : first_key_tile_ * kKeyTile);
-    // Tiles of dK and dV have whole key tiles of the rows that see a part of one.
     const Run keys = keys_in_chunk(params_, batch_);
+    // In a band, tiles of dK and dV read whole key tiles of rows that see a part of one.
     const bool is_read = params_.has_bands()
                              ? first_key < min_of(visible_tiles(rows, kKeyTile).end * kKeyTile, keys.end) &&
                                    first_key + kKeyTile > keys.begin

@@ -229,7 +229,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             Scores scores;
             Probabilities p;
             float late[2];
-            queue_scores(scores, at.group());
+            queue_scores(scores);
             ptx::wgmma_wait_group<0>();
             slots_.release();
             to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
@@ -237,7 +237,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
               follow(out, of_out, state.reference);
-              queue_scores(scores, at.group());
+              queue_scores(scores);
               send_probabilities(at, p, state);
               queue_own_product(out, p);
               ptx::wgmma_wait_group<1>();
@@ -277,7 +277,9 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   }
 
   // Queues scores = Q Kᵀ of the block's keys of the next tile, by parts; the last part, its own group, may still run.
-  FFPA_DEVICE void queue_scores(Scores& scores, int group) {
+  // Places of Q come of the thread index read anew: else they are computed once, and wait in spilled registers.
+  FFPA_DEVICE void queue_scores(Scores& scores) {
+    const int group = ptx::thread_x_anew() / tile::kGroupThreads - 1;
     FFPA_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const uint64_t k = slots_.next();

@@ -194,7 +194,6 @@ class ForwardWgmmaPair(KernelSpec):
     blocks = 2
     rows = 128
     most_value_columns = 512
-    allowed_spill_bytes = 32  # at 576 columns, what is read once a row tile
 
     dtype: str
     columns: int
