@@ -1,8 +1,8 @@
 // Finds the largest score of each query head (AttentionParams::largest), for callers who clip Q and K by it.
 //
-// The softmax has the largest score of each row of a tile, keeps the largest of all tiles, and tells of it once a row
-// tile: warps raise the float of a head. Whichever comes first, the result is the same; and it does not depend on
-// references.
+// The softmax has the largest score of each row of a tile, keeps the largest of all tiles, and tells of it after the
+// last one (in mma_rows, warps of 32 rows tell in each tile): a warp raises the float of a head. Whichever comes first,
+// the result is the same; and it does not depend on references.
 #pragma once
 
 #include <cstdint>

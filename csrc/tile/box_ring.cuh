@@ -396,4 +396,8 @@ FFPA_DEVICE void run_roles(int warp, const Produce& produce, const Consume& cons
   }
 }
 
+// Returns which of the warpgroups that multiply the thread is in, found anew: what comes of it is then computed where
+// it is needed, and takes no registers (thread_x_anew()). The shuffle tells the compiler: one value for the warp.
+FFPA_DEVICE int consumer_group_anew() { return ptx::shfl_idx(ptx::thread_x_anew() / kGroupThreads, 0) - 1; }
+
 }  // namespace ffpa::tile

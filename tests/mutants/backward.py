@@ -99,7 +99,7 @@ MUTANTS = [
     *backward(
         "csrc/attention/backward/tiles.cuh",
         ("packed backward: strips go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, kStrip)", "kStrip"),
-        ("packed backward: bands stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
+        ("packed backward: strips stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
         ("packed backward: live rows of the first sequence", "first_tile_of_sequence(attention.packed_q, batch, kLiveRows);", "0;"),
         ("packed backward: the last sequence of a chunk is left out", "key_tiles_of(params_, last_batch).end", "key_tiles_of(params_, last_batch).first"),
         ("packed backward: the first sequence of a chunk is left out", "key_tiles_of(params_, first_batch).first", "key_tiles_of(params_, first_batch).end"),

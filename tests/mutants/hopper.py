@@ -55,7 +55,7 @@ MUTANTS = [
         ("fused: a warpgroup with few rows has none", "!has_row(kept.get(), group * tile::kBox)", "!has_row(kept.get(), group * tile::kBox + 32)"),
         ("fused: the block ends before its copies", "    stores.wait();\n", ""),
         ("fused: Q before it is there", "          ptx::mbarrier_wait(queries().full(), parity);\n", ""),
-        ("fused: Q given back before the last product with it", "              queue_scores(scores);\n", "              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores(scores);\n"),
+        ("fused: Q given back before the last product with it", "              queue_scores(scores, group);\n", "              if (tile + 1 == tiles.end) queries().release(lane_);\n              queue_scores(scores, group);\n"),
         ("fused: O does not follow its references", "if (moved) rescale", "if (false) rescale"),
         ("fused: V is given back before its product is done", "              ptx::wgmma_wait_group<0>();\n              slots_.release(kSlotsOfValues);\n              if (moved)", "              slots_.release(kSlotsOfValues);\n              ptx::wgmma_wait_group<0>();\n              if (moved)"),
         ("fused: K is given back before its product is done", "              ptx::wgmma_wait_group<1>();\n              slots_.release(kSlotsOfKeys);\n", "              slots_.release(kSlotsOfKeys);\n              ptx::wgmma_wait_group<1>();\n"),

@@ -323,7 +323,8 @@ class ForwardMmaTwoPhase {
 
   // ---- 2. O ----
 
-  // Writes the LSE of the rows, and replaces their sums by what O is to be multiplied with.
+  // Writes the LSE of the rows, tells of their largest scores, of which two of the four warps have one each for a lane,
+  // and replaces their sums by what O is to be multiplied with.
   FFPA_DEVICE void finish_rows(RowState& state) const {
     const SharedRowTile rows = kept().get();
     if (params_.largest != nullptr && quarter() < 2) {

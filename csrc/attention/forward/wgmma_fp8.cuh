@@ -386,7 +386,8 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
     }
   }
 
-  // Computes what O is to be multiplied with, and the LSE: from the keys of both warpgroups.
+  // Tells of the largest scores of the warpgroup's keys, and computes what O is to be multiplied with, and the LSE:
+  // from the keys of both warpgroups.
   FFPA_DEVICE void finish(float (&factor)[2], State& state, const SharedRowTile& rows, const WarpPlace& at) {
     if (params_.largest != nullptr) {
       const int row = row_of(lane_ % 2, at);

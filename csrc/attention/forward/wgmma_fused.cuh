@@ -172,14 +172,14 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;
-            queue_scores(scores);
+            queue_scores(scores, group);
             ptx::wgmma_wait_group<0>();
             slots_.release(kSlotsOfKeys);
             to_probabilities(scores, params_, kept, tiles.first * kKeys, row, state, lane_);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
-              queue_scores(scores);
+              queue_scores(scores, group);
               queue_product(out, p, tile > tiles.first + 1);
               ptx::wgmma_wait_group<1>();
               slots_.release(kSlotsOfKeys);
@@ -207,9 +207,9 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   }
 
   // Queues scores = Q Kᵀ of the next tile, as a group of its own.
-  // Places of Q come of the thread index read anew: else they are computed once, and wait in spilled registers.
-  FFPA_DEVICE void queue_scores(Scores& scores) {
-    const int group = ptx::thread_x_anew() / tile::kGroupThreads - 1;
+  FFPA_DEVICE void queue_scores(Scores& scores, int group) {
+    if constexpr (Config::kColumns > 256)
+      group = tile::consumer_group_anew();  // else the places of Q wait in spilled registers
     FFPA_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
       FFPA_UNROLL

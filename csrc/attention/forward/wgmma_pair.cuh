@@ -277,9 +277,8 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   }
 
   // Queues scores = Q Kᵀ of the block's keys of the next tile, by parts; the last part, its own group, may still run.
-  // Places of Q come of the thread index read anew: else they are computed once, and wait in spilled registers.
   FFPA_DEVICE void queue_scores(Scores& scores) {
-    const int group = ptx::thread_x_anew() / tile::kGroupThreads - 1;
+    const int group = tile::consumer_group_anew();  // places of Q that were found once would wait in spilled registers
     FFPA_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const uint64_t k = slots_.next();
@@ -429,8 +428,8 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     for (int h = 0; h < 2; ++h) for_each_of_row(scores, h, [&](float& score) { score *= factor[h]; });
   }
 
-  // Replaces the sums by what O is to be multiplied with. The blocks have exchanged the references of the last tile:
-  // both have the same.
+  // Tells of the largest scores, and replaces the sums by what O is to be multiplied with. The blocks have exchanged
+  // the references of the last tile: both have the same.
   FFPA_DEVICE void finish(const WarpPlace& at, const SharedRowTile& rows, RowState& state) {
     tell_if_asked(state, params_, rows, at.row());
     FFPA_UNROLL
