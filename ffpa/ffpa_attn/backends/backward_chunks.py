@@ -96,10 +96,8 @@ class Work:
         # Keys of a row in the workspace, where a chunk has as many: all, or those of the band of a score tile's rows.
         self.columns = keys_of_longest
         if see.left >= 0 and see.right >= 0:
-            before = (
-                BAND_STEP - 1 if p.packed and not see.top_left else self.nearest % BAND_STEP
-            )  # keys before the first
-            of_band = before + see.left + see.right + SCORE_ROWS
+            lead = BAND_STEP - 1 if p.packed and not see.top_left else self.nearest % BAND_STEP
+            of_band = lead + see.left + see.right + SCORE_ROWS  # keys from a step's beginning to the last one seen
             self.columns = min(-(-of_band // KEY_TILE) * KEY_TILE, keys_of_longest)
         self.keys_of_longest = keys_of_longest
         self.keys = self.packed.tiles(self.packed.keys, KEY_TILE) * KEY_TILE if self.packed else keys_of_longest
