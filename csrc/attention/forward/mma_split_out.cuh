@@ -53,8 +53,8 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::save(const Out& out, int group) const 
   }
 }
 
-// Leaves what O of each row is to be multiplied with in the place of the first warp's maxima, writes the LSE, and tells
-// of the largest scores.
+// Leaves what O of each row is to be multiplied with in the place of the first warp's maxima; writes the LSE; and the
+// blocks of the first columns tell of the largest scores.
 template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
   tile::for_each_row<kScoreM>([&](int m, int h) { publish(m, h, tile::sum_of_lanes(states_[m].sum[h])); });
