@@ -237,12 +237,13 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     float maxima[kM][2];
     bool lag = false;
     tile::for_each_row<kM>([&](int m, int h) { maxima[m][h] = tile::largest_of_lanes(largest_of_thread(s[m], h)); });
-    FFPA_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      const int row = warp_row + m * 16;
-      RowState of_tile;  // two fragments of rows leave no registers for what is told at the end: so each tile tells
-      (kM > 1 ? of_tile : states[m]).keep_largest(maxima[m], params, lane);
-      if (kM > 1 && params.largest != nullptr) tell_if_asked(of_tile, params, kept.get(), row);
+    if (params.largest != nullptr) {
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        RowState of_tile;  // two fragments of rows leave no registers for what is told at the end: so each tile tells
+        (kM > 1 ? of_tile : states[m]).keep_largest(maxima[m], params, lane);
+        if (kM > 1) tell_if_asked(of_tile, params, kept.get(), warp_row + m * 16);
+      }
     }
     tile::for_each_row<kM>([&](int m, int h) {
       maxima[m][h] = slopes.logit(maxima[m][h]);
