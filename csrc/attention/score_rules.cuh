@@ -111,11 +111,21 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
 
 template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
 FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int row, int key, int lane) {
-  const int nearest = block.nearest(), farthest = block.farthest(), n_k = block.n_k();
-  for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int i, int k) {
-    const int r = place_in(block, i).row;
-    if (k < r + nearest || k > r + farthest || k >= n_k) score = -kInfinity;
-  });
+  const int first_of_lane = key + Fragments::first_column(lane);
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int r = place_in(block, row + m * 16 + tile::c_coordinate(lane, 2 * h).row).row;
+      const int first = max_of(r + block.nearest(), 0) - first_of_lane;  // the row sees the columns from here to `last`
+      const int last = min_of(r + block.farthest(), block.n_k() - 1) - first_of_lane;
+      FFPA_UNROLL
+      for (int i = 0; i < kN * 2; ++i) {
+        const int column = Fragments::column_of(i / 2) + i % 2;
+        if (column < first || column > last) scores[m][i / 2][2 * h + i % 2] = -kInfinity;
+      }
+    }
+  }
 }
 
 // Says whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.

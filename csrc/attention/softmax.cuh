@@ -101,7 +101,7 @@ struct RowState {
 
   // Keeps the largest of a tile in one of the two rows. Several lanes have the same rows, so `which` differs.
   FFPA_DEVICE void keep_largest(const float (&largest)[2], const AttentionParams& params, int which) {
-    if (params.largest != nullptr) top = larger_of(top, largest[which % 2]);
+    if (params.largest != nullptr) top = larger_of(top, which % 2 ? largest[1] : largest[0]);
   }
   // Says whether the reference is to follow this logit.
   FFPA_DEVICE bool lags(int h, float maximum, float lazy_growth = kLazyGrowth<>) const {

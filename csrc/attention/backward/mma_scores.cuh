@@ -183,21 +183,22 @@ class BackwardMmaScores {
     int64_t at = first_pair(tile);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, at += rows_16()) {
-      const bool plain = is_plain(attention_, all_seen, lse2[m]);
+      const bool linear = are_linear(attention_, lse2[m]);
+      const int row = tile.rows.first + core_.warp_row() + m * 16;
       Packed p, slopes;
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
         float scores[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
-        if (plain) {
-          exponents_of_plain<Element>(scores, attention_.score_factor, lse2[m]);
+        const int key = tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup);
+        if (linear) {
+          linear_exponents<Element, Fragments>(scores, attention_.score_factor, tile.rows, all_seen, row, key, lse2[m],
+                                               core_.lane());
         } else {
-          const int row = tile.rows.first + core_.warp_row() + m * 16;
           exponents_by_rules<Element, Fragments>(
-              scores, attention_, tile.rows, all_seen, row,
-              tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup), lse2[m], core_.lane(),
-              slopes[group], [&](RowShare(&shares)[2]) { load_shares(params_, tile.rows, row, core_.lane(), shares); });
+              scores, attention_, tile.rows, all_seen, row, key, lse2[m], core_.lane(), slopes[group],
+              [&](RowShare(&shares)[2]) { load_shares(params_, tile.rows, row, core_.lane(), shares); });
         }
         finish_p<Element>(scores, p[group]);
       }
@@ -224,7 +225,7 @@ class BackwardMmaScores {
     const bool all_seen = kept.get().all_seen();
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, ds_gmem += rows_16()) {
-      const bool plain = is_plain(attention_, all_seen, lse2[m]);
+      const bool all_count = all_seen && are_linear(attention_, lse2[m]);
       p_gmem += rows_16();
       if (m + 1 < kM) load(p_gmem, p[(m + 1) % 2]);
       Packed ds;
@@ -233,7 +234,7 @@ class BackwardMmaScores {
         float dp[1][kGroup][4];
         FFPA_UNROLL
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(dp[0][n]);
-        finish_ds<Element>(dp, p[m % 2][group], plain, delta[m], ds[group]);
+        finish_ds<Element>(dp, p[m % 2][group], all_count, delta[m], ds[group]);
       }
       store(ds_gmem, ds);
     }

@@ -259,7 +259,8 @@ class BackwardMmaShort : ShortRows<Config> {
     const bool all_seen = all_rows_see(rows, 0, kTile) && rows.last - rows.first == kTile - 1;
     const auto in_base_2_or_none = [](float lse) { return lse == kInfinity ? lse : in_base_2(lse); };
     const float lse2[2] = {in_base_2_or_none(numbers.lse[0]), in_base_2_or_none(numbers.lse[1])};
-    numbers.plain = is_plain(attention_, all_seen, lse2);
+    const bool linear = are_linear(attention_, lse2);
+    numbers.all_count = linear && all_seen;
     RowShare own;  // share of the row of the warp that has the lane's number
     if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
       const float low = ptx::shfl_idx(numbers.lse[0], lane_ % 8 * 4),
@@ -280,11 +281,11 @@ class BackwardMmaShort : ShortRows<Config> {
       float scores[1][kGroup][4];
       Packed p, slopes;
       get(scores, sums, group);
-      if (numbers.plain) {
-        exponents_of_plain<Element>(scores, attention_.score_factor, lse2);
+      const int row = rows.first + warp_row_, key = part_ * 64 + group * kGroup * 8;
+      if (linear) {
+        linear_exponents<Element>(scores, attention_.score_factor, rows, all_seen, row, key, lse2, lane_);
       } else {
-        exponents_by_rules<Element>(scores, attention_, rows, all_seen, rows.first + warp_row_,
-                                    part_ * 64 + group * kGroup * 8, lse2, lane_, slopes, get_shares);
+        exponents_by_rules<Element>(scores, attention_, rows, all_seen, row, key, lse2, lane_, slopes, get_shares);
       }
       finish_p<Element>(scores, p, numbers.sum);
       store(p_of(tile), group, p);
@@ -305,7 +306,7 @@ class BackwardMmaShort : ShortRows<Config> {
       Packed p, ds;
       get(dp, sums, group);
       load(p, has_softcap() ? ds_of(tile) : p_of(tile), group);
-      finish_ds<Element>(dp, p, numbers.plain, delta, ds);
+      finish_ds<Element>(dp, p, numbers.all_count, delta, ds);
       store(ds_of(tile), group, ds);
     }
   }

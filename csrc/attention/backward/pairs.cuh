@@ -58,26 +58,27 @@ FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, in
   });
 }
 
-// Says whether raw products become exponents of P by one fused multiply-add: all pairs count, though a caller's LSE may
-// say of rows that they see no key (it is infinite then), nothing else happens to scores, and none is large. All lanes
-// get the same answer.
-FFPA_DEVICE bool is_plain(const AttentionParams& attention, bool all_seen, const float (&lse2)[2]) {
+// Says whether raw products become exponents of P by one fused multiply-add, hidden pairs aside: nothing else happens
+// to scores, and none is large, nor is an LSE infinite, as a caller's may be. All lanes get the same answer.
+FFPA_DEVICE bool are_linear(const AttentionParams& attention, const float (&lse2)[2]) {
   const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse);
-  return all_seen && all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
+  return all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
 }
 
 // The slopes of a softcap are kept times this factor: halves below 2^-14 have fewer digits.
 template <class Element>
 inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
-// Turns raw products that are plain into exponents of P, in place.
-template <class Element, int kN>
-FFPA_DEVICE void exponents_of_plain(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
+// Turns raw products into linear exponents of P, in place. The products are where exponents_by_rules() says.
+template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
+FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const Block& rows, bool all_seen, int row,
+                                  int key, const float (&lse2)[2], int lane) {
   FFPA_UNROLL
   for (int n = 0; n < kN; ++n) {
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
   }
+  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
 }
 
 // Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.

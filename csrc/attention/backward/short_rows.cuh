@@ -31,9 +31,9 @@ class ShortRows : public ShortHead<Config> {
   using SumsOfRow = float[3];  // of P in float32; as P is stored, of P and of P ∘ dP
 
   struct RowNumbers {
-    float lse[2];  // natural; +inf where the row does not exist or sees no key
-    bool plain;    // whether P comes from products by one multiply-add
-    float sum[2];  // of P, over the warp's keys
+    float lse[2];    // natural; +inf where the row does not exist or sees no key
+    bool all_count;  // whether no pair is hidden, and no number may be NaN
+    float sum[2];    // of P, over the warp's keys
   };
 
   FFPA_DEVICE explicit ShortRows(const BackwardParams& params)

@@ -131,7 +131,8 @@ FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
 }
 
 // The tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They come in
-// strips of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same.
+// strips of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same. Bands
+// are narrow enough to come row after row, in one strip for a head, as entering a strip takes time.
 class ScoreTileSequence {
  public:
   FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params) : params_(params), item_(ptx::block_x()) {
@@ -174,7 +175,8 @@ class ScoreTileSequence {
   // Begins the strip of row tiles of a head from first_tile_ on.
   FFPA_DEVICE void enter_strip() {
     const RowTilePlace place = row_tile_place(params_, batch_, params_.first_tile + first_tile_);
-    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, kStrip), params_.tiles_of_chunk() - first_tile_);
+    const int most = params_.has_bands() ? place.tiles_of_head : kStrip;
+    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, most), params_.tiles_of_chunk() - first_tile_);
     const RowTile rows = rows_of_tile(params_, entry_, batch_, first_tile_, 0, tiles_ * kRowTile);
     const TileRange seen = visible_tiles(rows, kKeyTile);
     const Run keys = keys_in_chunk(params_, batch_);
@@ -184,7 +186,9 @@ class ScoreTileSequence {
   }
 
   FFPA_DEVICE ScoreTile get() const {
-    const int key_tile = item_ / parts(), part = item_ % parts();
+    const bool row_after_row = params_.has_bands();
+    const int key_tile = row_after_row ? item_ % key_tiles_ : item_ / parts();
+    const int part = row_after_row ? item_ / key_tiles_ : item_ % parts();
     const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
     RowTile rows = rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile);
     const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);

@@ -254,7 +254,7 @@ class BackwardWgmmaScores {
       }
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
-      const bool all_seen = tile.all_seen(), plain = is_plain(attention_, all_seen, lse2);
+      const bool all_seen = tile.all_seen(), linear = are_linear(attention_, lse2), all_count = linear && all_seen;
 
       Sums sums;
       Packed p;
@@ -263,8 +263,9 @@ class BackwardWgmmaScores {
       for (int box = 0; box < kBoxes; ++box) {
         const int fragment = box * kBoxFragments;
         tile::PackedRows slopes;
-        if (plain) {
-          exponents_of_plain<Element>(pairs_of<kBoxFragments>(sums, fragment), attention_.score_factor, lse2);
+        if (linear) {
+          linear_exponents<Element>(pairs_of<kBoxFragments>(sums, fragment), attention_.score_factor, tile, all_seen,
+                                    tile.first_row() + row, tile.first_key() + fragment * 8, lse2, lane_);
         } else {
           FFPA_UNROLL
           for (int part = 0; part < kBoxFragments; part += kPartFragments) {
@@ -284,7 +285,7 @@ class BackwardWgmmaScores {
       for (int box = 0; box < kBoxes; ++box) {
         const int fragment = box * kBoxFragments;
         tile::PackedRows ds;
-        finish_ds<Element>(pairs_of<kBoxFragments>(sums, fragment), p + fragment * 2, plain, delta, ds);
+        finish_ds<Element>(pairs_of<kBoxFragments>(sums, fragment), p + fragment * 2, all_count, delta, ds);
         store(arguments_.ds, box, ds);
       }
     }
