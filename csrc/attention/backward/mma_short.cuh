@@ -259,8 +259,7 @@ class BackwardMmaShort : ShortRows<Config> {
     const bool all_seen = all_rows_see(rows, 0, kTile) && rows.last - rows.first == kTile - 1;
     const auto in_base_2_or_none = [](float lse) { return lse == kInfinity ? lse : in_base_2(lse); };
     const float lse2[2] = {in_base_2_or_none(numbers.lse[0]), in_base_2_or_none(numbers.lse[1])};
-    const bool linear = are_linear(attention_, lse2);
-    numbers.all_count = linear && all_seen;
+    numbers.all_count = all_seen && are_linear(attention_, lse2);
     RowShare own;  // share of the row of the warp that has the lane's number
     if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
       const float low = ptx::shfl_idx(numbers.lse[0], lane_ % 8 * 4),
@@ -282,8 +281,8 @@ class BackwardMmaShort : ShortRows<Config> {
       Packed p, slopes;
       get(scores, sums, group);
       const int row = rows.first + warp_row_, key = part_ * 64 + group * kGroup * 8;
-      if (linear) {
-        linear_exponents<Element>(scores, attention_.score_factor, rows, all_seen, row, key, lse2, lane_);
+      if (numbers.all_count) {  // there are no registers for linear exponents of other tiles
+        linear_exponents<Element>(scores, attention_.score_factor, rows, true, row, key, lse2, lane_);
       } else {
         exponents_by_rules<Element>(scores, attention_, rows, all_seen, row, key, lse2, lane_, slopes, get_shares);
       }
