@@ -12,39 +12,62 @@
 
 namespace ffpa {
 
+// A tile of a gradient: where it lies, and which chunks add to it.
+struct GradientTile {
+  ProductTile tile;
+  MapPlace place;  // place of its first row
+  int rows;        // existing rows, from the first one on
+  bool continues;  // earlier chunks have left sums
+  bool is_last;    // no later chunk adds to it
+
+  // Says whether the 16 rows from row `row` of the tile on exist, are complete without other chunks, and have 16 bits
+  // each: then they can go to the gradient's map box by box.
+  FFPA_DEVICE bool are_results(const BackwardParams& params, int row) const {
+    return is_last && !continues && !params.float_gradients && rows - row >= 16;
+  }
+  // Returns the factor of a result.
+  template <class Element>
+  FFPA_DEVICE float scale(const BackwardParams& params) const {
+    return tile.product == Product::kDv ? kUnitOfP<Element> : params.attention.scale;
+  }
+};
+
+template <class Tiles>
+FFPA_DEVICE GradientTile gradient_tile(const BackwardParams& params, const ProductTile& tile) {
+  const RowTile rows = rows_of_product<Tiles>(params, tile);
+  const RowRange& all = Tiles::kOfQ ? rows.entry.q : rows.entry.k;
+  const int first = all.begin + (Tiles::kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
+  const int head = Tiles::kOfQ ? rows.head() : head_kv_of(params, tile.entry);
+  const TileRange part = tile.in_chunk(params), of_all = summed<Tiles>(params, tile);
+  return {tile,
+          {first, head, params.attention.is_packed() ? 0 : tile.batch},
+          all.end - first,
+          part.first > of_all.first,
+          part.end >= of_all.end};
+}
+
 template <class Element, class Tiles>
 class GradientWriter {
   static constexpr bool kOfQ = Tiles::kOfQ;
 
  public:
-  FFPA_DEVICE GradientWriter(const BackwardParams& params, const ProductTile& tile, int lane)
+  FFPA_DEVICE GradientWriter(const BackwardParams& params, const GradientTile& gradient, int lane)
       : params_(params),
-        continues_(tile.in_chunk(params).first > summed<Tiles>(params, tile).first),
-        is_last_(tile.in_chunk(params).end >= summed<Tiles>(params, tile).end),
-        scale_(tile.product == Product::kDv ? kUnitOfP<Element> : params.attention.scale),
-        columns_(tile.columns_of_all - tile.column),
+        continues_(gradient.continues),
+        is_last_(gradient.is_last),
+        scale_(gradient.scale<Element>(params)),
+        rows_(gradient.rows),
+        columns_(gradient.tile.columns_of_all - gradient.tile.column),
         lane_(lane) {
+    const ProductTile& tile = gradient.tile;
     set_partial(tile);
-    const RowTile rows = rows_of_product<Tiles>(params, tile);
-    const RowRange& all = kOfQ ? rows.entry.q : rows.entry.k;
-    const int first = all.begin + (kOfQ ? rows.first : first_key_of_product<Tiles>(params, tile));
     const GradientView& x = kOfQ ? params.dq : tile.product == Product::kDv ? params.dv : params.dk;
-    place_ = {first, kOfQ ? rows.head() : head_kv_of(params, tile.entry),
-              params.attention.is_packed() ? 0 : tile.batch};
-    rows_ = all.end - first;
+    const MapPlace& place = gradient.place;
     row_stride_ = x.row_stride;
     const int64_t offset =
-        place_.batch * x.batch_stride + place_.head * x.head_stride + first * x.row_stride + tile.column;
+        place.batch * x.batch_stride + place.head * x.head_stride + place.row * x.row_stride + tile.column;
     gmem_ = static_cast<uint8_t*>(x.data) + offset * element_bytes();
   }
-
-  // Says whether the 16 rows from row `row` of the tile on exist, are complete without other chunks, and have 16 bits
-  // each: then they can go to the gradient's map box by box.
-  FFPA_DEVICE bool are_results(int row) const {
-    return is_last_ && !continues_ && !params_.float_gradients && rows_ - row >= 16;
-  }
-  FFPA_DEVICE float scale() const { return scale_; }            // factor of a result
-  FFPA_DEVICE const MapPlace& place() const { return place_; }  // place of the tile's first row
 
   // Writes kFragments fragments of 16 rows, from row `row` and fragment `first` of the tile on; fragment(n, values)
   // gives their values.
@@ -89,7 +112,6 @@ class GradientWriter {
   const BackwardParams& params_;
   bool continues_, is_last_;
   float scale_;
-  MapPlace place_;
   int rows_, columns_;  // existing rows and columns, from the tile's first ones on
   int lane_;
   float *partial_before_, *partial_;  // sums of earlier chunks; sums for later ones

@@ -148,7 +148,7 @@ class BackwardMmaProducts {
   }
 
   FFPA_DEVICE void finish(const ProductTile& tile, const typename Core::Sums& sums) const {
-    const GradientWriter<Element, Tiles> writer(params_, tile, core_.lane());
+    const GradientWriter<Element, Tiles> writer(params_, gradient_tile<Tiles>(params_, tile), core_.lane());
     FFPA_UNROLL
     for (int m = 0; m < Core::kM; ++m) {
       writer.template write<Core::kN>(core_.warp_row() + m * 16, core_.warp_column() / 8,

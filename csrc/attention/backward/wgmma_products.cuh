@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "attention/backward/gradient_writer.cuh"
+#include "attention/backward/tile_queue.cuh"
 #include "attention/backward/tiles.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/tensor_maps.cuh"
@@ -23,6 +24,28 @@
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
+
+// A tile of a gradient in shared memory, and the steps that it is summed over.
+class KeptGradientTile : public KeptNumbers<13> {
+ public:
+  using KeptNumbers<13>::KeptNumbers;
+
+  static FFPA_DEVICE void put(TileQueue<KeptGradientTile>& queue, const GradientTile& gradient, int steps) {
+    const ProductTile& tile = gradient.tile;
+    const MapPlace& place = gradient.place;
+    queue.put({int(tile.product), tile.entry, tile.tile, tile.batch, tile.column, tile.columns_of_all, place.row,
+               place.head, place.batch, gradient.rows, gradient.continues, gradient.is_last, steps});
+  }
+
+  FFPA_DEVICE GradientTile get() const {
+    return {{Product(number(0)), number(1), number(2), number(3), number(4), number(5)},
+            {number(6), number(7), number(8)},
+            number(9),
+            number(10) != 0,
+            number(11) != 0};
+  }
+  FFPA_DEVICE int steps() const { return number(12); }
+};
 
 // Fields has Dtype; kColumns of a tile; kOfQ, true for dQ and false for dK and dV. (Both in one kernel are two
 // pipelines of products, which ptxas then serialises.)
@@ -36,14 +59,16 @@ struct BackwardWgmmaProductsConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
 
-  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers.
+  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers; tiles.
+  using Queue = TileQueue<KeptGradientTile>;
   using Stores = tile::RowStores<2>;
   static constexpr bool kStoresBoxes = Fields::kColumns > 192;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? tile::kConsumerWarps * Stores::kBytes : 0);
+  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + Queue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
-    return persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads,
-                            kBarriersAt + Ring::kBarrierBytes, nullptr, kClusterBlocks);
+    return persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads, kSmemBytes, nullptr,
+                            kClusterBlocks);
   }
 
   struct Arguments {
@@ -89,32 +114,34 @@ class BackwardWgmmaProducts {
         lane_(ptx::lane_id()),
         warp_(ptx::shfl_idx(ptx::thread_x() / 32, 0)),  // the shuffle tells the compiler: one value for the warp
         rank_(Ring::kClusterBlocks == 1 ? 0 : ptx::cluster_rank()),
-        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt} {}
+        ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
+        queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
   FFPA_DEVICE void run() {
-    if (ptx::thread_x() == 0) ring_.init();
+    if (ptx::thread_x() == 0) {
+      queue_.init(tile::kConsumerWarps);
+      ring_.init();
+    }
     ring_.meet();
     tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int group_warp) { consume(group, group_warp); });
     if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
   }
 
  private:
-  template <class Function>
-  FFPA_DEVICE void for_each_tile(const Function& function) const {
+  // ---- the producer's warp ----
+
+  FFPA_DEVICE void produce() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
     ProductTileSequence<Tiles, Ring::kClusterBlocks> tiles(params_);
     ProductTile tile;
     FFPA_NO_UNROLL
-    while (tiles.next(tile)) function(tile);
-  }
-
-  // ---- the producer's warp ----
-
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
-    for_each_tile([&](const ProductTile& tile) {
+    while (tiles.next(tile)) {
+      const int steps = max_of(steps_of_product<Tiles>(params_, tile, tile::kBox), 1);
+      const GradientTile gradient = gradient_tile<Tiles>(params_, tile);
+      if (lane_ == 0) KeptGradientTile::put(queue_, gradient, steps);
       if (Config::kOfQ) {
         bring_keys(producer, tile);
-        return;
+        continue;
       }
       const BatchEntry entry = batch_entry(attention_, tile.batch);
       const HeadRange heads = heads_of_chunk(params_, tile.batch);
@@ -126,7 +153,8 @@ class BackwardWgmmaProducts {
         bring_rows(producer, tile, entry, head, run);
       }
       if (!any) producer.bring_zeros();
-    });
+    }
+    if (lane_ == 0) queue_.put_end();
   }
 
   // Brings the chunk's keys that the rows of a tile of dQ see.
@@ -209,40 +237,44 @@ class BackwardWgmmaProducts {
 
   // ---- the warpgroups that multiply ----
 
-  FFPA_DEVICE void consume(int group, int group_warp) const {
+  FFPA_DEVICE void consume(int group, int group_warp) {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp;
     typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
     constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
-    for_each_tile([&](const ProductTile& tile) {
+    FFPA_NO_UNROLL
+    for (;; queue_.release(lane_)) {
+      const KeptGradientTile kept = queue_.get();
+      if (!kept.exists()) break;
       Sums sums;
-      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(
-          sums, max_of(steps_of_product<Tiles>(params_, tile, tile::kBox), 1));
-      finish(tile, group, sums, stores);
-    });
+      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, kept.steps());
+      finish(kept.get(), group, sums, stores);
+    }
     stores.wait();
   }
 
-  FFPA_DEVICE void finish(const ProductTile& tile, int group, const Sums& sums, typename Config::Stores& stores) const {
-    const GradientWriter<Element, Tiles> writer(params_, tile, lane_);
+  FFPA_DEVICE void finish(const GradientTile& gradient, int group, const Sums& sums,
+                          typename Config::Stores& stores) const {
+    const ProductTile& tile = gradient.tile;
     FFPA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const int row = rank_ * kRows + (group * kBlocks + block) * tile::kBox + warp_ % 4 * 16;  // first row of the warp
       // Writes the fragments from `first` on.
       const auto write = [&](auto first) {
         constexpr int kFirst = decltype(first)::value;
+        const GradientWriter<Element, Tiles> writer(params_, gradient, lane_);
         writer.template write<kColumns / 8 - kFirst>(row, kFirst, [&](int n, float (&values)[4]) {
           FFPA_UNROLL
           for (int e = 0; e < 4; ++e) values[e] = sums[block][4 * (kFirst + n) + e];
         });
       };
       constexpr int kWhole = Config::kStoresBoxes ? kColumns / tile::kBox * (tile::kBox / 8) : 0;  // whole boxes
-      if (kWhole > 0 && writer.are_results(row)) {
+      if (kWhole > 0 && gradient.are_results(params_, row)) {
         const ptx::TensorMap& map = Config::kOfQ                   ? arguments_.dq
                                     : tile.product == Product::kDv ? arguments_.dv
                                                                    : arguments_.dk;
-        const float scale[2] = {writer.scale(), writer.scale()};
-        store_rows<Element>(stores, sums[block], scale, map, writer.place(), tile.column, row);
+        const float factor = gradient.scale<Element>(params_), factors[2] = {factor, factor};
+        store_rows<Element>(stores, sums[block], factors, map, gradient.place, tile.column, row);
         if constexpr (kWhole < kColumns / 8) write(std::integral_constant<int, kWhole>());
       } else {
         write(std::integral_constant<int, 0>());
@@ -256,6 +288,7 @@ class BackwardWgmmaProducts {
   int lane_, warp_;
   int rank_;  // rank of the block in its cluster
   Ring ring_;
+  typename Config::Queue queue_;
 };
 
 template <class Config>

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "attention/backward/pairs.cuh"
+#include "attention/backward/tile_queue.cuh"
 #include "attention/backward/tiles.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"
@@ -25,28 +26,18 @@
 
 namespace ffpa {
 
-// A score tile in shared memory. All lanes of a warp read it together, through a shuffle: so the compiler knows that
-// they have one value.
-class KeptScoreTile {
+// A score tile in shared memory.
+class KeptScoreTile : public KeptNumbers<13> {
  public:
-  static constexpr uint32_t kBytes = 64;
+  using KeptNumbers<13>::KeptNumbers;
 
-  FFPA_DEVICE explicit KeptScoreTile(uint32_t smem) : smem_(smem) {}
-
-  // One thread calls this; null says that no more tiles come.
-  FFPA_DEVICE void keep(const ScoreTile* tile) const {
-    ptx::st_shared_4(smem_, tile != nullptr);
-    if (tile == nullptr) return;
-    const RowTile& rows = tile->rows;
-    const int numbers[] = {rows.batch(),     rows.head(),     rows.first_row(),         rows.last_row(),
-                           rows.n_q(),       rows.n_k(),      rows.nearest(),           rows.farthest(),
-                           rows.q_begin(),   tile->first_key, int(tile->workspace_row), tile->workspace_column,
-                           tile->is_computed};
-    FFPA_UNROLL
-    for (int i = 0; i < 13; ++i) ptx::st_shared_4(smem_ + 4 + 4 * i, uint32_t(numbers[i]));
+  static FFPA_DEVICE void put(TileQueue<KeptScoreTile>& queue, const ScoreTile& tile) {
+    const RowTile& rows = tile.rows;
+    queue.put({rows.batch(), rows.head(), rows.first_row(), rows.last_row(), rows.n_q(), rows.n_k(), rows.nearest(),
+               rows.farthest(), rows.q_begin(), tile.first_key, int(tile.workspace_row), tile.workspace_column,
+               tile.is_computed});
   }
 
-  FFPA_DEVICE bool exists() const { return number(-1) != 0; }
   FFPA_DEVICE int batch() const { return number(0); }
   FFPA_DEVICE int head() const { return number(1); }
   FFPA_DEVICE int first_row() const { return number(2); }
@@ -65,64 +56,6 @@ class KeptScoreTile {
   FFPA_DEVICE bool all_seen() const {
     return all_rows_see(*this, first_key(), kKeyTile) && last_row() - first_row() == kScoreRows - 1;
   }
-
- private:
-  FFPA_DEVICE int number(int i) const { return int(ptx::shfl_idx(ptx::ld_shared_4(smem_ + 4 + 4 * i), 0)); }
-
-  uint32_t smem_;
-};
-
-// The queue passes tiles from the warp that brings their operands to the warpgroups that multiply. Shared memory has
-// two places, and a tile stays in one while it is worked on: registers belong to sums, and one warp does the arithmetic
-// that finds a tile. A place has two mbarriers: `full` says that its tile is there, `empty` that all warps are done
-// with the last one.
-class ScoreTileQueue {
- public:
-  static constexpr int kPlaces = 2;
-  static constexpr uint32_t kBytes = kPlaces * (KeptScoreTile::kBytes + 2 * 8);
-
-  FFPA_DEVICE explicit ScoreTileQueue(uint32_t smem) : smem_(smem) {}
-
-  // One thread calls this, before a barrier of the block.
-  FFPA_DEVICE void init(int consuming_warps) const {
-    for (int place = 0; place < kPlaces; ++place) {
-      ptx::mbarrier_init(full(place), 1);
-      ptx::mbarrier_init(empty(place), consuming_warps);
-    }
-  }
-
-  // One thread calls this.
-  FFPA_DEVICE void put(const ScoreTile* tile) {
-    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);
-    KeptScoreTile(of_place()).keep(tile);
-    ptx::mbarrier_arrive(full(place_));
-    advance();
-  }
-
-  // Whole warps call get() and release().
-  FFPA_DEVICE KeptScoreTile get() const {
-    ptx::mbarrier_wait(full(place_), parity_);
-    return KeptScoreTile(of_place());
-  }
-  FFPA_DEVICE void release(int lane) {
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(empty(place_));
-    advance();
-  }
-
- private:
-  FFPA_DEVICE uint32_t of_place() const { return smem_ + place_ * KeptScoreTile::kBytes; }
-  FFPA_DEVICE uint32_t full(int place) const { return smem_ + kPlaces * KeptScoreTile::kBytes + place * 8; }
-  FFPA_DEVICE uint32_t empty(int place) const { return full(kPlaces + place); }
-
-  FFPA_DEVICE void advance() {
-    place_ ^= 1;
-    if (place_ == 0) parity_ ^= 1;
-  }
-
-  uint32_t smem_;
-  int place_ = 0;
-  uint32_t parity_ = 0;
 };
 
 // Fields has Dtype.
@@ -134,9 +67,10 @@ struct BackwardWgmmaScoresConfig : Fields {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
   // Shared memory holds slots of the ring; for each warp, rows of P or dS on their way; barriers; tiles.
+  using Queue = TileQueue<KeptScoreTile>;
   using Stores = tile::RowStores<2>;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + tile::kConsumerWarps * Stores::kBytes;
-  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + ScoreTileQueue::kBytes;
+  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + Queue::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
     return persistent_shape(score_tiles(params), params.attention.resident_blocks, kThreads, kSmemBytes);
@@ -204,7 +138,7 @@ class BackwardWgmmaScores {
     ScoreTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) {
-      if (lane_ == 0) queue_.put(&tile);
+      if (lane_ == 0) KeptScoreTile::put(queue_, tile);
       if (!tile.is_computed) continue;
       const RowTile& rows = tile.rows;
       const MapPlace q = place_of_row(attention_, rows, rows.first);
@@ -226,7 +160,7 @@ class BackwardWgmmaScores {
       bring(arguments_.q, arguments_.k, qk_steps());
       bring(arguments_.grad_out, arguments_.v, v_steps());
     }
-    if (lane_ == 0) queue_.put(nullptr);
+    if (lane_ == 0) queue_.put_end();
   }
 
   // ---- the warpgroups that multiply ----
@@ -254,11 +188,11 @@ class BackwardWgmmaScores {
       }
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
-      const bool all_seen = tile.all_seen(), linear = are_linear(attention_, lse2), all_count = linear && all_seen;
 
       Sums sums;
       Packed p;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
+      const bool all_seen = tile.all_seen(), linear = are_linear(attention_, lse2), all_count = linear && all_seen;
       FFPA_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
         const int fragment = box * kBoxFragments;
@@ -303,7 +237,7 @@ class BackwardWgmmaScores {
   const AttentionParams& attention_;
   int lane_, warp_;
   Ring ring_;
-  ScoreTileQueue queue_;
+  typename Config::Queue queue_;
 };
 
 template <class Config>
