@@ -263,12 +263,20 @@ struct RowEnd {
   float share, lse;
 };
 
-// Ends a row of a query head; `sum` is the sum of P, and score(logit) turns a logit into natural units. It has no
+// Returns the sink of a query head, -inf where there are none.
+FFPA_DEVICE float sink_of(const AttentionParams& params, int head) {
+  return params.sinks == nullptr ? -kInfinity : float_from_bits(ptx::ld_global_4(params.sinks + head));
+}
+// Returns that of row `i` of a tile.
+FFPA_DEVICE float sink_of(const AttentionParams& params, const SharedRowTile& rows, int i) {
+  return sink_of(params, rows.place(i).head);
+}
+
+// Ends a row with this sink; `sum` is the sum of P, and score(logit) turns a logit into natural units. It has no
 // branches: with them, ptxas spilled registers of O.
 template <class Score>
-FFPA_DEVICE RowEnd end_row(const AttentionParams& params, int head, float reference, float sum, const Score& score) {
+FFPA_DEVICE RowEnd end_row(float sink, float reference, float sum, const Score& score) {
   const float log_of_sum = ptx::lg2(sum), logit = reference + log_of_sum;  // -inf where the row sees no key
-  const float sink = params.sinks == nullptr ? -kInfinity : float_from_bits(ptx::ld_global_4(params.sinks + head));
   // The sink's part is 2^above that of the keys. Large references may be no logits in base 2, and differ as scores do.
   const bool is_logit = std::fabs(reference) <= Slopes::kMostFine;
   float above = is_logit ? std::fma(sink, kLog2e, -reference) : (sink - score(reference)) * kLog2e;
@@ -278,12 +286,12 @@ FFPA_DEVICE RowEnd end_row(const AttentionParams& params, int head, float refere
   return {(above > 0 ? smaller : 1) * ptx::rcp(of_both), above > 0 ? of_sink : of_keys};
 }
 
-// Returns what O of row `i` of the tile is to be multiplied with; `sum` is the whole sum of the row, and `divisor` the
-// sum of those P that O is made of. The thread with `writes` set writes the row's LSE, or, where these are not all of
-// its keys, its sum.
+// Returns what O of row `i` of the tile, whose sink is `sink`, is to be multiplied with; `sum` is the whole sum of the
+// row, and `divisor` the sum of those P that O is made of. The thread with `writes` set writes the row's LSE, or, where
+// these are not all of its keys, its sum.
 template <class Score>
-FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
-                             float sum, float divisor, bool writes, const Score& score) {
+FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float sink,
+                             float reference, float sum, float divisor, bool writes, const Score& score) {
   const RowPlace at = rows.place(i);
   const float factor = divisor > 0 ? 1 / divisor : 0.0f;
   const bool exists = at.row <= rows.last;
@@ -294,7 +302,7 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile&
     }
     return factor;
   }
-  const RowEnd end = end_row(params, at.head, reference, sum, score);
+  const RowEnd end = end_row(sink, reference, sum, score);
   if (writes && exists && params.lse != nullptr) {
     float* lse = params.lse + rows.batch() * params.lse_batch_stride + at.head * params.lse_head_stride +
                  rows.entry.q.begin + at.row;
@@ -304,9 +312,9 @@ FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile&
 }
 
 // Does the same where slopes have made the logits.
-FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float reference,
-                             float sum, bool writes) {
-  return finish_row(params, rows, i, reference, sum, sum, writes,
+FFPA_DEVICE float finish_row(const AttentionParams& params, const SharedRowTile& rows, int i, float sink,
+                             float reference, float sum, bool writes) {
+  return finish_row(params, rows, i, sink, reference, sum, sum, writes,
                     [&](float logit) { return score_of_logit(params, logit); });
 }
 
@@ -318,7 +326,8 @@ FFPA_DEVICE void finish_rows(const AttentionParams& params, const SharedRowTile&
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
     const int i = row + tile::c_coordinate(lane, 2 * h).row;
-    state.sum[h] = finish_row(params, rows, i, state.reference[h], tile::sum_of_lanes(state.sum[h]), lane % 4 == 0);
+    state.sum[h] = finish_row(params, rows, i, sink_of(params, rows, i), state.reference[h],
+                              tile::sum_of_lanes(state.sum[h]), lane % 4 == 0);
   }
 }
 

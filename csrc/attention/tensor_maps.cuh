@@ -7,6 +7,7 @@
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
+#include "base/math.h"
 #include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
 #include "tile/box_ring.cuh"
@@ -53,16 +54,16 @@ inline LaunchStatus map_queries(ptx::TensorMap& map, const AttentionParams& para
                     packed ? 1 : params.batch, box_rows);
 }
 
-// Maps a tensor that has the rows of q in boxes of a row tile of `rows` rows: dims are columns, query heads that share
-// the tile, rows, other heads, batch.
+// Maps a tensor that has the rows of q in boxes of `rows` rows of a row tile: dims are columns, query heads that share
+// the tile, rows, other heads, batch. If heads do not divide a box, or are no whole boxes, it is smaller.
 inline LaunchStatus map_row_tiles(ptx::TensorMap& map, const AttentionParams& params, const TensorView& x, int columns,
                                   int rows) {
   const bool packed = params.is_packed();
   const int heads = params.tile_heads;
   return map_dims(map, x.data,
                   {{columns, 1, tile::kBox},
-                   {heads, x.head_stride, heads},
-                   {packed ? params.packed_q.total : params.n_q, x.row_stride, rows / heads},
+                   {heads, x.head_stride, min_of(heads, rows)},
+                   {packed ? params.packed_q.total : params.n_q, x.row_stride, max_of(rows / heads, 1)},
                    {params.heads_q / heads, heads * x.head_stride, 1},
                    {packed ? 1 : params.batch, x.batch_stride, 1}});
 }
@@ -92,11 +93,10 @@ FFPA_DEVICE void load_box(uint32_t box_smem, const ptx::TensorMap& map, uint32_t
   }
 }
 
-// Stores 16 rows of a warp's sums, those columns that are whole boxes, times a factor for each half of the rows. The
-// boxes of the map have 16 rows, too.
-template <class Element, class Stores, int kSums>
-FFPA_DEVICE void store_rows(Stores& stores, const float (&sums)[kSums], const float (&factor)[2],
-                            const ptx::TensorMap& map, const MapPlace& place, int column, int row) {
+// Stores 16 rows of a warp's sums, those columns that are whole boxes, times a factor for each half of the rows. One
+// lane calls send(rows_smem, column), which starts the copy of a box to a map whose boxes have 16 rows, too.
+template <class Element, class Stores, int kSums, class Send>
+FFPA_DEVICE void store_rows(Stores& stores, const float (&sums)[kSums], const float (&factor)[2], const Send& send) {
   constexpr int kBoxSums = tile::kBox / 2;  // sums of a thread in one box
   FFPA_UNROLL
   for (int box = 0; box < kSums / kBoxSums; ++box) {
@@ -106,9 +106,7 @@ FFPA_DEVICE void store_rows(Stores& stores, const float (&sums)[kSums], const fl
       const int at = box * kBoxSums + 2 * i;
       packed[i] = ptx::pack<Element>(sums[at] * factor[i % 2], sums[at + 1] * factor[i % 2]);
     }
-    stores.store(packed, [&](uint32_t rows_smem) {
-      ptx::tma_store_4d(&map, rows_smem, column + box * tile::kBox, place.row + row, place.head, place.batch);
-    });
+    stores.store(packed, [&](uint32_t rows_smem) { send(rows_smem, box * tile::kBox); });
   }
 }
 

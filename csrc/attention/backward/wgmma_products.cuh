@@ -274,7 +274,10 @@ class BackwardWgmmaProducts {
                                     : tile.product == Product::kDv ? arguments_.dv
                                                                    : arguments_.dk;
         const float factor = gradient.scale<Element>(params_), factors[2] = {factor, factor};
-        store_rows<Element>(stores, sums[block], factors, map, gradient.place, tile.column, row);
+        const MapPlace& at = gradient.place;
+        store_rows<Element>(stores, sums[block], factors, [&](uint32_t rows_smem, int column) {
+          ptx::tma_store_4d(&map, rows_smem, tile.column + column, at.row + row, at.head, at.batch);
+        });
         if constexpr (kWhole < kColumns / 8) write(std::integral_constant<int, kWhole>());
       } else {
         write(std::integral_constant<int, 0>());

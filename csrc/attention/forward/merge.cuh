@@ -97,7 +97,8 @@ void forward_merge(FFPA_GRID_CONSTANT const AttentionParams params) {
   }
   FFPA_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) sum += ptx::shfl_xor(sum, distance);
-  const RowEnd end = end_row(params, head, reference, sum, [&](float logit) { return score_of_logit(params, logit); });
+  const RowEnd end =
+      end_row(sink_of(params, head), reference, sum, [&](float logit) { return score_of_logit(params, logit); });
   if (exists && params.lse != nullptr && first == 0 && column == 0) {
     float* head_gmem = params.lse + batch * params.lse_batch_stride + head * params.lse_head_stride;
     ptx::st_global_4(head_gmem + rows.begin + row, float_bits(end.lse));

@@ -70,7 +70,8 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
     tile::for_each_row<kScoreM>([&](int m, int h) {
       const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
       const bool writes = first_column_ == 0 && lane_ % 4 == 0;
-      const float factor = finish_row(params_, rows, row, states_[m].reference[h], row_sum(row), writes);
+      const float factor =
+          finish_row(params_, rows, row, sink_of(params_, rows, row), states_[m].reference[h], row_sum(row), writes);
       ptx::sync_warp();  // all lanes have read the sums of these rows
       publish(m, h, factor);
     });

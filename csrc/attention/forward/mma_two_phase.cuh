@@ -333,7 +333,9 @@ class ForwardMmaTwoPhase {
     share(state.sum, [](float a, float b) { return a + b; });
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      state.sum[i] = finish_row(params_, rows, row_of_lane(i), state.reference[i], state.sum[i], quarter() == 0);
+      const int row = row_of_lane(i);
+      state.sum[i] =
+          finish_row(params_, rows, row, sink_of(params_, rows, row), state.reference[i], state.sum[i], quarter() == 0);
     }
   }
 

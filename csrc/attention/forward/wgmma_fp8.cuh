@@ -407,8 +407,9 @@ class ForwardWgmmaFp8 : WgmmaBlock<Config> {
       ptx::ld_shared_8(theirs, sum_of(1 - at.group, row_of(h, at)));
       const float sum = state.sum[h] * growth(state.reference[h], state.of_out[h]) +
                         float_from_bits(theirs[0]) * growth(float_from_bits(theirs[1]), state.of_out[h]);
-      factor[h] = finish_row(params_, rows, row_of(h, at), state.of_out[h] - kPExponent, sum, state.rounded[h],
-                             at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
+      factor[h] =
+          finish_row(params_, rows, row_of(h, at), sink_of(params_, rows, row_of(h, at)), state.of_out[h] - kPExponent,
+                     sum, state.rounded[h], at.group == 0 && lane_ % 4 == 0, [](float logit) { return logit * kLn2; });
     }
     meet_other_group();  // both groups have read the sums
   }

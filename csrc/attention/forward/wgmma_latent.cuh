@@ -53,10 +53,12 @@ struct ForwardWgmmaLatentConfig : Fields {
   using Tails = tile::BoxRing<0, 1, tile::kConsumerGroups, 1, 1>;
   using Queries = QueryBoxes<kBoxes, 1>;
   using Items = ItemQueue<>;
+  using Stores = tile::RowStores<1>;
+  static_assert(tile::kConsumerWarps * Stores::kBytes <= Tails::kBytes, "rows on their way lie in place of tails");
   static constexpr uint32_t kWarpPBytes = 16 * tile::kBoxRowBytes, kNoteBytes = kRows * 4;
   struct Smem {
     tile::SmemSlots<Ring> slots;
-    tile::SmemSlots<Tails> tails;
+    tile::SmemBytes<Tails::kBytes, 1024> tails;  // or, where there are none, rows of O on their way
     tile::SmemBytes<Queries::kBytes, 1024> q;
     tile::SmemBytes<tile::kGroupWarps * kWarpPBytes, 1024> p;  // P of one tile, for the other warpgroup
     tile::SmemBytes<kNoteBytes> notes[tile::kConsumerGroups], sums[tile::kConsumerGroups];  // of a warpgroup's rows
@@ -77,13 +79,14 @@ struct ForwardWgmmaLatentConfig : Fields {
   struct Arguments {
     AttentionParams params;
     RowTiles<kRows> row_tiles;
-    ptx::TensorMap q, k;
+    ptx::TensorMap q, k, out;
 
     LaunchStatus fill(const AttentionParams& of_call) {
       params = of_call;
       row_tiles = RowTiles<kRows>(params);
       const LaunchStatus statuses[] = {map_row_tiles(q, params, params.q, params.d_qk, kRows),
-                                       map_keys(k, params, params.k, params.d_qk)};
+                                       map_keys(k, params, params.k, params.d_qk),
+                                       map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
       return first_failure(statuses);
     }
   };
@@ -166,9 +169,11 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   // ---- the warpgroups that multiply ----
 
   FFPA_DEVICE void consume(int group, int group_warp) {
-    const KeptRows kept = kept_rows(1 + group * tile::kGroupWarps + group_warp);
+    const int warp = group * tile::kGroupWarps + group_warp;
+    const KeptRows kept = kept_rows(1 + warp);
     const int row = group_warp * 16;  // first row of the warp in the tile
     auto items = item_queue();
+    typename Config::Stores stores(smem_ + offsetof(Smem, tails) + warp * Config::Stores::kBytes, lane_);
     uint32_t parity = 0;
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
@@ -178,6 +183,8 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
           float of_out[2] = {-kInfinity, -kInfinity};  // references of O
           FFPA_UNROLL
           for (float& sum : out) sum = 0;
+          float sinks[2];  // loaded long before they are used
+          for_each_half(lane_, [&](int h, int r) { sinks[h] = sink_of(params_, kept.get(), row + r); });
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
           const Run keys = visible_part_from_first(kept.get(), kKeys, params_);
@@ -217,11 +224,17 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
           tell_if_asked(state, params_, rows, row);
           for_each_half(lane_, [&](int h, int r) {
             const bool writes = group == 0 && lane_ % 4 == 0;
-            state.sum[h] = finish_row(params_, rows, row + r, state.reference[h], state.sum[h], writes);
+            state.sum[h] = finish_row(params_, rows, row + r, sinks[h], state.reference[h], state.sum[h], writes);
           });
           if (params_.splits > 1 && keys.begin == keys.end) return;  // nobody reads O of a part without keys
-          write_rows<Element>(out, params_, rows, row, group * kOwnColumns, state.sum, lane_);
+          const int column = group * kOwnColumns;
+          if constexpr (Config::kHasTail) {
+            write_rows<Element>(out, params_, rows, row, column, state.sum, lane_);
+          } else {
+            write_out<Element>(out, stores, arguments_.out, params_, rows, row, column, state.sum, lane_);
+          }
         });
+    stores.wait();
   }
 
   // ---- products, and the slots that they read ----

@@ -439,7 +439,8 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     receive(at, Config::kWarpNoteBytes);
     for_each_half(lane_, [&](int h, int r) {
       const bool writes = rank_ == 0 && lane_ % 4 == 0;
-      state.sum[h] = finish_row(params_, rows, at.row() + r, state.reference[h], state.sum[h] + note(at, r), writes);
+      state.sum[h] = finish_row(params_, rows, at.row() + r, sink_of(params_, rows, at.row() + r), state.reference[h],
+                                state.sum[h] + note(at, r), writes);
     });
     acknowledge(at.group());
   }

@@ -30,7 +30,7 @@ struct WgmmaForwardArguments {
     const LaunchStatus statuses[] = {map_row_tiles(q, params, params.q, params.d_qk, kRows),
                                      map_keys(k, params, params.k, params.d_qk),
                                      map_keys(v, params, params.v, params.d_v, kValueRows),
-                                     map_queries(out, params, params.out, params.d_v, tile::kStoredRows)};
+                                     map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
     return first_failure(statuses);
   }
 };
@@ -190,15 +190,20 @@ FFPA_DEVICE void write_rows(const float (&out)[kSums], const AttentionParams& pa
   }
 }
 
-// Does the same by TMA, in whole boxes, where all rows exist.
+// Does the same by TMA, in whole boxes, where all rows exist. 16 rows are whole positions of the tile's heads, or a
+// part of one position, where these are a power of two.
 template <class Element, class Stores, int kSums>
 FFPA_DEVICE void write_out(const float (&out)[kSums], Stores& stores, const ptx::TensorMap& map,
                            const AttentionParams& params, const SharedRowTile& rows, int row, int column,
                            const float (&factor)[2], int lane) {
-  const int first = rows.first + row;
-  const bool in_boxes = params.splits == 1 && rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;
-  if (kSums % (tile::kBox / 2) == 0 && in_boxes) {
-    store_rows<Element>(stores, out, factor, map, place_of_row(params, rows), column, first);
+  const bool all_exist = rows.place(row + tile::kStoredRows - 1).row <= rows.last;
+  if (kSums % (tile::kBox / 2) == 0 && params.splits == 1 && all_exist && (rows.heads & (rows.heads - 1)) == 0) {
+    const RowPlace first = rows.place(row);
+    const MapPlace at = place_of_row(params, rows, first.row);
+    store_rows<Element>(stores, out, factor, [&](uint32_t rows_smem, int of_box) {
+      ptx::tma_store_5d(&map, rows_smem, column + of_box, first.head - rows.head(), at.row, at.head / rows.heads,
+                        at.batch);
+    });
   } else {
     write_rows<Element>(out, params, rows, row, column, factor, lane);
   }

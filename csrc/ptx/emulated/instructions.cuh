@@ -281,6 +281,11 @@ inline void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0, int
   emu::tma_store(*map, source_smem, {c0, c1, c2, c3}, site);
 }
 
+inline void tma_store_5d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3, int c4,
+                         CallSite site = CallSite()) {
+  emu::tma_store(*map, source_smem, {c0, c1, c2, c3, c4}, site);
+}
+
 void bulk_commit_group(CallSite site = CallSite());
 
 template <int kPending>

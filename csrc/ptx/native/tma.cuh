@@ -99,6 +99,12 @@ FFPA_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source_smem, int c0
                : "memory");
 }
 
+FFPA_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source_smem, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(source_smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
 // cp.reduce.async.bulk, "Data Movement and Conversion Instructions: cp.reduce.async.bulk": adds floats of shared memory
 // to floats of global memory, in the thread's bulk groups, as stores are. Addresses and bytes are multiples of 16. A
 // sum depends on the order of its terms, so the next addition to the same floats waits until this one is complete, and
