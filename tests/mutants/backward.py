@@ -65,10 +65,20 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",
-        ("backward pairs: rows that an LSE leaves out are plain", "return all_seen && all_small", "return all_seen"),
+        ("backward pairs: rows that an LSE leaves out are linear", "return all_small && ", "return "),
         ("backward pairs: one row of a lane counts for both", "std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse", "std::fabs(lse2[0]) <= kMostNearLse"),
         ("backward pairs: dP as fp16", "if constexpr (std::is_same_v<Element, Half>)", "if constexpr (false)"),
         only="not cuda and (leaves_out or beyond_its_range)",
+    ),
+    *backward(
+        "csrc/attention/backward/pairs.cuh",
+        ("backward pairs: hidden pairs of linear exponents count", "  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);\n}", "}"),
+    ),
+    *backward(
+        "csrc/attention/backward/wgmma_products.cuh",
+        ("gradient tile: dV is dK", "{{Product(number(0)), ", "{{Product(number(0) & 1), "),
+        ("gradient tile: sums of earlier chunks are left out", "            number(10) != 0,", "            false,"),
+        ("gradient tile: results after every chunk", "            number(11) != 0}", "            true}"),
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
@@ -84,9 +94,9 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/gradient_writer.cuh",
-        ("gradient writer: sums of the last chunk alone", "continues_(tile.in_chunk(params).first > summed<Tiles>(params, tile).first)", "continues_(false)"),
-        ("gradient writer: results after every chunk", "is_last_(tile.in_chunk(params).end >= summed<Tiles>(params, tile).end)", "is_last_(true)"),
-        ("gradient writer: sums begin with the first chunk", "tile.in_chunk(params).first > summed<Tiles>(params, tile).first", "tile.in_chunk(params).first > 0"),
+        ("gradient writer: sums of the last chunk alone", "part.first > of_all.first", "false"),
+        ("gradient writer: results after every chunk", "part.end >= of_all.end", "true"),
+        ("gradient writer: sums begin with the first chunk", "part.first > of_all.first", "part.first > 0"),
         only=PACKED_CHUNKS,
     ),
     *backward(
@@ -98,7 +108,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
-        ("packed backward: strips go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, kStrip)", "kStrip"),
+        ("packed backward: strips go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, most)", "most"),
         ("packed backward: strips stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
         ("packed backward: live rows of the first sequence", "first_tile_of_sequence(attention.packed_q, batch, kLiveRows);", "0;"),
         ("packed backward: the last sequence of a chunk is left out", "key_tiles_of(params_, last_batch).end", "key_tiles_of(params_, last_batch).first"),
@@ -118,7 +128,7 @@ MUTANTS = [
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
     ),
     *backward(
-        "csrc/attention/backward/wgmma_scores.cuh",
+        "csrc/attention/backward/tile_queue.cuh",
         ("tile queue: a tile is overwritten while it is used", "    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);\n", ""),
         ("tile queue: a tile is used before it is there", "    ptx::mbarrier_wait(full(place_), parity_);\n", ""),
     ),
@@ -140,10 +150,10 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/gradient_writer.cuh",
-        ("gradient writer: boxes of rows that do not all exist", " && rows_ - row >= 16;", ";"),
-        ("gradient writer: boxes of 32-bit gradients", " && !params_.float_gradients", ""),
-        ("gradient writer: boxes of a last chunk's sums", "is_last_ && !continues_", "is_last_"),
-        ("gradient writer: boxes of every chunk's sums", "is_last_ && !continues_", "!continues_"),
+        ("gradient writer: boxes of rows that do not all exist", " && rows - row >= 16;", ";"),
+        ("gradient writer: boxes of 32-bit gradients", " && !params.float_gradients", ""),
+        ("gradient writer: boxes of a last chunk's sums", "is_last && !continues", "is_last"),
+        ("gradient writer: boxes of every chunk's sums", "is_last && !continues", "!continues"),
         only=RESULTS_OF_PRODUCTS,
     ),
     *backward(
@@ -240,6 +250,8 @@ MUTANTS = [
         ("bands: they begin before the first key", "return max_of(of_row_0 + (row & rows), 0);", "return of_row_0 + (row & rows);"),
         ("bands: all rows of a row tile have one", "-kStep, -kScoreRows};", "-kStep, -kRowTile};"),
         ("bands: they begin where the first row's keys do, amid a step", "{entry.nearest & -kStep,", "{entry.nearest,"),
+        ("bands: all keys of a row tile come from its first ones", "row_after_row ? item_ % key_tiles_", "row_after_row ? 0 * item_"),
+        ("bands: row tiles come as if none had a second key tile", "row_after_row ? item_ / key_tiles_", "row_after_row ? item_"),
         ("bands: tiles without visible pairs are left as they are", "? first_key < min_of(visible_tiles(rows, kKeyTile).end * kKeyTile, keys.end) &&", "? has_visible_pairs(rows_of_tile(params_, entry_, batch_, tile, offset, kScoreRows), first_key) &&"),
         only="windows and not cuda",
     ),

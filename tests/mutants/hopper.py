@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     *fused(
         "csrc/attention/forward/wgmma_steps.cuh",
-        ("fused: boxes of rows that do not all exist", "rows.heads == 1 && rows.last + 1 - first >= tile::kStoredRows;", "rows.heads == 1;"),
+        ("fused: boxes of rows that do not all exist", "params.splits == 1 && all_exist &&", "params.splits == 1 &&"),
         ("fused: Q is overwritten while it is read", "      ptx::mbarrier_wait(empty(), parity);\n", ""),
         ("fused: O of the upper rows follows those of the lower", "factor[i / 2 % 2]", "factor[0]"),
     ),
@@ -93,6 +93,8 @@ MUTANTS = [
     *latent(
         "csrc/attention/forward/wgmma_latent.cuh",
         ("latent: K behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
+        ("latent: the sink of the warp's first row", "sink_of(params_, kept.get(), row + r)", "sink_of(params_, kept.get(), row)"),
+        ("latent: the block ends before its copies", "    stores.wait();\n", ""),
         ("latent: the first columns of V for both warpgroups", "producer, place, group * kOwnColumns, key", "producer, place, 0, key"),
         ("latent: the tail from the first columns", "place, Config::kValueBoxes * tile::kBox, key", "place, 0, key"),
         ("latent: keys hidden as if they were the other warpgroup's", "params_, kept, key, row", "params_, kept, key + Config::kTileKeys - 2 * group * Config::kTileKeys, row"),
@@ -185,7 +187,7 @@ MUTANTS = [
     *shared_tiles(
         "csrc/attention/score_rules.cuh",
         ("shared tiles: the mask of the first head", "at.head * mask.head_stride", "block.head() * mask.head_stride"),
-        ("shared tiles: rows are hidden as if heads were rows", "const int r = place_in(block, i).row;", "const int r = i;"),
+        ("shared tiles: rows are hidden as if heads were rows", "const int r = place_in(block, row + m * 16 + tile::c_coordinate(lane, 2 * h).row).row;\n      const int first", "const int r = row + m * 16 + tile::c_coordinate(lane, 2 * h).row;\n      const int first"),
     ),
     *shared_tiles(
         "csrc/attention/tensor_maps.cuh",
@@ -305,9 +307,9 @@ MUTANTS = [
     *two_phase_parts(
         "csrc/attention/forward/wgmma_steps.cuh",
         ("two-phase parts: heads of Q counted one by one", "    place.head /= tile.heads;\n", ""),
-        ("two-phase parts: O of a part in place of the result", "params.splits == 1 && rows.heads == 1", "rows.heads == 1"),
-        ("two-phase parts: heads that share a tile written as one", "params.splits == 1 && rows.heads == 1", "params.splits == 1"),
-        ("two-phase: boxes of rows that do not all exist", " && rows.last + 1 - first >= tile::kStoredRows", ""),
+        ("two-phase parts: O of a part in place of the result", "params.splits == 1 && all_exist", "all_exist"),
+        ("two-phase parts: heads that share a tile written as one", "first.head - rows.head(), at.row", "0, at.row"),
+        ("two-phase: boxes of rows that do not all exist", "params.splits == 1 && all_exist &&", "params.splits == 1 &&"),
     ),
     *two_phase_parts(
         "csrc/attention/forward/two_phase_tiles.cuh",

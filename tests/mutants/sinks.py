@@ -27,8 +27,8 @@ MUTANTS = [
         ("sinks: -inf joins rows without keys", "above = sink == -kInfinity ? sink : above - log_of_sum;", "above -= log_of_sum;"),
         ("sinks: parts join them, too", "  if (params.splits > 1) {\n    if (writes", "  sum += params.sinks != nullptr;\n  if (params.splits > 1) {\n    if (writes"),
         ("largest: products taken for scores", "  return are_raw(params) ? ptx::mul_rn(x, params.scale) : x;\n}\n\n// Tells", "  return x;\n}\n\n// Tells"),
-        ("largest: that of the last tile", "top = larger_of(top, largest[which % 2]);", "top = largest[which % 2];"),
-        ("largest: the second half of rows is that of the first", "largest[which % 2]);", "largest[0]);"),
+        ("largest: that of the last tile", "top = larger_of(top, which % 2 ? largest[1] : largest[0]);", "top = which % 2 ? largest[1] : largest[0];"),
+        ("largest: the second half of rows is that of the first", "which % 2 ? largest[1] : largest[0]);", "largest[0]);"),
         ("largest: all are in the first half of rows", "tile::c_coordinate(lane, lane % 2 * 2).row);", "tile::c_coordinate(lane, 0).row);"),
     ),
     *sinks(
@@ -45,7 +45,7 @@ MUTANTS = [
     ),
     *sinks(
         "csrc/attention/forward/mma_rows.cuh",
-        ("largest: warps of 32 rows tell of no tile", "if (kM > 1 && params.largest != nullptr)", "if (false)"),
+        ("largest: warps of 32 rows tell of no tile", "if (kM > 1) tell_if_asked", "if (false) tell_if_asked"),
         only="rows128",
     ),
     *sinks(
