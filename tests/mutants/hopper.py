@@ -92,9 +92,22 @@ MUTANTS = [
     ),
     *latent(
         "csrc/attention/forward/wgmma_latent.cuh",
-        ("latent: K behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
-        ("latent: the sink of the warp's first row", "sink_of(params_, kept.get(), row + r)", "sink_of(params_, kept.get(), row)"),
         ("latent: the block ends before its copies", "    stores.wait();\n", ""),
+        ("latent: O of the first warp's columns", "tails) + warp * Config::Stores::kBytes", "tails)"),
+        only="d512 and BNHD",
+    ),
+    *latent(
+        "csrc/attention/forward/wgmma_steps.cuh",
+        ("boxes of O: the first heads of a position", "first.head - rows.head(), at.row", "0, at.row"),
+        ("boxes of O: heads that are no power of two", " && (rows.heads & (rows.heads - 1)) == 0", ""),
+        ("boxes of O: groups of heads counted head by head", "at.row, at.head / rows.heads,", "at.row, at.head,"),
+        ("boxes of O: rows that do not exist", "params.splits == 1 && all_exist &&", "params.splits == 1 &&"),
+        ("boxes of O: those of a part", "params.splits == 1 && all_exist", "all_exist"),
+        only="d512",
+    ),
+    *latent(
+        "csrc/attention/forward/wgmma_latent.cuh",
+        ("latent: K behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
         ("latent: the first columns of V for both warpgroups", "producer, place, group * kOwnColumns, key", "producer, place, 0, key"),
         ("latent: the tail from the first columns", "place, Config::kValueBoxes * tile::kBox, key", "place, 0, key"),
         ("latent: keys hidden as if they were the other warpgroup's", "params_, kept, key, row", "params_, kept, key + Config::kTileKeys - 2 * group * Config::kTileKeys, row"),
@@ -308,7 +321,6 @@ MUTANTS = [
         "csrc/attention/forward/wgmma_steps.cuh",
         ("two-phase parts: heads of Q counted one by one", "    place.head /= tile.heads;\n", ""),
         ("two-phase parts: O of a part in place of the result", "params.splits == 1 && all_exist", "all_exist"),
-        ("two-phase parts: heads that share a tile written as one", "first.head - rows.head(), at.row", "0, at.row"),
         ("two-phase: boxes of rows that do not all exist", "params.splits == 1 && all_exist &&", "params.splits == 1 &&"),
     ),
     *two_phase_parts(

@@ -56,8 +56,8 @@ def pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 
-def latent(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
-    tests = "tests/backends/test_latent.py -k '(d576 or every_kernel and 576 or move) and not cuda'"
+def latent(file: str, *edits: tuple[str, str, str], only: str = "d576 or every_kernel and 576 or move") -> list[Mutant]:
+    tests = f"tests/backends/test_latent.py -k '({only}) and not cuda'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")
 
 

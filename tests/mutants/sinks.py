@@ -32,6 +32,11 @@ MUTANTS = [
         ("largest: all are in the first half of rows", "tile::c_coordinate(lane, lane % 2 * 2).row);", "tile::c_coordinate(lane, 0).row);"),
     ),
     *sinks(
+        "csrc/attention/forward/wgmma_latent.cuh",
+        ("latent: the sink of the warp's first row", "sink_of(params_, kept.get(), row + r)", "sink_of(params_, kept.get(), row)"),
+        only="latent",
+    ),
+    *sinks(
         "csrc/attention/largest_score.cuh",
         ("largest: negative scores as if they were none", "  if (bits >> 31) {", "  if (false) {"),
         ("largest: rows past the last count", "  if (at.row > rows.last) score = -kInfinity;\n", ""),

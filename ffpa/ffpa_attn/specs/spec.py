@@ -137,7 +137,7 @@ class BackwardWgmmaProducts(KernelSpec):
 class BackwardMmaScores(KernelSpec):
     """This is the counterpart of BackwardWgmmaScores for every GPU."""
 
-    allowed_spill_bytes = 96  # spills are between products, not among them: none on sm_90, 48 on sm_80, sm_86 and sm_89
+    allowed_spill_bytes = 128  # spills are between products, not among them: none on sm_90, at most 116 elsewhere
 
     dtype: str
 
