@@ -99,7 +99,6 @@ MUTANTS = [
     *latent(
         "csrc/attention/forward/wgmma_steps.cuh",
         ("boxes of O: the first heads of a position", "first.head - rows.head(), at.row", "0, at.row"),
-        ("boxes of O: heads that are no power of two", " && (rows.heads & (rows.heads - 1)) == 0", ""),
         ("boxes of O: groups of heads counted head by head", "at.row, at.head / rows.heads,", "at.row, at.head,"),
         ("boxes of O: rows that do not exist", "params.splits == 1 && all_exist &&", "params.splits == 1 &&"),
         ("boxes of O: those of a part", "params.splits == 1 && all_exist", "all_exist"),
@@ -201,6 +200,10 @@ MUTANTS = [
         "csrc/attention/score_rules.cuh",
         ("shared tiles: the mask of the first head", "at.head * mask.head_stride", "block.head() * mask.head_stride"),
         ("shared tiles: rows are hidden as if heads were rows", "const int r = place_in(block, row + m * 16 + tile::c_coordinate(lane, 2 * h).row).row;\n      const int first", "const int r = row + m * 16 + tile::c_coordinate(lane, 2 * h).row;\n      const int first"),
+    ),
+    *shared_tiles(
+        "csrc/attention/forward/wgmma_steps.cuh",
+        ("boxes of O: heads that are no power of two", " && (rows.heads & (rows.heads - 1)) == 0", ""),
     ),
     *shared_tiles(
         "csrc/attention/tensor_maps.cuh",
