@@ -384,6 +384,7 @@ def tma_store(rank, inner, start, swizzled=True):
     sizes, strides, box = {
         2: ([40, 21], [1, 48], [inner, 16]),
         4: ([40, 7, 1, 2], [1, 48, 7 * 48, 480], [inner, 4, 2, 2]),
+        5: ([40, 2, 5, 1, 2], [1, 48, 96, 480, 480], [inner, 2, 2, 2, 2]),
     }[rank]
 
     def define(words):
@@ -553,6 +554,8 @@ EXACT = {
     "tma_store_2d/swizzle_128": tma_store(2, 64, [8, 7]),
     "tma_store_4d/inside": tma_store(4, 24, [8, 2, 0, 0], swizzled=False),
     "tma_store_4d/outside": tma_store(4, 64, [8, 5, 0, 1]),
+    "tma_store_5d/inside": tma_store(5, 24, [8, 0, 2, 0, 0], swizzled=False),
+    "tma_store_5d/outside": tma_store(5, 64, [8, 1, 4, 0, 1]),
     "bulk_reduce_add_f32": added_in_turn,
     "bulk_wait_group_read": store_ring,
     "fence_proxy_async_global": workspace,

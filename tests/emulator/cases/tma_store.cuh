@@ -58,17 +58,18 @@ inline TensorMapSpec tma_spec(const uint32_t* base, int rank, Swizzle swizzle) {
 template <int kRank>
 FFPA_KERNEL(32, 1)
 void tma_store_kernel(const FFPA_GRID_CONSTANT ptx::TensorMap map, const uint32_t* input, int box_bytes, int c0, int c1,
-                      int c2, int c3) {
+                      int c2, int c3, int c4) {
   const uint32_t smem = ptx::dynamic_smem();
   fill_source(smem, input, box_bytes / 4);
   if (ptx::lane_id() != 0) return;
   if (kRank == 2) ptx::tma_store_2d(&map, smem, c0, c1);
   if (kRank == 4) ptx::tma_store_4d(&map, smem, c0, c1, c2, c3);
+  if (kRank == 5) ptx::tma_store_5d(&map, smem, c0, c1, c2, c3, c4);
   ptx::bulk_commit_group();
   ptx::bulk_wait_group_read<0>();
 }
 
-template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0>
+template <int kRank, Swizzle kSwizzle, int kC0, int kC1, int kC2 = 0, int kC3 = 0, int kC4 = 0>
 LaunchStatus run_tma_store(const uint32_t* input, uint32_t* output) {
   const TensorMapSpec spec = tma_spec(output, kRank, kSwizzle);
   ptx::TensorMap map;
@@ -79,7 +80,7 @@ LaunchStatus run_tma_store(const uint32_t* input, uint32_t* output) {
   LaunchShape shape;
   shape.threads = 32;
   shape.smem_bytes = kStoreSmemBytes;
-  return launch(shape, nullptr, tma_store_kernel<kRank>, map, input, int(bytes), kC0, kC1, kC2, kC3);
+  return launch(shape, nullptr, tma_store_kernel<kRank>, map, input, int(bytes), kC0, kC1, kC2, kC3, kC4);
 }
 
 // Blocks add to the same floats one after the other, each a row of its own.
@@ -228,6 +229,8 @@ inline std::vector<Case> tma_store_cases() {
       store_case("tma_store_2d/swizzle_128", 64 * 16 / 2, run_tma_store<2, Swizzle::k128Bytes, 8, 7>),
       store_case("tma_store_4d/inside", 24 * 16 / 2, run_tma_store<4, Swizzle::kNone, 8, 2, 0, 0>),
       store_case("tma_store_4d/outside", 64 * 16 / 2, run_tma_store<4, Swizzle::k128Bytes, 8, 5, 0, 1>),
+      store_case("tma_store_5d/inside", 24 * 16 / 2, run_tma_store<5, Swizzle::kNone, 8, 0, 2, 0, 0>),
+      store_case("tma_store_5d/outside", 64 * 16 / 2, run_tma_store<5, Swizzle::k128Bytes, 8, 1, 4, 0, 1>),
       {"bulk_reduce_add_f32", kSm90, Input::kFloats, kAddingBlocks * kAddedFloats, kAddedFloats + 2, 0,
        run_add_in_turn},
       {"bulk_wait_group_read", kSm90, Input::kBits, kStoreRounds * kStoredWords, kStoreRounds * kStoredWords, 0,
