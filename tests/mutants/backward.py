@@ -82,6 +82,8 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/tiles.cuh",
+        ("backward tiles: steps of the heads between count once", "steps += between * of_head(heads.first + 1);", "steps += of_head(heads.first + 1);"),
+        ("backward tiles: steps of the last head are left out", "if (between >= 0) steps += of_head(last);", ""),
         ("backward tiles: the last key tile is left out", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_", "min_of(seen.end, keys.end / kKeyTile) - first_key_tile_ - 1"),
         ("backward tiles: rows of dK end early", "const int end = min_of(min_of(last_key - entry.nearest + 1", "const int end = min_of(min_of(last_key - entry.nearest"),
         ("backward tiles: a chunk's later heads are left out", "ceil_div(min_of(params.end_tile, all.end()) - all.first, all.of_head)", "max_of(params.first_tile - all.first, 0) / all.of_head + 1"),
