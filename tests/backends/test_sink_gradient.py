@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from ffpa_attn import env
 from ffpa_attn.backends import sink_gradient as module
 from ffpa_attn.backends.sink_gradient import sink_gradient
 from ffpa_attn.testing import emulate
@@ -13,9 +14,9 @@ F16, BF16 = torch.float16, torch.bfloat16
 by_way = pytest.mark.parametrize("emulated", [False, True], ids=["pytorch", "emulated"])
 
 
-def run(emulated: bool, *tensors):
+def run(emulated: bool, *tensors, **more):
     with emulate("sm_80", seed=3) if emulated else nullcontext() as reports:
-        gradient = sink_gradient(*tensors)
+        gradient = sink_gradient(*tensors, **more)
     if emulated:
         assert [report["kernel"][:22] for report in reports] == ["backward_sink_gradient"]
     return gradient
@@ -31,9 +32,14 @@ def above(sinks, *shape, seed=0):
 
 
 def wanted(grad_out, grad_lse, out, lse, sinks):
-    delta = (grad_out.double() * out.double()).sum(-1) - (0 if grad_lse is None else grad_lse.double())
-    terms = torch.where(lse.isinf(), 0.0, -torch.exp(sinks.double()[:, None] - lse.double()) * delta)
+    terms = -torch.exp(sinks.double()[:, None] - lse.double()) * wanted_delta(grad_out, grad_lse, out, lse)
+    terms = torch.where(lse.isinf(), 0.0, terms)
     return terms.sum(-1) if lse.dim() == 2 else terms.sum((0, 2))
+
+
+def wanted_delta(grad_out, grad_lse, out, lse):
+    delta = (grad_out.double() * out.double()).sum(-1) - (0 if grad_lse is None else grad_lse.double())
+    return torch.where(lse.isinf(), 0.0, delta)
 
 
 SHAPES = [(2, 3, 100, 64), (1, 2, 1, 8), (1, 2, 65, 72), (1, 1, 130, 328), (3, 70, 520), (2, 1, 64)]
@@ -55,6 +61,9 @@ def test_sums_over_rows(emulated, shape, dtype):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient.double(), wanted(*tensors), rtol=1e-4, atol=1e-4)
         assert torch.equal(gradient, run(emulated, *tensors))
+        delta = torch.full_like(lse, math.nan)
+        assert torch.equal(gradient, run(emulated, *tensors, delta=delta))
+        torch.testing.assert_close(delta.double(), wanted_delta(*tensors[:4]), rtol=1e-4, atol=1e-4)
 
 
 @by_way
@@ -66,8 +75,11 @@ def test_rows_of_any_strides(emulated):
     lse = above(sinks, 2, 3, 9)
     lse[..., 4] = -math.inf
     for grad_out in (random(2, 9, 3, 64, dtype=F16).transpose(1, 2), torch.ones((), dtype=F16).expand(out.shape)):
-        want = wanted(grad_out, None, out.nan_to_num(), lse, sinks.float())
-        torch.testing.assert_close(run(emulated, grad_out, None, out, lse, sinks).double(), want, rtol=1e-4, atol=1e-4)
+        want, delta = wanted(grad_out, None, out.nan_to_num(), lse, sinks.float()), torch.empty_like(lse)
+        found = run(emulated, grad_out, None, out, lse, sinks, delta=delta)
+        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+        want = wanted_delta(grad_out, None, out.nan_to_num(), lse)
+        torch.testing.assert_close(delta.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @by_way
@@ -100,3 +112,27 @@ def test_pytorch_takes_some_rows_or_heads_at_a_time(elements, monkeypatch):
 def test_no_rows():
     none = torch.zeros(1, 2, 0, 8)
     assert torch.equal(sink_gradient(none, None, none, none[..., 0], torch.ones(2)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("arch, backend", [("sm_80", "mma"), ("sm_90a", "hopper")])
+def test_other_gradients_take_delta_without_reading_out(arch, backend, packed):
+    """They have the same bits as those that compute δ themselves; the last row sees no key."""
+    q, grad_out, out = (random(1, 2, 70, 72, dtype=BF16, seed=i) for i in range(3))
+    k, v = (random(1, 2, 280 if packed else 140, 72, dtype=BF16, seed=i) for i in (3, 4))
+    lse, grad_lse = random(1, 2, 70).abs() + 6, random(1, 2, 70, seed=1)
+    lse[..., -1] = -math.inf
+    tensors, more, name = [grad_out, grad_lse, q, k, v, out, lse], (None,), "backward"
+    if packed:
+        tensors = [x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in tensors]
+        offsets = [torch.tensor([0, *ends], dtype=torch.int32) for ends in ((30, 70), (140, 280))]
+        more, name = (*offsets, 40, 140), "varlen_backward"
+    operator = getattr(torch.ops.ffpa_attn, name)
+    with emulate(arch, seed=4) as reports, env.overridden("FFPA_BACKEND", backend):
+        want = operator(*tensors, *more)
+        _, delta = torch.ops.ffpa_attn.sink_gradient_delta(*tensors[:2], *tensors[5:], torch.zeros(2))
+        tensors[5] = torch.full_like(tensors[5], math.nan)
+        got = operator(*tensors, *more, delta)
+    assert sum("backward_rows" in report["kernel"] for report in reports) == 2
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and not x.isnan().any()

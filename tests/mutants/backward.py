@@ -39,11 +39,12 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/rows.cuh",
-        ("backward rows: dLSE with the wrong sign", "delta -= float_from_bits", "delta += float_from_bits"),
-        ("backward rows: LSE in base e", "in_base_2(own_lse)", "own_lse"),
-        ("backward rows: rows without keys count", "live |= uint32_t(sees_keys) << i;", "live |= 1u << i;"),
-        ("backward rows: what lies behind a sequence counts", "live |= uint32_t(!attention.is_packed()) << i;", "live |= 1u << i;"),
-        ("backward rows: columns past the first 256 are left out", "column < attention.d_v; column += 32 * 8", "column < min_of(attention.d_v, 256); column += 32 * 8"),
+        ("backward rows: dLSE with the wrong sign", "delta -= own_number", "delta += own_number"),
+        ("backward rows: LSE in base e", "sees_keys ? in_base_2(lse)", "sees_keys ? lse"),
+        ("backward rows: rows without keys count", "vote_ballot(sees_keys || ", "vote_ballot(exists || "),
+        ("backward rows: what lies behind a sequence counts", "!(exists || attention.is_packed())", "!exists"),
+        ("backward rows: columns past the first 256 are left out", "attention.d_v, lane, 32", "min_of(attention.d_v, 256), lane, 32"),
+        ("backward rows: δ of the row before", "if (first_row + lane == row && sees_keys)", "if (first_row + lane == row + 1 && sees_keys)"),
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",

@@ -110,7 +110,8 @@ MUTANTS = [
         ("ring: sinks add what lies in their place", "self.place_for(0).zero_()", "self.place_for(0)"),
         ("ring: the largest score of the last turn", "torch.maximum(here, results[1], out=here)", "here.copy_(results[1])"),
         ("ring: each rank's own largest score", "            dist.all_reduce(here, dist.ReduceOp.MAX, ring.group)\n", "            pass\n"),
-        ("ring: sinks without gradient", "gradient_of_sinks(grad_out, grad_lse, out, lse, sinks) if ctx.needs_input_grad[3] else None", "None"),
+        ("ring: sinks without gradient", "        if ctx.needs_input_grad[3]:\n", "        if False:\n"),
+        ("ring: δ of all rows for some", "delta=part.rows(delta)", "delta=delta"),
     ),
     *edits_in(
         "distributed/ulysses.py",
@@ -125,7 +126,7 @@ MUTANTS = [
         ("DTensor: one head of keys gathered", "if has_one_head:", "if False:"),
         ("DTensor: one head's gradient is each rank's", 'Partial() for name in ("dk", "dv")', 'Replicate() for name in ("dk", "dv")'),
         ("DTensor: rows cut for heads", '1 if layout == "BHND" else 2', '2 if layout == "BHND" else 1'),
-        ("DTensor: LSE cut as rows are", 'if name in ("lse", "grad_lse"):', "if False:"),
+        ("DTensor: LSE cut as rows are", 'if name in ("lse", "grad_lse", "delta"):', "if False:"),
         ("DTensor: a shared mask's gradient is each rank's", 'return Replicate() if name == "mask" else Partial()', "return Replicate()"),
         ("DTensor: one mask for all batches cut", "if dim >= 0 and mask.shape[dim] > 1:", "if dim >= 0:"),
         ("DTensor: results written to a copy", "ways = [way for way in ways if way.input_specs[at].placements == here]", "pass"),

@@ -82,6 +82,6 @@ MUTANTS = [
     ),
     *large_scores(
         "csrc/attention/backward/rows.cuh",
-        ("backward rows: the LSE overflows", "in_base_2(own_lse)", "own_lse * kLog2e"),
+        ("backward rows: the LSE overflows", "in_base_2(lse)", "lse * kLog2e"),
     ),
 ]  # fmt: skip

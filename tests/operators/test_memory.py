@@ -116,8 +116,9 @@ def test_sinks_and_the_largest_scores(inputs, device, cap, masked, monkeypatch):
     assert peak <= bytes_of(*kept[0]) + more + cap * MB + small(300, 4, 300)
     out, lse, _ = kept.pop()
     args = torch.randn_like(out), torch.randn_like(lse), out, lse, sinks
-    peak = peak_of(device, lambda: kept.append(ops._BODIES["sink_gradient"](*args)))
-    assert peak <= cap * MB + small(300, 4, 0)
+    for name, results in (("sink_gradient", 0), ("sink_gradient_delta", lse.nbytes)):
+        peak = peak_of(device, lambda name=name: kept.append(ops._BODIES[name](*args)))
+        assert peak <= results + cap * MB + small(300, 4, 0)
 
 
 def test_no_copies_of_strided_inputs(device, monkeypatch):

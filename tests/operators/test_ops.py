@@ -65,9 +65,15 @@ FORWARDS = ("forward", "forward_out", "varlen_forward", "varlen_forward_out", "f
 LATER = {name: with_sinks(name) for name in FORWARDS} | {
     f"{name}_max_logits": with_max_logits(name) for name in FORWARDS
 }
+LATER |= {name: FROZEN[name].replace(" *,", " Tensor? delta=None, *,", 1) for name in ("backward", "varlen_backward")}
 LATER["sink_gradient"] = (
     "ffpa_attn::sink_gradient(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, "
     'str layout="BHND") -> Tensor dsinks'
+)
+LATER["sink_gradient_delta"] = (
+    LATER["sink_gradient"]
+    .replace("gradient(", "gradient_delta(")
+    .replace("Tensor dsinks", "(Tensor dsinks, Tensor delta)")
 )
 
 

@@ -399,7 +399,14 @@ class TestOpcheck:
         options = {} if form == "packed" else {"layout": form}
         for of_lse in (None, torch.randn_like(lse)):
             args = (torch.randn_like(out), of_lse, out, lse, sinks_on(device))
-            torch.library.opcheck(OPS.sink_gradient.default, args, options)
+            for operator in (OPS.sink_gradient, OPS.sink_gradient_delta):
+                torch.library.opcheck(operator.default, args, options)
+            delta = OPS.sink_gradient_delta(*args, **options)[1]
+            if form == "packed":
+                torch.library.opcheck(OPS.varlen_backward.default, (*args[:2], q, k, v, out, lse, *offsets, delta))
+            else:
+                args = *args[:2], *(x.detach() for x in inputs), out, lse
+                torch.library.opcheck(OPS.backward.default, (*args, None, delta), options)
 
 
 def test_sinks_by_name_and_by_place(device):

@@ -140,21 +140,6 @@ FFPA_DEVICE void finish_p(const float (&exponents)[1][kN][4], uint32_t* p, float
   }
 }
 
-// Adds the products of eight columns of two rows to a sum, one after the other.
-template <class Element>
-FFPA_DEVICE void add_dot_of_8(float& sum, const uint16_t* a_gmem, const uint16_t* b_gmem) {
-  uint32_t a[4], b[4];
-  ptx::ld_global_16(a, a_gmem);
-  ptx::ld_global_16(b, b_gmem);
-  FFPA_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    float a0, a1, b0, b1;
-    ptx::unpack<Element>(a[j], a0, a1);
-    ptx::unpack<Element>(b[j], b0, b1);
-    sum += a0 * b0 + a1 * b1;
-  }
-}
-
 // Keeps those packed numbers where P is not 0 and clears the others, which may be NaN.
 FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
   return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));

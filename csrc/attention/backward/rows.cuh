@@ -1,5 +1,5 @@
-// Computes what the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE, what P of a far
-// row comes from (backward/row_shares.cuh), and whether it counts at all.
+// Computes what the backward needs of each query row: its LSE as a logit (logits.cuh), δ = dO·O - dLSE unless the
+// caller knows it, what P of a far row comes from (backward/row_shares.cuh), and whether it counts at all.
 //
 // dS = P ∘ (dP - δ): a gradient of the LSE adds dLSE · P to dS. A row that sees no key (its LSE is infinite) gets +inf
 // for its LSE, which makes P 0; Q and dO of such a row may hold anything, so products leave it out (live_rows).
@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "attention/backward/pairs.cuh"
+#include "attention/backward/row_dot.cuh"
 #include "attention/backward/row_shares.cuh"
 #include "attention/logits.cuh"
 #include "attention/params/backward_params.h"
@@ -52,39 +52,34 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   const int64_t lse_row = batch * attention.lse_batch_stride + head * attention.lse_head_stride + entry.q.begin;
 
   const int first_row = word * kLiveRows + warp * Config::kWarpRows;
-  float own_lse = kInfinity, own_delta = 0;  // LSE and δ of the row that the lane writes
-  uint32_t live = 0;
-  for (int i = 0; i < Config::kWarpRows; ++i) {
-    const int row = first_row + i;
-    // Rows behind a packed sequence belong to another one; behind the last row of a tensor copies find zeros.
-    if (row >= entry.n_q()) {
-      live |= uint32_t(!attention.is_packed()) << i;
-      continue;
-    }
-    const uint16_t* out = row_of(attention.out, batch, head, entry.q.begin + row);
-    const uint16_t* grad_out = row_of(params.grad_out, batch, head, entry.q.begin + row);
-    float delta = 0;
-    for (int column = lane * 8; column < attention.d_v; column += 32 * 8) {
-      add_dot_of_8<Element>(delta, out + column, grad_out + column);
-    }
-    FFPA_UNROLL
-    for (int distance = 16; distance > 0; distance /= 2) delta += ptx::shfl_xor(delta, distance);
-    const float lse = float_from_bits(ptx::ld_global_4(attention.lse + lse_row + row));
-    if (params.grad_lse != nullptr) delta -= float_from_bits(ptx::ld_global_4(params.grad_lse + lse_row + row));
-    const bool sees_keys = std::fabs(lse) != kInfinity;
-    live |= uint32_t(sees_keys) << i;
-    if (lane == i && sees_keys) {
-      own_lse = lse;
-      own_delta = delta;
-    }
-  }
   const RowTile rows = {entry, batch, head, first_row, min_of(first_row + Config::kWarpRows, entry.n_q()) - 1};
-  const float lse2 = own_lse == kInfinity ? kInfinity : in_base_2(own_lse);
+  const bool exists = first_row + lane <= rows.last;  // the row that the lane owns
+  const auto own_number = [&](const float* numbers) {
+    return float_from_bits(ptx::ld_global_4(numbers + lse_row + first_row + lane));
+  };
+  const float lse = exists ? own_number(attention.lse) : kInfinity;
+  const bool sees_keys = std::fabs(lse) != kInfinity;
+  // Rows behind a packed sequence belong to another one; behind the last row of a tensor copies find zeros.
+  const uint32_t live = ptx::vote_ballot(sees_keys || !(exists || attention.is_packed()));
+
+  float delta = 0;
+  if (params.delta != nullptr) {
+    if (sees_keys) delta = own_number(params.delta);
+  } else {
+    for (int row = first_row; row <= rows.last; ++row) {
+      const float of_row =
+          dot_of_rows<Element>(row_of(attention.out, batch, head, entry.q.begin + row),
+                               row_of(params.grad_out, batch, head, entry.q.begin + row), attention.d_v, lane, 32);
+      if (first_row + lane == row && sees_keys) delta = of_row;
+    }
+    if (sees_keys && params.grad_lse != nullptr) delta -= own_number(params.grad_lse);
+  }
+  const float lse2 = sees_keys ? in_base_2(lse) : kInfinity;
   RowShare own;
-  if (ptx::vote_any(is_far(lse2))) own = share_of_rows<Element>(attention, rows, own_lse, lane);
-  if (first_row + lane <= rows.last) {
+  if (ptx::vote_any(is_far(lse2))) own = share_of_rows<Element>(attention, rows, sees_keys ? lse : kInfinity, lane);
+  if (exists) {
     ptx::st_global_16(params.statistics + kRowStatistics * (lse_row + first_row + lane),
-                      {float_bits(lse2), float_bits(own_delta), float_bits(own.share), float_bits(own.reference)});
+                      {float_bits(lse2), float_bits(delta), float_bits(own.share), float_bits(own.reference)});
   }
   uint64_t* words = params.live_rows + int64_t(head_of_all) * params.live_words();
   if (lane == 0) ptx::st_global_2(reinterpret_cast<uint16_t*>(words + word_of_head) + warp, uint16_t(live));

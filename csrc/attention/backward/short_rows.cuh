@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "attention/backward/pairs.cuh"
+#include "attention/backward/row_dot.cuh"
 #include "attention/backward/short_head.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"

@@ -1,5 +1,6 @@
 // Computes the gradient of sinks. A sink joins the denominator of every row of its head and no numerator. With its
-// share, P = exp(sink - LSE), and δ = dO·O - dLSE, a row's part of the gradient is -P δ.
+// share, P = exp(sink - LSE), and δ = dO·O - dLSE, a row's part of the gradient is -P δ. Where the other gradients are
+// wanted, too, δ is kept for them: then O is read once.
 //
 // A block of threads has kSinkRows rows of a head, and leaves one sum; their sum is left to others, who add them in
 // their order: every run gives the same bits. As many lanes share a row as its columns keep busy.
@@ -8,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention/backward/pairs.cuh"
+#include "attention/backward/row_dot.cuh"
 #include "attention/params/sink_gradient_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
@@ -24,7 +25,6 @@ template <class Fields>
 struct BackwardSinkGradientConfig : Fields {
   using Params = SinkGradientParams;
   static constexpr int kThreads = 256;
-  static constexpr int kLaneColumns = 8;  // columns that a lane reads at a time, 16 bytes
 
   static LaunchShape launch_shape(const Params& params) {
     LaunchShape shape;
@@ -39,7 +39,7 @@ template <class Config>
 FFPA_KERNEL(Config::kThreads, 4)
 void backward_sink_gradient(FFPA_GRID_CONSTANT const SinkGradientParams params) {
   using Element = typename Config::Dtype;
-  constexpr int kThreads = Config::kThreads, kLaneColumns = Config::kLaneColumns;
+  constexpr int kThreads = Config::kThreads;
   const int row_blocks = ceil_div(params.rows, kSinkRows);
   const int head = ptx::block_x() / params.blocks_of_head(), block_of_head = ptx::block_x() % params.blocks_of_head();
   const int batch = block_of_head / row_blocks, first_row = block_of_head % row_blocks * kSinkRows;
@@ -54,21 +54,20 @@ void backward_sink_gradient(FFPA_GRID_CONSTANT const SinkGradientParams params) 
   FFPA_NO_UNROLL
   for (int first = 0; first < kSinkRows; first += rows_at_a_time) {
     const int row_of_block = first + thread / lanes, row = first_row + row_of_block;
-    if (row_of_block >= kSinkRows || row >= params.rows) continue;
-    const float lse = float_from_bits(ptx::ld_global_4(params.lse + lse_row + row));
+    const bool exists = row_of_block < kSinkRows && row < params.rows;
+    const float lse = exists ? float_from_bits(ptx::ld_global_4(params.lse + lse_row + row)) : kInfinity;
     const float log_of_p = sink > lse ? 0 : sink - lse;  // more than 0 would come from roundings
-    const float p = std::fabs(lse) == kInfinity ? 0.0f : ptx::ex2(log_of_p * kLog2e);
-    if (p == 0) continue;  // the row may hold anything
-    const uint16_t* out = row_of(params.out, batch, head, row);
-    const uint16_t* grad_out = row_of(params.grad_out, batch, head, row);
-    float delta = 0;
-    for (int column = lane * kLaneColumns; column < params.columns; column += lanes * kLaneColumns) {
-      add_dot_of_8<Element>(delta, out + column, grad_out + column);
-    }
-    if (lane == 0 && params.grad_lse != nullptr) {
+    const bool sees_keys = std::fabs(lse) != kInfinity;  // else the row may hold anything
+    const float p = sees_keys ? ptx::ex2(log_of_p * kLog2e) : 0.0f;
+    const bool is_read = p != 0 || (sees_keys && params.delta != nullptr);
+    float delta = dot_of_rows<Element>(row_of(params.out, batch, head, row), row_of(params.grad_out, batch, head, row),
+                                       is_read ? params.columns : 0, lane, lanes);
+    if (is_read && params.grad_lse != nullptr)
       delta -= float_from_bits(ptx::ld_global_4(params.grad_lse + lse_row + row));
+    if (lane == 0 && p != 0) sum -= p * delta;
+    if (lane == 0 && exists && params.delta != nullptr) {
+      ptx::st_global_4(params.delta + lse_row + row, float_bits(delta));
     }
-    sum -= p * delta;
   }
 
   FFPA_UNROLL

@@ -51,6 +51,7 @@ struct BackwardParams {
   AttentionParams attention;  // lse and out are over all keys that the rows saw, here or elsewhere
   TensorView grad_out;        // [batch, heads_q, n_q, d_v]
   const float* grad_lse;      // shape of lse, or null
+  const float* delta;         // shape of lse, or null: δ, which backward_rows computes otherwise
   GradientView dq, dk, dv;    // shapes of q, k, v
   bool float_gradients;
 

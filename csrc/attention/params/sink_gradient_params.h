@@ -1,5 +1,5 @@
-// The parameters of the gradient of sinks, which is summed over all rows of a head. Packed sequences are one batch
-// entry with the rows of all of them.
+// The parameters of the gradient of sinks, which is summed over all rows of a head, and of δ, which that needs of each
+// row. Packed sequences are one batch entry with the rows of all of them.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,7 @@ struct SinkGradientParams {
   const float* grad_lse;  // the same shape, or null
   const float* sinks;     // [heads]
   float* partial;         // [heads][batch][blocks of kSinkRows rows]: sums whose sum is the gradient
+  float* delta;           // δ, the shape of lse, or null
 
   int batch, heads, rows, columns;
 

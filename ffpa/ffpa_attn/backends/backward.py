@@ -210,17 +210,18 @@ def _clear_what_is_not_seen(see: Visibility, dq, dk, dv) -> None:
 
 
 _OF_ATTENTION = "q.data", "k.data", "v.data", "out.data", "lse", "mask.data", "packed_q.offsets", "packed_k.offsets"
-INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), "grad_out.data", "grad_lse"), READ)
+_OF_ROWS = "grad_out.data", "grad_lse", "delta"
+INPUTS = dict.fromkeys((*(f"attention.{field}" for field in _OF_ATTENTION), *_OF_ROWS), READ)
 _GRADIENTS = "dq.data", "dk.data", "dv.data"
 _WORKSPACE = "statistics", "p", "ds", "partial"
 
 
 def inputs_of(saved, mask, offsets, memo: Memo) -> tuple:
     """Returns INPUTS. All but lse are [B, H, N, D] views, or packed [H, T, D] with offsets and longest lengths."""
-    grad_out, grad_lse, q, k, v, out, lse = saved
+    grad_out, grad_lse, q, k, v, out, lse, delta = saved
     cu_q, cu_k = offsets[:2] if offsets else (None, None)
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    return q, k, v, out, lse.contiguous(), mask, cu_q, cu_k, as_read(grad_out, memo), grad_lse
+    of_rows = (None if x is None else x.contiguous() for x in (grad_lse, delta))
+    return q, k, v, out, lse.contiguous(), mask, cu_q, cu_k, as_read(grad_out, memo), *of_rows
 
 
 def uses_of_gradients(offsets) -> dict[str, str]:
@@ -230,7 +231,7 @@ def uses_of_gradients(offsets) -> dict[str, str]:
 
 def describe(inputs: tuple, grads, offsets, rule, **settings) -> ctypes.Structure:
     """Returns BackwardParams without addresses; `settings` are fields of its AttentionParams that a plan decides."""
-    q, k, v, out, _, mask, _, _, grad_out, _ = inputs
+    q, k, v, out, _, mask, _, _, grad_out, *_ = inputs
     params = structs.struct("BackwardParams")()
     attention_call.describe(params.attention, q, k, v, out, mask, offsets, rule, **settings)
     for name, x in zip(("grad_out", "dq", "dk", "dv"), (grad_out, *grads), strict=True):

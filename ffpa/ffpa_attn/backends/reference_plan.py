@@ -36,7 +36,7 @@ class ReferencePlan(NamedTuple):
             for grad in grads:
                 grad.zero_()
             sequences = _sequences(saved[2], saved[3], mask, offsets)
-            reference.backward(*saved, *grads, sequences, rule, workspace_cap)
+            reference.backward(*saved[:7], *grads, sequences, rule, workspace_cap)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
 
@@ -51,7 +51,7 @@ def mask_gradient(saved, d_mask, mask, rule, workspace_cap: int) -> None:
     if d_mask is not None:
         with PlainTorch(d_mask.device):
             d_mask.zero_()
-            reference.mask_gradient(*saved, reference.align_mask(mask), d_mask, rule, workspace_cap)
+            reference.mask_gradient(*saved[:7], reference.align_mask(mask), d_mask, rule, workspace_cap)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> ReferencePlan:

@@ -1,4 +1,4 @@
-"""Computes the gradient of sinks, which needs no keys: -exp(sink - LSE) (dO·O - dLSE), summed over the rows of a head.
+"""Computes the gradient of sinks, which needs no keys: -exp(sink - LSE) δ, δ = dO·O - dLSE, summed over the rows of a head.
 
 Wherever our kernels run, one of them does it (csrc/attention/backward/sink_gradient.cuh); elsewhere PyTorch does. Every
 run gives the same bits.
@@ -26,24 +26,25 @@ _BYTES_PER_ELEMENT = 12  # bytes for an element of dO and O in PyTorch: both in 
 _MOST_ELEMENTS = 1 << 24  # elements at a time beyond which more gain nothing
 
 
-def sink_gradient(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
+def sink_gradient(grad_out, grad_lse, out, lse, sinks, delta: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the gradient of sinks, float32 [H], from tensors [B, H, N, D] and LSEs [B, H, N], or from those of packed
-    sequences without their batch dim. Rows whose LSE is infinite have no part in it.
+    sequences without their batch dim. Rows whose LSE is infinite have no part in it. Where `delta` is given, contiguous
+    and of the LSE's shape, δ of all rows is written to it, 0 for these.
     """
     grad_out, out, lse = (x[None] if lse.dim() == 2 else x for x in (grad_out, out, lse))
-    grad_lse = None if grad_lse is None else grad_lse.reshape(lse.shape)
+    grad_lse, delta = (None if x is None else x.reshape(lse.shape) for x in (grad_lse, delta))
     sinks = sinks.float().contiguous()
     if not out.numel():
         return torch.zeros_like(sinks)
     spec = _kernel(out)
     if spec is None:
         with PlainTorch(out.device):
-            return _by_pytorch(grad_out, grad_lse, out, lse, sinks)
+            return _by_pytorch(grad_out, grad_lse, out, lse, sinks, delta)
     grad_out, out = as_read(grad_out, {}), as_read(out, {})
     partial = torch.empty(out.shape[1], _blocks(out) // out.shape[1], dtype=torch.float32, device=out.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     launch = _launch(spec, out.device, tuple(out.shape), out.stride(), grad_out.stride())
-    launch(out, grad_out, lse.contiguous(), grad_lse, sinks, partial)
+    launch(out, grad_out, lse.contiguous(), grad_lse, sinks, partial, delta)
     return partial.sum(1)
 
 
@@ -78,19 +79,21 @@ def _launch(spec: BackwardSinkGradient, device: torch.device, shape, of_out, of_
         view.batch_stride, view.head_stride, view.row_stride = steps[:3]
     params.batch, params.heads, params.rows, params.columns = shape
     memory = dict.fromkeys(("out.data", "grad_out.data", "lse", "grad_lse", "sinks"), READ)
-    return Launch(spec, params, memory | {"partial": WRITE}, device)
+    return Launch(spec, params, memory | {"partial": WRITE, "delta": WRITE}, device)
 
 
-def _by_pytorch(grad_out, grad_lse, out, lse, sinks) -> torch.Tensor:
+def _by_pytorch(grad_out, grad_lse, out, lse, sinks, delta) -> torch.Tensor:
     total = torch.zeros_like(sinks)
     for at in _pieces(out.shape):
         heads = at[1]
-        delta = (grad_out[at].float() * out[at]).sum(-1)
+        of_rows = (grad_out[at].float() * out[at]).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse[at]
+            of_rows -= grad_lse[at]
         p = torch.exp((sinks[heads, None] - lse[at]).clamp(max=0.0))  # above 1 it would come from roundings
         p = torch.where(lse[at].isinf(), 0.0, p)
-        total[heads] -= torch.where(p == 0, 0.0, p * delta).sum(1)
+        total[heads] -= torch.where(p == 0, 0.0, p * of_rows).sum(1)
+        if delta is not None:
+            delta[at] = torch.where(lse[at].isinf(), 0.0, of_rows)
     return total
 
 

@@ -397,8 +397,10 @@ class TritonPlan(NamedTuple):
             yield forward_kernel, tensors, lambda: kind.over_rows(tiles, strides(q, k, v, out, lse), **options)
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
-        """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out and LSE."""
-        self._gradients(*saved, *grads, mask, offsets, rule, memo)
+        """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out, LSE, and δ or
+        None, which a backend need not use.
+        """
+        self._gradients(*saved[:7], *grads, mask, offsets, rule, memo)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
     def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:

@@ -196,7 +196,9 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = saved
         ring: _Ring = ctx.ring
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        of_sinks = gradient_of_sinks(grad_out, grad_lse, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        of_sinks = delta = None
+        if ctx.needs_input_grad[3]:
+            of_sinks, delta = gradient_of_sinks(grad_out, grad_lse, out, lse, sinks)
         if not any(ctx.needs_input_grad[:3]):
             return None, None, None, of_sinks, None
         dq = sums = home = None  # `sums` are those of the gradients of this rank's K and V
@@ -208,7 +210,7 @@ class _RingAttention(torch.autograd.Function):
             if part:
                 *pieces, _ = torch.ops.ffpa_attn.backward(
                     *map(part.rows, (grad_out, grad_lse, q)), *map(part.keys, at_hand), *map(part.rows, (out, lse)),
-                    causal=part.causal, **ring.rule, fp32_grads=True,
+                    delta=part.rows(delta), causal=part.causal, **ring.rule, fp32_grads=True,
                 )  # fmt: skip
             if step == 0:
                 dq, *sums = pieces

@@ -123,15 +123,16 @@ class _UlyssesAttention(torch.autograd.Function):
         """Sends both gradients, zeros where a rank has no use for one: all must take part."""
         q, k, v, sinks, out, lse, _ = saved
         grad_out, grad_lse = ctx.ranks.to_heads(grad_out, grad_lse[..., None])
-        of_sinks = None
+        of_sinks = delta = None
         if ctx.needs_input_grad[3]:
             heads = len(sinks) * ctx.ranks.world
             of_sinks = sinks.new_zeros(heads)
-            of_sinks[ctx.ranks.own_heads(heads)] = gradient_of_sinks(grad_out, grad_lse[..., 0], out, lse, sinks)
+            own, delta = gradient_of_sinks(grad_out, grad_lse[..., 0], out, lse, sinks)
+            of_sinks[ctx.ranks.own_heads(heads)] = own
         if not any(ctx.needs_input_grad[:3]):
             return None, None, None, of_sinks, None, None, None
         dq, dk, dv, _ = torch.ops.ffpa_attn.backward(
-            grad_out, grad_lse[..., 0], q, k, v, out, lse, **ctx.options, fp32_grads=ctx.copies > 1
+            grad_out, grad_lse[..., 0], q, k, v, out, lse, delta=delta, **ctx.options, fp32_grads=ctx.copies > 1
         )
         dq, dk, dv = ctx.ranks.to_rows(dq.to(q.dtype), dk, dv)
         if ctx.copies > 1:

@@ -82,14 +82,14 @@ def is_recorded_as_it_is() -> bool:
 _saved_hooks = private_torch.find("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
-def gradients_of(grad_out, grad_lse, saved, longest, **options) -> tuple:
+def gradients_of(grad_out, grad_lse, saved, longest, delta: torch.Tensor | None = None, **options) -> tuple:
     """Runs an operator of gradients, or its body, if the dispatcher does no more; `saved` are the tensors that came to
-    the forward and from it, `longest` is (), or both max_seqlen.
+    the forward and from it, `longest` is (), or both max_seqlen, and δ may be known.
     """
     if grad_out is None:
         grad_out = torch.zeros_like(saved[3])
-    run = at_once("varlen_backward" if longest else "backward", grad_out, grad_lse, *saved)
-    return run(grad_out, grad_lse, *saved, *longest, **options)
+    run = at_once("varlen_backward" if longest else "backward", grad_out, grad_lse, *saved, delta)
+    return run(grad_out, grad_lse, *saved, *longest, delta=delta, **options)
 
 
 def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,12 +97,13 @@ def rule_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in options.items() if name not in ("return_lse", "level", "acc", "num_stages")}
 
 
-def gradient_of_sinks(grad_out, grad_lse, out, lse, sinks, layout: str = "BHND") -> torch.Tensor:
-    """Returns it in the type of sinks; the LSE includes them."""
+def gradient_of_sinks(grad_out, grad_lse, out, lse, sinks, layout: str = "BHND") -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns it in the type of sinks, and δ, which the other gradients need as well; the LSE includes sinks."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    run = at_once("sink_gradient", grad_out, grad_lse, out, lse, sinks)
-    return run(grad_out, grad_lse, out, lse, sinks, layout=layout).to(sinks.dtype)
+    run = at_once("sink_gradient_delta", grad_out, grad_lse, out, lse, sinks)
+    of_sinks, delta = run(grad_out, grad_lse, out, lse, sinks, layout=layout)
+    return of_sinks.to(sinks.dtype), delta
 
 
 class _Rules:
@@ -124,13 +125,13 @@ class _Rules:
     def backward(ctx, saved, grad_out, grad_lse, *_):
         *saved, sinks = saved
         rule, needs = rule_of(ctx.options), ctx.needs_input_grad[4:]
-        of_sinks, grads, mask_grad = None, (), any(needs[4:])
+        of_sinks, delta, grads, mask_grad = None, None, (), any(needs[4:])
         if needs[0]:
-            of_sinks = gradient_of_sinks(grad_out, grad_lse, *saved[3:5], sinks, rule.get("layout", "BHND"))
+            of_sinks, delta = gradient_of_sinks(grad_out, grad_lse, *saved[3:5], sinks, rule.get("layout", "BHND"))
         if mask_grad:
             rule["mask_grad"] = True
         if any(needs[1:]):
-            grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, **rule)[: 4 if mask_grad else 3]
+            grads = gradients_of(grad_out, grad_lse, saved, ctx.longest, delta, **rule)[: 4 if mask_grad else 3]
         return None, None, None, None, of_sinks, *grads, *(None,) * (len(needs) - 1 - len(grads))
 
     @staticmethod

@@ -123,7 +123,7 @@ def results(out, lse, largest: list[torch.Tensor], return_lse: bool) -> torch.Te
 def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
     """Returns functions that take the operators' arguments, made of two that do for both forms what they do:
     forward(form, q, k, v, out, options), and backward(form, tensors, fp32_grads, mask_grad, options), whose tensors are
-    those from `grad_out` to `lse`, and whose `mask_grad` is None for packed sequences, as these have no mask.
+    those from `grad_out` to `lse` and `delta`, and whose `mask_grad` is None for packed sequences, as these have no mask.
     """
 
     def forwards(more: str, largest: bool) -> dict[str, Callable]:
@@ -146,11 +146,17 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
             f"varlen_forward_out{more}": packed_out,
         }
 
-    def dense_backward(*args, layout="BHND", mask_grad=False, fp32_grads=False, **options):
-        return backward(Dense(layout, *args[7:]), args[:7], fp32_grads, mask_grad, options)
+    def dense_backward(
+        grad_out, grad_lse, q, k, v, out, lse, mask=None, delta=None, *, layout="BHND", mask_grad=False, fp32_grads=False, **options
+    ):  # fmt: skip
+        tensors = grad_out, grad_lse, q, k, v, out, lse, delta
+        return backward(Dense(layout, mask), tensors, fp32_grads, mask_grad, options)
 
-    def packed_backward(*args, fp32_grads=False, **options):
-        return backward(Packed(*args[7:]), args[:7], fp32_grads, None, options)
+    def packed_backward(
+        grad_out, grad_lse, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, delta=None, *, fp32_grads=False, **options
+    ):
+        tensors = grad_out, grad_lse, q, k, v, out, lse, delta
+        return backward(Packed(cu_q, cu_k, max_q, max_k), tensors, fp32_grads, None, options)
 
     return {
         **forwards("", False),

@@ -49,14 +49,17 @@ def _forward_of_each(op, size: int, in_dims, tensors, has_lse: bool, options):
     return (out, lse if has_lse else lse[0], *largest), (0, 0 if has_lse else None, *(0 for _ in largest))
 
 
-def _backward(info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, *, mask_grad=False, **options):
+def _backward(
+    info, in_dims, grad_out, grad_lse, q, k, v, out, lse, mask=None, delta=None, *, mask_grad=False, **options
+):
     x, batch = info.batch_size, _shape_of_one(q, in_dims[2])[0]
     rows = [made_readable(_folded(t, d, x)) for t, d in zip((q, k, v, out), in_dims[2:6], strict=True)]
     grad_out, lse = _folded(grad_out, in_dims[0], x), _folded(lse, in_dims[6], x)
     grad_lse = None if grad_lse is None else _folded(grad_lse, in_dims[1], x)
+    delta = None if delta is None else _folded(delta, in_dims[8], x)
     # Each entry has a gradient of its own, even of a mask that all share.
     folded = None if mask is None else _folded_mask(mask, in_dims[7], x, batch, whole=mask_grad)
-    *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, mask_grad=mask_grad, **options)
+    *grads, dmask = _ops.backward(grad_out, grad_lse, *rows, lse, folded, delta, mask_grad=mask_grad, **options)
     if mask_grad:
         dmask = _of_one_mask(_unfolded(dmask, x, batch), _shape_of_one(mask, in_dims[7]))
     return (*(_unfolded(grad, x, batch) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)

@@ -35,7 +35,9 @@ _HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=No
 _OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _QKV = "Tensor q, Tensor k, Tensor v"
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
+_DELTA = "Tensor? delta=None"
 _SINKS = "Tensor? sinks=None"
+_OF_SINKS = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, str layout='BHND'"
 _DENSE = f"Tensor? mask=None, {_SINKS}, {_RULE}, str layout='BHND', {_HOW}"
 _PACKED = f"{_OFFSETS}, {_SINKS}, {_RULE}, {_HOW}"
 _FP8 = (
@@ -52,11 +54,12 @@ SCHEMAS = (
     f"forward_out_max_logits({_QKV}, Tensor(a!) out, {_DENSE}) -> (Tensor lse, Tensor max_logits)",
     f"varlen_forward_max_logits({_QKV}, {_PACKED}) -> (Tensor out, Tensor lse, Tensor max_logits)",
     f"varlen_forward_out_max_logits({_QKV}, Tensor(a!) out, {_PACKED}) -> (Tensor lse, Tensor max_logits)",
-    f"backward({_SAVED}, Tensor? mask=None, {_RULE}, str layout='BHND', bool mask_grad=False, bool fp32_grads=False)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    f"varlen_backward({_SAVED}, {_OFFSETS}, {_RULE}, bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv)",
-    "sink_gradient(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, str layout='BHND') "
-    "-> Tensor dsinks",
+    f"backward({_SAVED}, Tensor? mask=None, {_DELTA}, {_RULE}, str layout='BHND', bool mask_grad=False, "
+    "bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"varlen_backward({_SAVED}, {_OFFSETS}, {_DELTA}, {_RULE}, bool fp32_grads=False) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    f"sink_gradient({_OF_SINKS}) -> Tensor dsinks",
+    f"sink_gradient_delta({_OF_SINKS}) -> (Tensor dsinks, Tensor delta)",
     f"fp8_forward({_FP8}) -> (Tensor out, Tensor lse)",
     f"fp8_forward_max_logits({_FP8}) -> (Tensor out, Tensor lse, Tensor max_logits)",
 )
@@ -285,7 +288,7 @@ def _backward(form, tensors, fp32_grads, mask_grad, options) -> tuple:
 
 
 def run_backward(
-    plan: Plan, form, grad_out, grad_lse, q, k, v, out, lse, fp32_grads: bool = False, mask_grad: bool | None = None
+    plan: Plan, form, grad_out, grad_lse, q, k, v, out, lse, delta=None, fp32_grads=False, mask_grad: bool | None = None
 ) -> tuple:
     """Returns dq, dk and dv; unless `mask_grad` is None, also dmask, of no elements where it is not wanted."""
     dtype, first = torch.float32 if fp32_grads else q.dtype, form.heads_first
@@ -293,7 +296,7 @@ def run_backward(
         dq, dk, dv = empty_like(q, dtype), empty_like(k, dtype), empty_like(v, dtype)
         of_mask = () if mask_grad is None else (form.mask.new_empty(form.mask.shape) if mask_grad else q.new_empty(0),)
         d_mask = reference.align_mask(*of_mask) if mask_grad else None
-        saved = [first(grad_out), grad_lse, first(q), first(k), first(v), first(out), lse]
+        saved = [first(grad_out), grad_lse, first(q), first(k), first(v), first(out), lse, delta]
         run(plan, "backward", saved, [first(dq), first(dk), first(dv)], d_mask, form.mask, form.offsets)
     except torch.OutOfMemoryError as error:
         result_bytes = sum(x.numel() for x in (q, k, v)) * dtype.itemsize + (form.mask.nbytes if mask_grad else 0)
@@ -301,26 +304,31 @@ def run_backward(
     return dq, dk, dv, *of_mask
 
 
-def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, options, flags) -> Plan:
+def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, delta, options, flags) -> Plan:
     form.check(q, k, v)
     arguments.options(options, form.layout)
     for name, x in (("out", out), ("grad_out", grad_out)):
         arguments.output(name, x, (*q.shape[:-1], v.shape[-1]), q)
-    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+    for name, x in (("lse", lse), ("grad_lse", grad_lse), ("delta", delta)):
         if x is not None:
             arguments.saved_lse(name, x, form.lse_shape(q), q)
     memory_checks.rows(q=q, k=k, v=v, out=out)
     return _decide(form, "backward", q, k, v, options, flags)
 
 
-def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> torch.Tensor:
+def _sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> tuple[torch.Tensor, torch.Tensor]:
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    return _sink_gradient(grad_out, grad_lse, out, lse, sinks, layout=layout, delta=delta), delta
+
+
+def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND", delta=None) -> torch.Tensor:
     _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout)
     if out.dim() == 3:
         grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)
     elif layout == "BNHD":
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     try:
-        return sink_gradient(grad_out, grad_lse, out, lse, sinks)
+        return sink_gradient(grad_out, grad_lse, out, lse, sinks, delta)
     except torch.OutOfMemoryError as error:
         raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None
 
@@ -383,6 +391,7 @@ def _forward_fp8(
 # Each call looks these two up by name: tests make them run elsewhere.
 _BODIES = operators(lambda *call: _forward(*call), lambda *call: _backward(*call)) | {
     "sink_gradient": _sink_gradient,
+    "sink_gradient_delta": _sink_gradient_delta,
     "fp8_forward": _forward_fp8,
     "fp8_forward_max_logits": _fp8_max_logits,
 }
@@ -438,9 +447,14 @@ def _fake_fp8_max_logits(*args, **options):
     return _fake_forward_fp8(*args, **options, largest=True)
 
 
+def _fake_sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND"):
+    return _fake_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout=layout), lse.new_empty(lse.shape)
+
+
 _FAKES = {
     **operators(_fake_forward, _fake_backward),
     "sink_gradient": _fake_sink_gradient,
+    "sink_gradient_delta": _fake_sink_gradient_delta,
     "fp8_forward": _fake_forward_fp8,
     "fp8_forward_max_logits": _fake_fp8_max_logits,
 }

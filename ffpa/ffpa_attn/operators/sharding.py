@@ -18,7 +18,8 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from .forms import MAX_LOGITS
 
 _FORWARDS = ("forward", "forward_out", "varlen_forward", "varlen_forward_out")
-_OPERATORS = (*_FORWARDS, *(x + MAX_LOGITS for x in _FORWARDS), "backward", "varlen_backward", "sink_gradient")
+_BACKWARDS = ("backward", "varlen_backward", "sink_gradient", "sink_gradient_delta")
+_OPERATORS = (*_FORWARDS, *(x + MAX_LOGITS for x in _FORWARDS), *_BACKWARDS)
 _OPTIONS = ["layout", "return_lse", "mask_grad", "fp32_grads"]  # a result's shape, type or placement depends on these
 
 
@@ -78,7 +79,7 @@ def _strategy(call: OpSchema) -> OpStrategy:
 def _placement(name: str, cut: _Cut, arguments: dict[str, OpStrategy]) -> Placement:
     if name in ("cu_seqlens_q", "cu_seqlens_k"):
         return Replicate()
-    if name in ("lse", "grad_lse"):
+    if name in ("lse", "grad_lse", "delta"):
         return Shard(cut.lse)
     if name == "max_logits":
         return Shard(cut.largest)
