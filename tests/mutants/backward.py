@@ -76,7 +76,7 @@ MUTANTS = [
         ("backward pairs: hidden pairs of linear exponents count", "  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);\n}", "}"),
     ),
     *backward(
-        "csrc/attention/backward/wgmma_products.cuh",
+        "csrc/attention/backward/kept_gradient_tile.cuh",
         ("gradient tile: dV is dK", "{{Product(number(0)), ", "{{Product(number(0) & 1), "),
         ("gradient tile: sums of earlier chunks are left out", "            number(10) != 0,", "            false,"),
         ("gradient tile: results after every chunk", "            number(11) != 0}", "            true}"),
@@ -113,12 +113,25 @@ MUTANTS = [
         "csrc/attention/backward/tiles.cuh",
         ("packed backward: strips go on in the next head", "clamp(place.tiles_of_head - place.tile, 1, most)", "most"),
         ("packed backward: strips stay in the first sequence", "batch_ = min_of(batch_ + 1, params_.attention.batch - 1);", ""),
-        ("packed backward: live rows of the first sequence", "first_tile_of_sequence(attention.packed_q, batch, kLiveRows);", "0;"),
+        ("packed backward: live rows of the first sequence", "? first_tile_of_sequence(attention.packed_q, batch, kLiveRows) : 0;", "? 0 : 0;"),
         ("packed backward: the last sequence of a chunk is left out", "key_tiles_of(params_, last_batch).end", "key_tiles_of(params_, last_batch).first"),
         ("packed backward: the first sequence of a chunk is left out", "key_tiles_of(params_, first_batch).first", "key_tiles_of(params_, first_batch).end"),
         ("packed backward: keys of the chunk as if of one sequence", "max_of(params.first_key - before, 0)", "params.first_key"),
-        ("packed backward: rows of the first sequence in the workspace", "row_tiles_of(params, tile.batch).first_of(head) - params.first_tile", "head * row_tiles_of(params, tile.batch).of_head - params.first_tile"),
         ("packed backward: sums end with the first head", "all.first_of(all.group - 1) + ceil_div", "all.first + ceil_div"),
+        only=PACKED_CHUNKS,
+    ),
+    *backward(
+        "csrc/attention/backward/tiles.cuh",
+        ("packed backward: rows of the first sequence in the workspace", "row_tiles_of(params, tile.batch).first_of(head) - params.first_tile", "head * row_tiles_of(params, tile.batch).of_head - params.first_tile"),
+        only="not cuda and mma and packed_in_chunks",
+    ),
+    *backward(
+        "csrc/attention/backward/kept_gradient_tile.cuh",
+        ("packed backward: rows of all sequences come from the first tile", "all.first - params.first_tile,", "-params.first_tile,"),
+        ("packed backward: rows of all chunks come from the first tile", "all.first - params.first_tile,", "all.first,"),
+        ("backward products: rows before the chunk's first", "max_of(rows.begin, -before * kRowTile)", "rows.begin"),
+        ("backward products: rows behind the chunk's last", "min_of(rows.end, (params.tiles_of_chunk() - before) * kRowTile)", "rows.end"),
+        ("backward products: a group's heads have the live rows of its first", "q.head + head;\n    return params.live_rows", "q.head;\n    return params.live_rows"),
         only=PACKED_CHUNKS,
     ),
     *backward(
@@ -129,11 +142,14 @@ MUTANTS = [
     *backward(
         "csrc/attention/backward/wgmma_scores.cuh",
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
+        ("backward scores: the warp that brings stays at the first tile", "(;; queue_.release(lane_)) {\n      const KeptScoreTile tile = queue_.get();\n      if (!tile.exists()) break;\n      if", "(;;) {\n      const KeptScoreTile tile = queue_.get();\n      if (!tile.exists()) break;\n      if"),
+        ("backward scores: a place is empty when the multiplying warps are done", "queue_.init(1 + tile::kConsumerWarps);", "queue_.init(tile::kConsumerWarps);"),
     ),
     *backward(
         "csrc/attention/backward/tile_queue.cuh",
-        ("tile queue: a tile is overwritten while it is used", "    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);\n", ""),
-        ("tile queue: a tile is used before it is there", "    ptx::mbarrier_wait(full(place_), parity_);\n", ""),
+        ("tile queue: a tile is overwritten while it is used", "    ptx::mbarrier_wait(empty(place()), parity() ^ 1);\n", ""),
+        ("tile queue: a tile is used before it is there", "    ptx::mbarrier_wait(full(place()), parity());\n", ""),
+        ("tile queue: a place is empty before all have read it", "mbarrier_init(empty(place), reading_warps);", "mbarrier_init(empty(place), reading_warps - 1);"),
     ),
     *backward(
         "csrc/attention/backward/gradient_writer.cuh",
@@ -142,7 +158,8 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/wgmma_products.cuh",
-        ("backward products: keys behind a sequence stay", "live_box_rows(rows.n_k() - key, attention_.is_packed())", "~uint64_t{0}"),
+        ("backward products: keys behind a sequence stay", "live_box_rows(source.n_k - key, attention_.is_packed())", "~uint64_t{0}"),
+        ("backward products: a place is empty when the multiplying warps are done", "queue_.init(1 + tile::kConsumerWarps);", "queue_.init(tile::kConsumerWarps);"),
         ("backward products: all rows are said to count", "if (all_live(live, steps)) {", "if (true) {"),
     ),
     *backward(
@@ -170,8 +187,8 @@ MUTANTS = [
         "csrc/attention/backward/wgmma_products.cuh",
         ("shared boxes: a block ends before the other", "    if constexpr (Ring::kClusterBlocks > 1) ring_.meet();\n", ""),
         ("shared boxes: both blocks bring the same", "rank_ * Ring::kOwnBoxesB + i", "i"),
-        ("shared boxes: both blocks have the same rows of dQ", "* kRowTile + rank_ * kRows;", "* kRowTile;"),
-        ("shared boxes: both blocks have the same keys", "first_key_of_product<Tiles>(params_, tile) + rank_ * kRows;", "first_key_of_product<Tiles>(params_, tile);"),
+        ("shared boxes: both blocks have the same rows of dQ", "kept.tile())) + rank_ * kRows;", "kept.tile()));"),
+        ("shared boxes: both blocks have the same keys", "source.first_key + rank_ * kRows;", "source.first_key;"),
         ("shared boxes: both blocks write the same rows", "const int row = rank_ * kRows + ", "const int row = "),
         only="tiles_of_products and 256 and not cuda",
     ),
@@ -260,8 +277,8 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/wgmma_products.cuh",
-        ("bands: dQ of all rows from the band of the first", "rows.first + rank_ * kRows + box * tile::kBox", "rows.first"),
-        ("bands: dK and dV from the band of the first rows", "key - first_keys.at(row);", "key - first_keys.at(run.begin);"),
+        ("bands: dQ of all rows from the band of the first", "source.first_row + rank_ * kRows + box * tile::kBox", "source.first_row"),
+        ("bands: dK and dV from the band of the first rows", "key - source.first_keys.at(row);", "key - source.first_keys.at(run.begin);"),
         only="windows and not cuda and hopper",
     ),
     *backward(
@@ -281,7 +298,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/wgmma_products.cuh",
-        ("boxes: nothing for keys that others' rows see", "      if (!any) producer.bring_zeros();\n", ""),
+        ("boxes: nothing for keys that others' rows see", "      if (kept.steps() == 0) producer.bring_zeros();\n", ""),
         only=BOXES,
     ),
     *edits_in(

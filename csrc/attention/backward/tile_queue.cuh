@@ -1,5 +1,6 @@
-// Passes tiles from the warp that brings their operands to the warpgroups that multiply. One warp does the arithmetic
-// that finds a tile, while the others multiply, and leaves its numbers in shared memory: registers belong to sums.
+// Passes tiles from the warp that finds them to the warp that brings their operands and to the warpgroups that
+// multiply. One warp does the arithmetic that finds a tile, while the others bring and multiply earlier ones, and
+// leaves its numbers in shared memory: registers belong to sums, and a ring runs empty while nobody brings.
 #pragma once
 
 #include <cstdint>
@@ -36,21 +37,22 @@ class KeptNumbers {
   uint32_t smem_;
 };
 
-// Shared memory has two places, and a tile stays in one while it is worked on. A place has two mbarriers: `full` says
-// that its tile is there, `empty` that all warps are done with the last one. Kept is a KeptNumbers.
+// Shared memory has four places, so that the warp that finds tiles is ahead, and a tile stays in one while it is worked
+// on. A place has two mbarriers: `full` says that its tile is there, `empty` that all warps that read tiles are done
+// with the last one. Kept is a KeptNumbers.
 template <class Kept>
 class TileQueue {
  public:
-  static constexpr int kPlaces = 2;
+  static constexpr int kPlaces = 4;
   static constexpr uint32_t kBytes = kPlaces * (Kept::kBytes + 2 * 8);
 
   FFPA_DEVICE explicit TileQueue(uint32_t smem) : smem_(smem) {}
 
   // One thread calls this, before a barrier of the block.
-  FFPA_DEVICE void init(int consuming_warps) const {
+  FFPA_DEVICE void init(int reading_warps) const {
     for (int place = 0; place < kPlaces; ++place) {
       ptx::mbarrier_init(full(place), 1);
-      ptx::mbarrier_init(empty(place), consuming_warps);
+      ptx::mbarrier_init(empty(place), reading_warps);
     }
   }
 
@@ -64,36 +66,33 @@ class TileQueue {
 
   // Whole warps call get() and release().
   FFPA_DEVICE Kept get() const {
-    ptx::mbarrier_wait(full(place_), parity_);
+    ptx::mbarrier_wait(full(place()), parity());
     return Kept(of_place());
   }
   FFPA_DEVICE void release(int lane) {
     ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(empty(place_));
-    advance();
+    if (lane == 0) ptx::mbarrier_arrive(empty(place()));
+    ++tiles_;
   }
 
  private:
-  FFPA_DEVICE uint32_t of_place() const { return smem_ + place_ * Kept::kBytes; }
+  FFPA_DEVICE int place() const { return tiles_ % kPlaces; }
+  FFPA_DEVICE uint32_t parity() const { return tiles_ / kPlaces % 2; }
+
+  FFPA_DEVICE uint32_t of_place() const { return smem_ + place() * Kept::kBytes; }
   FFPA_DEVICE uint32_t full(int place) const { return smem_ + kPlaces * Kept::kBytes + place * 8; }
   FFPA_DEVICE uint32_t empty(int place) const { return full(kPlaces + place); }
 
   template <class Keep>
   FFPA_DEVICE void put_by(const Keep& keep) {
-    ptx::mbarrier_wait(empty(place_), parity_ ^ 1);
+    ptx::mbarrier_wait(empty(place()), parity() ^ 1);
     keep(Kept(of_place()));
-    ptx::mbarrier_arrive(full(place_));
-    advance();
-  }
-
-  FFPA_DEVICE void advance() {
-    place_ ^= 1;
-    if (place_ == 0) parity_ ^= 1;
+    ptx::mbarrier_arrive(full(place()));
+    ++tiles_;
   }
 
   uint32_t smem_;
-  int place_ = 0;
-  uint32_t parity_ = 0;
+  uint32_t tiles_ = 0;  // number of tiles that have passed
 };
 
 }  // namespace ffpa

@@ -435,12 +435,17 @@ FFPA_DEVICE int64_t workspace_row_of_head(const BackwardParams& params, const Pr
   return workspace_row(params, tile.entry, row_tiles_of(params, tile.batch).first_of(head) - params.first_tile);
 }
 
+// Returns the word of the batch entry's first row, in each of its heads.
+FFPA_DEVICE int first_live_word(const BackwardParams& params, int batch) {
+  const AttentionParams& attention = params.attention;
+  return attention.is_packed() ? first_tile_of_sequence(attention.packed_q, batch, kLiveRows) : 0;
+}
+
 // Returns the bits of query head `head` (of all heads), from the batch entry's first row on.
 FFPA_DEVICE const uint64_t* live_rows_of_head(const BackwardParams& params, int batch, int head) {
   const AttentionParams& attention = params.attention;
   if (attention.is_packed()) {
-    return params.live_rows + int64_t(head) * params.live_words() +
-           first_tile_of_sequence(attention.packed_q, batch, kLiveRows);
+    return params.live_rows + int64_t(head) * params.live_words() + first_live_word(params, batch);
   }
   return params.live_rows + (int64_t(batch) * attention.heads_q + head) * params.live_words();
 }

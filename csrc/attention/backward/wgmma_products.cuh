@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "attention/backward/gradient_writer.cuh"
+#include "attention/backward/kept_gradient_tile.cuh"
 #include "attention/backward/tile_queue.cuh"
 #include "attention/backward/tiles.cuh"
 #include "attention/params/backward_params.h"
@@ -24,28 +25,6 @@
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
-
-// A tile of a gradient in shared memory, and the steps that it is summed over.
-class KeptGradientTile : public KeptNumbers<13> {
- public:
-  using KeptNumbers<13>::KeptNumbers;
-
-  static FFPA_DEVICE void put(TileQueue<KeptGradientTile>& queue, const GradientTile& gradient, int steps) {
-    const ProductTile& tile = gradient.tile;
-    const MapPlace& place = gradient.place;
-    queue.put({int(tile.product), tile.entry, tile.tile, tile.batch, tile.column, tile.columns_of_all, place.row,
-               place.head, place.batch, gradient.rows, gradient.continues, gradient.is_last, steps});
-  }
-
-  FFPA_DEVICE GradientTile get() const {
-    return {{Product(number(0)), number(1), number(2), number(3), number(4), number(5)},
-            {number(6), number(7), number(8)},
-            number(9),
-            number(10) != 0,
-            number(11) != 0};
-  }
-  FFPA_DEVICE int steps() const { return number(12); }
-};
 
 // Fields has Dtype; kColumns of a tile; kOfQ, true for dQ and false for dK and dV. (Both in one kernel are two
 // pipelines of products, which ptxas then serialises.)
@@ -60,7 +39,8 @@ struct BackwardWgmmaProductsConfig : Fields {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
 
   // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers; tiles.
-  using Queue = TileQueue<KeptGradientTile>;
+  using Kept = KeptGradientTile<std::conditional_t<Fields::kOfQ, KeySource, RowSource>>;
+  using Queue = TileQueue<Kept>;
   using Stores = tile::RowStores<2>;
   static constexpr bool kStoresBoxes = Fields::kColumns > 192;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? tile::kConsumerWarps * Stores::kBytes : 0);
@@ -101,6 +81,8 @@ class BackwardWgmmaProducts {
   using Tiles = typename Config::Tiles;
   using Ring = typename Config::Ring;
   using Arguments = typename Config::Arguments;
+  using Kept = typename Config::Kept;
+  using Source = typename Kept::Source;
   static constexpr int kRows = Config::kBlockRows;
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // blocks of 64 rows in a warpgroup
@@ -119,84 +101,89 @@ class BackwardWgmmaProducts {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      queue_.init(tile::kConsumerWarps);
+      queue_.init(1 + tile::kConsumerWarps);
       ring_.init();
     }
     ring_.meet();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int group_warp) { consume(group, group_warp); });
+    tile::run_roles<Config, 2>(
+        warp_, [&](int warp) { warp == 0 ? bring() : find(); },
+        [&](int group, int group_warp) { consume(group, group_warp); });
     if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
   }
 
  private:
-  // ---- the producer's warp ----
+  // ---- the warp that finds tiles ----
 
-  FFPA_DEVICE void produce() {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
+  FFPA_DEVICE void find() {
     ProductTileSequence<Tiles, Ring::kClusterBlocks> tiles(params_);
     ProductTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) {
-      const int steps = max_of(steps_of_product<Tiles>(params_, tile, tile::kBox), 1);
+      const int steps = steps_of_product<Tiles>(params_, tile, tile::kBox);
       const GradientTile gradient = gradient_tile<Tiles>(params_, tile);
-      if (lane_ == 0) KeptGradientTile::put(queue_, gradient, steps);
-      if (Config::kOfQ) {
-        bring_keys(producer, tile);
-        continue;
-      }
-      const BatchEntry entry = batch_entry(attention_, tile.batch);
-      const HeadRange heads = heads_of_chunk(params_, tile.batch);
-      bool any = false;
-      FFPA_NO_UNROLL
-      for (int head = heads.first; head < heads.end; ++head) {
-        const Run run = run_over_head<Tiles>(params_, tile, entry, head, tile::kBox);
-        any |= run.begin < run.end;
-        bring_rows(producer, tile, entry, head, run);
-      }
-      if (!any) producer.bring_zeros();
+      const Source source = Source::template of<Tiles>(params_, tile);
+      if (lane_ == 0) Kept::put(queue_, gradient, steps, source);
     }
     if (lane_ == 0) queue_.put_end();
   }
 
-  // Brings the chunk's keys that the rows of a tile of dQ see.
-  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const ProductTile& tile) const {
-    const RowTile rows = rows_of_product<Tiles>(params_, tile);
-    const MapPlace k = {rows.entry.k.begin, head_kv_of(params_, tile.entry), map_batch(rows.batch())};
-    const Run run = run_over_chunk(params_, rows, tile::kBox);
-    const int row = int(workspace_row(params_, tile.entry, 0)) + tile.tile * kRowTile + rank_ * kRows;
-    const FirstKeys first_keys = FirstKeys::of(params_, rows.entry, rows.batch());
+  // ---- the warp that brings their boxes ----
+
+  FFPA_DEVICE void bring() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
     FFPA_NO_UNROLL
-    for (int key = run.begin; key < run.end; key += tile::kBox) {
+    for (;; queue_.release(lane_)) {
+      const Kept kept = queue_.get();
+      if (!kept.exists()) break;
+      if (kept.steps() == 0) producer.bring_zeros();
+      if constexpr (Config::kOfQ) {
+        bring_keys(producer, kept);
+      } else {
+        const RowSource source = kept.source();
+        FFPA_NO_UNROLL
+        for (int head = source.heads.first; head < source.heads.end; ++head) bring_rows(producer, kept, source, head);
+      }
+    }
+  }
+
+  // Brings the chunk's keys that the rows of a tile of dQ see.
+  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const Kept& kept) const {
+    const KeySource source = kept.source();
+    const int column_0 = kept.column();
+    const int row = int(workspace_row(params_, kept.entry(), kept.tile())) + rank_ * kRows;
+    FFPA_NO_UNROLL
+    for (int key = source.keys.begin; key < source.keys.end; key += tile::kBox) {
       producer.bring_live_rows(
-          live_box_rows(rows.n_k() - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
+          live_box_rows(source.n_k - key, attention_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
             for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-              const int first_key = first_keys.at(rows.first + rank_ * kRows + box * tile::kBox);
+              const int first_key = source.first_keys.at(source.first_row + rank_ * kRows + box * tile::kBox);
               ptx::tma_load_2d(boxes_smem, &arguments_.ds, barrier, key - first_key, row + box * tile::kBox);
             }
-            load_columns(boxes_smem, arguments_.k, barrier, k, tile.column, key);
+            load_columns(boxes_smem, arguments_.k, barrier, source.k, column_0, key);
           });
     }
   }
 
-  // Brings the rows of one query head, for dK or dV.
-  FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const ProductTile& tile, const BatchEntry& entry,
-                              int head_of_group, const Run& run) const {
-    const bool of_v = tile.product == Product::kDv;
+  // Brings the rows of query head `head` (of the group), for dK or dV.
+  FFPA_DEVICE void bring_rows(tile::BoxProducer<Ring>& producer, const Kept& kept, const RowSource& source,
+                              int head) const {
+    const bool of_v = kept.product() == Product::kDv;
     const ptx::TensorMap &a = of_v ? arguments_.p : arguments_.ds, &b = of_v ? arguments_.grad_out : arguments_.q;
-    const int head = head_kv_of(params_, tile.entry) * attention_.group + head_of_group;
-    const MapPlace q = {entry.q.begin, head, map_batch(tile.batch)};
-    const int row_0 = int(workspace_row_of_head(params_, tile, head_of_group));
-    const int key = first_key_of_product<Tiles>(params_, tile) + rank_ * kRows;
-    const FirstKeys first_keys = FirstKeys::of(params_, entry, tile.batch);
+    const MapPlace q = {source.q.row, source.q.head + head, source.q.batch};
+    const int column_0 = kept.column();
+    const int row_0 = int(workspace_row(params_, kept.entry(), source.first_tile_of(head)));
+    const int key = source.first_key + rank_ * kRows;
     const auto load = [&](int row) {
       return [&, row](uint32_t boxes_smem, uint32_t barrier) {
-        const int column = key - first_keys.at(row);  // column of P or dS
+        const int column = key - source.first_keys.at(row);  // column of P or dS
         for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
           ptx::tma_load_2d(boxes_smem, &a, barrier, column + box * tile::kBox, row_0 + row);
         }
-        load_columns(boxes_smem, b, barrier, q, tile.column, row);
+        load_columns(boxes_smem, b, barrier, q, column_0, row);
       };
     };
-    const uint64_t* live = live_rows_of_head(params_, tile.batch, head) + run.begin / kLiveRows;
+    const Run run = source.run_over_head(params_, head);
+    const uint64_t* live = source.live_rows_of(params_, head) + run.begin / kLiveRows;
     const int steps = run.steps(tile::kBox);
     if (all_live(live, steps)) {
       FFPA_NO_UNROLL
@@ -233,8 +220,6 @@ class BackwardWgmmaProducts {
     }
   }
 
-  FFPA_DEVICE int map_batch(int batch) const { return attention_.is_packed() ? 0 : batch; }
-
   // ---- the warpgroups that multiply ----
 
   FFPA_DEVICE void consume(int group, int group_warp) {
@@ -244,10 +229,10 @@ class BackwardWgmmaProducts {
     constexpr auto kMajorA = Config::kOfQ ? tile::Major::kK : tile::Major::kMN;
     FFPA_NO_UNROLL
     for (;; queue_.release(lane_)) {
-      const KeptGradientTile kept = queue_.get();
+      const Kept kept = queue_.get();
       if (!kept.exists()) break;
       Sums sums;
-      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, kept.steps());
+      consumer.template multiply<Element, kColumns, kMajorA, tile::Major::kMN>(sums, max_of(kept.steps(), 1));
       finish(kept.get(), group, sums, stores);
     }
     stores.wait();
