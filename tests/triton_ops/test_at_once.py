@@ -230,7 +230,7 @@ def test_dense_calls(direction, kind, tma, heard, monkeypatch):
             return [q, k, v, torch.empty_like(q), lse, mask]
         grad_lse = torch.randn(q.shape[:3]) if "dLSE" in direction else None
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        return [[torch.randn_like(q), grad_lse, q, k, v, torch.randn_like(q), lse], grads, None, mask]
+        return [[torch.randn_like(q), grad_lse, q, k, v, torch.randn_like(q), lse, None], grads, None, mask]
 
     def call(*given):
         getattr(plan, direction.split()[0])(*given, None, rule, 0, memo)
@@ -253,7 +253,7 @@ def test_packed_calls(direction, heard):
         if direction == "forward":
             return [q, k, v, torch.empty_like(q), lse, None, offsets]
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        return [[torch.randn_like(q), None, q, k, v, torch.randn_like(q), lse], grads, None, None, offsets]
+        return [[torch.randn_like(q), None, q, k, v, torch.randn_like(q), lse, None], grads, None, None, offsets]
 
     def call(*given):
         getattr(plan, direction)(*given, rule, 0, memo)

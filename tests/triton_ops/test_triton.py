@@ -208,6 +208,24 @@ def test_gradients_of_a_sum(device):
     assert all(map(torch.equal, got, torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_delta_is_taken_as_it_is(packed, device):
+    """Where it is known, neither O nor the gradient of the LSE is read; the last row sees no key."""
+    shape = (70, 2, 64) if packed else (2, 2, 70, 64)
+    q, k, v, grad, out = torch.randn(5, *shape, device=device, dtype=torch.float16)
+    lse, of_lse = torch.randn(2, *(shape[1::-1] if packed else shape[:3]), device=device)
+    lse = lse.abs() + 6
+    lse[..., -1] = -torch.inf
+    delta = torch.ops.ffpa_attn.sink_gradient_delta(grad, of_lse, out, lse, torch.zeros(2, device=device))[1]
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+    name, more = ("varlen_backward", (offsets, offsets, 40, 40)) if packed else ("backward", (None,))
+    operator = getattr(torch.ops.ffpa_attn, name)
+    want = operator(grad, of_lse, q, k, v, out, lse, *more)
+    got = operator(grad, torch.full_like(lse, torch.nan), q, k, v, torch.full_like(out, torch.nan), lse, *more, delta)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+
+
 def test_gradients_of_tiles_longer_than_the_rows(device, monkeypatch):
     """Where there are no rows, P is 0 even beside rows whose scores are so low that it would be infinite."""
     monkeypatch.setitem(DEFAULT["keys"], 64, [(128, 64, 4, 2)])

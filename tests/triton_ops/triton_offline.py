@@ -221,7 +221,7 @@ def main(arch: str, d: int) -> dict[str, list]:
         "MORE": 4,
         "FIRST": False,
         "WIDTH": width,
-        "GRAD_LSE": True,
+        "GIVEN": "grad_lse",
         "P_EXPONENT": 8,
         "LARGEST_OUT": float("inf"),
     }

@@ -323,7 +323,7 @@ def _wanted(sinks: torch.Tensor | None, largest: torch.Tensor | None) -> dict[st
 # ---- the plan, and how it runs ----
 
 _OF_FORWARD = "q k v out lse mask offsets_q offsets_k sinks largest".split()
-_OF_BACKWARD = "out grad grad_lse lse q k v dq dk dv mask offsets_q offsets_k statistics".split()
+_OF_BACKWARD = "out grad given lse q k v dq dk dv mask offsets_q offsets_k statistics".split()
 
 
 class TritonPlan(NamedTuple):
@@ -398,12 +398,12 @@ class TritonPlan(NamedTuple):
 
     def backward(self, saved, grads, d_mask, mask, offsets, rule, workspace_cap: int, memo: Memo) -> None:
         """Computes grads, dq, dk and dv, and d_mask if it is wanted; saved: dO, dLSE or None, q, k, v, out, LSE, and δ or
-        None, which a backend need not use.
+        None.
         """
-        self._gradients(*saved[:7], *grads, mask, offsets, rule, memo)
+        self._gradients(*saved, *grads, mask, offsets, rule, memo)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
-    def _gradients(self, grad, grad_lse, q, k, v, out, lse, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
+    def _gradients(self, grad, grad_lse, q, k, v, out, lse, delta, dq, dk, dv, mask, offsets, rule, memo: Memo) -> None:
         packed = offsets is not None
         if "has rows" not in memo:
             memo["has rows"] = not memory_checks.rows_problem(grad)
@@ -421,19 +421,20 @@ class TritonPlan(NamedTuple):
         if nothing:
             return
         statistics = torch.empty(4 * kind.padded_rows + kind.statistics_blocks, dtype=torch.float32, device=q.device)
-        with_lse = grad_lse is not None
-        tensors = out, grad, grad_lse if with_lse else lse, lse, q, k, v, dq, dk, dv
+        known = {"delta": delta, "grad_lse": grad_lse}  # the first of these that is there
+        name, given = next(((name, x) for name, x in known.items() if x is not None), (None, lse))
+        tensors = out, grad, given, lse, q, k, v, dq, dk, dv
         rest = out if mask is None else mask, *(offsets[:2] if packed else (lse, lse))
         run(
             memo,
             (*tensors, *rest, statistics),
             _OF_BACKWARD,
-            lambda: self._backward_steps(*(_dense(x, packed) for x in tensors), *rest, statistics, with_lse, kind),
+            lambda: self._backward_steps(*(_dense(x, packed) for x in tensors), *rest, statistics, name, kind),
             kind.parts,
         )
 
     def _backward_steps(
-        self, out, grad, grad_lse, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, with_lse: bool, kind: Kind
+        self, out, grad, given, lse, q, k, v, dq, dk, dv, mask, cu_q, cu_k, statistics, name: str | None, kind: Kind
     ) -> Iterator[Step]:
         from ..triton_ops import backward_kernels as kernels
         from ..triton_ops.forward_kernels import Strides
@@ -447,15 +448,15 @@ class TritonPlan(NamedTuple):
         over_rows, over_keys, far = self.over_rows, self.over_keys, self.far
 
         def how_statistics() -> Launch:
-            numbers = *strides(out, grad, grad_lse, lse), statistics_strides, kind.numbers[1]
+            numbers = *strides(out, grad, given, lse), statistics_strides, kind.numbers[1]
             tiles = Tiles(kernels.STATISTICS_ROWS.value, 0, 4, 1)
-            return Launch(blocks, numbers, kind.options | {"GRAD_LSE": with_lse}, tiles)
+            return Launch(blocks, numbers, kind.options | {"GIVEN": name}, tiles)
 
         def numbers(*of_gradients: torch.Tensor) -> list:
             return [*strides(q, k, v, grad), statistics_strides, *strides(*of_gradients)]
 
         found = exponents, naturals, shares, largest, delta
-        yield kernels.statistics_kernel, (out, grad, grad_lse, lse, *found), how_statistics
+        yield kernels.statistics_kernel, (out, grad, given, lse, *found), how_statistics
         sources = kind.sources(far, q, k, v, grad)
         tensors = *sources[:2], naturals, shares, largest, *rest
         yield kernels.shares_kernel, tensors, lambda: kind.far(far, [*strides(q, k), statistics_strides])

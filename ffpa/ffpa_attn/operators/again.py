@@ -161,7 +161,8 @@ class _Recorded:
             except Unable:
                 self._plans.clear()
         grads = gradients_of(grad_out, grad_lse, saved, self._longest, **self._rule)[:3]
-        plan = ops.plan_of_backward(form, (grad_out, grad_lse, q, k, v, out, lse), self._rule, flags)
+        tensors = grad_out, grad_lse, q, k, v, out, lse, None  # δ is not known
+        plan = ops.plan_of_backward(form, tensors, self._rule, flags)
         if plan is not None and not (offsets and flags["FFPA_CHECK"]):  # such offsets are checked at each call
             if len(self._plans) >= _MOST_GRADIENTS:
                 self._plans.clear()

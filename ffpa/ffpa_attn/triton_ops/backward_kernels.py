@@ -31,27 +31,30 @@ _LSES = tl.constexpr(1024)  # LSEs that are read at once
 
 @triton.jit
 def statistics_kernel(
-    out, grad, grad_lse, lse, exponents, naturals, shares, largest, delta, out_strides, grad_strides, grad_lse_strides,
-    lse_strides, strides, sizes, RAW: tl.constexpr, GRAD_LSE: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
+    out, grad, given, lse, exponents, naturals, shares, largest, delta, out_strides, grad_strides, given_strides,
+    lse_strides, strides, sizes, RAW: tl.constexpr, GIVEN: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     """Prepares each row, and those that pad them to whole tiles: the LSE in natural units (RAW: as an exponent of 2,
     too), or INF, which makes P 0, for blind rows, those that see no key; a share of 0; and delta, the sum over columns
-    of out * grad, less the gradient of the LSE: what dP is lowered by. Each block of rows gets its largest |LSE| that
-    is far.
+    of out * grad, less the gradient of the LSE: what dP is lowered by. `given` is that gradient ("grad_lse"), or "delta",
+    or neither (None). Each block of rows gets its largest |LSE| that is far.
     """
     row_blocks = strides.head // STATISTICS_ROWS
     program = tl.program_id(0)
     head, batch = program // row_blocks % sizes.heads, program // row_blocks // sizes.heads
     first_row, start = program % row_blocks * STATISTICS_ROWS, tl.zeros([], tl.int32)
-    out_rows = _rows(out, out_strides, batch, head, start, sizes.total_q, False)
-    grad_rows = _rows(grad, grad_strides, batch, head, start, sizes.total_q, False)
-    product = _load(out_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32)
-    total = tl.sum(product * _load(grad_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32), 1)
     rows = first_row + tl.arange(0, STATISTICS_ROWS)
     inside = rows < sizes.total_q
-    if GRAD_LSE:
-        lse_grads = grad_lse + _offset(grad_lse_strides, batch, head, start)
-        total -= tl.load(lse_grads + rows.to(tl.int64) * grad_lse_strides.row, mask=inside, other=0.0)
+    total = tl.zeros([STATISTICS_ROWS], tl.float32)
+    if GIVEN != "delta":
+        out_rows = _rows(out, out_strides, batch, head, start, sizes.total_q, False)
+        grad_rows = _rows(grad, grad_strides, batch, head, start, sizes.total_q, False)
+        product = _load(out_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32)
+        total = tl.sum(product * _load(grad_rows, first_row, STATISTICS_ROWS, WIDTH_V, D_V, False).to(tl.float32), 1)
+    if GIVEN is not None:
+        of_rows = given + _offset(given_strides, batch, head, start)
+        numbers = tl.load(of_rows + rows.to(tl.int64) * given_strides.row, mask=inside, other=0.0)
+        total = numbers if GIVEN == "delta" else total - numbers
     row_lse = tl.load(lse + _offset(lse_strides, batch, head, start) + rows, mask=inside, other=-INF)
     blind = tl.abs(row_lse) == INF
     natural = tl.where(blind, INF, row_lse)
