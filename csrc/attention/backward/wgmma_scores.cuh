@@ -7,8 +7,7 @@
 //   4. dS = P ∘ (dP - δ)   to the workspace; with a softcap a multiple of P times its slopes
 //
 // What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and where
-// all SMs write, each gets not much more than half of that. One warp finds tiles, one brings their boxes, a tile ahead
-// as far as the ring reaches.
+// all SMs write, each gets not much more than half of that. The producer is a tile ahead as far as the ring reaches.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +27,15 @@
 namespace ffpa {
 
 // A score tile in shared memory.
-class KeptScoreTile : public KeptNumbers<15> {
+class KeptScoreTile : public KeptNumbers<13> {
  public:
-  using KeptNumbers<15>::KeptNumbers;
+  using KeptNumbers<13>::KeptNumbers;
 
   static FFPA_DEVICE void put(TileQueue<KeptScoreTile>& queue, const ScoreTile& tile) {
     const RowTile& rows = tile.rows;
     queue.put({rows.batch(), rows.head(), rows.first_row(), rows.last_row(), rows.n_q(), rows.n_k(), rows.nearest(),
                rows.farthest(), rows.q_begin(), tile.first_key, int(tile.workspace_row), tile.workspace_column,
-               tile.is_computed, tile.head_kv, rows.entry.k.begin});
+               tile.is_computed});
   }
 
   FFPA_DEVICE int batch() const { return number(0); }
@@ -52,8 +51,6 @@ class KeptScoreTile : public KeptNumbers<15> {
   FFPA_DEVICE int workspace_row() const { return number(10); }
   FFPA_DEVICE int workspace_column() const { return number(11); }
   FFPA_DEVICE bool is_computed() const { return number(12) != 0; }
-  FFPA_DEVICE int head_kv() const { return number(13); }
-  FFPA_DEVICE int k_begin() const { return number(14); }
 
   // Says whether all rows of the tile exist and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
@@ -122,43 +119,31 @@ class BackwardWgmmaScores {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      queue_.init(1 + tile::kConsumerWarps);
+      queue_.init(tile::kConsumerWarps);
       ring_.init();
     }
     ptx::sync_block();
-    tile::run_roles<Config, 2>(
-        warp_, [&](int warp) { warp == 0 ? bring() : find(); }, [&](int group, int warp) { consume(group, warp); });
+    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
   FFPA_DEVICE int qk_steps() const { return ceil_div(attention_.d_qk, tile::kBox); }
   FFPA_DEVICE int v_steps() const { return ceil_div(attention_.d_v, tile::kBox); }
 
-  // ---- the warp that finds tiles ----
+  // ---- the producer's warp ----
 
-  FFPA_DEVICE void find() {
+  FFPA_DEVICE void produce() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
     ScoreTileSequence tiles(params_);
     ScoreTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) {
       if (lane_ == 0) KeptScoreTile::put(queue_, tile);
-    }
-    if (lane_ == 0) queue_.put_end();
-  }
-
-  // ---- the warp that brings their boxes ----
-
-  FFPA_DEVICE void bring() {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
-    FFPA_NO_UNROLL
-    for (;; queue_.release(lane_)) {
-      const KeptScoreTile tile = queue_.get();
-      if (!tile.exists()) break;
-      if (!tile.is_computed()) continue;
-      const int batch = attention_.is_packed() ? 0 : tile.batch();
-      const MapPlace q = {tile.q_begin() + tile.first_row(), tile.head(), batch};
-      const MapPlace k = {tile.k_begin() + tile.first_key(), tile.head_kv(), batch};
-      const auto bring_steps = [&](const ptx::TensorMap& a, const ptx::TensorMap& b, int steps) {
+      if (!tile.is_computed) continue;
+      const RowTile& rows = tile.rows;
+      const MapPlace q = place_of_row(attention_, rows, rows.first);
+      const MapPlace k = {rows.entry.k.begin + tile.first_key, tile.head_kv, q.batch};
+      const auto bring = [&](const ptx::TensorMap& a, const ptx::TensorMap& b, int steps) {
         FFPA_NO_UNROLL
         for (int step = 0; step < steps; ++step) {
           producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
@@ -172,9 +157,10 @@ class BackwardWgmmaScores {
           });
         }
       };
-      bring_steps(arguments_.q, arguments_.k, qk_steps());
-      bring_steps(arguments_.grad_out, arguments_.v, v_steps());
+      bring(arguments_.q, arguments_.k, qk_steps());
+      bring(arguments_.grad_out, arguments_.v, v_steps());
     }
+    if (lane_ == 0) queue_.put_end();
   }
 
   // ---- the warpgroups that multiply ----
