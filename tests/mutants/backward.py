@@ -131,8 +131,12 @@ MUTANTS = [
         ("packed backward: rows of all chunks come from the first tile", "all.first - params.first_tile,", "all.first,"),
         ("backward products: rows before the chunk's first", "max_of(rows.begin, -before * kRowTile)", "rows.begin"),
         ("backward products: rows behind the chunk's last", "min_of(rows.end, (params.tiles_of_chunk() - before) * kRowTile)", "rows.end"),
-        ("backward products: a group's heads have the live rows of its first", "q.head + head;\n    return params.live_rows", "q.head;\n    return params.live_rows"),
         only=PACKED_CHUNKS,
+    ),
+    *backward(
+        "csrc/attention/backward/kept_gradient_tile.cuh",
+        ("backward products: a group's heads have the live rows of its first", "q.head + head;\n    return params.live_rows", "q.head;\n    return params.live_rows"),
+        only="not cuda and hopper and (leaves_out or without_keys)",
     ),
     *backward(
         "csrc/attention/backward/rows.cuh",
