@@ -146,8 +146,6 @@ MUTANTS = [
     *backward(
         "csrc/attention/backward/wgmma_scores.cuh",
         ("backward scores: the block ends before its copies", "    stores.wait();\n  }", "  }"),
-        ("backward scores: the warp that brings stays at the first tile", "(;; queue_.release(lane_)) {\n      const KeptScoreTile tile = queue_.get();\n      if (!tile.exists()) break;\n      if", "(;;) {\n      const KeptScoreTile tile = queue_.get();\n      if (!tile.exists()) break;\n      if"),
-        ("backward scores: a place is empty when the multiplying warps are done", "queue_.init(1 + tile::kConsumerWarps);", "queue_.init(tile::kConsumerWarps);"),
     ),
     *backward(
         "csrc/attention/backward/tile_queue.cuh",
