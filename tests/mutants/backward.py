@@ -280,7 +280,7 @@ MUTANTS = [
     *backward(
         "csrc/attention/backward/wgmma_products.cuh",
         ("bands: dQ of all rows from the band of the first", "source.first_row + rank_ * kRows + box * tile::kBox", "source.first_row"),
-        ("bands: dK and dV from the band of the first rows", "key - source.first_keys.at(row);", "key - source.first_keys.at(run.begin);"),
+        ("bands: dK and dV from the band of the first rows", "key - source.first_keys.at(row);", "key - source.first_keys.at(source.rows.begin);"),
         only="windows and not cuda and hopper",
     ),
     *backward(
