@@ -192,6 +192,7 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
     [
         (GROUP, 4, (2, 2, True)),
         (GROUP.with_(n_k=800), 4, (3, 1, False)),
+        (GROUP.with_(n_k=700), 4, (1, 2, False)),
         (GROUP.with_(n_k=700, rule={"window": (400, 300)}), 4, (1, 2, True)),
         (GROUP.with_(n_k=700, rule={"window": (400, 300)}, mask="additive-2d"), 4, (1, 2, False)),
         (GROUP.with_(n_q=300, rule={"causal": True, "align": "top_left"}, mask="additive"), 2, (1, 1, True)),
@@ -204,6 +205,7 @@ GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causa
     ids=[
         "by rows",
         "by keys",
+        "keys unseen by one head's rows",
         "window by rows",
         "window by keys",
         "keys unseen",
