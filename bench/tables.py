@@ -20,6 +20,11 @@ def _tflops(row: Row | None) -> str:
     return f"{_three_digits(row.tflops)}T{fallback}" + ("(wrong)" if row.problem else "")
 
 
+def _fallback_notes(rows: list[Row]) -> list[str]:
+    kernels = sorted({row.kernel for row in rows if row.is_ffpa and not row.own_kernel})
+    return [f"† ran on {' or '.join(kernels)}, not on a kernel of this project"] if kernels else []
+
+
 def bench_table(record: Record) -> str:
     results = record.results
     lines = ["|".join(["", "Algorithm", *(str(result.workload.d) for result in results), ""])]
@@ -57,6 +62,7 @@ def front_table(records: Mapping[str, Record]) -> str:
     said = "nominal TFLOPS of the visible pairs; memory at the peak beside the results"
     if any(result.rival and result.rival.problem for _, result in results):
         said += "; wrong: more than twice the error of PyTorch's own steps in this type"
+    said += "".join(f"; {note}" for note in _fallback_notes([result.best("FFPA auto") for _, result in results]))
     return "\n".join(lines) + f"\n\n{what}; {said}; {', '.join(origins)}.\n"
 
 
@@ -127,9 +133,7 @@ def notes(record: Record) -> list[str]:
     ]
     if any(row.level for row in rows) or any(result.chip for result in record.results):
         lines.append(ACC_LEGEND.replace("*", r"\*") + ".")
-    fallbacks = sorted({row.kernel for row in rows if row.is_ffpa and not row.own_kernel})
-    if fallbacks:
-        lines.append(f"† ran on {' or '.join(fallbacks)}, not on a kernel of this project.")
+    lines += [f"{note}." for note in _fallback_notes(rows)]
     if record.machine["kind"] == "cpu":
         lines.append(
             "A CPU: our kernels ran in an emulator of the GPU, which proves them; nothing here is a claim of speed."

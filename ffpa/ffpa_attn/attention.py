@@ -95,7 +95,7 @@ def ffpa(
     that sees nothing gives -inf. It has no gradient.
 
     Scores may be as large as a float32 holds; in Hopper's kernels, without a float32 or bfloat16 mask, 1.1e38 at most.
-    A row that sees no key gives 0, LSE -inf, and gradients 0; beside a sink its LSE is the sink. Gradients are
+    A row that sees no key gives 0, LSE -inf, and gradients 0; beside a sink its LSE is the sink (docs/contract.md). Gradients are
     deterministic. They take P as exp(score - LSE), as FlashAttention does, and beyond |LSE| = 1.1e4, where a float32
     LSE leaves that open, from softmax once more. Rows whose LSE covers more than the keys that are here, as in a ring
     or with a sink, keep to their LSE.

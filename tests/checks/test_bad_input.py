@@ -343,7 +343,7 @@ def test_words_of_other_functions(function, word, way_out):
         (
             ffpa_attn.distributed.ring_attention,
             "window_size",
-            "ring_attention has no `window`; only ffpa and ffpa_varlen do",
+            "ring_attention has no `window`; ffpa and ffpa_varlen have it",
         ),
         (ffpa_attn.distributed.ulysses_attention, "softmax_scale", "pass it as scale="),
     ],
@@ -357,7 +357,7 @@ def test_words_of_other_functions_elsewhere(function, word, way_out):
 
 def test_each_word_is_one_that_ffpa_does_not_know():
     ours = inspect.signature(ffpa).parameters
-    assert not words.WAYS_OUT.keys() & (ours.keys() - {"mask", "layout"})
+    assert not words.WAYS_OUT.keys() & (ours.keys() - {"mask", "layout", "sinks"})
     assert all(new is None or new in ours for new, _ in words.WAYS_OUT.values())
 
 
@@ -383,7 +383,10 @@ def test_the_way_out_of_nested_tensors(name, layout, heads_first):
         (ffpa_attn.flash_attn_func, {"attn_mask": None}, "call ffpa with it"),
         (ffpa_attn.flash_attn_varlen_func, {"enable_gqa": True}, "leave it away"),
         (ffpa_attn.ffpa_attn_func, {"softmax_scale": 1.0}, "pass it as scale="),
-        (ffpa_attn.ffpa_attn_func, {"window_size": (1, 1)}, "only ffpa and ffpa_varlen do"),
+        (ffpa_attn.ffpa_attn_func, {"window_size": (1, 1)}, "ffpa and ffpa_varlen have it"),
+        (ffpa_attn.flash_attn_func, {"sinks": None}, "pass it as s_aux="),
+        (ffpa_attn.flash_attn_varlen_func, {"attention_sinks": None}, "pass it as s_aux="),
+        (ffpa_attn.ffpa_attn_func, {"sinks": None}, "has no `sinks`; ffpa and ffpa_varlen have it"),
         (ffpa_attn.ffpa_attn_func, {"causal": True}, "`is_causal`"),
         (ffpa_attn.ffpa_attn_varlen_func, {"is_causal": True}, "pass causal=True"),
     ],

@@ -388,7 +388,7 @@ def output(name: str, x, shape, q, of: str = "q") -> None:
 
 
 def saved_lse(name: str, x, shape, q, of: str = "q") -> None:
-    has_dtype(name, x, torch.float32, " (natural log)")
+    has_dtype(name, x, torch.float32, " (natural log)" if name == "lse" else "")
     is_where(name, x, of, q)
     _has_shape(name, x, shape)
 

@@ -24,7 +24,7 @@ _ROWS = (
     ("tensor_layout", "layout", "pass {new}='BHND' or 'BNHD'"),
     ("backend", None, "leave it away: the fastest kernel is chosen; the flag FFPA_BACKEND forces another"),
     ("block_table page_table", None, "there are no pages of keys: gather those of each sequence into one tensor first"),
-    ("s_aux sink learnable_sink attention_sinks", "sinks", "pass it as {new}=, a tensor [Hq] with a logit for each head of q"),
+    ("s_aux sink sinks learnable_sink attention_sinks", "sinks", "pass it as {new}=, a tensor [Hq] with a logit for each head of q"),
     ("return_max_logit return_max_scores", "return_max_logits", "pass {new}=True"),
     ("seqused_k", None, "packed sequences end where cu_seqlens_k says: make it of the keys that are used"),
     ("cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k", None, "packed sequences go to ffpa_varlen"),
@@ -32,6 +32,7 @@ _ROWS = (
     ("layout", None, "leave it away: there is one layout, which the function's own description names"),
 )  # fmt: skip
 WAYS_OUT = {word: (new, way_out) for words, new, way_out in _ROWS for word in words.split()}
+_ELSEWHERE = {"sinks": "s_aux"}  # what functions with other libraries' names call ours
 
 
 def refuse(function: Callable, unknown: Mapping) -> None:
@@ -45,11 +46,11 @@ def refuse(function: Callable, unknown: Mapping) -> None:
 
 def _way_out(function: Callable, word: str, known: list[str]) -> str:
     new, way_out = WAYS_OUT.get(word, (None, ""))
+    new = new if new in known or _ELSEWHERE.get(new) not in known else _ELSEWHERE[new]
     if new is None or new in known:
         similar = difflib.get_close_matches(word, known, 1)
         return way_out.format(new=new) or (
             f"did you mean `{similar[0]}`?" if similar else f"allowed: {', '.join(known)}"
         )
-    return (
-        f"{function.__name__} has no `{new}`; {WAYS_OUT[new][1] if new in WAYS_OUT else 'only ffpa and ffpa_varlen do'}"
-    )
+    otherwise = WAYS_OUT[new][1] if new in WAYS_OUT and new != "sinks" else "ffpa and ffpa_varlen have it"
+    return f"{function.__name__} has no `{new}`; {otherwise}"
