@@ -447,7 +447,7 @@ BAD = [
     (pypi, {"attn_mask": [1, 2], "is_causal": True}, TypeError, "attn_mask"),
     (pypi_varlen, {}, ValueError, "`enable_gqa` is False.*pass enable_gqa=True"),
     (pypi_varlen, {"dropout_p": 0.1}, NotImplementedError, "`dropout_p` is 0.1"),
-    (pypi_varlen, {"sink": torch.ones(4)}, NotImplementedError, "`sink` is given.*leave it away"),
+    (pypi_varlen, {"sink": torch.ones(4)}, NotImplementedError, "`sink` is given.*sinks="),
     (pypi_varlen, {"scale": 1.0}, TypeError, "unexpected keyword argument 'scale'"),
 ]  # fmt: skip
 

@@ -84,7 +84,7 @@ MUTANTS = [
         ("PyPI: groups without enable_gqa", 'if not arguments.flag("enable_gqa", enable_gqa) and', "if False and"),
         ("PyPI: unknown keywords swallowed", 'if name not in ("backend", "forward_backend", "backward_backend"):', "if False:"),
         ("PyPI: settings forgotten", "vars(self).update(settings)", "pass"),
-        ("PyPI: sinks ignored", '"sink attention_mask', '"attention_mask'),
+        ("PyPI: sinks ignored", 'sink=kwargs.pop("sink", None))', 'sink=kwargs.pop("sink", None) and None)'),
     ),
     *edits_in(
         "integrations/flash_api.py",

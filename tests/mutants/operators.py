@@ -97,6 +97,7 @@ MUTANTS = [
         "operators/mapped.py",
         "tests/operators/test_sinks.py",
         ("vmap: the first entry's sinks for all", "t.unbind(d) for t, d", "(t.select(d, 0),) * size for t, d"),
+        ("vmap: the first entry's gradient of sinks for all", "made_readable(t.select(d, i))", "made_readable(t.select(d, 0))"),
         ("vmap: no entry's sinks for all", "        if x:\n            return _forward_of_each", "        if True:\n            return _forward_of_each"),
     ),
     *edits_in(

@@ -551,7 +551,7 @@ def test_maps(device, dims):
     torch.testing.assert_close(found, torch.stack([x for x, _, _ in want]), atol=2e-3, rtol=2e-3)
     want = [grad(loss, argnums=(0, 3))(*entry) for entry in zip(*entries, strict=True)]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+        warnings.filterwarnings("error", message="There is a performance drop")
         found = vmap(grad(loss, argnums=(0, 3)), in_dims=dims)(*given)
     for x, y in zip(found, zip(*want, strict=True), strict=True):
         torch.testing.assert_close(x, torch.stack(y), atol=2e-2, rtol=2e-2)
@@ -562,6 +562,8 @@ def test_a_map_over_nothing(device):
     sinks = sinks_on(device).expand(0, 4)
     out, largest = vmap(lambda s: ffpa(q, k, v, sinks=s, return_max_logits=True))(sinks)
     assert out.shape == (0, 2, 4, 20, 72) and largest.shape == (0, 2, 4)
+    of_q, of_sinks = vmap(grad(loss, argnums=(0, 3)), in_dims=(None, None, None, 0))(q, k, v, sinks)
+    assert of_q.shape == (0, *q.shape) and of_sinks.shape == (0, 4)
 
 
 def test_flops_are_those_of_a_call_without(device):

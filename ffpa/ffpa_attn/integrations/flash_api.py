@@ -245,6 +245,7 @@ def ffpa_attn_varlen_func(
     window, softcap = kwargs.pop("window_size", None) or (None, None), kwargs.pop("softcap", None) or 0.0
     kwargs.pop("num_splits", None)
     _not_given("leave it away", **{name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs})
+    _not_given("call ffpa_varlen, which takes sinks=", sink=kwargs.pop("sink", None))
     _backends(ffpa_attn_varlen_func, kwargs)
     arguments.only_tensors(q=q, k=k, v=v)
     if not arguments.flag("enable_gqa", enable_gqa) and q.shape[1:2] != k.shape[1:2]:
@@ -259,7 +260,7 @@ def ffpa_attn_varlen_func(
     return out[:2] if return_lse else out
 
 
-_NOT_HERE = "sink attention_mask attn_mask block_mask score_mod aux_tensors seqused_k block_table alibi_slopes".split()
+_NOT_HERE = "attention_mask attn_mask block_mask score_mod aux_tensors seqused_k block_table alibi_slopes".split()
 _BACKENDS = ("cuda", "triton", "cutedsl", "sdpa")
 
 
@@ -331,4 +332,4 @@ def _no_dropout(dropout_p) -> None:
 def _not_given(way_out: str, **named) -> None:
     for name, value in named.items():
         if value is not None:
-            raise NotImplementedError(f"`{name}` is given; ffpa has no such thing for packed sequences: {way_out}")
+            raise NotImplementedError(f"`{name}` is given, which packed sequences do not take here: {way_out}")

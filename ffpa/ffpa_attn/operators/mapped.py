@@ -1,7 +1,6 @@
 """This module is what the operators do under torch.vmap: the mapped dim joins the batch, so that a map is one call.
 
-Packed sequences, 8-bit floats and the gradient of sinks have no rule here: PyTorch calls their operators once for each
-entry.
+Packed sequences and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ _ops = torch.ops.ffpa_attn
 
 def register(lib: torch.library.Library) -> None:
     rules = {"backward": _backward}
+    rules |= {name: partial(_sink_gradient, getattr(_ops, name)) for name in ("sink_gradient", "sink_gradient_delta")}
     for more in ("", MAX_LOGITS):
         rules |= {f"forward{more}": partial(_forward, getattr(_ops, f"forward{more}"))}
         rules |= {f"forward_out{more}": _to_out, f"varlen_forward_out{more}": _to_out}
@@ -63,6 +63,21 @@ def _backward(
     if mask_grad:
         dmask = _of_one_mask(_unfolded(dmask, x, batch), _shape_of_one(mask, in_dims[7]))
     return (*(_unfolded(grad, x, batch) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)
+
+
+def _sink_gradient(op, info, in_dims, *tensors, **options):
+    """Calls the operator once for each entry, whose sums are its own; where there is none, for the shapes alone."""
+    given = list(zip(tensors, in_dims, strict=True))
+    entries = [
+        [t if d is None else made_readable(t.select(d, i)) for t, d in given] for i in range(info.batch_size)
+    ] or [[t if d is None else t.new_zeros(_shape_of_one(t, d)) for t, d in given]]
+    results = [op(*entry, **options) for entry in entries]
+    stacked = [torch.stack(x)[: info.batch_size] for x in zip(*map(_as_tuple, results), strict=True)]
+    return (tuple(stacked), (0,) * len(stacked)) if len(stacked) > 1 else (stacked[0], 0)
+
+
+def _as_tuple(x) -> tuple:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):
