@@ -182,6 +182,19 @@ def test_a_workspace_smaller_than_a_row_tile(align, backend, device, forced):
         assert (x.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max(), name
 
 
+@BACKENDS
+def test_small_gradients_keep_their_digits(backend, device, forced):
+    """In float16 the workspace holds 2¹² · P, and dS of a small dO all of its digits nevertheless."""
+    forced(backend, device)
+    q, k, v = (torch.randn(1, 1, n, 64).to(device, torch.float16).requires_grad_() for n in (70, 140, 140))
+    grad = torch.randn(1, 1, 70, 64).to(device, torch.float16)
+    out = ffpa_attn.ffpa(q, k, v)
+    large = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    small = torch.autograd.grad(out, (q, k, v), grad * 2**-10)
+    for name, x, want in zip(("dq", "dk", "dv"), small, large, strict=True):
+        assert (x.float() * 2**10 - want.float()).abs().max() <= 2**-8 * want.float().abs().max(), name
+
+
 WINDOW = Case(heads_q=2, heads_kv=1, n_q=800, n_k=800, d=24, rule={"window": (200, 0)})
 GROUP = Case(heads_q=2, heads_kv=1, n_q=700, n_k=900, d=72, d_v=24, rule={"causal": True})
 

@@ -69,7 +69,7 @@ MUTANTS = [
         ("backward pairs: rows that an LSE leaves out are linear", "return all_small && ", "return "),
         ("backward pairs: one row of a lane counts for both", "std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse", "std::fabs(lse2[0]) <= kMostNearLse"),
         ("backward pairs: dP as fp16", "if constexpr (std::is_same_v<Element, Half>)", "if constexpr (false)"),
-        only="not cuda and (leaves_out or beyond_its_range)",
+        only="not cuda and (leaves_out or beyond_its_range or small_gradients)",
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",

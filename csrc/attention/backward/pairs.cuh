@@ -171,7 +171,7 @@ FFPA_DEVICE void finish_ds(const float (&dp)[1][kN][4], const uint32_t* p, bool 
     constexpr float kUnit = kUnitOfP<Element>;
     const float low = of_pair[i % 2 * 2] * kUnit - delta[i % 2] * kUnit;
     const float high = of_pair[i % 2 * 2 + 1] * kUnit - delta[i % 2] * kUnit;
-    if constexpr (std::is_same_v<Element, Half>) {  // dP - δ may exceed Half where P is small
+    if constexpr (std::is_same_v<Element, Half>) {  // a small (dP - δ) · kUnit has few bits as a Half
       float p_low, p_high;
       ptx::unpack<Half>(p[i], p_low, p_high);
       ds[i] = ptx::pack<Half>(p_low * low, p_high * high);
