@@ -79,4 +79,4 @@ def _call(p: Problem) -> None:
     if p.backward:
         out, lse, *_ = found
         grad, grad_lse = campaign_check.random_gradients(p, out, lse, None)
-        ops._backward(form, (grad, grad_lse, x.q, x.k, x.v, out, lse), False, False, rule)
+        ops._backward(form, (grad, grad_lse, x.q, x.k, x.v, out, lse, None), False, False, rule)

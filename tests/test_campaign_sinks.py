@@ -194,7 +194,8 @@ def without_that_of_the_lse(gradient, grad_out, grad_lse, *rest, **more):
 
 
 def half(gradient, *args, **more):
-    return gradient(*args, **more) / 2
+    of_sinks, delta = gradient(*args, **more)
+    return of_sinks / 2, delta
 
 
 FAULTS = [  # where each is, and what a problem needs to show it: s(inks), m(ax logits)

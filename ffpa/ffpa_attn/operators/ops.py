@@ -316,19 +316,19 @@ def _backward_plan(form, grad_out, grad_lse, q, k, v, out, lse, delta, options, 
     return _decide(form, "backward", q, k, v, options, flags)
 
 
-def _sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND") -> tuple[torch.Tensor, torch.Tensor]:
-    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    return _sink_gradient(grad_out, grad_lse, out, lse, sinks, layout=layout, delta=delta), delta
+def _sink_gradient(*tensors, layout="BHND") -> torch.Tensor:
+    return _sink_gradient_delta(*tensors, layout=layout, wants_delta=False)[0]
 
 
-def _sink_gradient(grad_out, grad_lse, out, lse, sinks, *, layout="BHND", delta=None) -> torch.Tensor:
+def _sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND", wants_delta: bool = True) -> tuple:
     _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout)
     if out.dim() == 3:
         grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)
     elif layout == "BNHD":
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     try:
-        return sink_gradient(grad_out, grad_lse, out, lse, sinks, delta)
+        delta = empty_like(lse, torch.float32) if wants_delta else None
+        return sink_gradient(grad_out, grad_lse, out, lse, sinks, delta), delta
     except torch.OutOfMemoryError as error:
         raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None
 
