@@ -38,7 +38,12 @@ _PICTURES = {
 def publishable(record: Record) -> Record:
     """Returns the record, or raises ValueError with what stands against showing it as a result of this project."""
     rows = [row for result in record.results for row in result.rows]
-    against = [f"{row.tag} is wrong: {row.problem}" for row in rows if row.is_ffpa and row.problem]
+    against = [
+        f"{row.tag} ran on {row.kernel}, not on a kernel of this project"
+        for row in rows
+        if row.is_ffpa and not (row.own_kernel or row.settings.get("otherwise"))  # SDPA may be chosen beside our kernel
+    ]
+    against += [f"{row.tag} is wrong: {row.problem}" for row in rows if row.is_ffpa and row.problem]
     if not any(row.is_ffpa for row in rows):
         against.append("no row is of this project")
     against += ["it was interrupted"] * record.interrupted

@@ -213,10 +213,10 @@ def test_table(recorded):
     assert "†" not in markdown(recorded)
 
 
-def fall_back(rows: list[Row]) -> None:
-    """Makes the automatic row what it is where no kernel of ours runs."""
+def fall_back(rows: list[Row], otherwise=()) -> None:
+    """Makes the automatic row what it is where no kernel of ours runs, or where SDPA is chosen beside that `otherwise`."""
     auto = next(row for row in rows if row.tag == "(ffpa+auto)")
-    rows[rows.index(auto)] = replace(auto, kernel="sdpa", own_kernel=False)
+    rows[rows.index(auto)] = replace(auto, kernel="sdpa", own_kernel=False, settings={"otherwise": list(otherwise)})
 
 
 def test_a_fallback_is_no_number_of_ours(recorded):
@@ -434,7 +434,7 @@ def test_the_table_and_the_bars_of_several_directions(recorded, tmp_path, monkey
     assert "| **400T** | 100T | 90T (made_up) | 800T |" in lines[0] and "| none runs |" in lines[-1]
     assert "| 90T(wrong) (made_up) |" in lines[1] and "wrong: more than twice" in shown
     assert f"commit 1234abcd, source {'0' * 40}." in shown and "†" not in shown
-    fall_back(first)
+    fall_back(first, otherwise=[{"columns": 320}])
     recorded.save(tmp_path / "gpu_backward_causal")
     shown = readme.generated(text, tmp_path)
     assert "| **400T†** |" in shown and "; † ran on sdpa, not on a kernel of this project; commit" in shown
@@ -460,6 +460,7 @@ def test_the_table_and_the_bars_of_several_directions(recorded, tmp_path, monkey
             lambda record: [result.rows.__delitem__(slice(1, None)) for result in record.results],
             "no row is of this project",
         ),
+        (lambda record: fall_back(record.results[0].rows), "ran on sdpa, not on a kernel of this project"),
     ],
 )
 def test_the_readme_shows_nothing_that_is_not_ours(change, message, recorded, tmp_path):

@@ -47,7 +47,7 @@ MUTANTS = [
     *edits_in(
         "operators/ops.py",
         "tests/test_campaign_sinks.py -k 'fail'",
-        ("the gradient of sinks passes PyTorch's error on", "        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None\n", "        raise\n"),
+        ("the gradient of sinks passes PyTorch's error on", "        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), result_bytes, env.run_flags()) from None\n", "        raise\n"),
         ("a bool mask for the largest scores passes PyTorch's error on", "        raise no_memory(error, plan, q.dtype, result_bytes) from None\n    of_largest", "        raise\n    of_largest"),
     ),
     *edits_in(

@@ -52,5 +52,5 @@ def _way_out(function: Callable, word: str, known: list[str]) -> str:
         return way_out.format(new=new) or (
             f"did you mean `{similar[0]}`?" if similar else f"allowed: {', '.join(known)}"
         )
-    otherwise = WAYS_OUT[new][1] if new in WAYS_OUT and new != "sinks" else "ffpa and ffpa_varlen have it"
-    return f"{function.__name__} has no `{new}`; {otherwise}"
+    ours, way_out = WAYS_OUT.get(new, (new, ""))
+    return f"{function.__name__} has no `{new}`; {way_out if ours is None else 'ffpa and ffpa_varlen have it'}"

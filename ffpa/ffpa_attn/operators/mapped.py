@@ -16,8 +16,7 @@ _ops = torch.ops.ffpa_attn
 
 
 def register(lib: torch.library.Library) -> None:
-    rules = {"backward": _backward}
-    rules |= {name: partial(_sink_gradient, getattr(_ops, name)) for name in ("sink_gradient", "sink_gradient_delta")}
+    rules = {"backward": _backward, "sink_gradient_delta": _sink_gradient_delta}
     for more in ("", MAX_LOGITS):
         rules |= {f"forward{more}": partial(_forward, getattr(_ops, f"forward{more}"))}
         rules |= {f"forward_out{more}": _to_out, f"varlen_forward_out{more}": _to_out}
@@ -65,19 +64,14 @@ def _backward(
     return (*(_unfolded(grad, x, batch) for grad in grads), dmask), (0, 0, 0, 0 if mask_grad else None)
 
 
-def _sink_gradient(op, info, in_dims, *tensors, **options):
+def _sink_gradient_delta(info, in_dims, *tensors, **options):
     """Calls the operator once for each entry, whose sums are its own; where there is none, for the shapes alone."""
     given = list(zip(tensors, in_dims, strict=True))
     entries = [
         [t if d is None else made_readable(t.select(d, i)) for t, d in given] for i in range(info.batch_size)
     ] or [[t if d is None else t.new_zeros(_shape_of_one(t, d)) for t, d in given]]
-    results = [op(*entry, **options) for entry in entries]
-    stacked = [torch.stack(x)[: info.batch_size] for x in zip(*map(_as_tuple, results), strict=True)]
-    return (tuple(stacked), (0,) * len(stacked)) if len(stacked) > 1 else (stacked[0], 0)
-
-
-def _as_tuple(x) -> tuple:
-    return x if isinstance(x, tuple) else (x,)
+    results = zip(*(_ops.sink_gradient_delta(*entry, **options) for entry in entries), strict=True)
+    return tuple(torch.stack(x)[: info.batch_size] for x in results), (0, 0)
 
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):

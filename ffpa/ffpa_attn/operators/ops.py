@@ -330,7 +330,8 @@ def _sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND", 
         delta = empty_like(lse, torch.float32) if wants_delta else None
         return sink_gradient(grad_out, grad_lse, out, lse, sinks, delta), delta
     except torch.OutOfMemoryError as error:
-        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), env.run_flags()) from None
+        result_bytes = 4 * (lse.shape[-2] + wants_delta * lse.numel())
+        raise out_of_memory.of_sink_gradient(error, out, workspace_bytes(out), result_bytes, env.run_flags()) from None
 
 
 def _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout) -> None:

@@ -49,11 +49,11 @@ def explained(
 
 
 def of_sink_gradient(
-    error: torch.OutOfMemoryError, out: torch.Tensor, workspace: int | None, flags: Mapping[str, Any]
+    error: torch.OutOfMemoryError, out: torch.Tensor, workspace: int | None, result_bytes: int, flags: Mapping[str, Any]
 ) -> torch.OutOfMemoryError:
     """Does the same where the gradient of sinks has no memory, which works with any workspace."""
     call = f"gradient of sinks, of `out` with shape {tuple(out.shape)} and dtype {out.dtype}"
-    return _explained(error, call, workspace, 4 * out.shape[-3], flags[_CAP], 1)
+    return _explained(error, call, workspace, result_bytes, flags[_CAP], 1)
 
 
 def _explained(
