@@ -27,7 +27,7 @@ FLOORS = (
     ("testing", "triton_ops"),
     ("backends",),
     ("doctor", "operators"),
-    ("attention", "fp8"),
+    ("attention", "fp8", "kv_cache"),
     ("demo", "distributed", "integrations"),
     ("__init__",),
 )

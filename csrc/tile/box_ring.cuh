@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "base/compiler.h"
+#include "base/math.h"
 #include "ptx/instructions.cuh"
 #include "tile/smem_layout.cuh"
 
@@ -99,12 +100,15 @@ struct RingPosition {
 
 // The warp that brings steps, all of its lanes together; one of them issues the copies. That lane is elected: the
 // compiler does not know that `lane == 0` is a single lane, and puts a loop around each copy (dQ took 7% longer).
-template <class Ring>
+//
+// Where kWarps warps bring steps, all of them go through the same ones, and a warp brings those for the slots that are
+// its own.
+template <class Ring, int kWarps = 1>
 class BoxProducer {
   static constexpr int kRowsA = Ring::kBoxesA * kBox;
 
  public:
-  FFPA_DEVICE BoxProducer(const Ring& ring, int lane) : ring_(ring), lane_(lane) {}
+  FFPA_DEVICE BoxProducer(const Ring& ring, int lane, int warp = 0) : ring_(ring), lane_(lane), warp_(warp) {}
 
   // load(boxes_smem, barrier) starts the copies of all boxes of a step, to consecutive addresses (of the boxes of B it
   // copies those that this block brings for the whole cluster). `boxes_b` is the number of boxes of B, where a product
@@ -112,6 +116,7 @@ class BoxProducer {
   // the rows of all boxes of A, where not all are copied.
   template <class Load>
   FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox, int rows_a = kRowsA) {
+    if (is_of_others()) return;
     if (ptx::elect_one()) {
       const uint32_t full = ring_.full(at_.slot);
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
@@ -122,10 +127,12 @@ class BoxProducer {
   }
 
   // Brings a step as bring() does, with zeros in those rows of B's boxes whose bit in `live` is 0: a NaN that lies
-  // there would survive the zero it is multiplied with.
-  template <class Load>
+  // there would survive the zero it is multiplied with. Where the boxes lie side by side for kTogether rows at a time,
+  // these are adjacent: [rows / kTogether][box][kTogether].
+  template <int kTogether = 0, class Load>
   FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
     if (live == ~uint64_t{0}) return bring(load, boxes_b, rows_b);
+    if (is_of_others()) return;
     const uint32_t slot = ring_.slot(at_.slot);
     if (ptx::elect_one()) {
       ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
@@ -140,7 +147,8 @@ class BoxProducer {
       if (live >> row & 1) continue;
       FFPA_NO_UNROLL
       for (int box = 0; box < boxes_b; ++box) {
-        ptx::st_shared_16(slot + Ring::kBoxesA * kBoxBytes + (box * rows_b + row) * kBoxRowBytes + lane_ % kChunks * 16,
+        const int of_slot = kTogether == 0 ? box * rows_b + row : row_of_steps<max_of(kTogether, 1)>(row, box, boxes_b);
+        ptx::st_shared_16(slot + Ring::kBoxesA * kBoxBytes + of_slot * kBoxRowBytes + lane_ % kChunks * 16,
                           {0, 0, 0, 0});
       }
     }
@@ -149,6 +157,7 @@ class BoxProducer {
 
   // Brings a step of zeros, for a product over nothing.
   FFPA_DEVICE void bring_zeros() {
+    if (is_of_others()) return;
     const uint32_t slot = ring_.slot(at_.slot);
     // Only one lane waits: the others may be rounds ahead of it, and a parity tells only neighbouring rounds apart.
     if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
@@ -161,6 +170,13 @@ class BoxProducer {
   }
 
  private:
+  // Passes a step that another warp brings, and says so.
+  FFPA_DEVICE bool is_of_others() {
+    if (kWarps == 1 || at_.slot % kWarps == warp_) return false;
+    at_.advance();
+    return true;
+  }
+
   // The slot is full: all lanes have written what no copy brings.
   FFPA_DEVICE void end_writes() {
     ptx::fence_proxy_async();
@@ -169,12 +185,17 @@ class BoxProducer {
     at_.advance();
   }
 
+  template <int kTogether>
+  static FFPA_DEVICE int row_of_steps(int row, int box, int boxes) {
+    return (row / kTogether * boxes + box) * kTogether + row % kTogether;
+  }
+
   static FFPA_DEVICE uint32_t bytes_of(int boxes_b, int rows_b, int rows_a = kRowsA) {
     return (rows_a + boxes_b * rows_b) * kBoxRowBytes;
   }
 
   const Ring ring_;
-  int lane_;
+  int lane_, warp_;
   RingPosition<Ring> at_;
   uint32_t landed_parities_ = 0;  // parity of each slot's `landed` barrier, one bit a slot
 };

@@ -28,22 +28,27 @@ FFPA_HOST_DEVICE constexpr GmemWindow window_at(const GmemWindow& matrix, int64_
           int(matrix.rows - row), matrix.columns - column};
 }
 
+// A team of kLanes threads copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows
+// and 8 chunks (those of an odd number of 64 bytes, after 4): where a thread's steps are multiples of both, all its
+// addresses lie at constant distances from its first ones.
+template <int kColumns, int kThreads>
+struct ChunkTeams {
+  static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
+  static constexpr int kChunksPerRow = kColumns / kChunkElements;
+  // The number of lanes in a team is a power of two that divides a row, and leaves 8 teams if it can. The hardware
+  // writes for 8 lanes at a time, which then write to one row.
+  static constexpr int kLanes = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 8, 32));
+  static constexpr int kTeams = kThreads / kLanes;
+  static constexpr int kPeriod = kChunksPerRow % 8 == 4 ? 4 : 8;
+  static constexpr bool kConstantSteps = kTeams % 8 == 0 && (kLanes == kChunksPerRow || kLanes % kPeriod == 0);
+};
+
 // Starts the copy of those chunks of a tile for which `exists(row, chunk)` is true; the others become zeros.
-//
-// A team of lanes copies neighbouring chunks of one row; the teams share the rows. Layouts repeat after 8 rows and 8
-// chunks (those of an odd number of 64 bytes, after 4): where a thread's steps are multiples of both, all its addresses
-// lie at constant distances from its first ones.
 template <int kRows, int kColumns, int kThreads, class Layout, class Exists>
 FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, const GmemWindow& window, int thread,
                                    const Exists& exists, ptx::CallSite site) {
-  static_assert(kColumns % kChunkElements == 0, "a tile is copied in chunks of 16 bytes");
-  constexpr int kChunksPerRow = kColumns / kChunkElements;
-  // The number of lanes in a team is a power of two that divides a row, and leaves 8 teams if it can. The hardware
-  // writes for 8 lanes at a time, which then write to one row.
-  constexpr int kTeam = min_of(kChunksPerRow & -kChunksPerRow, clamp(kThreads / 8, 8, 32));
-  constexpr int kTeams = kThreads / kTeam;
-  constexpr int kPeriod = kChunksPerRow % 8 == 4 ? 4 : 8;
-  constexpr bool kConstantSteps = kTeams % 8 == 0 && (kTeam == kChunksPerRow || kTeam % kPeriod == 0);
+  using Teams = ChunkTeams<kColumns, kThreads>;
+  constexpr int kChunksPerRow = Teams::kChunksPerRow, kTeam = Teams::kLanes, kTeams = Teams::kTeams;
   const int first_row = thread / kTeam;
   const int first_chunk = thread % kTeam;
   const uint32_t target = tile_smem + layout.offset(first_row, first_chunk);
@@ -53,8 +58,8 @@ FFPA_DEVICE void copy_chunks_async(uint32_t tile_smem, const Layout& layout, con
     if (kRows % kTeams != 0 && first_row + row >= kRows) break;
     FFPA_UNROLL
     for (int chunk = 0; chunk < kChunksPerRow; chunk += kTeam) {
-      const uint32_t to = kConstantSteps ? target + layout.offset(row, chunk)
-                                         : tile_smem + layout.offset(first_row + row, first_chunk + chunk);
+      const uint32_t to = Teams::kConstantSteps ? target + layout.offset(row, chunk)
+                                                : tile_smem + layout.offset(first_row + row, first_chunk + chunk);
       ptx::cp_async_16_or_zero(exists(first_row + row, first_chunk + chunk), to, source + chunk * kChunkElements, site);
     }
     source += kTeams * window.row_stride;

@@ -33,9 +33,11 @@ from .integrations.flash_api import (
     ffpa_attn_varlen_func,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     is_nhd_zero_copy_input,
 )
 from .integrations.sdpa_override import disable_sdpa, enable_sdpa, sdpa
+from .kv_cache import ffpa_with_kvcache
 from .specs.problem import LevelType, MMAAccType
 from .support import private_torch, progress
 from .support.version import __version__
@@ -71,8 +73,10 @@ __all__ = [
     "ffpa_mma_acc_f16_L1",
     "ffpa_mma_acc_f32_L1",
     "ffpa_varlen",
+    "ffpa_with_kvcache",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "is_nhd_zero_copy_input",
     "merge",
     "quantize_fp8",

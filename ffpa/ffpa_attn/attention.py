@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
 from . import env
 from .backends.choice import Choice, choose
-from .checks import arguments, memory_checks, words
+from .checks import arguments, memory_checks, page_checks, words
 from .launching import native
-from .operators import again, dispatch_keys, forms
+from .operators import again, dispatch_keys, forms, paged
+from .operators.options import options_of
 from .specs.problem import LevelType, MMAAccType
-
-
-def _options(*args) -> dict:
-    """Returns operators' options, not to be changed. Checking takes 4 µs, so those of earlier calls are kept."""
-    if not torch.compiler.is_compiling():
-        try:
-            values = (*args, *args[again.WINDOW])
-            if again.PLAIN.issuperset(map(type, values)):
-                return _kept_options(*values)
-        except TypeError:  # `window` is no tuple; or what is wrong is said below, once more
-            pass
-    return _checked_options(*args)
-
-
-def _checked_options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse, *_) -> dict:
-    """Returns the checked options less those at their default, as each costs the dispatcher over 1 µs."""
-    options = {
-        **arguments.visibility(causal, align, window),
-        "scale": arguments.scale(scale),
-        "softcap": arguments.softcap(softcap),
-        "return_lse": arguments.flag("return_lse", return_lse),
-        "level": arguments.level(level),
-        "acc": arguments.acc(acc),
-        "num_stages": arguments.num_stages(num_stages),
-    }
-    return {name: value for name, value in options.items() if not arguments.known(value) or value != _DEFAULTS[name]}
-
-
-# Types are part of the key, as 1 equals True and 1.0; so the window's sides are arguments, too.
-_kept_options = lru_cache(4096, typed=True)(_checked_options)
-_DEFAULTS = {
-    arg.name: arg.default_value for arg in torch.ops.ffpa_attn.forward.default._schema.arguments if arg.kwarg_only
-}
 
 
 def ffpa(
@@ -109,7 +77,7 @@ def ffpa(
         return results
     arguments.only_tensors(q=q, k=k, v=v)
     arguments.tensors_or_none(mask=mask, sinks=sinks)
-    options = _options(*args)
+    options = options_of(*args)
     if arguments.layout(layout) != "BHND":
         options = {**options, "layout": layout}
     of_scores = mask, sinks
@@ -138,7 +106,7 @@ def ffpa_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     o: torch.Tensor | None = None,
@@ -155,6 +123,8 @@ def ffpa_varlen(
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_max_logits: bool = False,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs ffpa on packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; gives [Tq, Hq, Dv], LSE [Hq, Tq].
@@ -163,9 +133,23 @@ def ffpa_varlen(
     offsets of GPU tensors are never read on the host: a length counts as clamped to [0, max_seqlen], no address leaves
     the tensors, and rows of no sequence give 0 and LSE -inf. FFPA_CHECK=1 checks them and waits for the GPU.
     return_max_logits gives [B, Hq], a row for each sequence.
+
+    With block_table, int32 [B, entries], keys lie in the pages of pools k [pages, rows, Hkv, D] and v [pages, rows, Hkv,
+    Dv]: those of sequence i are the first seqused_k[i] (int32 [B]) rows of pages block_table[i, 0], block_table[i, 1], and
+    so on; cu_seqlens_k is None. The rows of a page are a multiple of 16. Several sequences may share a page. Entries behind
+    the keys that are used, or before those that a window sees, may be anything; a page outside the pool counts as zeros.
+    There are no gradients. ffpa_with_kvcache writes new rows as well.
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
+    if block_table is not None or seqused_k is not None:
+        options = options_of(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+        out = arguments.one_output(o, out)
+        max_seqlens = max_seqlen_q, max_seqlen_k
+        page_checks.varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *max_seqlens)
+        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens)
+        wanted = return_lse, return_max_logits
+        return paged.attend(q, k, v, where, sinks, out, options, *wanted, names={"k_pages": "k", "v_pages": "v"})
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     plain = o is None and out is None and return_max_logits is False
@@ -181,7 +165,7 @@ def ffpa_varlen(
         arguments.max_seqlen("max_seqlen_q", max_seqlen_q),
         arguments.max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    options = _options(*args)
+    options = options_of(*args)
     if o is None and out is None:
         name = forms.operator_name("varlen_forward", return_max_logits)
         run = dispatch_keys.at_once(name, q, k, v, *cu_seqlens, sinks)
@@ -267,7 +251,7 @@ def explain(
     out = arguments.one_output(o, out)
     if o is not None and mask is None:
         arguments.not_a_mask(o, q, k, v)
-    options = _options(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
+    options = options_of(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     arch = arguments.arch(arch, q)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask, sinks))
     q, k, v = dispatch_keys.as_autocast_would(q, k, v)

@@ -86,7 +86,7 @@ def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     call = x[None, None], x[None, None], x[None, None], out[None, None]
     launch = forward_launch(spec, *call, None, None, Rule(1.0, 0.0, Visibility(-1, -1, False)))
-    launch(*call, None, None, None, None, None, partial, None, None)
+    launch(*call, *[None] * 5, partial, *[None] * 6)
     return out
 
 

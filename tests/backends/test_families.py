@@ -4,6 +4,7 @@ import pytest
 import torch
 from ffpa_attn import env, ffpa, ffpa_fp8, quantize_fp8
 from ffpa_attn.backends import two_phase
+from ffpa_attn.backends.append import append
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import aot_specs
 from ffpa_attn.testing import emulate
@@ -26,6 +27,11 @@ def attention_of_latents() -> None:
     ffpa(q, k, k[..., :512])
 
 
+def appended_rows() -> None:
+    rows, pages = torch.randn(1, 1, 1, 64).bfloat16(), torch.zeros(1, 16, 1, 64).bfloat16()
+    append(rows, rows, pages, pages.clone(), torch.zeros(1, dtype=torch.int32))
+
+
 def attention_of_8_bits() -> None:
     q, k, v = (quantize_fp8(torch.randn(1, 1, 8, 512))[0] for _ in range(3))
     ffpa_fp8(q, k, v)
@@ -39,6 +45,7 @@ CALLS = [
     ("mma", False, lambda: attention(64, 1, 2000)),  # few rows: parts of the keys are merged
     ("mma", True, lambda: attention(640, 8, 72)),
     ("mma", False, attention_with_sinks),
+    ("mma", False, appended_rows),
     ("hopper", False, lambda: attention(64, 8, 8, gradients=True)),
     ("hopper", False, lambda: attention(384, 8, 8)),
     ("hopper", True, lambda: attention(768, 8, 8)),

@@ -16,7 +16,7 @@ from ffpa_attn.specs import archs
 from ffpa_attn.specs.spec import ROWS_HEAD_DIMS, ForwardMmaRows, ForwardMmaSplit, aot_specs
 from ffpa_attn.testing import emulate
 
-SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit)]
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit) and not spec.paged]
 WIDTHS = {spec.columns for spec in SHIPPED if not spec.streamed}
 WIDTHS |= {spec.head_dim for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaRows)}
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}

@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES, PACKED_CASES, Case, PackedCase, make_inputs, make_packed_inputs
-from ffpa_attn.backends import reference
+from ffpa_attn.backends import reference_rows
 
 
 def by_id(cases):
@@ -117,7 +117,7 @@ def by_sequence(case: PackedCase, function, q, k, v, *sinks):
 @pytest.mark.parametrize("lengths", ["read", "on the device"])
 def test_packed(case: PackedCase, device, lengths, monkeypatch):
     if lengths == "on the device":  # a GPU has them there
-        monkeypatch.setattr(reference, "_lengths_may_be_read", lambda cu: False)
+        monkeypatch.setattr(reference_rows, "_lengths_may_be_read", lambda cu: False)
     q, k, v, *offsets = make_packed_inputs(case, device)
     rows, sinks = q.shape[0] - case.spare, case.options(device).get("sinks")
     ours, oracles, bases = (leaves(q, k, v, sinks) for _ in range(3))

@@ -14,7 +14,7 @@ from ffpa_attn.specs.problem import Problem, Visibility, visible_keys
 from ffpa_attn.specs.spec import ForwardMmaSplit, aot_specs
 from ffpa_attn.testing import emulate
 
-SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit)]
+SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit) and not spec.paged]
 PROBLEM = Problem(
     "forward", "cuda", "sm_90", "bf16", 1, 32, 32, 8192, 8192, 512, 512, None, Visibility(-1, -1, False), 0.04, 0.0, None, True, None, "f32", None
 )  # fmt: skip

@@ -20,6 +20,7 @@ from ffpa_attn import (
     ffpa_attn_varlen_func,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     is_nhd_zero_copy_input,
 )
 from ffpa_attn.integrations import masks
@@ -52,7 +53,14 @@ OFFSETS = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
     "function, written",
     [
         (flash_attn_func, f"(q,k,v,{FLASH},{SINKS},**unknown)"),
-        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None,{SINKS},**unknown)"),
+        (flash_attn_varlen_func, f"(q,k,v,{OFFSETS},{FLASH},block_table=None,{SINKS},seqused_k=None,**unknown)"),
+        (
+            flash_attn_with_kvcache,
+            "(q,k_cache,v_cache,k=None,v=None,rotary_cos=None,rotary_sin=None,cache_seqlens=None,cache_batch_idx=None,"
+            "cache_leftpad=None,block_table=None,softmax_scale=None,causal=False,window_size=(-1,-1),softcap=0.0,"
+            "rotary_interleaved=True,alibi_slopes=None,num_splits=0,return_softmax_lse=False,*,page_table=None,"
+            "cu_seqlens_q=None,cu_seqlens_k_new=None,max_seqlen_q=None,s_aux=None,learnable_sink=None,**unknown)",
+        ),
         (
             ffpa_attn_func,
             "(query,key,value,attn_mask=None,dropout_p=0.0,is_causal=False,scale=None,enable_gqa=False,**kwargs)",
@@ -438,7 +446,9 @@ BAD = [
     (flash, {"s_aux": torch.ones(4), "learnable_sink": torch.ones(4)}, ValueError, "`s_aux` and `learnable_sink` are both"),
     (varlen, {"dropout_p": 0.1}, NotImplementedError, "`dropout_p` is 0.1"),
     (varlen, {"alibi_slopes": torch.ones(4)}, NotImplementedError, "`alibi_slopes` is given.*flash_attn_func"),
-    (varlen, {"block_table": torch.ones(4)}, NotImplementedError, "`block_table` is given.*gather"),
+    (varlen, {"block_table": [1.0]}, TypeError, "`block_table` is list; pass a torch.Tensor"),
+    (varlen, {"block_table": torch.ones(4)}, ValueError, r"`k` has 3 dims.*\[pages, rows, H, D\]"),
+    (varlen, {"seqused_k": torch.ones(4)}, ValueError, "`seqused_k` is given without `block_table`"),
     (pypi, {"acc": "f32"}, TypeError, "unexpected keyword argument 'acc'"),
     (pypi, {"backend": "metal"}, ValueError, "`backend` is 'metal'; allowed"),
     (pypi, {"forward_backend": 3}, TypeError, "`forward_backend` is a int; pass one of"),

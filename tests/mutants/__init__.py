@@ -1,9 +1,34 @@
 """This package holds small mistakes, each of which a test should notice; `__main__.py` makes them one at a time."""
 
-from . import backward, building, calls, distributed, hopper, integrations, mma, operators, scores, sinks, triton
+from . import (  # fmt: skip
+    append,
+    backward,
+    building,
+    calls,
+    distributed,
+    hopper,
+    integrations,
+    mma,
+    operators,
+    paged,
+    scores,
+    sinks,
+    triton,
+)
 
-MUTANTS = [
-    mutant
-    for area in (backward, building, calls, distributed, hopper, integrations, mma, operators, scores, sinks, triton)
-    for mutant in area.MUTANTS
-]
+AREAS = (
+    append,
+    backward,
+    building,
+    calls,
+    distributed,
+    hopper,
+    integrations,
+    mma,
+    operators,
+    paged,
+    scores,
+    sinks,
+    triton,
+)
+MUTANTS = [mutant for area in AREAS for mutant in area.MUTANTS]

@@ -92,7 +92,7 @@ MUTANTS = [
         ("flash: sinks of FlashAttention 3 ignored", "return learnable_sink if s_aux is None else s_aux", "return learnable_sink"),
         ("flash: sinks of FlashAttention 4 ignored", "return learnable_sink if s_aux is None else s_aux", "return s_aux"),
         ("flash: dense calls have no sinks", 'layout="BNHD", sinks=_sinks(s_aux, learnable_sink))', 'layout="BNHD")'),
-        ("flash: packed calls have no sinks", "*offsets, sinks=_sinks(s_aux, learnable_sink))", "*offsets)"),
+        ("flash: packed calls have no sinks", "*offsets, sinks=_sinks(s_aux, learnable_sink), **of_pages)", "*offsets, **of_pages)"),
     ),
     *edits_in(
         "checks/memory_checks.py",

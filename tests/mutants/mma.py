@@ -190,6 +190,18 @@ MUTANTS = [
         ("window keeps the matrix's columns", "matrix.columns - column};", "matrix.columns};"),
         ("one row further for every pass but the first", "source += kTeams * window.row_stride;", "source += (kTeams + 1) * window.row_stride;"),
     ),
+    *edits_in(
+        "csrc/attention/rows/paged_copy.cuh",
+        "tests/backends/test_mma_pages.py -k '(d64 or d576) and emulated and not level2 and not level3 or 64-None'",
+        ("pages: the first row of 16 for all", "row % kPageStep * window.row_stride", "0 * window.row_stride"),
+        ("pages: keys behind the last one", " && key + row < window.seen.end;", ";"),
+        ("pages: all are there where the first is", "(found >> run & 1)", "(found & 1)"),
+        ("pages: columns that do not exist", "exists && column + chunk * tile::kChunkElements < window.columns", "exists"),
+        ("pages: V of the first head for all", "row_of(params.v, 0, place.head, 0)", "row_of(params.v, 0, 0, 0)"),
+        ("pages: those of the first tile for all", "first_of_run = key + lane * kPageStep", "first_of_run = lane * kPageStep"),
+        ("pages: the first rows of a thread over again", "target + layout.bytes(slice) +", "target +"),
+        ENABLE_FFPA_DEBUG="1",
+    ),
     *kernel(
         "tile/stage_ring.cuh",
         ("ring: used before it is full", "    ptx::mbarrier_wait(full(use_), used_parity_);\n", ""),

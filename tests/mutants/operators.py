@@ -158,6 +158,10 @@ MUTANTS = [
         "attention.py",
         "tests/operators/test_ops.py -k TestAtOnce",
         ("options of a call are changed", "        options = {**options, \"layout\": layout}\n", "        options[\"layout\"] = layout\n"),
+    ),
+    *edits_in(
+        "operators/options.py",
+        "tests/operators/test_ops.py -k TestAtOnce",
         ("options of equal arguments of other types", "lru_cache(4096, typed=True)", "lru_cache(4096)"),
     ),
     *edits_in(
@@ -224,12 +228,12 @@ MUTANTS = [
         ("symbols: a softcap is compared", "if known(value) and value < 0:", "if value < 0:"),
     ),
     *edits_in(
-        "attention.py",
+        "operators/options.py",
         "tests/operators/test_symbols.py",
         ("symbols: compared with defaults", "if not arguments.known(value) or value != _DEFAULTS[name]", "if value != _DEFAULTS[name]"),
     ),
     *edits_in(
-        "operators/ops.py",
+        "operators/schemas.py",
         "tests/operators/test_symbols.py tests/operators/test_ops.py -k 'symbols or schema'",
         ("symbols: schemas of ints", "SymInt window_left=-1", "int window_left=-1"),
         ("symbols: schemas of floats", "*, Scalar? scale=None", "*, float? scale=None"),
@@ -290,5 +294,40 @@ MUTANTS = [
         "integrations/tf32.py",
         "tests/operators/test_first_order.py -k TF32",
         ("first order: nothing that leads to TF32's inputs", "out, lse, balance, of_v)", "out, lse.clone(), balance, of_v)"),
+    ),
+    *edits_in(
+        "operators/forms.py",
+        "tests/operators/test_kv_cache.py tests/operators/test_caches.py tests/checks/test_bad_pages.py",
+        ("pages: heads of [T, H, D] are rows", "return x.transpose(-3, -2)", "return x"),
+        ("pages: sinks are left out", "given if len(given) == 9 else (*given, None)", "(*given[:8], None)"),
+        ("pages: entries before a window are checked", "[(least, min(end, n)) for", "[(0, min(end, n)) for"),
+        ("pages: a longer maximum than pages hold", "longest=min(self.max_k, pages.entries * self._pool.shape[1])", "longest=self.max_k"),
+    ),
+    *edits_in(
+        "operators/paged.py",
+        "tests/checks/test_bad_pages.py",
+        ("caches: written before the call is checked", "        ops.be_sure(form, q, k_pages, v_pages, out, options)\n", ""),
+    ),
+    *edits_in(
+        "operators/appending.py",
+        "tests/checks/test_bad_pages.py tests/operators/test_caches.py",
+        ("caches: two may overlap", "    page_checks.one_storage(in_pages, in_rows, k_pages, v_pages)\n", ""),
+        ("caches: they may be expanded", "    page_checks.places(k, v, k_pages, v_pages)\n", ""),
+    ),
+    *edits_in(
+        "operators/dispatch_keys.py",
+        "tests/operators/test_kv_cache.py -k gradients",
+        ("pages: an operator gives gradients of nothing", "if tangents or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):", "if tangents:"),
+    ),
+    *edits_in(
+        "operators/flops.py",
+        "tests/operators/test_kv_cache.py -k flops",
+        ("pages: all count as the longest", "lengths = key_lengths(form.pages).tolist()", "lengths = [longest] * batch"),
+    ),
+    *edits_in(
+        "kv_cache.py",
+        "tests/operators/test_caches.py",
+        ("caches: an index is a table's row", "block_table, names = cache_batch_idx[:, None]", "block_table, names = cache_batch_idx[None]"),
+        ("caches: new rows are not counted", " and k.dim() == 4 else 0", " and k.dim() == 4 and False else 0"),
     ),
 ]  # fmt: skip

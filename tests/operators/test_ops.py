@@ -76,6 +76,24 @@ LATER["sink_gradient_delta"] = (
     .replace("Tensor dsinks", "(Tensor dsinks, Tensor delta)")
 )
 
+PAGED = (
+    "Tensor? cu_seqlens_q, Tensor seqused_k, Tensor? block_table, Tensor? leftpad_k, Tensor? cu_seqlens_k_new, SymInt more_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks=None, *, Scalar? scale=None, bool causal=False, "
+    'str align="bottom_right", SymInt window_left=-1, SymInt window_right=-1, Scalar softcap=0., bool return_lse=True, '
+    'int? level=None, str acc="f32", int? num_stages=None)'
+)
+POOLS = "Tensor q, Tensor k_pages, Tensor v_pages"
+for _more, _result in (("", ""), ("_max_logits", ", Tensor max_logits")):
+    _lse = f"(Tensor lse{_result})" if _result else "Tensor lse"
+    LATER |= {
+        f"paged_forward{_more}": f"ffpa_attn::paged_forward{_more}({POOLS}, {PAGED} -> (Tensor out, Tensor lse{_result})",
+        f"paged_forward_out{_more}": f"ffpa_attn::paged_forward_out{_more}({POOLS}, Tensor(a!) out, {PAGED} -> {_lse}",
+    }
+LATER["append_to_cache"] = (
+    "ffpa_attn::append_to_cache(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor cache_seqlens, "
+    "Tensor? block_table, Tensor? cu_seqlens_k_new) -> ()"
+)
+
 
 WIDER = {"int": ("int", "SymInt"), "float": ("float", "Scalar"), "float?": ("float?", "Scalar?")}
 

@@ -14,6 +14,7 @@
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_grid.cuh"
+#include "attention/rows/paged_copy.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
@@ -32,7 +33,7 @@ namespace ffpa {
 
 // Fields has Dtype; AccQk and AccPv, what products accumulate in; kHeadDim, which d_qk and d_v are rounded up to; kRows
 // and kKeys of a tile; kQInRegisters, whether the fragments of Q stay in registers or are read again for each tile;
-// kSerial, whether fragments are loaded when they are needed and not ahead.
+// kSerial, whether fragments are loaded when they are needed and not ahead; kPaged, whether keys lie in pages.
 template <class Fields>
 struct ForwardMmaRowsConfig : Fields {
   using Params = AttentionParams;
@@ -66,7 +67,7 @@ struct ForwardMmaRowsConfig : Fields {
     return shape;
   }
 
-  using Arguments = RowTileArguments<kRows>;
+  using Arguments = MmaArguments<kRows, Fields::kPaged>;
 };
 
 // Waits until at most `pending` (0, 2, 4 or 6) of this thread's latest copy groups are in flight.
@@ -113,9 +114,8 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   SharedRowTile rows = arguments.row_tiles.get(params, block_number());
   if (warp == 0) kept.keep(rows, lane);
   ptx::sync_block();  // the row tile is there
-  const KeysInGmem keys = keys_in_gmem(params, rows);
-  const tile::GmemWindow k_gmem = {keys.k, params.k.row_stride, keys.count, params.d_qk};
-  const tile::GmemWindow v_gmem = {keys.v, params.v.row_stride, keys.count, params.d_v};
+  const MmaKeys<Config::kPaged> keys = mma_keys<Config::kPaged>(params, rows);
+  const auto k_gmem = window_of_k(params, keys), v_gmem = window_of_v(params, keys);
   const TileRange tiles = visible_part(rows, kKeys, params);
   const int first_tile = tiles.first, end_tile = tiles.end;
   const int common_begin = common_keys_begin(rows), common_end = common_keys_end(rows);
@@ -123,10 +123,15 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   // ---- the copies into shared memory ----
 
   // Starts the copy of a tile of K or V, if there is one, and closes the group: one group for each tile of either.
-  const auto load_tile = [&](const tile::GmemWindow& matrix_gmem, uint32_t slot, int index) {
+  const auto load_tile = [&](const auto& matrix_gmem, uint32_t slot, int index) {
     if (index < end_tile) {
-      tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
-          slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);
+      if constexpr (Config::kPaged) {
+        copy_paged_keys_async<kKeys, kHeadDim, Config::kThreads>(slot, kLayout, arguments.key_pages, params.paged,
+                                                                 matrix_gmem, index * kKeys, 0, thread);
+      } else {
+        tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
+            slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);
+      }
     }
     ptx::cp_async_commit_group();
   };

@@ -20,6 +20,7 @@
 #include "attention/forward/mma_split_config.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_grid.cuh"
+#include "attention/rows/paged_copy.cuh"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "attention/score_rules.cuh"
@@ -56,8 +57,8 @@ class ForwardMmaSplit {
 
  public:
   FFPA_DEVICE explicit ForwardMmaSplit(const typename Config::Arguments& arguments)
-      : params_(arguments.params),
-        row_tiles_(arguments.row_tiles),
+      : arguments_(arguments),
+        params_(arguments.params),
         thread_(ptx::thread_x()),
         lane_(ptx::lane_id()),
         team_(thread_ / 32 / kTeamWarps),
@@ -120,10 +121,10 @@ class ForwardMmaSplit {
   FFPA_DEVICE void begin(int item) {
     const int groups = Config::groups_of_items(params_);
     first_column_ = item % groups * kColumns;
-    const SharedRowTile rows = row_tiles_.get(params_, item / groups);
+    const SharedRowTile rows = arguments_.row_tiles.get(params_, item / groups);
     if (thread_ < 32) {
       rows_.keep(rows, lane_);
-      keys_.keep(keys_in_gmem(params_, rows), lane_);
+      keys_.keep(mma_keys<Config::kPaged>(params_, rows), lane_);
     }
     ptx::sync_block();  // the row tile is there, and the barriers of the ring are
 
@@ -187,19 +188,28 @@ class ForwardMmaSplit {
   }
 
   FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const {
-    const KeysInGmem keys = keys_.get();
-    const tile::GmemWindow k_gmem = {keys.k, params_.k.row_stride, keys.count, params_.d_qk};
-    tile::copy_tile_async<kKeys, kKeyColumns, kThreads>(
-        slot, Config::key_layout(), tile::window_at(k_gmem, tile * kKeys, step * kKeyColumns), thread_);
+    copy_async<kKeys, kKeyColumns>(slot, Config::key_layout(), window_of_k(params_, keys_.get()), tile * kKeys,
+                                   step * kKeyColumns);
     if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, rows_.get(), step);
   }
 
   FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const {
-    const KeysInGmem keys = keys_.get();
-    const tile::GmemWindow v_gmem = {keys.v, params_.v.row_stride, keys.count, params_.d_v};
-    const int column = Config::kStreamed ? group * kColumns : first_column_;
-    tile::copy_tile_async<kValueRows, kColumns, kThreads>(
-        slot, Config::value_layout(), tile::window_at(v_gmem, tile * kKeys + step * kValueRows, column), thread_);
+    copy_async<kValueRows, kColumns>(slot, Config::value_layout(), window_of_v(params_, keys_.get()),
+                                     tile * kKeys + step * kValueRows,
+                                     Config::kStreamed ? group * kColumns : first_column_);
+  }
+
+  // Starts the copy of rows of K or V from `key` on, and of columns from `column` on.
+  template <int kCopiedRows, int kCopiedColumns, class Window>
+  FFPA_DEVICE void copy_async(uint32_t slot, const typename Config::Layout& layout, const Window& window, int key,
+                              int column) const {
+    if constexpr (Config::kPaged) {
+      copy_paged_keys_async<kCopiedRows, kCopiedColumns, kThreads>(slot, layout, arguments_.key_pages, params_.paged,
+                                                                   window, key, column, thread_);
+    } else {
+      tile::copy_tile_async<kCopiedRows, kCopiedColumns, kThreads>(slot, layout, tile::window_at(window, key, column),
+                                                                   thread_);
+    }
   }
 
   template <Operand kOperand>
@@ -391,8 +401,8 @@ class ForwardMmaSplit {
     }
   }
 
+  const typename Config::Arguments& arguments_;
   const AttentionParams& params_;
-  const RowTiles<kRows>& row_tiles_;
   int thread_, lane_, team_, team_warp_;
   uint32_t p_smem_;        // [kRows][kKeys]
   uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile; in the end sums, and factors of O

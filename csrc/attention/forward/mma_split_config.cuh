@@ -5,6 +5,7 @@
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_grid.cuh"
+#include "attention/rows/paged_copy.cuh"
 #include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -19,7 +20,8 @@ namespace ffpa {
 // Fields has Dtype; AccQk and AccPv, what products accumulate in; kColumns, the columns of O that registers hold at a
 // time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
 // scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, whether rows in shared memory are padded
-// instead of swizzled; kSerial, whether fragments are loaded when they are needed and not ahead.
+// instead of swizzled; kSerial, whether fragments are loaded when they are needed and not ahead; kPaged, whether keys
+// lie in pages.
 template <class Fields>
 struct ForwardMmaSplitConfig : Fields {
   using Params = AttentionParams;
@@ -80,7 +82,7 @@ struct ForwardMmaSplitConfig : Fields {
     return params.stages * slot_bytes(params) + (Fields::kOwnRings ? params.value_stages * kValueStepBytes : 0);
   }
   static constexpr uint32_t kBarrierBytes = (Fields::kOwnRings ? 2 : 1) * Ring::kBarrierBytes;
-  using KeptKeys = tile::KeptValue<KeysInGmem>;
+  using KeptKeys = tile::KeptValue<MmaKeys<Fields::kPaged>>;
 
   static uint32_t smem_bytes(const Params& params) {
     return all_slots_bytes(params) + kProbabilityBytes + (kScoreWarpsByKeys + 1) * kStatisticBytes + kBarrierBytes +
@@ -90,7 +92,7 @@ struct ForwardMmaSplitConfig : Fields {
   // Returns the number of passes over the columns of O: one where registers hold them all.
   FFPA_HOST_DEVICE static int column_groups(const Params& params) { return ceil_div(params.d_v, kColumns); }
 
-  using Arguments = RowTileArguments<kRows>;
+  using Arguments = MmaArguments<kRows, Fields::kPaged>;
 
   // An item is (row tile, part of its keys) and, unless O is streamed, one of these column groups.
   FFPA_HOST_DEVICE static int groups_of_items(const Params& params) {

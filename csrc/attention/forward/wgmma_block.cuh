@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
@@ -22,6 +23,7 @@ class WgmmaBlock {
   using Arguments = typename Config::Arguments;
   using Smem = typename Config::Smem;
   using Ring = typename Config::Ring;
+  static constexpr int kProducers = int(sizeof(Smem::kept) / sizeof(Smem::kept[0])) - tile::kConsumerWarps;
 
   FFPA_DEVICE WgmmaBlock(const Arguments& arguments, const AttentionParams& params)
       : arguments_(arguments),
@@ -41,7 +43,6 @@ class WgmmaBlock {
   // keeps the row tile that the block begins with.
   template <class Init>
   FFPA_DEVICE void begin(const Init& init) const {
-    constexpr int kProducers = int(sizeof(Smem::kept) / sizeof(Smem::kept[0])) - tile::kConsumerWarps;
     static_assert(kProducers < tile::kGroupWarps, "a warp has no other work");
     const bool multiplies = warp_ >= tile::kGroupWarps;
     if (multiplies || warp_ < kProducers) {
@@ -52,23 +53,38 @@ class WgmmaBlock {
     }
   }
 
+  // Gives each warp its role: produce(warp) or consume(warpgroup, warp in it).
+  template <class Produce, class Consume>
+  FFPA_DEVICE void run_roles(const Produce& produce, const Consume& consume) const {
+    if constexpr (kProducers == 1) {
+      tile::run_roles<Config>(warp_, [&] { produce(0); }, consume);
+    } else {
+      tile::run_roles<Config, kProducers>(warp_, produce, consume);
+    }
+  }
+
   FFPA_DEVICE auto item_queue() const { return typename Config::Items(smem_ + offsetof(Smem, items)); }
   FFPA_DEVICE auto queries() const {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
   }
 
-  // The producer's warp calls this. For each row tile that next() gives, it brings Q, and calls function(rows, place),
-  // which brings the visible keys, from `place` on.
+  // Each warp that produces calls this. For each row tile that next() gives, the first of them brings Q, and all call
+  // function(rows, place), which brings the visible keys, from `place` on.
   template <class Next, class Function>
-  FFPA_DEVICE void bring_row_tiles(const Next& next, const Function& function) const {
-    const KeptRows kept = kept_rows(0);
+  FFPA_DEVICE void bring_row_tiles(int producer, const Next& next, const Function& function) const {
+    const KeptRows kept = kept_rows(producer);
     uint32_t parity = 1;
     for_each_row_tile(params_, arguments_.row_tiles, kept, lane_, next, [&] {
       const SharedRowTile rows = kept.get();
-      queries().bring_tile(arguments_.q, params_, rows, parity);
+      if (producer == 0) queries().bring_tile(arguments_.q, params_, rows, parity);
       parity ^= 1;
-      function(rows, place_of_keys(params_, rows));
+      function(rows, place_of_keys<Config::kPaged>(params_, rows));
     });
+  }
+
+  // Returns where a row tile's keys lie in pages.
+  FFPA_DEVICE PagedPlace pages_of(const SharedRowTile& rows, const MapPlace& place) const {
+    return {params_.paged, arguments_.pages, place, {visible_keys_begin(rows), rows.n_k()}};
   }
 
   const Arguments& arguments_;

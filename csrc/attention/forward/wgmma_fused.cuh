@@ -11,9 +11,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -30,7 +32,8 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kColumns, the most columns of Q and K; kValueColumns, the most of V and O.
+// Fields has Dtype; kColumns, the most columns of Q and K; kValueColumns, the most of V and O; kPaged, whether keys lie
+// in pages.
 template <class Fields>
 struct ForwardWgmmaFusedConfig : Fields {
   using Params = AttentionParams;
@@ -44,6 +47,10 @@ struct ForwardWgmmaFusedConfig : Fields {
   static constexpr int kValueBoxes = Fields::kValueColumns / tile::kBox;
   static constexpr int kValueParts = kParts == 1 ? 1 : kValueBoxes, kValuePartBoxes = kValueBoxes / kValueParts;
   static_assert(kValuePartBoxes <= kPartBoxes, "a slot holds either");
+  // Keys of V lie box by box; of pages, 16 by 16, and then box by box.
+  static constexpr uint32_t kValueBoxBytes = Fields::kPaged ? kPageStepBytes : tile::kBoxBytes;
+  static constexpr uint32_t kValueStepBytes = Fields::kPaged ? kValuePartBoxes * kPageStepBytes : 2 * tile::kAtomBytes;
+  static constexpr int kProducers = kProducersOfKeys<Fields::kPaged>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = Fields::kColumns > 256 ? 24 : 40;  // registers of a thread
   static constexpr int kConsumerRegisters = Fields::kColumns > 256 ? 240 : 232;
@@ -59,7 +66,7 @@ struct ForwardWgmmaFusedConfig : Fields {
     tile::SmemBytes<Stores::kBytes> stores[tile::kConsumerWarps];  // rows of O on their way
     tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
     tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
-    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<KeptRows::kBytes> kept[kProducers + tile::kConsumerWarps];
     tile::SmemBytes<Items::kBytes> items;
   };
   using Smem = SmemPlan<tile::most_slots<SmemPlan, 16>()>;
@@ -70,7 +77,8 @@ struct ForwardWgmmaFusedConfig : Fields {
                             reinterpret_cast<uint32_t*>(params.scratch));
   }
 
-  using Arguments = WgmmaForwardArguments<kRows>;
+  using Arguments =
+      std::conditional_t<Fields::kPaged, PagedForwardArguments<kRows, kValuePartBoxes>, WgmmaForwardArguments<kRows>>;
 };
 
 template <class Config>
@@ -87,6 +95,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   using Scores = ScoreSums<kKeySteps>;
   using Probabilities = PackedProbabilities<kKeySteps>;
   using Out = float[Config::kValueColumns / 2];
+  using Producer = tile::BoxProducer<Ring, Config::kProducers>;
 
  public:
   FFPA_DEVICE explicit ForwardWgmmaFused(const typename Config::Arguments& arguments)
@@ -94,42 +103,50 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
 
   FFPA_DEVICE void run() {
     Base::begin([&] {
-      item_queue().init(tile::kConsumerWarps);
+      item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
       ring().init();
     });
     ptx::sync_block();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
-  // ---- the producer's warp ----
+  // ---- the warps that produce ----
 
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring(), lane_);
+  FFPA_DEVICE void produce(int warp) const {
+    Producer producer(ring(), lane_, warp);
     auto items = item_queue();
-    bring_row_tiles([&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-                    [&](const SharedRowTile& rows, const MapPlace& place) {
-                      const TileRange tiles = visible_part(rows, kKeys, params_);
-                      const int n_k = rows.n_k();
-                      FFPA_NO_UNROLL
-                      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-                        if (tile < tiles.end) {
-                          bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
-                                                                         kLargestInt);
-                        }
-                        if (tile > tiles.first) {
-                          bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
-                                                                                   (tile - 1) * kKeys, n_k);
-                        }
-                      }
-                    });
+    bring_row_tiles(
+        warp,
+        [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        [&](const SharedRowTile& rows, const MapPlace& place) {
+          const TileRange tiles = visible_part(rows, kKeys, params_);
+          const int n_k = rows.n_k();
+          FFPA_NO_UNROLL
+          for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+            if constexpr (Config::kPaged) {
+              const PagedPlace pages = Base::pages_of(rows, place);
+              if (tile < tiles.end) bring_paged_keys(producer, pages, tile * kKeys);
+              if (tile > tiles.first) bring_paged_values(producer, pages, (tile - 1) * kKeys);
+            } else {
+              if (tile < tiles.end) {
+                bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
+                                                               kLargestInt);
+              }
+              if (tile > tiles.first) {
+                bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
+                                                                         (tile - 1) * kKeys, n_k);
+              }
+            }
+          }
+        });
   }
 
   // Brings a tile of K or V; rows from `end` on become zeros.
   template <int kParts, int kPartBoxes>
-  FFPA_DEVICE void bring_tile(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& map, const MapPlace& place,
-                              int first_key, int end) const {
+  FFPA_DEVICE void bring_tile(Producer& producer, const ptx::TensorMap& map, const MapPlace& place, int first_key,
+                              int end) const {
     FFPA_NO_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
       const int key = first_key + step * tile::kBox;
@@ -147,13 +164,44 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     }
   }
 
+  FFPA_DEVICE void bring_paged_keys(Producer& producer, const PagedPlace& pages, int first_key) const {
+    FFPA_NO_UNROLL
+    for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
+      FFPA_NO_UNROLL
+      for (int part = 0; part < Config::kParts; ++part) {
+        producer.bring(
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              pages.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kPartBoxes * tile::kBox,
+                              Config::kPartBoxes, key);
+            },
+            Config::kPartBoxes);
+      }
+    }
+  }
+
+  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key) const {
+    constexpr int kBoxes = Config::kValuePartBoxes;
+    FFPA_NO_UNROLL
+    for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
+      FFPA_NO_UNROLL
+      for (int part = 0; part < Config::kValueParts; ++part) {
+        producer.template bring_live_rows<kPageStep>(
+            live_box_rows(pages.seen.end - key, true),
+            [&](uint32_t boxes_smem, uint32_t barrier) {
+              pages.load_values(boxes_smem, arguments_.v, barrier, part * kBoxes * tile::kBox, kBoxes, key, tile::kBox);
+            },
+            kBoxes);
+      }
+    }
+  }
+
   // ---- the warpgroups that multiply ----
 
   FFPA_DEVICE void consume(int group, int group_warp) {
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
     typename Config::Stores stores(smem_ + offsetof(typename Config::Smem, stores) + warp * Config::Stores::kBytes,
                                    lane_);
-    const KeptRows kept = kept_rows(1 + warp);
+    const KeptRows kept = kept_rows(Config::kProducers + warp);
     auto items = item_queue();
     uint32_t parity = 0;
     for_each_row_tile(
@@ -230,13 +278,13 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
       for (int part = 0; part < Config::kValueParts; ++part) {
         constexpr int kPartColumns = Config::kValuePartBoxes * tile::kBox;
         using Sums = float[kPartColumns / 2];
-        const uint64_t v = slots_.next();
+        const uint64_t v = slots_.next(Config::kValueBoxBytes);
         ptx::wgmma_fence();
         FFPA_UNROLL
         for (int depth = 0; depth < tile::kBox / 16; ++depth) {
           ptx::wgmma_rs<Element, kPartColumns, tile::Major::kMN>(
               reinterpret_cast<Sums&>(out[part * kPartColumns / 2]), p[step * 4 + depth],
-              v + depth * 2 * tile::kAtomBytes / 16, accumulate || step + depth > 0);
+              v + depth * Config::kValueStepBytes / 16, accumulate || step + depth > 0);
         }
       }
     }

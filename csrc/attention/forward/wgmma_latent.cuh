@@ -16,6 +16,7 @@
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -34,7 +35,8 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kColumns, the most columns of Q and K, of which O has the first 512 at most.
+// Fields has Dtype; kColumns, the most columns of Q and K, of which O has the first 512 at most; kPaged, whether keys
+// lie in pages.
 template <class Fields>
 struct ForwardWgmmaLatentConfig : Fields {
   using Params = AttentionParams;
@@ -45,6 +47,8 @@ struct ForwardWgmmaLatentConfig : Fields {
   static constexpr int kValueBoxes = tile::kConsumerGroups * kOwnBoxes;
   static constexpr bool kHasTail = kBoxes > kValueBoxes;  // a box of K that V has not
   static_assert(kBoxes == kValueBoxes + kHasTail, "V has 512 columns, and K 64 more at most");
+  static constexpr int kProducers = kProducersOfKeys<Fields::kPaged>;
+  static constexpr int kFirstStep = Fields::kPaged ? tile::kBox : 1;  // tiles begin at a multiple of it
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
@@ -66,7 +70,7 @@ struct ForwardWgmmaLatentConfig : Fields {
     tile::SmemBarriers<Tails::kBarrierBytes> tail_barriers;
     tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
     tile::SmemBarriers<tile::kConsumerGroups * 8> message_barriers;
-    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<KeptRows::kBytes> kept[kProducers + tile::kConsumerWarps];
     tile::SmemBytes<Items::kBytes> items;
   };
   static_assert(sizeof(Smem) <= tile::kMostSmemBytes, "a block has that much");
@@ -78,15 +82,18 @@ struct ForwardWgmmaLatentConfig : Fields {
 
   struct Arguments {
     AttentionParams params;
-    RowTiles<kRows> row_tiles;
+    RowTiles<kRows, Fields::kPaged> row_tiles;
+    KeyPages pages;
     ptx::TensorMap q, k, out;
 
     LaunchStatus fill(const AttentionParams& of_call) {
       params = of_call;
-      row_tiles = RowTiles<kRows>(params);
-      const LaunchStatus statuses[] = {map_row_tiles(q, params, params.q, params.d_qk, kRows),
-                                       map_keys(k, params, params.k, params.d_qk),
-                                       map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
+      row_tiles = RowTiles<kRows, Fields::kPaged>(params);
+      pages = KeyPages(params);
+      const LaunchStatus statuses[] = {
+          map_row_tiles(q, params, params.q, params.d_qk, kRows),
+          Fields::kPaged ? map_pages(k, params, params.k, params.d_qk) : map_keys(k, params, params.k, params.d_qk),
+          map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
       return first_failure(statuses);
     }
   };
@@ -113,7 +120,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
 
   FFPA_DEVICE void run() {
     Base::begin([&] {
-      item_queue().init(tile::kConsumerWarps);
+      item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
         ptx::mbarrier_init(message(group), tile::kGroupWarps);
@@ -122,7 +129,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       tails().init();
     });
     ptx::sync_block();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
@@ -133,35 +140,43 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
   // Returns the barrier that says that P of the warpgroup's tile is there.
   FFPA_DEVICE uint32_t message(int group) const { return smem_ + offsetof(Smem, message_barriers) + group * 8; }
 
-  // ---- the producer's warp ----
+  // ---- the warps that produce ----
 
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring(), lane_);
-    tile::BoxProducer<Tails> tail_producer(tails(), lane_);
+  FFPA_DEVICE void produce(int warp) const {
+    tile::BoxProducer<Ring, Config::kProducers> producer(ring(), lane_, warp);
+    tile::BoxProducer<Tails, Config::kProducers> tail_producer(tails(), lane_, warp);
     auto items = item_queue();
-    bring_row_tiles([&] { return items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-                    [&](const SharedRowTile& rows, const MapPlace& place) {
-                      const Run keys = visible_part_from_first(rows, kKeys, params_);
-                      const int n_k = rows.n_k();
-                      FFPA_NO_UNROLL
-                      for (int key = keys.begin; key < keys.end; key += Config::kTileKeys) {
-                        if constexpr (Config::kHasTail)
-                          bring<1>(tail_producer, place, Config::kValueBoxes * tile::kBox, key, n_k);
-                        FFPA_NO_UNROLL
-                        for (int group = 0; group < tile::kConsumerGroups; ++group) {
-                          bring<Config::kOwnBoxes>(producer, place, group * kOwnColumns, key, n_k);
-                        }
-                      }
-                    });
+    bring_row_tiles(
+        warp,
+        [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        [&](const SharedRowTile& rows, const MapPlace& place) {
+          const Run keys = visible_part_from_first<Config::kFirstStep>(rows, kKeys, params_);
+          FFPA_NO_UNROLL
+          for (int key = keys.begin; key < keys.end; key += Config::kTileKeys) {
+            if constexpr (Config::kHasTail) {
+              bring<1>(tail_producer, rows, place, Config::kValueBoxes * tile::kBox, key);
+            }
+            FFPA_NO_UNROLL
+            for (int group = 0; group < tile::kConsumerGroups; ++group) {
+              bring<Config::kOwnBoxes>(producer, rows, place, group * kOwnColumns, key);
+            }
+          }
+        });
   }
 
-  // Brings 64 keys, in kCount boxes from column `column` on; keys from `end` on become zeros.
+  // Brings 64 keys, in kCount boxes from column `column` on; keys that do not exist become zeros.
   template <int kCount, class Producer>
-  FFPA_DEVICE void bring(Producer& producer, const MapPlace& place, int column, int key, int end) const {
-    producer.bring_live_rows(live_box_rows(end - key, params_.is_packed()), [&](uint32_t boxes_smem, uint32_t barrier) {
-      FFPA_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        load_box(boxes_smem + i * tile::kBoxBytes, arguments_.k, barrier, place, column + i * tile::kBox, key);
+  FFPA_DEVICE void bring(Producer& producer, const SharedRowTile& rows, const MapPlace& place, int column,
+                         int key) const {
+    const uint64_t live = live_box_rows(rows.n_k() - key, Config::kPaged || params_.is_packed());
+    producer.bring_live_rows(live, [&](uint32_t boxes_smem, uint32_t barrier) {
+      if constexpr (Config::kPaged) {
+        Base::pages_of(rows, place).load_keys(boxes_smem, arguments_.k, barrier, column, kCount, key);
+      } else {
+        FFPA_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          load_box(boxes_smem + i * tile::kBoxBytes, arguments_.k, barrier, place, column + i * tile::kBox, key);
+        }
       }
     });
   }
@@ -170,7 +185,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
 
   FFPA_DEVICE void consume(int group, int group_warp) {
     const int warp = group * tile::kGroupWarps + group_warp;
-    const KeptRows kept = kept_rows(1 + warp);
+    const KeptRows kept = kept_rows(Config::kProducers + warp);
     const int row = group_warp * 16;  // first row of the warp in the tile
     auto items = item_queue();
     typename Config::Stores stores(smem_ + offsetof(Smem, tails) + warp * Config::Stores::kBytes, lane_);
@@ -187,7 +202,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
           for_each_half(lane_, [&](int h, int r) { sinks[h] = sink_of(params_, kept.get(), row + r); });
           ptx::mbarrier_wait(queries().full(), parity);
           parity ^= 1;
-          const Run keys = visible_part_from_first(kept.get(), kKeys, params_);
+          const Run keys = visible_part_from_first<Config::kFirstStep>(kept.get(), kKeys, params_);
           if (keys.begin < keys.end) {
             Scores scores;
             int key = keys.begin + group * Config::kTileKeys;  // first key of the warpgroup's tile

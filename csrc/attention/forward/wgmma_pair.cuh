@@ -13,9 +13,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -34,7 +36,8 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kColumns, the most columns of Q and K, and of V and O up to what registers hold.
+// Fields has Dtype; kColumns, the most columns of Q and K, and of V and O up to what registers hold; kPaged, whether
+// keys lie in pages.
 template <class Fields>
 struct ForwardWgmmaPairConfig : Fields {
   using Params = AttentionParams;
@@ -48,12 +51,17 @@ struct ForwardWgmmaPairConfig : Fields {
   static constexpr int kKeyBoxes = Fields::kColumns <= 512 ? 2 : 1, kKeyParts = ceil_div(kBoxes, kKeyBoxes);
   static constexpr int kValueRows = 16 * kKeyBoxes, kValueBoxes = ceil_div(kOwnColumns, tile::kBox);
   static constexpr int kValueParts = kBlockKeys / kValueRows;
-  static constexpr uint32_t kValueBoxBytes = kValueRows * tile::kBoxRowBytes;
+  // Keys of V lie box by box; of pages, 16 by 16, and then box by box.
+  static constexpr uint32_t kValueBoxBytes = Fields::kPaged ? kPageStepBytes : kValueRows * tile::kBoxRowBytes;
+  static constexpr uint32_t kValueStepBytes = Fields::kPaged ? kValueBoxes * kPageStepBytes : 2 * tile::kAtomBytes;
+  static_assert(!Fields::kPaged || kOwnColumns % tile::kBox == 0, "copies of pages have whole boxes");
+  static constexpr int kProducers = kProducersOfKeys<Fields::kPaged>;
   static_assert(kOwnColumns % 32 == 0 && kOwnColumns <= 256, "an instruction has all of a block's columns");
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
-  static constexpr int kReadingWarps = kBlocks * (tile::kConsumerWarps + 1) - 1;  // of row tiles that one warp takes
+  static constexpr int kReadingWarps =
+      kBlocks * (tile::kConsumerWarps + kProducers) - 1;  // of row tiles that one warp takes
   using Stores = tile::RowStores<1>;
   using Queries = QueryBoxes<kBoxes>;
   using Items = ItemQueue<kBlocks>;
@@ -70,19 +78,20 @@ struct ForwardWgmmaPairConfig : Fields {
     tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
     tile::SmemBarriers<Queries::kBarrierBytes> q_barriers;
     tile::SmemBarriers<2 * tile::kConsumerGroups * 8> message_barriers;
-    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<KeptRows::kBytes> kept[kProducers + tile::kConsumerWarps];
     tile::SmemBytes<Items::kBytes> items;
   };
   using Smem = SmemPlan<tile::most_slots<SmemPlan, 8>()>;
   using Ring = typename Smem::Ring;
-  static_assert(kValueBoxes * kValueBoxBytes <= Ring::kSlotBytes, "a slot holds a part of V, too");
+  static_assert(kValueBoxes * kValueRows * tile::kBoxRowBytes <= Ring::kSlotBytes, "a slot holds a part of V, too");
 
   static LaunchShape launch_shape(const Params& params) {
     return persistent_shape(RowTiles<kRows>(params).count(), params.resident_blocks, kThreads, sizeof(Smem),
                             reinterpret_cast<uint32_t*>(params.scratch), kBlocks);
   }
 
-  using Arguments = WgmmaForwardArguments<kRows, kValueRows>;
+  using Arguments = std::conditional_t<Fields::kPaged, PagedForwardArguments<kRows, kValueBoxes>,
+                                       WgmmaForwardArguments<kRows, kValueRows>>;
 };
 
 template <class Config>
@@ -99,6 +108,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   using Scores = ScoreSums<1>;
   using Probabilities = PackedProbabilities<1>;
   using Out = float[kOwnColumns / 2];
+  using Producer = tile::BoxProducer<Ring, Config::kProducers>;
 
  public:
   FFPA_DEVICE explicit ForwardWgmmaPair(const typename Config::Arguments& arguments)
@@ -115,7 +125,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       ring().init();
     });
     tile::meet_cluster();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
     tile::meet_cluster();  // no block ends while the other still copies or arrives there
   }
 
@@ -131,30 +141,65 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     return min_of(Config::kKeyBoxes, Config::kBoxes - part * Config::kKeyBoxes);
   }
 
-  // ---- the producer's warp ----
+  // ---- the warps that produce ----
 
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring(), lane_);
+  FFPA_DEVICE void produce(int warp) const {
+    Producer producer(ring(), lane_, warp);
     auto items = item_queue();
     const auto next_item = [&] {
+      if (warp > 0) return items.get(lane_);
       if (rank_ == 0) return items.take(params_.scratch, arguments_.row_tiles.count(), lane_);
       items.expect(lane_);
       return items.get(lane_);
     };
-    bring_row_tiles(next_item, [&](const SharedRowTile& rows, const MapPlace& place) {
+    bring_row_tiles(warp, next_item, [&](const SharedRowTile& rows, const MapPlace& place) {
       const TileRange tiles = visible_part(rows, kKeys, params_);
       const int n_k = rows.n_k();
       FFPA_NO_UNROLL
       for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-        if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
-        if (tile == tiles.first) continue;
-        bring_values(producer, place, first_key(tile - 1, rank_), n_k);
-        bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
+        if constexpr (Config::kPaged) {
+          const PagedPlace pages = Base::pages_of(rows, place);
+          if (tile < tiles.end) bring_paged_keys(producer, pages, first_key(tile, rank_));
+          if (tile == tiles.first) continue;
+          bring_paged_values(producer, pages, first_key(tile - 1, rank_));
+          bring_paged_values(producer, pages, first_key(tile - 1, 1 - rank_));
+        } else {
+          if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
+          if (tile == tiles.first) continue;
+          bring_values(producer, place, first_key(tile - 1, rank_), n_k);
+          bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
+        }
       }
     });
   }
 
-  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const MapPlace& place, int key) const {
+  FFPA_DEVICE void bring_paged_keys(Producer& producer, const PagedPlace& pages, int key) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kKeyParts; ++part) {
+      const int boxes = boxes_of_key_part(part);
+      producer.bring(
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            pages.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kKeyBoxes * tile::kBox, boxes, key);
+          },
+          boxes);
+    }
+  }
+
+  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key) const {
+    FFPA_NO_UNROLL
+    for (int part = 0; part < Config::kValueParts; ++part) {
+      const int key = first_key + part * Config::kValueRows;
+      producer.template bring_live_rows<kPageStep>(
+          live_box_rows(pages.seen.end - key, true),
+          [&](uint32_t boxes_smem, uint32_t barrier) {
+            pages.load_values(boxes_smem, arguments_.v, barrier, rank_ * kOwnColumns, Config::kValueBoxes, key,
+                              Config::kValueRows);
+          },
+          Config::kValueBoxes, Config::kValueRows);
+    }
+  }
+
+  FFPA_DEVICE void bring_keys(Producer& producer, const MapPlace& place, int key) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const int boxes = boxes_of_key_part(part);
@@ -170,8 +215,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   }
 
   // Brings V, in the block's own columns; rows from `end` on become zeros.
-  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const MapPlace& place, int first_key,
-                                int end) const {
+  FFPA_DEVICE void bring_values(Producer& producer, const MapPlace& place, int first_key, int end) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kValueParts; ++part) {
       const int key = first_key + part * Config::kValueRows;
@@ -206,7 +250,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   FFPA_DEVICE void consume(int group, int group_warp) {
     const WarpPlace at = {group * tile::kGroupWarps + group_warp, smem_};
     typename Config::Stores stores(at.sent_p(), lane_);
-    const KeptRows kept = kept_rows(1 + at.warp);
+    const KeptRows kept = kept_rows(Config::kProducers + at.warp);
     auto items = item_queue();
     uint32_t parity = 0;
     for_each_row_tile(
@@ -315,7 +359,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       const uint64_t v = slots_.next(Config::kValueBoxBytes);
       ptx::wgmma_fence();
       FFPA_UNROLL
-      for (int step = 0; step < kSteps; ++step) multiply(part * kSteps + step, v + step * 2 * tile::kAtomBytes / 16);
+      for (int step = 0; step < kSteps; ++step) multiply(part * kSteps + step, v + step * Config::kValueStepBytes / 16);
     }
     ptx::wgmma_commit_group();
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
@@ -16,6 +17,11 @@
 #include "tile/box_ring.cuh"
 
 namespace ffpa {
+
+// Several warps bring keys of pages: their copies are many and small, and each begins with a look at a table.
+inline constexpr int kPageProducers = 3;
+template <bool kPaged>
+inline constexpr int kProducersOfKeys = kPaged ? kPageProducers : 1;
 
 // A forward takes these arguments, with maps of its tensors. A box of V has kValueRows keys, one of Q a tile's rows.
 template <int kRows, int kValueRows = tile::kBox>
@@ -31,6 +37,26 @@ struct WgmmaForwardArguments {
                                      map_keys(k, params, params.k, params.d_qk),
                                      map_keys(v, params, params.v, params.d_v, kValueRows),
                                      map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
+    return first_failure(statuses);
+  }
+};
+
+// It takes these where keys lie in pages; a copy of V has kValueBoxes boxes of some keys, or is as those of K.
+template <int kRows, int kValueBoxes>
+struct PagedForwardArguments {
+  AttentionParams params;
+  RowTiles<kRows, true> row_tiles;
+  KeyPages pages;
+  ptx::TensorMap q, k, v, out;
+
+  LaunchStatus fill(const AttentionParams& of_call) {
+    params = of_call;
+    row_tiles = RowTiles<kRows, true>(params);
+    pages = KeyPages(params);
+    const LaunchStatus statuses[] = {
+        map_row_tiles(q, params, params.q, params.d_qk, kRows), map_pages(k, params, params.k, params.d_qk),
+        kValueBoxes > 0 ? map_pages_of_values(v, params, kValueBoxes) : map_pages(v, params, params.v, params.d_v),
+        map_row_tiles(out, params, params.out, params.d_v, tile::kStoredRows)};
     return first_failure(statuses);
   }
 };

@@ -20,6 +20,7 @@
 #include "attention/forward/two_phase_tiles.cuh"
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
+#include "attention/page_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -36,7 +37,7 @@
 
 namespace ffpa {
 
-// Fields has Dtype; kColumns, the most columns of O at a time.
+// Fields has Dtype; kColumns, the most columns of O at a time; kPaged, whether keys lie in pages.
 template <class Fields>
 struct ForwardWgmmaTwoPhaseConfig : Fields {
   using Params = AttentionParams;
@@ -46,6 +47,7 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
   static_assert(kValueBoxes >= kKeyBoxes, "one ring serves both phases");
   using Scratch = TwoPhaseScratch<kRows, kKeys, Fields::kColumns>;
   using Ring = tile::BoxRing<kRows / tile::kBox, kValueBoxes, kValueBoxes == 4 ? 4 : 3>;
+  static constexpr int kProducers = kProducersOfKeys<Fields::kPaged>;
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // registers of a thread
 
@@ -56,7 +58,7 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
     tile::SmemBytes<Stores::kBytes> stores[tile::kConsumerWarps];  // rows of P̃ on their way
     tile::SmemBarriers<Ring::kBarrierBytes> ring_barriers;
     tile::SmemBytes<MovedTiles::kBytes, 8> moves[tile::kConsumerWarps];  // notes on references
-    tile::SmemBytes<KeptRows::kBytes> kept[1 + tile::kConsumerWarps];
+    tile::SmemBytes<KeptRows::kBytes> kept[kProducers + tile::kConsumerWarps];
     tile::SmemBytes<Items::kBytes> items;
   };
   static_assert(sizeof(Smem) <= tile::kMostSmemBytes, "what a block has");
@@ -66,13 +68,14 @@ struct ForwardWgmmaTwoPhaseConfig : Fields {
                             Scratch(params).taken());
   }
 
-  struct Arguments : WgmmaForwardArguments<kRows> {
+  using OfForward = std::conditional_t<Fields::kPaged, PagedForwardArguments<kRows, 0>, WgmmaForwardArguments<kRows>>;
+  struct Arguments : OfForward {
     ptx::TensorMap p, rows_of_p;
 
     LaunchStatus fill(const Params& params) {
       const Scratch scratch(params);
       const LaunchStatus statuses[] = {
-          WgmmaForwardArguments<kRows>::fill(params), map_matrix(p, scratch.p(), params.chunk_keys, scratch.p_rows()),
+          OfForward::fill(params), map_matrix(p, scratch.p(), params.chunk_keys, scratch.p_rows()),
           map_matrix(rows_of_p, scratch.p(), params.chunk_keys, scratch.p_rows(), tile::kStoredRows)};
       return first_failure(statuses);
     }
@@ -92,6 +95,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
   static constexpr int kBoxFragments = tile::kBox / 8;
   using Scores = float[1][kKeys / 2];
   using Chunk = KeyChunk<kKeys, tile::kBox>;
+  using Producer = tile::BoxProducer<Ring, Config::kProducers>;
 
  public:
   FFPA_DEVICE explicit ForwardWgmmaTwoPhase(const typename Config::Arguments& arguments)
@@ -99,11 +103,11 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
 
   FFPA_DEVICE void run() {
     Base::begin([&] {
-      item_queue().init(tile::kConsumerWarps);
+      item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       ring().init();
     });
     ptx::sync_block();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
   }
 
  private:
@@ -126,17 +130,19 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
   // Each warpgroup has a barrier. Another says that P̃ of a chunk is complete: warpgroups arrive, the producer waits.
   static FFPA_DEVICE int group_barrier(int group) { return 1 + group; }
   static constexpr int kCompleteBarrier = 1 + tile::kConsumerGroups;
-  static constexpr int kCompleteThreads = tile::kConsumerGroups * tile::kGroupThreads + 32;
+  static constexpr int kCompleteThreads = tile::kConsumerGroups * tile::kGroupThreads + Config::kProducers * 32;
 
-  // ---- the producer's warp ----
+  // ---- the warps that produce ----
 
-  FFPA_DEVICE void produce() const {
-    tile::BoxProducer<Ring> producer(ring(), lane_);
-    const KeptRows kept = kept_rows(0);
+  FFPA_DEVICE void produce(int warp) const {
+    Producer producer(ring(), lane_, warp);
+    const KeptRows kept = kept_rows(warp);
     auto items = item_queue();
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
-        [&] { return items.take(scratch().taken(), arguments_.row_tiles.count(), lane_); },
+        [&] {
+          return warp > 0 ? items.get(lane_) : items.take(scratch().taken(), arguments_.row_tiles.count(), lane_);
+        },
         [&] {
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
             bring_keys(producer, kept.get(), chunk);
@@ -148,9 +154,9 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
         });
   }
 
-  FFPA_DEVICE void bring_keys(tile::BoxProducer<Ring>& producer, const SharedRowTile& rows, const Chunk& chunk) const {
+  FFPA_DEVICE void bring_keys(Producer& producer, const SharedRowTile& rows, const Chunk& chunk) const {
     const QueryTile<kRows> q(params_, rows);
-    const MapPlace k = place_of_keys(params_, rows);
+    const MapPlace k = place_of_keys<Config::kPaged>(params_, rows);
     FFPA_NO_UNROLL
     for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
       FFPA_NO_UNROLL
@@ -160,7 +166,12 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
               q.load(boxes_smem, arguments_.q, barrier, column);
               boxes_smem += Ring::kBoxesA * tile::kBoxBytes;
               for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
-                load_box(boxes_smem, arguments_.k, barrier, k, column, tile * kKeys + box * tile::kBox);
+                const int key = tile * kKeys + box * tile::kBox;
+                if constexpr (Config::kPaged) {
+                  Base::pages_of(rows, k).load_keys(boxes_smem, arguments_.k, barrier, column, 1, key);
+                } else {
+                  load_box(boxes_smem, arguments_.k, barrier, k, column, key);
+                }
               }
             },
             Config::kKeyBoxes, tile::kBox, q.rows);
@@ -168,8 +179,8 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
     }
   }
 
-  FFPA_DEVICE void bring_values(tile::BoxProducer<Ring>& producer, const RowTile& rows, const Chunk& chunk) const {
-    const MapPlace v = place_of_keys(params_, rows);
+  FFPA_DEVICE void bring_values(Producer& producer, const SharedRowTile& rows, const Chunk& chunk) const {
+    const MapPlace v = place_of_keys<Config::kPaged>(params_, rows);
     const int p_row = ptx::block_x() * kRows;
     for_each_columns([&](int column, int boxes) {
       if (chunk.steps() == 0) producer.bring_zeros();
@@ -180,12 +191,17 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
             ptx::tma_load_2d<ptx::Evict::kSoon>(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(),
                                                 p_row + box * tile::kBox);
           }
-          FFPA_NO_UNROLL
-          for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-            load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
+          if constexpr (Config::kPaged) {
+            Base::pages_of(rows, v).load_keys(boxes_smem, arguments_.v, barrier, column, boxes, key);
+          } else {
+            FFPA_NO_UNROLL
+            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
+              load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
+            }
           }
         };
-        producer.bring_live_rows(live_box_rows(rows.n_k() - key, params_.is_packed()), load, boxes);
+        const bool others_follow = Config::kPaged || params_.is_packed();
+        producer.bring_live_rows(live_box_rows(rows.n_k() - key, others_follow), load, boxes);
       }
     });
   }
@@ -196,7 +212,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
     tile::BoxConsumer<Ring> consumer(ring(), group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in the tile
     typename Config::Stores stores(smem_ + offsetof(Smem, stores) + warp * Config::Stores::kBytes, lane_);
-    const KeptRows kept = kept_rows(1 + warp);
+    const KeptRows kept = kept_rows(Config::kProducers + warp);
     auto items = item_queue();
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },

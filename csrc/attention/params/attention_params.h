@@ -43,10 +43,24 @@ FFPA_HOST_DEVICE int packed_tiles(const PackedRows& packed, int sequences, int r
   return packed.total / rows + sequences;
 }
 
+// Keys that lie in the pages of a pool: its tensors are [pages, heads, rows of a page, columns]. Only the device reads
+// what these addresses hold.
+struct PagedKeys {
+  const int32_t* used;   // [batch], keys of each sequence; null: keys lie in no pages
+  const int32_t* table;  // [batch][entries], the pages of each sequence; null: sequence i has page i
+  const int32_t* first;  // [batch], the row on which a sequence of one page begins; null: 0
+  const int32_t* added;  // [batch + 1], offsets of rows that sequences have beside those that `used` counts; or null
+  int64_t table_stride;  // entries from a sequence to the next
+  int more;              // rows that each sequence has beside those
+  int entries;           // the most pages of a sequence
+  int rows;              // rows of a page: a multiple of 16, or any number where a sequence has one page
+  int pages;             // pages of the pool
+};
+
 struct AttentionParams {
   // Packed sequences are batch entries whose n_q and n_k are their own; the tensors then have no batch dimension.
   TensorView q;    // [batch, heads_q, n_q, d_qk]
-  TensorView k;    // [batch, heads_q / group, n_k, d_qk]
+  TensorView k;    // [batch, heads_q / group, n_k, d_qk], or a pool of pages (PagedKeys), as v is
   TensorView v;    // [batch, heads_q / group, n_k, d_v]
   TensorView out;  // [batch, heads_q, n_q, d_v]
   float* lse;      // [batch, heads_q, n_q], natural log, or null
@@ -56,12 +70,13 @@ struct AttentionParams {
   float* largest;      // [batch, heads_q], the largest scores in natural units, -inf before the call; or null
   PackedRows packed_q;
   PackedRows packed_k;
+  PagedKeys paged;
 
   int batch;
   int heads_q;
   int group;  // query heads that share a key/value head
   int n_q;    // rows of each batch entry, or of the longest packed sequence
-  int n_k;
+  int n_k;    // keys, likewise
   int d_qk;
   int d_v;
 
@@ -102,6 +117,7 @@ struct AttentionParams {
     return mask.kind == MaskKind::kFloat || mask.kind == MaskKind::kBFloat16;
   }
   FFPA_HOST_DEVICE bool is_packed() const { return packed_q.offsets != nullptr; }
+  FFPA_HOST_DEVICE bool is_paged() const { return paged.used != nullptr; }
   FFPA_HOST_DEVICE int64_t all_rows() const { return int64_t(batch) * heads_q * n_q; }
   FFPA_HOST_DEVICE int64_t row_of_all(int b, int head, int row) const {
     return (int64_t(b) * heads_q + head) * n_q + row;

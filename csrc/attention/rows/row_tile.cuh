@@ -27,20 +27,37 @@ FFPA_DEVICE RowRange rows_of_sequence(const PackedRows& packed, int sequence, in
   return {begin, begin + clamp(end - begin, 0, longest)};
 }
 
+// Returns the rows of a sequence's keys in pages: from the first one on, if it has one page, else from the first page's
+// first row on. No sequence has more than pages and `longest` hold, whatever the lengths say.
+FFPA_DEVICE RowRange keys_in_pages(const PagedKeys& paged, int sequence, int longest) {
+  int64_t count = int64_t(int(ptx::ld_global_4(paged.used + sequence))) + paged.more;
+  if (paged.added != nullptr) {
+    count += int(ptx::ld_global_4(paged.added + sequence + 1)) - int64_t(int(ptx::ld_global_4(paged.added + sequence)));
+  }
+  int begin = 0;
+  if (paged.first != nullptr) {
+    begin = clamp(int(ptx::ld_global_4(paged.first + sequence)), 0, paged.rows);
+    longest = min_of(longest, paged.rows - begin);
+  }
+  return {begin, begin + int(clamp(count - begin, int64_t{0}, int64_t{longest}))};
+}
+
 struct BatchEntry {
-  RowRange q, k;
+  RowRange q, k;          // k counts rows from the first page's first row on, where keys lie in pages
   int nearest, farthest;  // row r sees the keys from r + nearest to r + farthest that exist
 
   FFPA_DEVICE int n_q() const { return q.end - q.begin; }
   FFPA_DEVICE int n_k() const { return k.end - k.begin; }
 };
 
+template <bool kPaged = false>
 FFPA_DEVICE BatchEntry batch_entry(const AttentionParams& params, int batch) {
   BatchEntry entry = {{0, params.n_q}, {0, params.n_k}, 0, 0};
   if (params.is_packed()) {
     entry.q = rows_of_sequence(params.packed_q, batch, params.n_q);
-    entry.k = rows_of_sequence(params.packed_k, batch, params.n_k);
+    if constexpr (!kPaged) entry.k = rows_of_sequence(params.packed_k, batch, params.n_k);
   }
+  if constexpr (kPaged) entry.k = keys_in_pages(params.paged, batch, params.n_k);
   // A window that reaches every key from every row is cut back to that: sums stay below n_q + n_k and a tile.
   const int64_t diagonal = params.top_left ? 0 : entry.n_k() - entry.n_q();
   const int64_t all_before = -entry.n_q(), all_after = entry.n_k();
@@ -166,11 +183,12 @@ FFPA_DEVICE Run whole_steps(int begin, int end, int step) {
   return begin < end ? Run{begin / step * step, end} : Run{0, 0};
 }
 
-// Returns the keys that visible_part() returns as tiles; but the tiles begin where the visible keys do, which is for
-// kernels whose copies may begin anywhere. There may be keys behind the last one that exists.
-template <class Block>
+// Returns the keys that visible_part() returns as tiles; but the tiles begin where the visible keys do, or at the
+// multiple of kStep before, which is for kernels whose copies may begin there. There may be keys behind the last one
+// that exists.
+template <int kStep = 1, class Block>
 FFPA_DEVICE Run visible_part_from_first(const Block& block, int keys, const AttentionParams& params) {
-  const int begin = visible_keys_begin(block);
+  const int begin = visible_keys_begin(block) / kStep * kStep;
   const int tiles = ceil_div(max_of(visible_keys_end(block) - begin, 0), keys);
   if (params.splits == 1) return {begin, begin + tiles * keys};
   const int tiles_of_part = params.part_keys / keys;
@@ -183,9 +201,10 @@ FFPA_DEVICE Run run_over_keys(const RowTile& rows, int step) {
 }
 
 // Returns a bit for each of the next 64 rows of a box, of which `left` belong to the entry: bit r is 0 where row r must
-// read as zeros. That is for packed sequences alone: copies read zeros behind the last row of a tensor.
-FFPA_DEVICE uint64_t live_box_rows(int left, bool is_packed) {
-  return left >= 64 || !is_packed ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
+// read as zeros. That is where the rows of others may follow, in packed sequences and in pages: copies read zeros
+// behind the last row of a tensor.
+FFPA_DEVICE uint64_t live_box_rows(int left, bool others_follow) {
+  return left >= 64 || !others_follow ? ~uint64_t{0} : (uint64_t{1} << max_of(left, 0)) - 1;
 }
 
 // ---- where rows lie ----
@@ -238,8 +257,11 @@ struct MapPlace {
 FFPA_DEVICE MapPlace place_of_row(const AttentionParams& params, const RowTile& rows, int row = 0) {
   return {rows.entry.q.begin + row, rows.head(), params.is_packed() ? 0 : rows.batch()};
 }
+// In place of the batch entry, keys in pages have their sequence.
+template <bool kPaged = false>
 FFPA_DEVICE MapPlace place_of_keys(const AttentionParams& params, const RowTile& rows) {
-  return {rows.entry.k.begin, rows.head() / params.group, params.is_packed() ? 0 : rows.batch()};
+  const bool has_batch = kPaged || !params.is_packed();
+  return {rows.entry.k.begin, rows.head() / params.group, has_batch ? rows.batch() : 0};
 }
 
 }  // namespace ffpa

@@ -20,7 +20,7 @@ namespace ffpa {
 // (rows/packed_tiles.cuh). Query heads that share their tiles (AttentionParams::tile_heads) count as one.
 //
 // RowTiles is made on the host and passed with a kernel's arguments: it takes no registers.
-template <int kRows>
+template <int kRows, bool kPaged = false>
 class RowTiles {
  public:
   RowTiles() = default;
@@ -70,7 +70,7 @@ class RowTiles {
       rows.batch_index = of_sequence.sequence;
       tile = of_sequence.tile;
     }
-    rows.entry = batch_entry(params, rows.batch_index);
+    rows.entry = batch_entry<kPaged>(params, rows.batch_index);
     rows.first = tile * rows_of_head_;
     rows.last = min_of(rows.first + rows_of_head_, rows.n_q()) - 1;
     return rows;
@@ -104,9 +104,9 @@ using KeptRows = tile::KeptValue<SharedRowTile>;
 
 // Calls function() for each row tile that the block takes: the one whose rows the warp has kept, then those that next()
 // says. They are kept in shared memory: they would fill too many registers.
-template <int kRows, class Next, class Function>
-FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const RowTiles<kRows>& tiles, const KeptRows& kept,
-                                   int lane, const Next& next, const Function& function) {
+template <class Tiles, class Next, class Function>
+FFPA_DEVICE void for_each_row_tile(const AttentionParams& params, const Tiles& tiles, const KeptRows& kept, int lane,
+                                   const Next& next, const Function& function) {
   FFPA_NO_UNROLL
   while (true) {
     const SharedRowTile rows = kept.get();

@@ -28,7 +28,8 @@ class Plan(Protocol):
     offsets and longest lengths come along; lse is [B, H, N], [H, T], or empty where none is wanted; the mask is the
     caller's. `memo` is the same for calls that differ in addresses alone. `sinks` are float32 [Hq]; `largest` is float32
     [B, Hq] (of packed sequences one row each), holds -inf, and takes the largest scores; each is None where the problem
-    has none, and then it may be left away. A plan has those of the methods that it is chosen for. One that may give a
+    has none, and then it may be left away. `pages` say where the keys of k and v lie that are pools (attention_call.Pages);
+    plans of other problems need not know it. A plan has those of the methods that it is chosen for. One that may give a
     result of its own making has `fresh`, which takes q, k and v of a dense call without mask, sinks, LSE and largest
     scores, and returns the result, or None where `forward` must be called.
     """
@@ -182,6 +183,8 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     asks_for_mma = p.num_stages or p.acc != "f32" or any(flags[name] is not None for name in env.EXPERIMENTS)
     if p.dtype in FP8_DTYPES:
         order = "reference" if p.device != "cuda" else "triton hopper" if widest <= 128 else "hopper triton"
+    elif p.pages:
+        order = "hopper mma reference"
     elif p.device == "cuda" and p.direction == "backward":
         narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answer("mma"), ShortPlan)
         order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"

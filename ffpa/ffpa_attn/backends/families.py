@@ -72,7 +72,9 @@ def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 
 def _why_slower_on_wgmma(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
-    """Says why the mma forward is faster, or None."""
+    """Says why the mma forward is faster, or None: its instances for pages are for GPUs that have nothing else."""
+    if p.pages:
+        return None
     if isinstance(plan, FusedPlan):
         return fused.why_slower(p, plan, flags)
     return two_phase.why_slower(p, plan, flags) if isinstance(plan, TwoPhasePlan) else None

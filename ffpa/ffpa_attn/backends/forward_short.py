@@ -27,6 +27,8 @@ class ForwardShortPlan(row_tiles.RowTilePlan):
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> ForwardShortPlan | str:
     """Returns what runs the problem, or why it is not short. Whether the kernel is built is another question."""
+    if p.pages:
+        return "the short forward knows no pages"
     if p.n_k > _TILE:
         return f"{p.n_k} keys do not fit one tile of {_TILE}"
     columns = next((columns for columns in SHORT_COLUMNS if max(p.d_qk, p.d_v) <= columns), SHORT_COLUMNS[-1])

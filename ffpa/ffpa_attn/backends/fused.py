@@ -15,6 +15,7 @@ from ..specs.problem import Problem, Visibility
 from ..specs.spec import (
     FUSED_COLUMNS,
     LATENT_COLUMNS,
+    PAGED_PAIR_COLUMNS,
     PAIR_COLUMNS,
     ForwardWgmmaFused,
     ForwardWgmmaLatent,
@@ -57,11 +58,15 @@ def has_latents(p: Problem) -> bool:
 def _specs(p: Problem) -> list[ForwardWgmmaFused | ForwardWgmmaPair | ForwardWgmmaLatent]:
     """Returns the narrowest kernels that can run the problem: the one for latent vectors, and one for all."""
     fitting = (columns for columns in LATENT_COLUMNS if has_latents(p) and p.d_qk <= columns)
-    latents = (ForwardWgmmaLatent(p.dtype, columns) for columns in itertools.islice(fitting, 1))
+    paged = p.pages is not None
+    latents = (ForwardWgmmaLatent(p.dtype, columns, paged) for columns in itertools.islice(fitting, 1))
     fused = (
-        ForwardWgmmaFused(p.dtype, *widths) for widths in FUSED_COLUMNS if p.d_qk <= widths[0] and p.d_v <= widths[1]
+        ForwardWgmmaFused(p.dtype, *widths, paged)
+        for widths in FUSED_COLUMNS
+        if p.d_qk <= widths[0] and p.d_v <= widths[1]
     )
-    pairs = (ForwardWgmmaPair(p.dtype, columns) for columns in PAIR_COLUMNS if max(p.d_qk, p.d_v) <= columns)
+    of_pairs = PAGED_PAIR_COLUMNS if paged else PAIR_COLUMNS
+    pairs = (ForwardWgmmaPair(p.dtype, columns, paged) for columns in of_pairs if max(p.d_qk, p.d_v) <= columns)
     return [*latents, next(itertools.chain(fused, pairs))]
 
 

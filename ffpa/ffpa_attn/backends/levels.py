@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from .. import env
+from ..launching import attention_call
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
@@ -19,6 +21,7 @@ from ..specs.problem import LEAST_SCALE, MOST_POSITIONS, Problem, visible_keys
 from ..specs.spec import (
     COLUMNS,
     MOST_COLUMNS,
+    PAGED_COLUMNS,
     ROWS_HEAD_DIMS,
     ForwardMerge,
     ForwardMmaRows,
@@ -59,6 +62,7 @@ _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itsel
 _WITHOUT_HIDING = 8  # times as long, to the choice: what hides no loads is taken only where nothing else fits
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
+_MOST_GROUPED_PAGED_COLUMNS = 512  # the same, where keys lie in pages
 
 Spec = ForwardMmaSplit | ForwardMmaRows
 
@@ -83,9 +87,9 @@ class LevelPlan(NamedTuple):
         return (self.spec,)
 
     def forward(
-        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo: Memo, sinks=None, largest=None, pages=None
     ) -> None:
-        """Runs the forward as choice.Plan says; packed sequences come without a mask."""
+        """Runs the forward as choice.Plan says; packed sequences, and keys in pages, come without a mask."""
         if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
@@ -94,8 +98,8 @@ class LevelPlan(NamedTuple):
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
-            call = memo["call"] = _call(self, q, k, v, out, mask, offsets, rule, workspace_cap, blocks)
-        call(q, k, v, out, lse, mask, offsets, sinks, largest)
+            call = memo["call"] = _call(self, q, k, v, out, mask, offsets, rule, pages, workspace_cap, blocks)
+        call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
 
 def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stages: int = 0) -> int:
@@ -129,17 +133,18 @@ def _accumulators(p: Problem, flags: Mapping[str, Any]) -> tuple[str, str] | str
     return acc_qk, acc_pv
 
 
-def _columns(d_v: int) -> int:
-    return max(-(-d_v // 64) * 64, COLUMNS[0])
+def _columns(d_v: int, paged: bool) -> int:
+    return next(columns for columns in (PAGED_COLUMNS if paged else COLUMNS) if columns >= d_v)
 
 
 def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
     """Gives pairs of (level, shape)."""
+    paged = p.pages is not None
     if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
-        yield from ((1, shape) for shape in register_shapes(_columns(p.d_v), acc))
+        yield from ((1, shape) for shape in register_shapes(_columns(p.d_v, paged), acc, paged))
     if p.level == 2:
-        groups = -(-p.d_v // _MOST_GROUPED_COLUMNS)
-        yield from ((2, shape) for shape in register_shapes(_columns(-(-p.d_v // groups)), acc))
+        groups = -(-p.d_v // (_MOST_GROUPED_PAGED_COLUMNS if paged else _MOST_GROUPED_COLUMNS))
+        yield from ((2, shape) for shape in register_shapes(_columns(-(-p.d_v // groups), paged), acc, paged))
     if p.level in (3, None):
         yield from ((3, shape) for shape in streamed_shapes(max(p.d_qk, p.d_v), acc))
 
@@ -234,8 +239,9 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     limit = archs.shared_memory_bytes(p.arch)
     half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # bytes of each of two blocks on an SM
     plans = []
-    for shape in rows_shapes(head_dim):
-        spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers), serial=_is_serial(flags))
+    paged = p.pages is not None
+    for shape in rows_shapes(head_dim, paged):
+        spec = replace(rows_spec(p.dtype, acc, shape, q_in_registers, paged), serial=_is_serial(flags))
         if spec.plain and (p.mask or p.softcap or p.scale < LEAST_SCALE or q_in_registers):
             continue
         fits = [
@@ -277,7 +283,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
     for level, shape in _candidates(p, acc):
-        spec = _as_toggled(forward_spec(p.dtype, acc, shape, streamed=level == 3), flags)
+        spec = _as_toggled(forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None), flags)
         fitting = settings(spec, p, flags, limit)
         if fitting is None:
             continue
@@ -295,11 +301,20 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     return reason if reason and not plans else _cheapest(plans, spec, p)
 
 
+def _why_no_pages(p: Problem, flags: Mapping[str, Any]) -> str | None:
+    if p.acc != "f32":
+        return f"pages are read with acc='f32' alone, not {p.acc!r}"
+    forced = next((flag for flag in env.EXPERIMENTS if flags[flag] is not None), None)
+    return forced and f"the mma forward that reads pages knows no {forced}"
+
+
 def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
     """Returns what runs the forward, or why nothing of this family can (whether it is built is another question)."""
     acc = _accumulators(p, flags)
     if isinstance(acc, str):
         return acc
+    if p.pages and (reason := _why_no_pages(p, flags)):
+        return reason
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
@@ -345,12 +360,12 @@ def _scratch_bytes(spec: ForwardMmaSplit, d_v: int) -> int:
     return -(-d_v // spec.columns) * spec.columns * spec.rows * 4
 
 
-def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int, blocks: int) -> Call:
+def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, pages, workspace_cap: int, blocks: int) -> Call:
     scratch = partial = None
-    n_q, n_k = (min(offsets[2], q.shape[-2]), min(offsets[3], k.shape[-2])) if offsets else (q.shape[-2], k.shape[-2])
+    n_q, n_k = attention_call.lengths(q, k, offsets, pages)
     rows_of_head = plan.spec.rows // plan.tile_heads
     of_keys = row_tiles.cut_keys(n_q, n_k, rule.visibility, rows_of_head, plan.spec.keys, plan.splits)
-    rows = n_q * q.shape[-3] * (len(offsets[0]) - 1 if offsets else len(q))
+    rows = n_q * q.shape[-3] * attention_call.entries(q, offsets)
     if of_keys.count > 1:
         partial = rows * row_tiles.floats_of_row(of_keys, v.shape[-1])
         workspace_cap -= 4 * partial
@@ -361,5 +376,5 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, workspace_cap: int
     of_plan = "stages", "value_stages", "q_resident", "grid_of_heads", "tile_heads"
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
-    launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in specs]
+    launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in specs]
     return Call(launches, scratch, partial, row_tiles.sums_to_zero(of_keys, rows, offsets))

@@ -7,8 +7,8 @@ backward recomputes P from the LSE and can cut both ways. Products take 16-bit i
 Tensors of the query side are [H, N, D] views; a tile's rows are folded with the heads of their GQA group, so that
 q_tile is [n, G * rows, D] and scores are [n, G * rows, keys] for n key/value heads.
 
-Packed sequences are read through their offsets on the device: no length is known here, only the longest, so rows past a
-sequence's end are loaded as zeros, seen by nobody, and stored nowhere.
+Packed sequences and pages are read through offsets and tables on the device (reference_rows.py): no length is known here,
+only the longest, so rows past a sequence's end are loaded as zeros, seen by nobody, and stored nowhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 
 from ..specs.problem import FP8_BLOCK, Visibility
 from .reference_heads import Heads
-
-Block = tuple[int, int]  # [first, past the last)
+from .reference_rows import Block, Dense, Sequence, dense_sequences
 
 _INF = math.inf
 _ROUNDINGS = 2.0**-21  # the error of an LSE, relative to it
@@ -41,82 +40,6 @@ class Rule(NamedTuple):
     scale: float
     softcap: float
     visibility: Visibility
-
-
-class Dense:
-    """The rows of one batch entry: everything is a slice."""
-
-    def __init__(self, batch: int, length: int):
-        self.batch, self.length = batch, length
-
-    def load(self, x: torch.Tensor, heads: slice, rows: Block, outside: float = 0) -> torch.Tensor:
-        return x[self.batch, heads, rows[0] : rows[1]]
-
-    def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
-        x[self.batch, heads, rows[0] : rows[1]] = value
-
-    store_lse = store
-
-
-class Packed:
-    """The rows of one packed sequence: start and length live on the device, `length` is only their bound."""
-
-    def __init__(self, start: torch.Tensor, true_length: torch.Tensor, bound: int, total: int):
-        self.start, self.true_length, self.length, self.total = start, true_length, bound, total
-
-    def _index(self, rows: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        position = torch.arange(*rows, device=self.start.device)
-        return (self.start + position).clamp(0, self.total - 1), position >= self.true_length
-
-    def load(self, x: torch.Tensor, heads: slice, rows: Block, outside: float = 0) -> torch.Tensor:
-        index, beyond = self._index(rows)
-        value = x[heads].index_select(1, index)
-        return value.masked_fill_(beyond.view(-1, *(1,) * (x.dim() - 2)), outside)
-
-    def store(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
-        """Adds values to zeros: rows outside add 0 to wherever their clamped index points, so no row is ever lost."""
-        index, beyond = self._index(rows)
-        x[heads].index_add_(1, index, value.masked_fill(beyond[:, None], 0).to(x.dtype))
-
-    def store_lse(self, x: torch.Tensor, heads: slice, rows: Block, value: torch.Tensor) -> None:
-        index, beyond = self._index(rows)
-        value = value.masked_fill(beyond, -_INF)
-        x[heads].scatter_reduce_(1, index.expand_as(value), value, "amax")
-
-
-class Sequence(NamedTuple):
-    """Queries and keys that meet each other, and the mask between them ([H|1, n_q|1, n_k|1] or None)."""
-
-    queries: Dense | Packed
-    keys: Dense | Packed
-    mask: torch.Tensor | None
-
-
-def dense_sequences(q, k, mask) -> Iterator[Sequence]:
-    """Gives the sequences of q and k [B, H, N, D], with their parts of mask [B|1, H|1, n_q|1, n_k|1] or None."""
-    for b in range(q.shape[0]):
-        entry = None if mask is None else mask[b if mask.shape[0] > 1 else 0]
-        yield Sequence(Dense(b, q.shape[2]), Dense(b, k.shape[2]), entry)
-
-
-def _lengths_may_be_read(cu: torch.Tensor) -> bool:
-    """Says whether lengths can be read without waiting for a GPU: the true lengths save work."""
-    return not cu.is_cuda
-
-
-def packed_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> Iterator[Sequence]:
-    """Splits q and k [H, T, D]. A length counts as clamped to [0, max_seqlen], and no row leaves the tensor."""
-
-    def side(x, cu, longest):
-        total = x.shape[1]
-        bound = min(longest, total)
-        starts = cu[:-1].clamp(0, total)
-        lengths = torch.minimum((cu[1:].clamp(0, total) - starts), torch.full_like(starts, bound)).clamp_(min=0)
-        bounds = lengths.tolist() if _lengths_may_be_read(cu) else [bound] * len(lengths)
-        return [Packed(*one, total) for one in zip(starts, lengths, bounds, strict=True)]
-
-    for queries, keys in zip(side(q, cu_seqlens_q, max_seqlen_q), side(k, cu_seqlens_k, max_seqlen_k), strict=True):
-        yield Sequence(queries, keys, None)
 
 
 def align_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -203,9 +126,9 @@ class Tile(NamedTuple):
 
 
 def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
-    """Returns a range that holds every key that one of the rows may see; for packed sequences that is all keys."""
+    """Returns a range that holds every key that one of the rows may see; all keys where lengths are the device's."""
     n_k = seq.keys.length
-    if isinstance(seq.keys, Packed):
+    if not isinstance(seq.keys, Dense):
         return (0, n_k)
     shift = 0 if see.top_left else n_k - seq.queries.length
     lo = rows[0] + shift - see.left if see.left >= 0 else 0
@@ -215,7 +138,7 @@ def _visible_keys(seq: Sequence, see: Visibility, rows: Block) -> Block:
 
 def _hidden(seq: Sequence, see: Visibility, rows: Block, keys: Block, device) -> torch.Tensor | None:
     """Returns [rows, keys], True where the row may not see the key, or None where all are visible."""
-    packed = isinstance(seq.keys, Packed)
+    packed = not isinstance(seq.keys, Dense)
     if not packed and not see.bounded:
         return None
     row = torch.arange(*rows, dtype=torch.int32, device=device)[:, None]

@@ -11,6 +11,7 @@ from ..specs.problem import Problem
 from ..support.private_torch import PlainTorch
 from . import reference
 from .reference_heads import Heads
+from .reference_rows import Sequence, dense_sequences, packed_sequences, paged_sequences
 
 
 class ReferencePlan(NamedTuple):
@@ -18,12 +19,14 @@ class ReferencePlan(NamedTuple):
     specs = ()
 
     def forward(
-        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None
-    ) -> None:
+        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None, pages=None
+    ) -> None:  # fmt: skip
         with PlainTorch(q.device):
             out.zero_()
             lse.fill_(-float("inf"))
             wanted, sequences = lse if lse.dim() > 1 else None, _sequences(q, k, mask, offsets)
+            if pages is not None:
+                sequences = paged_sequences(q, k, offsets, pages, rule.visibility)
             reference.forward(q, k, v, out, wanted, sequences, rule, workspace_cap, Heads(sinks, largest))
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None):
@@ -40,10 +43,10 @@ class ReferencePlan(NamedTuple):
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 
 
-def _sequences(q, k, mask, offsets) -> Iterator[reference.Sequence]:
+def _sequences(q, k, mask, offsets) -> Iterator[Sequence]:
     if offsets is None:
-        return reference.dense_sequences(q, k, reference.align_mask(mask))
-    return reference.packed_sequences(q, k, *offsets)
+        return dense_sequences(q, k, reference.align_mask(mask))
+    return packed_sequences(q, k, *offsets)
 
 
 def mask_gradient(saved, d_mask, mask, rule, workspace_cap: int) -> None:

@@ -142,24 +142,37 @@ class RowTilePlan(NamedTuple):
         raise NotImplementedError
 
     def forward(
-        self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: Memo, sinks=None, largest=None
+        self,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        mask,
+        offsets,
+        rule,
+        workspace_cap: int,
+        memo: Memo,
+        sinks=None,
+        largest=None,
+        pages=None,
     ) -> None:
         """Does what levels.LevelPlan.forward does, with a kernel that knows row tiles, and a merge where keys are cut."""
-        if offsets or not k.shape[-2]:  # rows of no sequence, or without keys, get these
+        n_k = k.shape[-2] if pages is None else pages.longest
+        if offsets or not n_k:  # rows of no sequence, or without keys, get these
             out.zero_()
             lse.fill_(-float("inf"))
-        if lse.numel() and not min(k.shape[-2], offsets[3] if offsets else 1):  # no kernel runs
+        if lse.numel() and not min(n_k, offsets[3] if offsets else 1):  # no kernel runs
             attention_call.fill_without_keys(lse, sinks, offsets)
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
-            call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap)
-        call(q, k, v, out, lse, mask, offsets, sinks, largest)
+            call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap, pages)
+        call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
-    def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int) -> Call:
-        longest_q, longest_k = offsets[2:] if offsets else (q.shape[-2], k.shape[-2])
-        n_q, n_k = min(longest_q, q.shape[-2]), min(longest_k, k.shape[-2])
-        batch = len(offsets[0]) - 1 if offsets else len(q)
+    def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int, pages) -> Call:
+        n_q, n_k = attention_call.lengths(q, k, offsets, pages)
+        batch = attention_call.entries(q, offsets)
         if not (batch and n_q and n_k):
             return Call()
         packed_rows = q.shape[-2] if offsets else None
@@ -170,7 +183,7 @@ class RowTilePlan(NamedTuple):
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
         settings |= self.parts.settings
-        launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, **settings) for spec in self.specs]
+        launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in self.specs]
         return Call(launches, nbytes // 4 or None, partial, sums_to_zero(self.parts, rows, offsets))
 
 

@@ -105,6 +105,7 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> SdpaPlan | str:
         (private_torch.no_torch_sdpa, private_torch.no_torch_sdpa),
         (p.direction != "forward" or p.needs_lse, "SDPA returns no LSE"),
         (p.packed, "SDPA takes no packed sequences"),
+        (p.pages, "SDPA knows no pages"),
         (p.sinks, "SDPA has no sinks"),
         (p.largest, "SDPA returns no largest logits"),
         (p.mask, "SDPA leaves open what a row without keys gives"),

@@ -166,6 +166,8 @@ def refusal(p: Problem, flags: Mapping[str, Any]) -> str | None:
         return "Triton needs a C compiler and Python's headers; install gcc and python3-dev"
     if max(p.d_qk, p.d_v) > MOST_COLUMNS:
         return f"the Triton kernels keep whole rows on chip, up to {MOST_COLUMNS} columns and not {max(p.d_qk, p.d_v)}"
+    if p.pages:
+        return "the Triton kernels know no pages"
     if p.acc != "f32":
         return f"the Triton kernels accumulate in f32, not as acc={p.acc!r}"
     if p.n_q + p.n_k > _MOST_POSITIONS:

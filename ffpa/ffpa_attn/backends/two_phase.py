@@ -89,7 +89,7 @@ def _columns(d_v: int) -> int:
 def _spec(p: Problem, backend: str) -> _Spec:
     if backend == "mma":
         return ForwardMmaTwoPhase(p.dtype, TWO_PHASE_MMA_COLUMNS)
-    return ForwardWgmmaTwoPhase(p.dtype, _columns(p.d_v))
+    return ForwardWgmmaTwoPhase(p.dtype, _columns(p.d_v), p.pages is not None)
 
 
 def _cut(
@@ -128,6 +128,8 @@ def _parts(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, Any]) -
 
 def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:
     """Returns what runs the problem, or why it cannot. `backend` is hopper or mma."""
+    if p.pages and backend == "mma":
+        return "the two-phase forward on mma knows no pages"
     if max(p.d_qk, p.d_v) < LEAST_HEAD_DIM[backend]:
         return f"there is no {backend} kernel for a two-phase forward of fewer than {LEAST_HEAD_DIM[backend]} columns"
     if reason := row_tiles.why_not(p, "two-phase", flags):

@@ -267,7 +267,7 @@ def agree(name: str, number: int, other: str, wanted: int, has: str, way_out: st
         raise ValueError(f"`{name}` has {has.format(number)} but `{other}` has {wanted}; {way_out}")
 
 
-def _have_one_dtype_and_device(q, k, v, dtypes) -> None:
+def one_dtype_and_device(q, k, v, dtypes) -> None:
     if q.dtype not in dtypes:
         way_out = _way_to_a_dtype(q, dtypes)
         raise TypeError(f"`q` has dtype {q.dtype}; allowed: {names_of(dtypes)}; {way_out}")
@@ -291,7 +291,7 @@ def _way_to_a_dtype(q, dtypes) -> str:
     return f"{way_out}, or call ffpa under torch.autocast({device!r})" if would_cast else way_out
 
 
-def _rows_and_heads(q, k, v, n: int, h: int, way_out: str) -> None:
+def rows_and_heads(q, k, v, n: int, h: int, way_out: str) -> None:
     """Checks what is the same in both forms; rows are in dim `n`, heads in dim `h`."""
     agree("v", v.shape[n], "k", k.shape[n], "{} rows", way_out)
     d_q, d_v, heads_q, heads_k = q.shape[-1], v.shape[-1], q.shape[h], k.shape[h]
@@ -320,14 +320,14 @@ def dense(q, k, v, mask, layout: str, dtypes=DTYPES) -> None:
     means = "[B, H, N, D]" if layout == "BHND" else "[B, N, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         has_rank(name, x, 4, means)
-    _have_one_dtype_and_device(q, k, v, dtypes)
+    one_dtype_and_device(q, k, v, dtypes)
     n, h = (2, 1) if layout == "BHND" else (1, 2)
     batch = q.shape[0]
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != batch:
             way_out = f"; to share one, {name}.expand({batch}, -1, -1, -1)" if x.shape[0] == 1 else ""
             raise ValueError(f"`{name}` has batch {x.shape[0]} but `q` has {batch}; they must agree{way_out}")
-    _rows_and_heads(q, k, v, n, h, f"each key needs one value (layout is {layout})")
+    rows_and_heads(q, k, v, n, h, f"each key needs one value (layout is {layout})")
     if mask is not None:
         _mask(mask, q, (batch, q.shape[h], q.shape[n], k.shape[n]))
 
@@ -364,8 +364,8 @@ def mask_kind(mask) -> str | None:
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         has_rank(name, x, 3, "[T, H, D], the sequences one after the other")
-    _have_one_dtype_and_device(q, k, v, DTYPES)
-    _rows_and_heads(q, k, v, 0, 1, "each key needs one value")
+    one_dtype_and_device(q, k, v, DTYPES)
+    rows_and_heads(q, k, v, 0, 1, "each key needs one value")
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         has_dtype(name, cu, torch.int32, f": {name}.to(torch.int32)")
         has_rank(name, cu, 1, "[B + 1], offsets of the sequences")

@@ -60,7 +60,7 @@ def _memory(x) -> tuple[int, int, bool]:
     return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
 
 
-def _surely_overlap(a, b) -> bool:
+def surely_overlap(a, b) -> bool:
     """Says whether memory is shared for sure: not by views that interleave, such as slots of a packed qkv tensor."""
     (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
     return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
@@ -74,7 +74,7 @@ def writable(out, **inputs) -> None:
             f"`out` is expanded (strides {out.stride()}): several of its elements share memory; pass out.clone()"
         )
     for name, x in inputs.items():
-        if x is not None and x.numel() and x.device == out.device and _surely_overlap(out, x):
+        if x is not None and x.numel() and x.device == out.device and surely_overlap(out, x):
             raise ValueError(f"`out` overlaps the memory of `{name}`; pass a buffer of its own")
 
 

@@ -1,4 +1,5 @@
-"""This module has functions of flash-attn 2, and of the package ffpa-attn on PyPI, done by `ffpa` and `ffpa_varlen`.
+"""This module has functions of flash-attn 2, and of the package ffpa-attn on PyPI, done by `ffpa`, `ffpa_varlen` and
+`ffpa_with_kvcache`.
 
 Code written for them runs as it is. What ffpa cannot do raises NotImplementedError, but for calls that the package on
 PyPI leaves to PyTorch: these are left there.
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks, words
+from ..kv_cache import ffpa_with_kvcache
 from ..specs.problem import HEAD_DIM_STEP
 from . import masks, sdpa_override
 
@@ -60,7 +62,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -75,18 +77,109 @@ def flash_attn_varlen_func(
     *,
     s_aux: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Runs flash_attn_func on packed sequences: q [Tq, Hq, D], k, v [Tk, Hkv, D]; gives [Tq, Hq, D], LSE [Hq, Tq]."""
+    """Runs flash_attn_func on packed sequences: q [Tq, Hq, D], k, v [Tk, Hkv, D]; gives [Tq, Hq, D], LSE [Hq, Tq].
+
+    With block_table, int32 [B, entries], k and v are pools [pages, rows, Hkv, D]. How many keys each sequence has there
+    say seqused_k, int32 [B], or else the differences of cu_seqlens_k. Gradients of such keys do not exist.
+    """
     if unknown:
         words.refuse(flash_attn_varlen_func, unknown)
     _no_dropout(dropout_p)
     _not_given("pass one sequence at a time to flash_attn_func", alibi_slopes=alibi_slopes)
-    _not_given("gather the pages of K and V into packed tensors first", block_table=block_table)
     arguments.only_tensors(q=q, k=k, v=v)
+    arguments.tensors_or_none(block_table=block_table)
+    of_pages = {}
+    if block_table is not None or seqused_k is not None:
+        if block_table is not None and seqused_k is None and cu_seqlens_k is not None:
+            arguments.only_tensors(cu_seqlens_k=cu_seqlens_k)
+            seqused_k = cu_seqlens_k.diff()
+        cu_seqlens_k, of_pages = None, {"block_table": block_table, "seqused_k": seqused_k}
+        if isinstance(max_seqlen_k, torch.Tensor) and block_table is not None:
+            max_seqlen_k = k.shape[1] * block_table.shape[-1]
     offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
     rule = softmax_scale, causal, window_size, softcap, return_attn_probs
-    return _attend(ffpa_varlen, q, k, v, *rule, *offsets, sinks=_sinks(s_aux, learnable_sink))
+    return _attend(ffpa_varlen, q, k, v, *rule, *offsets, sinks=_sinks(s_aux, learnable_sink), **of_pages)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    **unknown,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Serves as flash-attn's function of this name, with the further keywords of FlashAttention 3: q [B, N, Hq, D], or packed
+    [T, Hq, D] with cu_seqlens_q; gives what q has rows for, and with return_softmax_lse the LSE, [B, Hq, N] or [Hq, T].
+
+    The caches are [B_cache, rows, Hkv, D], or pools [pages, rows, Hkv, D] with a `block_table`, which FlashAttention 3 calls
+    `page_table`. New rows k and v are written at cache_seqlens, in place. Without cache_seqlens all of the cache counts.
+    `num_splits` and what else is about speed alone change nothing. Rotary embeddings are refused: apply them to q and k.
+    """
+    for name in _OF_SPEED:
+        unknown.pop(name, None)
+    others = {name: unknown.pop(name) for name in _OF_FLASH_3 if name in unknown}
+    others["attention_chunk"] = others.get("attention_chunk") or None  # 0 means none
+    if unknown:
+        words.refuse(flash_attn_with_kvcache, unknown)
+    of_rotary = {
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_seqlens": others.pop("rotary_seqlens", None),
+    }
+    _not_given("apply the rotary embedding to q and k before the call, and leave it away", **of_rotary)
+    _not_given("leave it away", alibi_slopes=alibi_slopes, **others)
+    if block_table is not None and page_table is not None:
+        raise ValueError(
+            "`block_table` and `page_table` are both given; they are two names of the same thing: pass one"
+        )
+    arguments.only_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    table = page_table if block_table is None else block_table
+    arguments.tensors_or_none(block_table=table, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError(
+                "`cache_seqlens` is None but `k` is given; pass the keys that each sequence has before these, int32 [B]"
+            )
+        arguments.has_rank("k_cache", k_cache, 4, "[B_cache, rows, H, D], or [pages, rows, H, D] with block_table")
+        cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+    if cu_seqlens_q is None:
+        max_seqlen_q = None
+    elif max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
+        max_seqlen_q = q.shape[0]
+    rule = softmax_scale, causal, window_size, softcap, return_softmax_lse
+    cache = {"cache_seqlens": cache_seqlens, "block_table": table, "cache_batch_idx": cache_batch_idx}
+    cache |= {"cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    cache |= {"cu_seqlens_k_new": cu_seqlens_k_new, "sinks": _sinks(s_aux, learnable_sink), "k": k, "v": v}
+    return ffpa_with_kvcache(q, k_cache, v_cache, **_rule(q, *rule), **cache)
+
+
+_OF_SPEED = ("scheduler_metadata", "pack_gqa", "sm_margin")  # keywords of FlashAttention 3
+_OF_FLASH_3 = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "rotary_seqlens")
 
 
 def _sinks(s_aux, learnable_sink):
@@ -284,6 +377,15 @@ def _backends(function: Callable, kwargs: dict):
 
 def _attend(function: Callable, q, k, v, scale, causal, window, softcap, with_lse, *offsets, **options):
     """Calls ffpa or ffpa_varlen with arguments that flash-attn takes, and returns what that does."""
+    rule = _rule(q, scale, causal, window, softcap, with_lse)
+    results = function(_padded(q), _padded(k), _padded(v), *offsets, **rule, **options)
+    out, lse = results if with_lse else (results, None)
+    out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
+    return (out, lse, None) if with_lse else out
+
+
+def _rule(q, scale, causal, window, softcap, with_lse) -> dict:
+    """Returns keywords of ours for what flash-attn takes."""
     if scale is None and q.dim() and q.shape[-1] % HEAD_DIM_STEP:
         scale = q.shape[-1] ** -0.5  # not the scale of the padded columns
     if isinstance(scale, torch.Tensor) and scale.is_cpu and scale.numel() == 1:
@@ -292,11 +394,7 @@ def _attend(function: Callable, q, k, v, scale, causal, window, softcap, with_ls
         causal = bool(causal) if isinstance(causal, Integral) else arguments.flag("causal", causal)
     if isinstance(window, (tuple, list)):
         window = tuple(map(_side, window))
-    rule = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    results = function(_padded(q), _padded(k), _padded(v), *offsets, return_lse=with_lse, **rule, **options)
-    out, lse = results if with_lse else (results, None)
-    out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
-    return (out, lse, None) if with_lse else out
+    return {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": with_lse}
 
 
 def _side(n):
@@ -332,4 +430,4 @@ def _no_dropout(dropout_p) -> None:
 def _not_given(way_out: str, **named) -> None:
     for name, value in named.items():
         if value is not None:
-            raise NotImplementedError(f"`{name}` is given, which packed sequences do not take here: {way_out}")
+            raise NotImplementedError(f"`{name}` is given, which this function does not take here: {way_out}")

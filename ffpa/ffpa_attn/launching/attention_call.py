@@ -21,6 +21,24 @@ _LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(to
 _MASK_KINDS = {torch.bool: "kBool", torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
 
 
+class Pages(NamedTuple):
+    """Where keys lie that are in pages: k and v are pools, [pages, heads, rows of a page, columns] views. Nobody reads what the
+    tensors hold on the host; all are int32, and None where a call has nothing of the kind.
+    """
+
+    used: torch.Tensor  # [B], keys of each sequence
+    table: torch.Tensor | None  # [B, entries], the pages of each sequence; None: sequence i has page i
+    longest: int  # a bound of all sequences' keys, no more than pages hold
+    first: torch.Tensor | None = None  # [B], the row on which a sequence of one page begins
+    added: torch.Tensor | None = None  # [B + 1], offsets of rows that sequences have beside those that `used` counts
+    more: int = 0  # rows that each sequence has beside those
+
+    @property
+    def entries(self) -> int:
+        """Returns the most pages of a sequence."""
+        return 1 if self.table is None else self.table.shape[1]
+
+
 def _float(x: float) -> float:
     return ctypes.c_float(min(max(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)).value
 
@@ -43,22 +61,44 @@ def _mask(view: ctypes.Structure, mask: torch.Tensor) -> None:
     view.kind = structs.enumerator("MaskKind", _MASK_KINDS[mask.dtype])
 
 
-def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **settings) -> None:
+def _pages(view: ctypes.Structure, pages: Pages, pool: torch.Tensor) -> None:
+    view.pages, view.rows = (min(n, _LARGEST_INT) for n in (pool.shape[0], pool.shape[-2]))
+    view.entries, view.more = min(pages.entries, _LARGEST_INT), min(pages.more, _LARGEST_INT)
+    view.table_stride = 0 if pages.table is None else pages.table.stride(0)
+
+
+def lengths(q, k, offsets, pages: Pages | None = None) -> tuple[int, int]:
+    """Returns the rows and the keys of the longest sequence."""
+    n_q, n_k = q.shape[-2], k.shape[-2] if pages is None else pages.longest
+    if offsets:
+        n_q = min(n_q, offsets[2])
+        n_k = n_k if pages else min(n_k, offsets[3])
+    return n_q, n_k
+
+
+def entries(q, offsets) -> int:
+    return len(offsets[0]) - 1 if offsets else len(q)
+
+
+def describe(
+    params: ctypes.Structure, q, k, v, out, mask, offsets, rule, pages: Pages | None = None, **settings
+) -> None:
     """Fills in AttentionParams: all but addresses. Tensors are [B, H, N, D] views, or packed [H, T, D] with the offsets
-    of q and k and the longest lengths. `settings` are fields that a plan decides.
+    of q and k and the longest lengths; of k and v in `pages`, these have no offsets. `settings` are fields that a plan
+    decides.
     """
     heads, rows, d_qk = q.shape[-3:]
-    heads_kv, keys = k.shape[-3:-1]
+    heads_kv, keys = k.shape[-3], k.shape[-2] if pages is None else pages.longest
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         strides(getattr(params, name), x)
     if mask is not None:
         _mask(params.mask, mask)
-    params.batch = len(offsets[0]) - 1 if offsets else len(q)
+    params.batch = entries(q, offsets)
     params.heads_q, params.group = heads, heads // heads_kv
-    params.n_q, params.n_k = (min(n, _LARGEST_INT) for n in (rows, keys))
-    params.packed_q.total, params.packed_k.total = params.n_q, params.n_k
-    if offsets:
-        params.n_q, params.n_k = min(params.n_q, offsets[2]), min(params.n_k, offsets[3])
+    params.packed_q.total, params.packed_k.total = (min(n, _LARGEST_INT) for n in (rows, keys))
+    params.n_q, params.n_k = (min(n, _LARGEST_INT) for n in lengths(q, k, offsets, pages))
+    if pages:
+        _pages(params.paged, pages, k)
     params.lse_head_stride, params.lse_batch_stride = rows, 0 if offsets else heads * rows
     params.d_qk, params.d_v = d_qk, out.shape[-1]
     see, scale, softcap = rule.visibility, rule.scale, rule.softcap
@@ -71,16 +111,19 @@ def describe(params: ctypes.Structure, q, k, v, out, mask, offsets, rule, **sett
         setattr(params, name, value)
 
 
-def forward_launch(spec: KernelSpec, q, k, v, out, mask, offsets, rule, **settings) -> Launch:
+def forward_launch(
+    spec: KernelSpec, q, k, v, out, mask, offsets, rule, pages: Pages | None = None, **settings
+) -> Launch:
     """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
-    sinks, largest.
+    sinks, largest, and the tensors of pages: used, table, first, added.
     """
     params = structs.struct("AttentionParams")()
-    describe(params, q, k, v, out, mask, offsets, rule, **settings)
+    describe(params, q, k, v, out, mask, offsets, rule, pages, **settings)
     result = CHANGE if offsets else WRITE  # rows of no sequence, and sums of rows of no tile, are written before
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
     memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result, "sinks": READ, "largest": CHANGE}
+    memory |= {f"paged.{name}": READ for name in ("used", "table", "first", "added")}
     return Launch(spec, params, memory, q.device)
 
 
@@ -113,15 +156,16 @@ class Call(NamedTuple):
     partial: int | None = None
     zeros: int = 0
 
-    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None) -> None:
+    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
         if self.zeros:
             partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
+        of_pages = (pages.used, pages.table, pages.first, pages.added) if pages else (None,) * 4
         for launch in self.launches:
-            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest)
+            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

@@ -31,7 +31,10 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
         lib.impl(name, kernel(op, body), "Autograd", with_keyset=True)
         if _is_excluded and not (private_torch.no_gradients or private_torch.no_short_way):
             _recorders[name] = partial(_recorded, body)
-    forwards = ("forward", "forward_out", "varlen_forward", "varlen_forward_out")
+    for name in PAGED:
+        kernel = _plain_calls_alone if private_torch.no_gradients else _without_gradients
+        lib.impl(name, kernel(_operators[name], bodies[name]), "Autograd", with_keyset=True)
+    forwards = ("forward", "forward_out", "varlen_forward", "varlen_forward_out", "paged_forward", "paged_forward_out")
     for name in (x + more for x in forwards for more in ("", MAX_LOGITS)):
         lib.impl(name, _autocast(_operators[name], "cuda"), "AutocastCUDA")
         lib.impl(name, _autocast(_operators[name], "cpu"), "AutocastCPU")
@@ -39,6 +42,7 @@ def register(lib: torch.library.Library, bodies: Mapping[str, Callable]) -> None
     flops.register()
 
 
+PAGED = (*(f"paged_forward{out}{more}" for out in ("", "_out") for more in ("", MAX_LOGITS)), "append_to_cache")
 _operators: dict[str, Callable] = {}
 _bodies: dict[str, Callable] = {}
 _recorders: dict[str, Callable] = {}  # they record calls as the Autograd key would, without the dispatcher's 10 µs
@@ -178,6 +182,24 @@ def _autograd(op, body):
         # Calls under forward-mode AD must come to the Function too, which says there that it has no formula.
         if want_gradients(*args) or forward_ad._current_level >= 0:
             return _differentiably(op, body, keyset, options, *_sinks_first(args))
+        return _below_autograd(op, body, keyset, args, options)
+
+    return kernel
+
+
+def _without_gradients(op, body):
+    """Makes the kernel of an operator that has no gradients, and says so where one is wanted."""
+
+    def kernel(keyset, *args, **options):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        tangents = forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(x).tangent is not None for x in tensors
+        )
+        if tangents or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            raise NotImplementedError(
+                f"{op} has no gradients: call it under torch.no_grad(), or with detached tensors; ffpa_varlen has gradients "
+                "of packed keys"
+            )
         return _below_autograd(op, body, keyset, args, options)
 
     return kernel

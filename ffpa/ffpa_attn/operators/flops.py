@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from ..backends.reference_rows import key_lengths
 from ..support.imports import when_imported
 from ..support.private_torch import FakeTensor
 from .forms import MAX_LOGITS, Dense, operators, visibility
@@ -47,6 +48,8 @@ _FORMULAS = {**operators(_forward, _backward), **_OF_FP8}
 
 def _pairs_of(form, q, k, options) -> int:
     """Counts every sequence as long as may be where offsets hold no numbers, as PyTorch does; else reads them."""
+    if form.pages is not None:
+        return _pairs_of_pages(form, q, k, options)
     if form.offsets is None:
         batch, heads, _, rows, keys = form.sizes(q, k)
         return batch * heads * _pairs(rows, keys, options)
@@ -58,6 +61,17 @@ def _pairs_of(form, q, k, options) -> int:
         for cu, longest in ((cu_q, max_q), (cu_k, max_k))
     )
     return q.shape[1] * sum(_pairs(*both, options) for both in zip(*lengths, strict=True))
+
+
+def _pairs_of_pages(form, q, k, options) -> int:
+    batch, heads, _, rows, longest = form.sizes(q, k)
+    if isinstance(form.pages.used, FakeTensor) or form.pages.used.is_meta:
+        return batch * heads * _pairs(rows, longest, options)
+    of_rows = [rows] * batch
+    if form.offsets is not None:
+        of_rows = form.offsets[0].diff().clamp(0, rows).tolist()
+    lengths = key_lengths(form.pages).tolist()
+    return heads * sum(_pairs(*both, options) for both in zip(of_rows, lengths, strict=True))
 
 
 def _pairs(rows: int, keys: int, options) -> int:

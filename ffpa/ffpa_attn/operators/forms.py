@@ -1,15 +1,18 @@
-"""This module holds the two forms of a call, dense tensors and packed sequences, makes them of the operators' arguments,
-and describes a call's problem.
+"""This module holds the forms of a call, dense tensors, packed sequences and keys in pages, makes them of the operators'
+arguments, and describes a call's problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
-from ..checks import arguments, memory_checks
+from ..backends.reference_rows import needed_keys
+from ..checks import arguments, memory_checks, page_checks
 from ..launching import native
+from ..launching.attention_call import Pages
 from ..specs.problem import ROW_ALIGNMENT, Problem, Visibility
 
 
@@ -23,7 +26,7 @@ class Dense:
     largest score of each head.
     """
 
-    offsets = None
+    offsets = pages = None
 
     def __init__(self, layout: str = "BHND", mask=None, sinks: torch.Tensor | None = None, largest: bool = False):
         self.layout, self.mask, self.sinks, self.largest = layout, mask, sinks, largest
@@ -46,6 +49,10 @@ class Dense:
     def packed(self, q, k) -> None:
         return None
 
+    def named(self, q, k, v) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the names that operators have for them."""
+        return {"q": q, "k": k, "v": v}
+
     def lse_shape(self, q) -> tuple:
         batch, heads, _, rows, _ = self.sizes(q, q)
         return (batch, heads, rows)
@@ -61,7 +68,7 @@ class Dense:
 class Packed:
     """Packed sequences, [T, H, D], with their offsets [B + 1], and with sinks and `largest` as dense ones."""
 
-    mask = None
+    mask = pages = None
     layout = "BHND"  # packed sequences have no layout to choose
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int, sinks=None, largest=False):
@@ -94,6 +101,8 @@ class Packed:
         """Returns the rows and the keys of all sequences together."""
         return q.shape[0], k.shape[0]
 
+    named = Dense.named
+
     def lse_shape(self, q) -> tuple:
         return (q.shape[1], q.shape[0])
 
@@ -103,6 +112,92 @@ class Packed:
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [H, T, D] as a view."""
         return x.transpose(0, 1)
+
+
+class Paged:
+    """Queries [T, H, D] with their offsets, or [B, N, H, D] without, whose keys are in pages [pages, rows, H, D]; `rule` are
+    the operator's options. Sinks and `largest` are as those of dense tensors.
+    """
+
+    mask = None
+    layout = "BNHD"
+
+    def __init__(
+        self, k_pages, cu_q, used, table, first, added, more, max_q, max_k, sinks=None, largest=False, rule=None
+    ):
+        self._pool, self.cu_q, self.max_q, self.max_k = k_pages, cu_q, max_q, max_k
+        self.of_keys = used, table, first, added, more
+        self.sinks, self.largest, self._rule = sinks, largest, rule or {}
+
+    @cached_property
+    def pages(self) -> Pages:
+        used, table, first, added, more = self.of_keys
+        pages = Pages(used, table, 0, first, added, more)
+        return pages._replace(longest=min(self.max_k, pages.entries * self._pool.shape[1]))
+
+    @property
+    def offsets(self) -> tuple | None:
+        return None if self.cu_q is None else (self.cu_q, None, self.max_q, self.pages.longest)
+
+    def key(self) -> tuple:
+        *tensors, more = self.of_keys
+        return (
+            "pages",
+            seen(self.cu_q),
+            *map(seen, tensors),
+            more,
+            self.max_q,
+            self.max_k,
+            seen(self.sinks),
+            self.largest,
+        )
+
+    def check(self, q, k, v) -> None:
+        page_checks.paged(q, k, v, self.cu_q, *self.of_keys)
+        arguments.max_seqlen("max_seqlen_q", self.max_q)
+        arguments.max_seqlen("max_seqlen_k", self.max_k)
+        arguments.sinks(self.sinks, q, q.shape[-2])
+
+    def check_values(self, q, k, flags) -> None:
+        """Checks what tensors hold at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
+        if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+            rows = [q.shape[1]] * len(q)
+            if self.cu_q is not None:
+                memory_checks.offsets_values(self.cu_q, "cu_seqlens_q", q.shape[0], self.max_q, "max_seqlen_q")
+                rows = self.cu_q.diff().tolist()
+            lengths = page_checks.lengths(self.pages, k, self.max_k)
+            see = visibility(self._rule)
+            needed = [needed_keys(see, *both) for both in zip(rows, lengths, strict=True)]
+            page_checks.table(
+                self.pages, k, [(least, min(end, n)) for (least, end), n in zip(needed, lengths, strict=True)]
+            )
+
+    def sizes(self, q, k) -> tuple[int, int, int, int, int]:
+        used, rows = self.of_keys[0], q.shape[-3]
+        return (
+            used.shape[0],
+            q.shape[-2],
+            k.shape[2],
+            min(self.max_q, rows) if q.dim() == 3 else rows,
+            self.pages.longest,
+        )
+
+    def packed(self, q, k) -> tuple[int, int] | None:
+        """Returns the rows and the keys of all sequences together, at most."""
+        return None if self.cu_q is None else (q.shape[0], self.of_keys[0].shape[0] * self.pages.longest)
+
+    def named(self, q, k, v) -> dict[str, torch.Tensor]:
+        return {"q": q, "k_pages": k, "v_pages": v}
+
+    def lse_shape(self, q) -> tuple:
+        return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+    def largest_shape(self, q) -> tuple:
+        return (self.of_keys[0].shape[0], q.shape[-2])
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [H, T, D], or [B, H, N, D] and [pages, H, rows, D], as a view."""
+        return x.transpose(-3, -2)
 
 
 MAX_LOGITS = "_max_logits"  # the end of an operator's name: it returns the largest scores, too
@@ -121,10 +216,14 @@ def results(out, lse, largest: list[torch.Tensor], return_lse: bool) -> torch.Te
 
 
 def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
-    """Returns functions that take the operators' arguments, made of two that do for both forms what they do:
+    """Returns functions that take the operators' arguments, made of two that do for all forms what they do:
     forward(form, q, k, v, out, options), and backward(form, tensors, fp32_grads, mask_grad, options), whose tensors are
     those from `grad_out` to `lse` and `delta`, and whose `mask_grad` is None for packed sequences, as these have no mask.
+    Keys in pages have no backward.
     """
+
+    def of_pages(given: tuple) -> tuple:
+        return given if len(given) == 9 else (*given, None)  # sinks are last
 
     def forwards(more: str, largest: bool) -> dict[str, Callable]:
         def dense(q, k, v, mask=None, sinks=None, *, layout="BHND", **options):
@@ -139,11 +238,19 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
         def packed_out(q, k, v, out, cu_q, cu_k, max_q, max_k, sinks=None, **options):
             return forward(Packed(cu_q, cu_k, max_q, max_k, sinks, largest), q, k, v, out, options)
 
+        def paged(q, k, v, *pages_and_sinks, **options):
+            return forward(Paged(k, *of_pages(pages_and_sinks), largest, options), q, k, v, None, options)
+
+        def paged_out(q, k, v, out, *pages_and_sinks, **options):
+            return forward(Paged(k, *of_pages(pages_and_sinks), largest, options), q, k, v, out, options)
+
         return {
             f"forward{more}": dense,
             f"forward_out{more}": dense_out,
             f"varlen_forward{more}": packed,
             f"varlen_forward_out{more}": packed_out,
+            f"paged_forward{more}": paged,
+            f"paged_forward_out{more}": paged_out,
         }
 
     def dense_backward(
@@ -196,4 +303,5 @@ def describe(
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
         values_in_keys=values_in_keys(k, v), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
         sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and mask != "additive",
+        pages=form.pages and (k.shape[1], form.pages.entries),
     )  # fmt: skip

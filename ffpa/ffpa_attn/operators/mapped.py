@@ -1,6 +1,6 @@
 """This module is what the operators do under torch.vmap: the mapped dim joins the batch, so that a map is one call.
 
-Packed sequences and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
+Packed sequences, keys in pages and 8-bit floats have no rule here: PyTorch calls their operators once for each entry.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _ops = torch.ops.ffpa_attn
 
 
 def register(lib: torch.library.Library) -> None:
-    rules = {"backward": _backward, "sink_gradient_delta": _sink_gradient_delta}
+    rules = {"backward": _backward, "sink_gradient_delta": _sink_gradient_delta, "append_to_cache": _append}
     for more in ("", MAX_LOGITS):
         rules |= {f"forward{more}": partial(_forward, getattr(_ops, f"forward{more}"))}
-        rules |= {f"forward_out{more}": _to_out, f"varlen_forward_out{more}": _to_out}
+        rules |= {f"{kind}forward_out{more}": _to_out for kind in ("", "varlen_", "paged_")}
     for name, rule in rules.items():
         torch.library.register_vmap(f"ffpa_attn::{name}", rule, lib=lib)
 
@@ -76,6 +76,13 @@ def _sink_gradient_delta(info, in_dims, *tensors, **options):
 
 def _to_out(info, in_dims, q, k, v, out, *rest, **options):
     raise NotImplementedError("`out` is given under torch.vmap, which makes its results itself: leave `out` away")
+
+
+def _append(info, in_dims, *tensors):
+    raise NotImplementedError(
+        "new rows are to be written into a cache under torch.vmap, whose entries may share it: call ffpa_with_kvcache once, "
+        "with a batch of sequences"
+    )
 
 
 def _shape_of_one(t, dim: int | None) -> list[int]:

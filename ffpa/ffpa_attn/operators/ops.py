@@ -1,9 +1,8 @@
-"""This module has the operators torch.ops.ffpa_attn.*: schemas, fakes, and the way from a call to its backend
-(`dispatch_keys.py` has autograd and autocast).
+"""This module has the operators torch.ops.ffpa_attn.*: fakes, and the way from a call to its backend (`schemas.py` has what
+they take, `dispatch_keys.py` autograd and autocast, `appending.py` the one that writes into a cache).
 
-The schemas are a contract (tests/operators/test_ops.py: they only grow): ring attention and selective checkpointing use them by
-name. Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced
-code holds nothing but the operator.
+Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced code
+holds nothing but the operator.
 """
 
 from __future__ import annotations
@@ -24,45 +23,9 @@ from ..specs.problem import HEAD_DIM_STEP, Problem
 from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
-from . import dispatch_keys, out_of_memory
+from . import appending, dispatch_keys, out_of_memory
 from .forms import Dense, describe, operators, seen
-
-_RULE = (
-    "*, Scalar? scale=None, bool causal=False, str align='bottom_right', SymInt window_left=-1, SymInt window_right=-1, "
-    "Scalar softcap=0.0"
-)
-_HOW = "bool return_lse=True, int? level=None, str acc='f32', int? num_stages=None"
-_OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-_QKV = "Tensor q, Tensor k, Tensor v"
-_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_QKV}, Tensor out, Tensor lse"
-_DELTA = "Tensor? delta=None"
-_SINKS = "Tensor? sinks=None"
-_OF_SINKS = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, str layout='BHND'"
-_DENSE = f"Tensor? mask=None, {_SINKS}, {_RULE}, str layout='BHND', {_HOW}"
-_PACKED = f"{_OFFSETS}, {_SINKS}, {_RULE}, {_HOW}"
-_FP8 = (
-    f"{_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_SINKS}, {_RULE}, "
-    "ScalarType out_dtype, bool v_transposed=False, bool return_lse=True"
-)
-
-SCHEMAS = (
-    f"forward({_QKV}, {_DENSE}) -> (Tensor out, Tensor lse)",
-    f"forward_out({_QKV}, Tensor(a!) out, {_DENSE}) -> Tensor lse",
-    f"varlen_forward({_QKV}, {_PACKED}) -> (Tensor out, Tensor lse)",
-    f"varlen_forward_out({_QKV}, Tensor(a!) out, {_PACKED}) -> Tensor lse",
-    f"forward_max_logits({_QKV}, {_DENSE}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-    f"forward_out_max_logits({_QKV}, Tensor(a!) out, {_DENSE}) -> (Tensor lse, Tensor max_logits)",
-    f"varlen_forward_max_logits({_QKV}, {_PACKED}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-    f"varlen_forward_out_max_logits({_QKV}, Tensor(a!) out, {_PACKED}) -> (Tensor lse, Tensor max_logits)",
-    f"backward({_SAVED}, Tensor? mask=None, {_DELTA}, {_RULE}, str layout='BHND', bool mask_grad=False, "
-    "bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    f"varlen_backward({_SAVED}, {_OFFSETS}, {_DELTA}, {_RULE}, bool fp32_grads=False) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
-    f"sink_gradient({_OF_SINKS}) -> Tensor dsinks",
-    f"sink_gradient_delta({_OF_SINKS}) -> (Tensor dsinks, Tensor delta)",
-    f"fp8_forward({_FP8}) -> (Tensor out, Tensor lse)",
-    f"fp8_forward_max_logits({_FP8}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-)
+from .schemas import SCHEMAS
 
 _lib = torch.library.Library("ffpa_attn", "DEF")
 for _schema in SCHEMAS:
@@ -168,19 +131,33 @@ def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
 def _forward(form, q, k, v, out, options):
     if form.largest and arguments.mask_kind(form.mask) == "additive":
         return _forward_of_added_mask(form, q, k, v, out, options)
-    flags = env.run_flags()
-    key = _forward_key(form, q, k, v, out, options, flags)
-    plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
-    form.check_values(q, k, flags)
-    if out is not None:
-        # This depends on addresses, which no plan can know.
-        memory_checks.writable(out, q=q, k=k, v=v, mask=form.mask, sinks=form.sinks)
+    key, plan = _checked(form, q, k, v, out, options)
     try:
         results = run_forward(plan, form, q, k, v, out)
     except triton_launch.Unable as error:
         _without_triton(error, key, plan)
         return _forward(form, q, k, v, out, options)
     return results if out is None else results[1] if len(results) == 2 else results[1:]
+
+
+def _checked(form, q, k, v, out, options) -> tuple[tuple, Plan]:
+    """Returns what runs a forward, and its key, or raises what the forward would."""
+    flags = env.run_flags()
+    key = _forward_key(form, q, k, v, out, options, flags)
+    plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
+    form.check_values(q, k, flags)
+    if out is not None:
+        # This depends on addresses, which no plan can know.
+        memory_checks.writable(out, **form.named(q, k, v), mask=form.mask, sinks=form.sinks)
+    return key, plan
+
+
+def be_sure(form, q, k, v, out, options) -> None:
+    """Raises what a forward would, so that a caller may write into its caches first. Without memory there is no plan."""
+    if all(memory_checks.has_memory(x) for x in (q, k, v)):
+        _checked(form, q, k, v, out, options)
+    else:
+        form.check(q, k, v)
 
 
 def _forward_of_added_mask(form, q, k, v, out, options) -> tuple:
@@ -222,8 +199,10 @@ def run_forward(plan: Plan, form, q, k, v, out=None) -> tuple[torch.Tensor, ...]
 
 
 def _of_heads(form, q) -> dict[str, torch.Tensor]:
-    """Returns what a plan is given for each head, if it has anything: sinks, and a place for the largest scores."""
+    """Returns what a plan is given beside rows, if there is anything: sinks, pages, a place for the largest scores."""
     given = {} if form.sinks is None else {"sinks": as_read(form.sinks)}
+    if form.pages is not None:
+        given["pages"] = form.pages
     if form.largest:
         given["largest"] = q.new_full(form.largest_shape(q), -math.inf, dtype=torch.float32)
     return given
@@ -251,7 +230,7 @@ def no_memory(
 def _forward_plan(form, q, k, v, out, options, flags) -> Plan:
     form.check(q, k, v)
     arguments.options(options, form.layout)
-    memory_checks.rows(q=q, k=k, v=v)
+    memory_checks.rows(**form.named(q, k, v))
     if out is not None:
         arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
         memory_checks.rows(out=out)
@@ -391,6 +370,7 @@ def _forward_fp8(
 
 # Each call looks these two up by name: tests make them run elsewhere.
 _BODIES = operators(lambda *call: _forward(*call), lambda *call: _backward(*call)) | {
+    "append_to_cache": appending.append_to_cache,
     "sink_gradient": _sink_gradient,
     "sink_gradient_delta": _sink_gradient_delta,
     "fp8_forward": _forward_fp8,
@@ -454,6 +434,7 @@ def _fake_sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BH
 
 _FAKES = {
     **operators(_fake_forward, _fake_backward),
+    "append_to_cache": appending.check,
     "sink_gradient": _fake_sink_gradient,
     "sink_gradient_delta": _fake_sink_gradient_delta,
     "fp8_forward": _fake_forward_fp8,

@@ -88,6 +88,7 @@ class Problem(NamedTuple):
     copied: bool = False  # a result of PyTorch's own making would be copied to where this call's is to lie
     sinks: bool = False  # each head of q has a sink
     largest: bool = False  # the largest scores of each head are wanted
+    pages: tuple[int, int] | None = None  # keys lie in pages: (rows of a page, pages of a sequence)
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
 
     @property
@@ -106,6 +107,7 @@ class Problem(NamedTuple):
             f"{self.mask} mask" if self.mask else "",
             "sinks" if self.sinks else "",
             "largest logits" if self.largest else "",
+            f"pages={self.pages[0]}" if self.pages else "",
             "V in K" if self.values_in_keys else "",
             f"level={self.level}" if self.level else "",
             f"acc={self.acc}" if self.acc != "f32" else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -68,6 +68,7 @@ class ForwardMmaSplit(KernelSpec):
     pad_k: bool = False
     pad_v: bool = False
     serial: bool = False  # fragments are loaded when they are needed, not ahead
+    paged: bool = False  # keys lie in pages
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class ForwardMmaRows(KernelSpec):
     keys: int
     q_in_registers: bool = False  # if not, fragments of Q are read again for every tile
     serial: bool = False
+    paged: bool = False
 
     @property
     def plain(self) -> bool:
@@ -96,6 +98,11 @@ class ForwardMerge(KernelSpec):
     """This kernel merges results over parts of the keys into one."""
 
     dtype: str
+
+
+@dataclass(frozen=True)
+class ForwardAppendRows(KernelSpec):
+    """This kernel appends rows of 16-bit elements, copied as bits, to sequences whose keys lie in pages."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,7 @@ class ForwardWgmmaFused(KernelSpec):
     dtype: str
     columns: int
     value_columns: int
+    paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +205,7 @@ class ForwardWgmmaPair(KernelSpec):
 
     dtype: str
     columns: int
+    paged: bool = False
 
     @property
     def value_columns(self) -> int:
@@ -214,6 +223,7 @@ class ForwardWgmmaLatent(KernelSpec):
 
     dtype: str
     columns: int
+    paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,7 @@ class ForwardWgmmaTwoPhase(KernelSpec):
 
     dtype: str
     columns: int
+    paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +266,7 @@ class ForwardWgmmaFp8(KernelSpec):
 
 FUSED_COLUMNS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (320, 320))  # (Q and K, V and O)
 PAIR_COLUMNS = (384, 448, 512, 576)  # of Q and K; 576 is for 512 of V and O
+PAGED_PAIR_COLUMNS = (384, 512, 576)  # half of them are whole boxes
 LATENT_COLUMNS = (512, 576)
 FP8_COLUMNS = (192, 256, 320, 384, 448, 512)
 SHORT_COLUMNS = (64, 128)  # columns of a step: for narrow heads, and for others
@@ -297,14 +309,18 @@ class Shape(NamedTuple):
 
 MOST_COLUMNS = 1024  # columns of O in registers
 COLUMNS = range(256, MOST_COLUMNS + 1, 64)
+PAGED_COLUMNS = (256, 384, 512, 768, 1024)  # the same, where keys lie in pages
 
 # These are the (acc_qk, acc_pv) of each type; tensor cores accumulate products of bf16 in f32 only.
 ACCUMULATORS = {"bf16": (("f32", "f32"),), "f16": (("f32", "f32"), ("f16", "f16"), ("f32", "f16"))}
 
 
-def register_shapes(columns: int, acc: tuple[str, str]) -> list[Shape]:
-    """Returns tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows."""
-    return [Shape(columns, *tile) for tile in tiles.REGISTERS[acc[1]][columns]]
+def register_shapes(columns: int, acc: tuple[str, str], paged: bool = False) -> list[Shape]:
+    """Returns tiles for so many columns of O in registers: for 227, 163 and 99 KB of shared memory, for few rows. Keys in
+    pages have the first and the last of them.
+    """
+    shapes = [Shape(columns, *tile) for tile in tiles.REGISTERS[acc[1]][columns]]
+    return [shapes[0], shapes[-1]] if paged else shapes
 
 
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
@@ -325,21 +341,35 @@ _ROWS_TILES = {
 ROWS_HEAD_DIMS = tuple(_ROWS_TILES)
 
 
-def rows_shapes(head_dim: int) -> list[Shape]:
-    """Returns tiles of whole rows: for many rows, and for all rules, where these are two."""
-    return [Shape(head_dim, rows, keys, head_dim, keys, speed) for rows, keys, speed in _ROWS_TILES[head_dim]]
+def rows_shapes(head_dim: int, paged: bool = False) -> list[Shape]:
+    """Returns tiles of whole rows: for many rows, and for all rules, where these are two. Keys in pages have the last."""
+    shapes = [Shape(head_dim, rows, keys, head_dim, keys, speed) for rows, keys, speed in _ROWS_TILES[head_dim]]
+    return shapes[-1:] if paged else shapes
 
 
-def rows_spec(dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bool | None = None) -> ForwardMmaRows:
+def rows_spec(
+    dtype: str, acc: tuple[str, str], shape: Shape, q_in_registers: bool | None = None, paged: bool = False
+) -> ForwardMmaRows:
     """Returns the spec with the faster of the two ways to hold Q, unless `q_in_registers` picks one."""
     fastest = shape.columns == 192
-    return ForwardMmaRows(
-        dtype, *acc, shape.columns, shape.rows, shape.keys, fastest if q_in_registers is None else q_in_registers
-    )
+    in_registers = fastest if q_in_registers is None else q_in_registers
+    return ForwardMmaRows(dtype, *acc, shape.columns, shape.rows, shape.keys, in_registers, paged=paged)
 
 
-def forward_spec(dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False) -> ForwardMmaSplit:
-    return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed)
+def forward_spec(
+    dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False, paged: bool = False
+) -> ForwardMmaSplit:
+    return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed, paged=paged)
+
+
+def _paged_mma_specs(dtype: str, columns: Iterable[int], head_dims: Iterable[int]) -> Iterator[KernelSpec]:
+    acc = ACCUMULATORS[dtype][0]  # f32
+    for d in head_dims:
+        yield from (rows_spec(dtype, acc, shape, paged=True) for shape in rows_shapes(d, paged=True))
+    for c in columns:
+        yield from (forward_spec(dtype, acc, shape, paged=True) for shape in register_shapes(c, acc, paged=True))
+    for d in tiles.STREAMED[acc[1]]:
+        yield from (forward_spec(dtype, acc, shape, streamed=True, paged=True) for shape in streamed_shapes(d, acc))
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
@@ -361,6 +391,10 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
         kernels += [ForwardWgmmaPair(dtype, width) for width in PAIR_COLUMNS[first]]
         kernels += [ForwardWgmmaLatent(dtype, width) for width in LATENT_COLUMNS[last]]
         kernels += [ForwardWgmmaTwoPhase(dtype, width) for width in TWO_PHASE_COLUMNS[last]]
+        kernels += [ForwardWgmmaFused(dtype, *widths, paged=True) for widths in FUSED_COLUMNS[first]]
+        kernels += [ForwardWgmmaPair(dtype, width, paged=True) for width in PAGED_PAIR_COLUMNS[first]]
+        kernels += [ForwardWgmmaLatent(dtype, width, paged=True) for width in LATENT_COLUMNS[last]]
+        kernels += [ForwardWgmmaTwoPhase(dtype, width, paged=True) for width in TWO_PHASE_COLUMNS[last]]
         kernels += [ForwardMmaTwoPhase(dtype, TWO_PHASE_MMA_COLUMNS)]
         for acc in accumulators[first]:
             kernels += [rows_spec(dtype, acc, shape) for d in head_dims for shape in rows_shapes(d)]
@@ -370,6 +404,7 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 for d in tiles.STREAMED[acc[1]]
                 for shape in streamed_shapes(d, acc)
             ]
-    kernels += [ForwardArrangeValues()]
+        kernels += _paged_mma_specs(dtype, [c for c in columns if c in PAGED_COLUMNS], head_dims)
+    kernels += [ForwardArrangeValues(), ForwardAppendRows()]
     kernels += [ForwardWgmmaFp8(dtype, width) for dtype in FP8_DTYPES for width in FP8_COLUMNS[last]]
     return tuple(dict.fromkeys(kernels))

@@ -1,0 +1,303 @@
+"""This module checks what a caller passes with keys in pages, and what tensors on the device hold; messages as in
+`arguments.py`. Names are those of the operators; functions that have others put these in their place (`renamed`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from . import arguments, memory_checks
+
+PAGE_ROWS = 16  # the rows of a page are a multiple of it, where a sequence may have several pages
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """Returns the error with a caller's own names of arguments."""
+    pattern = "|".join(sorted(names, key=len, reverse=True))
+    return type(error)(re.sub(rf"\b({pattern})\b", lambda found: names[found[1]], str(error)))
+
+
+def no_gradients(**named) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in named.items():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                f"`{name}` requires grad, and attention to keys in pages has no gradients: call under torch.no_grad(), or pass "
+                f"{name}.detach(); ffpa_varlen has gradients of packed keys"
+            )
+
+
+def varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k) -> None:
+    """Checks what ffpa_varlen takes in place of offsets of keys."""
+    if block_table is None:
+        raise ValueError(
+            "`seqused_k` is given without `block_table`; packed sequences end where cu_seqlens_k says: leave it away, or pass "
+            "block_table, and k and v as pools of pages"
+        )
+    if seqused_k is None:
+        raise ValueError(
+            "`block_table` is given without `seqused_k`; pass the number of keys of each sequence, int32 [B]: with "
+            "cu_seqlens_k it is cu_seqlens_k.diff()"
+        )
+    if cu_seqlens_k is not None:
+        raise ValueError(
+            "`cu_seqlens_k` and `block_table` are both given; seqused_k says how long sequences in pages are: pass "
+            "cu_seqlens_k=None"
+        )
+    arguments.only_tensors(cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqused_k=seqused_k)
+    arguments.max_seqlen("max_seqlen_q", max_seqlen_q)
+    arguments.max_seqlen("max_seqlen_k", max_seqlen_k)
+
+
+def paged(q, k, v, cu_seqlens_q, seqused_k, block_table, leftpad_k, cu_seqlens_k_new, more_k) -> None:
+    """Checks the tensors of a forward of keys in pages."""
+    packed = cu_seqlens_q is not None
+    of_q = "[T, H, D], the sequences one after the other" if packed else "[B, N, H, D], or [T, H, D] with cu_seqlens_q"
+    arguments.has_rank("q", q, 3 if packed else 4, of_q)
+    _pools(q, k, v)
+    if packed:
+        _offsets("cu_seqlens_q", cu_seqlens_q, q, "q")
+    batch, whose = (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q") if packed else (q.shape[0], "q")
+    _pages(k, q, batch, whose, seqused_k, block_table, leftpad_k, cu_seqlens_k_new, "seqused_k")
+    arguments.max_seqlen("more_k", more_k)
+
+
+def appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new) -> None:
+    """Checks the tensors of rows that are to be written into pages."""
+    packed = cu_seqlens_k_new is not None
+    of_k = "[T, H, D], the rows of each sequence one after the other" if packed else "[B, N, H, D]"
+    for name, x in (("k", k), ("v", v)):
+        arguments.has_rank(name, x, 3 if packed else 4, of_k)
+        pool = k_pages if name == "k" else v_pages
+        arguments.has_rank(f"{name}_pages", pool, 4, "[pages, rows, H, D]")
+        if x.dtype not in arguments.DTYPES:
+            raise TypeError(f"`{name}` has dtype {x.dtype}; allowed: {arguments.names_of(arguments.DTYPES)}")
+        if x.dtype != pool.dtype:
+            raise TypeError(
+                f"`{name}` has dtype {x.dtype} but `{name}_pages` has {pool.dtype}; they must agree: {name}.to({pool.dtype})"
+            )
+        arguments.is_where(name, x, "k_pages", k_pages)
+        arguments.is_where(f"{name}_pages", pool, "k_pages", k_pages)
+        if x.shape[-2:] != pool.shape[-2:]:
+            raise ValueError(
+                f"`{name}` has {tuple(x.shape[-2:])} heads and columns but `{name}_pages` has {tuple(pool.shape[-2:])}; a row "
+                "must be as those of the pages are"
+            )
+    if v.shape[:-2] != k.shape[:-2]:
+        raise ValueError(
+            f"`v` has rows {tuple(v.shape[:-2])} but `k` has {tuple(k.shape[:-2])}; each key needs one value"
+        )
+    if v_pages.shape[:2] != k_pages.shape[:2]:
+        raise ValueError(
+            f"`v_pages` has {tuple(v_pages.shape[:2])} pages and rows but `k_pages` has {tuple(k_pages.shape[:2])}; each key "
+            "needs one value"
+        )
+    if packed:
+        _offsets("cu_seqlens_k_new", cu_seqlens_k_new, k_pages, "k_pages")
+    batch, whose = (cu_seqlens_k_new.shape[0] - 1, "cu_seqlens_k_new") if packed else (k.shape[0], "k")
+    _pages(k_pages, k_pages, batch, whose, cache_seqlens, block_table, None, None, "cache_seqlens")
+
+
+def _pools(q, k, v) -> None:
+    try:
+        for name, x in (("k", k), ("v", v)):
+            arguments.has_rank(name, x, 4, "[pages, rows, H, D]")
+        arguments.one_dtype_and_device(q, k, v, arguments.DTYPES)
+        arguments.agree("v", v.shape[0], "k", k.shape[0], "{} pages", "each key needs one value")
+        arguments.rows_and_heads(q, k, v, 1, -2, "each key needs one value")
+    except (TypeError, ValueError) as error:
+        raise renamed(error, {"k": "k_pages", "v": "v_pages"}) from None
+
+
+def _pages(pool, x, batch: int, whose: str, used, table, first, added, of_lengths: str) -> None:
+    """Checks lengths and pages of so many sequences, those of the argument `whose`; x is on their device."""
+    for name, lengths in ((of_lengths, used), ("leftpad_k", first)):
+        if lengths is not None:
+            _int32(name, lengths, 1, "[B], a number for each sequence", x)
+            _contiguous(name, lengths)
+            arguments.agree(name, lengths.shape[0], whose, batch, "{} sequences", f"`{name}` must be [B]")
+    if added is not None:
+        _offsets("cu_seqlens_k_new", added, x, "q")
+        arguments.agree(
+            "cu_seqlens_k_new", added.shape[0] - 1, whose, batch, "{} sequences", "both must hold B + 1 offsets"
+        )
+    if table is None:
+        if pool.shape[0] < batch:
+            raise ValueError(
+                f"`k_pages` has {pool.shape[0]} sequences but `{whose}` has {batch}; it must have one for each, or pass "
+                "block_table, which says where they are"
+            )
+        return
+    _int32("block_table", table, 2, "[B, entries], the pages of each sequence", x)
+    arguments.agree("block_table", table.shape[0], whose, batch, "{} sequences", "a row of it has the pages of each")
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(
+            f"`block_table` has stride {table.stride(1)} in its last dim; it must be 1; make a copy with block_table.contiguous()"
+        )
+    rows = pool.shape[1]
+    if table.shape[1] > 1 and (rows == 0 or rows % PAGE_ROWS):
+        raise ValueError(
+            f"`k_pages` has pages of {rows} rows; allowed: multiples of {PAGE_ROWS} where a sequence may have several; lay the "
+            f"pool out in pages of {max(-(-rows // PAGE_ROWS), 1) * PAGE_ROWS}"
+        )
+    if first is not None and table.shape[1] != 1:
+        raise ValueError(
+            f"`leftpad_k` is given but `block_table` has {table.shape[1]} pages for each sequence; left padding goes with one: "
+            "leave it away, and begin each sequence on the first row of its first page"
+        )
+
+
+def _int32(name: str, x, rank: int, means: str, of) -> None:
+    arguments.has_dtype(name, x, torch.int32, f": {name}.to(torch.int32)")
+    arguments.has_rank(name, x, rank, means)
+    arguments.is_where(name, x, "q", of)
+
+
+def _contiguous(name: str, x) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"`{name}` is not contiguous; make a copy with {name}.contiguous()")
+
+
+def _offsets(name: str, cu, x, whose: str) -> None:
+    arguments.has_dtype(name, cu, torch.int32, f": {name}.to(torch.int32)")
+    arguments.has_rank(name, cu, 1, "[B + 1], offsets of the sequences")
+    if cu.shape[0] < 1:
+        raise ValueError(f"`{name}` is empty; it must hold B + 1 offsets")
+    arguments.is_where(name, cu, whose, x)
+    _contiguous(name, cu)
+
+
+def places(k, v, k_pages, v_pages) -> None:
+    """Checks that pages can be written to: no two elements of them share memory, and none is one of the rows."""
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if memory_checks.is_expanded(x):
+            raise ValueError(
+                f"`{name}` is expanded (strides {x.stride()}): several of its elements share memory; append to {name}.clone()"
+            )
+    for name, x, other, y in (
+        ("k", k, "k_pages", k_pages), ("v", v, "v_pages", v_pages), ("k", k, "v_pages", v_pages), ("v", v, "k_pages", k_pages),
+    ):  # fmt: skip
+        if x.numel() and y.numel() and memory_checks.surely_overlap(x, y):
+            raise ValueError(
+                f"`{name}` overlaps the memory of `{other}`, which it is to be written to; pass {name}.clone()"
+            )
+
+
+def one_storage(in_pages: bool, in_rows: bool, k_pages, v_pages) -> None:
+    """Checks pages that share memory: their values may be the first columns of their keys, and then those of rows are."""
+    if in_pages and not in_rows:
+        raise ValueError(
+            "`v_pages` is a view of `k_pages`, but `v` is none of `k`: both would be written to one place; pass "
+            "v=k[..., : v_pages.shape[-1]]"
+        )
+    if k_pages.numel() and not in_pages and memory_checks.surely_overlap(k_pages, v_pages):
+        raise ValueError(
+            "`v_pages` overlaps the memory of `k_pages`; pass pools of their own, or the first columns of the keys as values: "
+            "v_pages=k_pages[..., :D_v]"
+        )
+
+
+# ---- what tensors hold: reading it waits for a GPU ----
+
+
+def _falls(name: str, cu) -> list[int]:
+    lengths = cu.diff().tolist()
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"`{name}` falls by {-length} at entry {i + 1}; offsets must not decrease")
+    return lengths
+
+
+def lengths(pages, pool, max_seqlen_k: int, name: str = "seqused_k") -> list[int]:
+    """Returns the keys of each sequence, checked."""
+    used, room = pages.used.tolist(), pages.entries * pool.shape[1]
+    first = [0] * len(used) if pages.first is None else pages.first.tolist()
+    added = [0] * len(used) if pages.added is None else _falls("cu_seqlens_k_new", pages.added)
+    result = []
+    for i, (n, begin, more) in enumerate(zip(used, first, added, strict=True)):
+        end = n + more + pages.more
+        if n < 0:
+            raise ValueError(f"`{name}` is {n} for sequence {i}; a length is 0 or more")
+        if end > room:
+            rows = f"{n} keys and {end - n} new rows" if end > n else f"{n} keys"
+            raise ValueError(
+                f"`{name}`: sequence {i} has {rows}, and there is room for {room}; give it more pages, or rows of the cache"
+            )
+        if not 0 <= begin <= end:
+            raise ValueError(f"`leftpad_k` is {begin} for sequence {i}, which has {end} rows; allowed: 0 to {end}")
+        if end - begin > max_seqlen_k:
+            raise ValueError(
+                f"`max_seqlen_k` is {max_seqlen_k} but sequence {i} has {end - begin} keys; pass at least the longest length"
+            )
+        result.append(end - begin)
+    return result
+
+
+def table(pages, pool, needed: Sequence[tuple[int, int]]) -> None:
+    """Checks the entries that hold keys which are needed, of each sequence [first, past the last)."""
+    if pages.table is None or not needed:
+        return
+    entry, rows = torch.arange(pages.entries)[None], max(pool.shape[1], 1)
+    ends = torch.tensor(
+        [(max(least, 0) // rows, -(-end // rows) if end > max(least, 0) else 0) for least, end in needed]
+    )
+    in_use = (entry >= ends[:, :1]) & (entry < ends[:, 1:])
+    numbers = pages.table.cpu()
+    wrong = (in_use & ((numbers < 0) | (numbers >= pool.shape[0]))).nonzero()
+    if len(wrong):
+        i, j = wrong[0].tolist()
+        raise ValueError(
+            f"`block_table` holds {numbers[i, j]} in entry {j} of sequence {i}, which has keys there; the pool has pages 0 to "
+            f"{pool.shape[0] - 1}"
+        )
+
+
+# ---- ffpa_with_kvcache ----
+
+
+def one_of_both(name: str, x, other: str, y, why: str) -> None:
+    if x is not None and y is not None:
+        raise ValueError(f"`{name}` and `{other}` are both given; {why}")
+
+
+def of_cache(
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
+    max_seqlen_q,
+) -> None:  # fmt: skip
+    """Checks which arguments go together."""
+    arguments.only_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    arguments.tensors_or_none(
+        k=k, v=v, block_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+    )  # fmt: skip
+    arguments.has_rank("k_cache", k_cache, 4, "[B_cache, rows, H, D], or [pages, rows, H, D] with block_table")
+    if (k is None) != (v is None):
+        given, missing = ("k", "v") if v is None else ("v", "k")
+        raise ValueError(f"`{given}` is given without `{missing}`; pass the new rows of both, or of none")
+    if k is None and cu_seqlens_k_new is not None:
+        raise ValueError("`cu_seqlens_k_new` is given without `k`; it has the offsets of new rows: pass k and v, too")
+    one_of_both(
+        "cache_batch_idx", cache_batch_idx, "block_table", block_table, "a table says where sequences are: pass one"
+    )
+    one_of_both(
+        "cache_leftpad", cache_leftpad, "block_table", block_table,
+        "sequences in pages begin on the first row of their first page: leave cache_leftpad away",
+    )  # fmt: skip
+    if not isinstance(cache_seqlens, torch.Tensor):
+        if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+            raise TypeError(
+                f"`cache_seqlens` is {arguments.described(cache_seqlens)}; pass an int32 tensor [B] with the keys of each "
+                "sequence before new ones are written, or an int where all have as many"
+            )
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise ValueError("`max_seqlen_q` is None but `cu_seqlens_q` is given; pass the longest length of q as an int")
+    if cu_seqlens_q is None and max_seqlen_q is not None:
+        raise ValueError(
+            "`max_seqlen_q` is given without `cu_seqlens_q`; leave it away, or pass q packed, with its offsets"
+        )
+    if cache_batch_idx is not None:
+        _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the row of the cache of each sequence", q)

@@ -1,0 +1,50 @@
+"""This module has the body of the operator that writes new rows into a cache of keys and values."""
+
+from __future__ import annotations
+
+from .. import env
+from ..backends import append
+from ..checks import memory_checks, page_checks
+from ..launching.attention_call import Pages
+from .forms import seen, values_in_keys
+
+_MOST_KINDS = 4096
+_memos: dict[tuple, dict] = {}  # what each kind of call that was checked keeps
+
+
+def check(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new) -> None:
+    """Checks what needs no memory."""
+    page_checks.appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new)
+
+
+def be_sure(*args) -> dict:
+    """Raises what appending would, and returns the memo of this kind of call; `args` are the operator's."""
+    k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new = args
+    flags = env.run_flags()
+    in_pages, in_rows = values_in_keys(k_pages, v_pages), values_in_keys(k, v)
+    key = (*map(seen, args), in_pages, in_rows, flags)
+    memo = _memos.get(key)
+    if memo is None:
+        check(*args)
+        memory_checks.rows(k_pages=k_pages, v_pages=v_pages)
+        if len(_memos) >= _MOST_KINDS:
+            _memos.clear()
+        memo = _memos[key] = {}
+    page_checks.places(k, v, k_pages, v_pages)
+    page_checks.one_storage(in_pages, in_rows, k_pages, v_pages)
+    if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+        more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
+        if added is not None:
+            memory_checks.offsets_values(added, "cu_seqlens_k_new", k.shape[0], k.shape[0], "k")
+        room = k_pages.shape[1] * (1 if block_table is None else block_table.shape[1])
+        pages = Pages(cache_seqlens, block_table, room, None, added, more)
+        ends = page_checks.lengths(pages, k_pages, room, "cache_seqlens")
+        page_checks.table(pages, k_pages, list(zip(cache_seqlens.tolist(), ends, strict=True)))
+    return memo
+
+
+def append_to_cache(*args) -> None:
+    memo = be_sure(*args)
+    block_table = args[5]
+    if block_table is None or block_table.shape[1]:
+        append.append(*args, memo)

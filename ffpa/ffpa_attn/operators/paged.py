@@ -1,0 +1,71 @@
+"""This module calls the operators of keys in pages, for functions that have names of their own for the operators' arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..checks import arguments, memory_checks, page_checks
+from . import appending, dispatch_keys, forms, ops
+
+
+class Where(NamedTuple):
+    """Where the rows of sequences are, and how many; in another order than operators have it."""
+
+    cu_seqlens_q: torch.Tensor | None
+    seqused_k: torch.Tensor
+    block_table: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    leftpad_k: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    more_k: int = 0
+
+    def arguments(self) -> tuple:
+        """Returns the operators' arguments, in order."""
+        cu_q, used, table, max_q, max_k, first, added, more = self
+        return cu_q, used, table, first, added, more, max_q, max_k
+
+
+def attend(
+    q, k_pages, v_pages, where: Where, sinks, out, options: Mapping, return_lse: bool, return_max_logits: bool,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None, *, names: Mapping[str, str],
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+    """Attends to keys in pages, once the rows of `new` keys and values are written there; a call that is refused writes
+    nothing. `names` are the caller's for arguments of the operators that have others.
+    """
+    try:
+        return _attend(q, k_pages, v_pages, where, sinks, out, options, return_lse, return_max_logits, new)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise page_checks.renamed(error, names) from None
+
+
+def _attend(q, k_pages, v_pages, where, sinks, out, options, return_lse, return_max_logits, new):
+    arguments.only_tensors(q=q, k_pages=k_pages, v_pages=v_pages, seqused_k=where.seqused_k)
+    arguments.tensors_or_none(sinks=sinks, out=out)
+    name = forms.operator_name("paged_forward" if out is None else "paged_forward_out", return_max_logits)
+    rest = (*where.arguments(), sinks)
+    tensors = [x for x in (k_pages, v_pages, out, *rest) if isinstance(x, torch.Tensor)]
+    page_checks.no_gradients(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, out=out)
+    if new is not None:
+        q, *new = dispatch_keys.as_autocast_would(q, *new, cast=torch.Tensor.to)
+        _append(q, k_pages, v_pages, out, where, sinks, options, return_max_logits, new)
+    run = dispatch_keys.at_once(name, q, *tensors)
+    results = run(q, k_pages, v_pages, *(() if out is None else (out,)), *rest, **options)
+    if out is not None:
+        results = (out, *results) if return_max_logits else (out, results)
+    out, lse, *largest = results
+    return forms.results(out, lse, largest, return_lse)
+
+
+def _append(q, k_pages, v_pages, out, where, sinks, options, largest, new) -> None:
+    page_checks.no_gradients(k=new[0], v=new[1])
+    args = *new, k_pages, v_pages, where.seqused_k, where.block_table, where.cu_seqlens_k_new
+    tensors = [x for x in args if x is not None]
+    if not torch.compiler.is_compiling() and all(map(memory_checks.has_memory, (q, *tensors))):
+        form = forms.Paged(k_pages, *where.arguments(), sinks, largest, options)
+        ops.be_sure(form, q, k_pages, v_pages, out, options)
+        appending.be_sure(*args)
+    dispatch_keys.at_once("append_to_cache", *tensors)(*args)

@@ -1,0 +1,158 @@
+"""Tests the wgmma forwards that read keys in pages: each gives what the same kernel gives for packed keys, to the bit."""
+
+from itertools import accumulate
+
+import pages
+import pytest
+import torch
+from ffpa_attn import env, ffpa_varlen
+from ffpa_attn.launching import native
+from ffpa_attn.operators import forms, ops
+from ffpa_attn.specs.spec import (
+    ForwardMmaRows,
+    ForwardMmaSplit,
+    ForwardWgmmaFused,
+    ForwardWgmmaLatent,
+    ForwardWgmmaPair,
+    ForwardWgmmaTwoPhase,
+    aot_specs,
+)
+from ffpa_attn.testing import emulate
+from test_fused import plan_tiles
+
+CAUSAL = {"causal": True}
+FAMILIES = ForwardWgmmaFused, ForwardWgmmaPair, ForwardWgmmaLatent, ForwardWgmmaTwoPhase
+# (d, d_v, layout of the pool, rows of a page, rows of q, keys, heads, rule): pages of each size, and lengths that end anywhere.
+CASES = [
+    (64, 64, "NHD", 16, (70, 1, 0, 130), (150, 200, 40, 130), (4, 2), CAUSAL),
+    (128, 128, "HND", 48, (70, 1, 3, 130), (150, 300, 0, 129), (4, 2), CAUSAL),
+    (128, 128, "interleaved", 64, (70, 1), (350, 300), (4, 2), {"window": (100, 0)}),
+    (192, 128, "beside", 16, (40, 2), (150, 300), (2, 1), {"window": (30, 9), "align": "top_left"}),
+    (256, 256, "NHD", 256, (40, 2), (150, 300), (2, 1), {"softcap": 20.0, **CAUSAL}),
+    (256, 200, "HND", 16, (40, 2), (150, 300), (2, 1), CAUSAL),
+    (320, 320, "NHD", 32, (40, 2), (150, 300), (2, 1), CAUSAL),
+    (384, 384, "beside", 16, (40, 2), (150, 300), (2, 1), CAUSAL),
+    (512, 512, "interleaved", 16, (40, 2, 0), (150, 300, 20), (2, 1), CAUSAL),
+    (512, 328, "HND", 32, (140, 2), (350, 300), (2, 1), {}),
+    (512, 512, "NHD", 64, (140, 2), (350, 300), (2, 1), {"window": (70, 0)}),
+    (576, 512, "NHD", 16, (40, 2), (150, 300), (2, 1), CAUSAL),
+    (576, 512, "latent", 16, (4, 2, 1), (150, 300, 64), (16, 1), CAUSAL),
+    (512, 512, "latent", 64, (4, 2, 1), (150, 300, 63), (16, 1), CAUSAL),
+    (640, 640, "NHD", 16, (70, 2), (150, 300), (2, 1), CAUSAL),
+    (1024, 1000, "HND", 48, (70, 2), (650, 600), (2, 1), {"window": (100, 30)}),
+]
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def device(request, monkeypatch, no_short_forward):
+    if request.param == "cuda":
+        if not torch.cuda.is_available() or native.record() is None or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a GPU of Hopper, and kernels for it")
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    return "cpu" if request.param == "emulated" else "cuda"
+
+
+def attend(device: str, pool: pages.Pool, q, offsets, max_q: int, rule, dtype=torch.float16):
+    """Returns (out, LSE) of keys in pages, (out, LSE) of the same keys packed, and the paged kernel."""
+    lengths = pool.used.tolist()
+    keys = pool.sequences()
+    k, v = (torch.cat(parts) for parts in zip(*keys, strict=True))
+    of_latents = pool.k.data_ptr() == pool.v.data_ptr()
+    cu_k = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    pool, (q, offsets, k) = pool.to(device), (x.to(device) for x in (q, offsets, k))
+    v = k[..., : v.shape[-1]] if of_latents else v.to(device)
+    of_pages = {"block_table": pool.table, "seqused_k": pool.used}
+    max_k = max(lengths)
+
+    def both():
+        paged = ffpa_varlen(q, pool.k, pool.v, offsets, None, max_q, max_k, return_lse=True, **of_pages, **rule)
+        plan = next(reversed(ops._plans.values())).choice.plan
+        return paged, ffpa_varlen(q, k, v, offsets, cu_k, max_q, max_k, return_lse=True, **rule), plan
+
+    if device == "cuda":
+        return both()
+    with emulate("sm_90a", seed=3):
+        return both()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}-pages{c[3]}")
+def test_pages_give_the_bits_of_packed_keys(case, parts, device, monkeypatch):
+    d, d_v, layout, rows, of_q, of_k, heads, rule = case
+    plan_tiles(monkeypatch, shared=parts > 1, count=parts)
+    pool = pages.make(of_k, rows, heads[1], d, d_v, layout, shared=True, dtype=torch.float16)
+    q, offsets = pages.queries(of_q, heads[0], d, dtype=torch.float16)
+    (out, lse), (want, want_lse), plan = attend(device, pool, q, offsets, max(of_q), rule)
+    assert plan.spec.paged and isinstance(plan.spec, FAMILIES)
+    assert isinstance(plan.spec, ForwardWgmmaLatent) == (layout == "latent")
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("d, layout", [(128, "NHD"), (512, "HND"), (512, "latent"), (640, "NHD")])
+def test_pages_that_are_nowhere_count_as_zeros(d, layout, device, monkeypatch):
+    """The emulator faults where a kernel touches what is no tensor's."""
+    monkeypatch.setattr(forms.Paged, "check_values", lambda *args: None)
+    plan_tiles(monkeypatch, shared=False, count=1)
+    pool = pages.make((100, 200), 16, 1, d, None, layout, dtype=torch.float16)
+    q, offsets = pages.queries((3, 70), 4, d, dtype=torch.float16)
+    for entry, page in ((1, -1), (4, len(pool.k)), (6, 2**31 - 1), (9, -(2**31))):
+        pool.table[1, entry] = page
+    zeros, table = pool.clone(), pool.table.clone()
+    extended = [torch.cat([x, torch.zeros_like(x[:1])]) for x in (zeros.k, zeros.v)]
+    in_pool = (table >= 0) & (table < len(pool.k))
+    of_zeros = pages.Pool(*extended, torch.where(in_pool, table, len(pool.k)), pool.used)
+    (out, lse), *_ = attend_pages(device, pool, q, offsets, 70)
+    (want, want_lse), *_ = attend_pages(device, of_zeros, q, offsets, 70)
+    if layout == "latent":  # a copy of the pool has V of its own, and another kernel
+        assert torch.allclose(out.float(), want.float(), atol=2e-3) and torch.allclose(lse, want_lse, atol=1e-4)
+    else:
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "mma"])
+@pytest.mark.parametrize("d, layout", [(128, "NHD"), (320, "HND"), (512, "HND"), (576, "latent"), (640, "NHD")])
+def test_pages_before_a_window_may_be_anything(d, layout, backend, device, monkeypatch):
+    monkeypatch.setenv("FFPA_BACKEND", backend)
+    plan_tiles(monkeypatch, shared=False, count=1)
+    pool = pages.make((300, 420), 16, 1, d, 512 if d == 576 else d, layout, dtype=torch.float16)
+    q, offsets = pages.queries((1, 5), 2, d, dtype=torch.float16)
+    rule = {"window": (70, 0)}
+    (want, want_lse), _ = attend_pages(device, pool, q, offsets, 5, **rule)
+    for sequence, first in ((0, 299 - 70), (1, 415 - 70)):  # the first keys that rows see
+        for entry in range(first // 16):
+            for x in (pool.k, pool.v):
+                x[pool.table[sequence, entry]] = torch.nan
+            if entry % 2:
+                pool.table[sequence, entry] = pages.ANYTHING[entry // 2 % len(pages.ANYTHING)]
+    (out, lse), _ = attend_pages(device, pool, q, offsets, 5, **rule)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def attend_pages(device: str, pool: pages.Pool, q, offsets, max_q: int, max_k: int | None = None, **rule):
+    pool, (q, offsets) = pool.to(device), (x.to(device) for x in (q, offsets))
+    max_k = int(pool.used.max()) if max_k is None else max_k
+    call = q, pool.k, pool.v, offsets, None, max_q, max_k
+    options = {"block_table": pool.table, "seqused_k": pool.used, "return_lse": True, **rule}
+    if device == "cuda":
+        return ffpa_varlen(*call, **options), None
+    with emulate("sm_90a", seed=3):
+        return ffpa_varlen(*call, **options), None
+
+
+@pytest.mark.parametrize("d", [128, 512])
+def test_lengths_beyond_what_is_there_are_cut(d, device, monkeypatch):
+    """Lengths count as clamped to [0, max_seqlen_k], which is cut to what a table's pages hold."""
+    monkeypatch.setattr(forms.Paged, "check_values", lambda *args: None)
+    plan_tiles(monkeypatch, shared=False, count=1)
+    pool = pages.make((100, 96), 16, 1, d, None, dtype=torch.float16)
+    pool = pool._replace(table=pool.table[:, :6].contiguous())
+    q, offsets = pages.queries((3, 5), 2, d, dtype=torch.float16)
+    (want, _), _ = attend_pages(device, pool._replace(used=torch.tensor([96, 0], dtype=torch.int32)), q, offsets, 5, 96)
+    odd = pool._replace(used=torch.tensor([2**31 - 1, -5], dtype=torch.int32))
+    (out, _), _ = attend_pages(device, odd, q, offsets, 5, 10**6)
+    assert torch.equal(out, want) and not out[3:].any()
+
+
+def test_each_family_has_instances_for_pages():
+    specs = [spec for spec in aot_specs(env.all_flags()) if getattr(spec, "paged", False)]
+    assert {type(spec) for spec in specs} == {*FAMILIES, ForwardMmaRows, ForwardMmaSplit}
