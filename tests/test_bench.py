@@ -14,6 +14,7 @@ import flops
 import forced
 import oracle
 import overhead
+import paged
 import plots
 import providers
 import pytest
@@ -527,3 +528,32 @@ def test_grid_of_shapes_runs_as_a_program():
     command = [sys.executable, shapes.__file__, "--quick", "--iters", "2"]
     done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
     assert done.returncode == 0 and "2 cells: regret" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("d", paged.HEADS)
+@pytest.mark.parametrize("kind, lengths, rows", [("chunks", (40, 40), 8), ("decoding", (40, 1, 17), 1)])
+def test_calls_with_and_without_pages_are_the_same(kind, lengths, rows, d, device):
+    case = paged.Case(kind, d, lengths, rows)
+    x = paged.make_tensors(case, device)
+    calls, pools = paged.calls_of(case, x)
+    outs = {name: call() for name, call in calls.items()}
+    heads, _, d_v = paged.HEADS[d]
+    assert list(outs) == ["unpaged", "64", "16"] and outs["16"].shape == (len(lengths), rows, heads, d_v)
+    for out in outs.values():
+        torch.testing.assert_close(out, outs["unpaged"], atol=0.02, rtol=0.02)
+    assert pools[16].table.shape == (len(lengths), 3)
+
+
+def test_rows_of_pages():
+    case = paged.Case("decoding", 576, (100, 28), 1)
+    assert case.bytes_of_keys == 2 * 128 * 576 and str(case) == "decoding, B=2, 1 on 100, H=128/1, D=576/512"
+    of_all = {name: 2.0 for name in ("unpaged", "64", "16")}
+    found = {"case": str(case), "ms": of_all, "ratios": of_all, "gb_per_s": of_all, "of_read": of_all}
+    line = paged.row(found | {"append_us": 1.5, "append_adds_us": 2.25})
+    assert line.count("|") == paged.HEADER.count("|") and line.endswith("| 1.5 | 2.2 |")
+    chunks = paged.Case("chunks", 128, (40, 40), 8)
+    assert chunks.flops == 2 * 32 * 4 * 128 * sum(range(33, 41))
+    line = paged.row({"case": str(chunks), "ms": of_all, "ratios": of_all, "tflops": of_all})
+    assert line.count("|") == paged.HEADER.count("|")
+    assert len(list(paged.cases(paged.KINDS, paged.HEADS, quick=False))) == len(paged.HEADS) * 8
+    assert max(paged.ragged(64, 4096)) == 4096 and min(paged.ragged(64, 4096)) >= 1
