@@ -143,7 +143,7 @@ def _next(index: int, processes: int) -> int:
 
 
 def _kind(p) -> str:
-    form = "packed" if p.packed else "dense"
+    form = "pages" if p.pages else "packed" if p.packed else "dense"
     mask = (
         "-"
         if p.mask is None

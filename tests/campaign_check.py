@@ -83,7 +83,10 @@ def call(p: Problem, x: tensors.Inputs, leaves, return_lse: bool, **more) -> dic
         how["sinks"] = sinks
     if p.max_logits:
         how["return_max_logits"] = True
-    if p.packed:
+    if p.pages:
+        (cu_q, _, *longest), (k, v, table, used) = x.offsets, x.pool
+        results = ffpa_attn.ffpa_varlen(q, k, v, cu_q, None, *longest, block_table=table, seqused_k=used, **how)
+    elif p.packed:
         results = ffpa_attn.ffpa_varlen(q, k, v, *x.offsets, **how)
     else:
         results = ffpa_attn.ffpa(q, k, v, mask=mask, layout=p.layout, **how)

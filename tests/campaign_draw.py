@@ -42,8 +42,8 @@ def _bits16(r: random.Random, seed: int, device: str, kind: str | None, backend:
     most = parts.most_rows(device)
     backend = backend or _backend(r, device)
     large = kind == "large" or r.random() < 0.06
-    backward = kind == "backward" or (kind != "forward" and r.random() < 0.4)
-    packed = kind == "packed" or (kind != "masks" and r.random() < 0.2)
+    backward = kind == "backward" or (kind not in ("forward", "pages") and r.random() < 0.4)
+    packed = kind in ("packed", "pages") or (kind != "masks" and r.random() < 0.2)
     if backend == "sdpa" and (packed or backward or kind == "masks" or large):
         backend = "auto"
     d, d_v = parts.head_dims(r, backend)
@@ -96,7 +96,8 @@ def _bits16(r: random.Random, seed: int, device: str, kind: str | None, backend:
         p = p.with_(acc="f32", flags=(), level=None if p.level == 2 else p.level)
     p = p.with_(exact=device in EMULATED and p.pairs() < 2e4 and r.random() < 0.2)
     p = p.with_(v_in_k=p.d_v <= p.d and not backward and p.acc == "f32" and r.random() < 0.15)
-    return p.with_(**parts.of_heads(r, p, kind))
+    p = p.with_(**parts.of_heads(r, p, kind))
+    return p.with_(pages=parts.pages(r, p, kind))
 
 
 def _as_sdpa_knows(p: Problem) -> Problem:

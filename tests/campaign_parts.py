@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from campaign_problems import EMULATED, Layout, Mask, Problem, Sinks
+from campaign_problems import EMULATED, Layout, Mask, Pages, Problem, Sinks
 
 # ---- sizes ----
 
@@ -234,6 +234,17 @@ def of_heads(r: random.Random, p: Problem, kind: str | None) -> dict:
         if p.backward:
             found["wanted"] = with_sinks_wanted(r, p.wanted)
     return found
+
+
+def pages(r: random.Random, p: Problem, kind: str | None) -> Pages | None:
+    """Draws whether keys lie in pages, and how: where a backend knows them."""
+    known = p.packed and not p.backward and p.acc == "f32" and p.backend not in ("triton", "sdpa")
+    forced = any(name.startswith("ENABLE_") for name, _ in p.flags)
+    if not known or forced or not p.lengths_k or (kind != "pages" and r.random() < 0.6):
+        return None
+    rows = r.choice((16, 16, 32, 48, 64, 64, 128, 256, 16 * r.randint(1, 20)))
+    layout = "latent" if p.v_in_k else r.choice(("NHD", "NHD", "HND", "interleaved", "beside"))
+    return Pages(rows, layout, r.random() < 0.3, r.choice((0, 0, 1, 7)))
 
 
 def sink_values(r: random.Random) -> dict:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 BITS16 = ("f16", "bf16")
 FP8 = ("e4m3", "e5m2")
-KINDS = ("forward", "backward", "packed", "fp8", "masks", "large", "sinks")
+KINDS = ("forward", "backward", "packed", "pages", "fp8", "masks", "large", "sinks")
 TWO_TILES = (129, 257)  # rows and keys: no tile is larger than 128 by 256
 DEVICES = ("cuda", "emulator", "fused", "interpreter", "cpu")  # fused: the emulator, its multiply-adds as nvcc has them
 
@@ -53,6 +53,16 @@ class Sinks:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Keys of packed sequences lie in pages of a pool, in any order."""
+
+    rows: int = 16  # of a page
+    layout: str = "NHD"  # as pages.empty() has it
+    shared: bool = False  # sequences have their first page in common
+    spare: int = 0  # entries of the table that no sequence needs
+
+
+@dataclass(frozen=True)
 class Problem:
     """Everything that a call depends on. Tensors hold numbers made from `seed`."""
 
@@ -74,6 +84,7 @@ class Problem:
     spare: int = 0
     odd_offsets: str = ""  # first: begins below 0; last: ends past the tensor; falls: the last length is negative
     longest: tuple[int, int] = (0, 0)  # max_seqlen less the longest length
+    pages: Pages | None = None
     # what is computed
     causal: bool = False
     align: str = "bottom_right"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from campaign_problems import Layout, Mask, Problem, Sinks
+from campaign_problems import Layout, Mask, Pages, Problem, Sinks
 
 _KEPT = ("seed", "device", "backend", "backward", "dtype", "arch")
 _SIZES = ("batch", "heads_kv", "group", "n_q", "n_k")
@@ -46,6 +46,9 @@ def _simpler(p: Problem) -> Iterator[Problem]:
             simple = Mask(dtype=value.dtype, hidden=value.hidden, pattern=value.pattern)
             if simple != value:
                 yield p.with_(mask=simple)
+        elif field.name == "pages":
+            yield p.with_(pages=None)
+            yield p.with_(pages=Pages(value.rows, "latent" if p.v_in_k else "NHD"))
         elif field.name == "sinks":
             for part in fields(Sinks):
                 if getattr(value, part.name) != part.default:
@@ -95,7 +98,7 @@ def as_test(p: Problem, why: str) -> str:
 def test_found_{p.device}_{p.seed}():
     # {said}
     from campaign_check import check
-    from campaign_problems import Layout, Mask, Problem, Sinks
+    from campaign_problems import Layout, Mask, Pages, Problem, Sinks
 
     check({p!r})
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import pairwise
 from typing import NamedTuple
 
+import pages
 import torch
 from campaign_problems import Layout, Mask, Problem, Sinks
 
@@ -142,6 +144,7 @@ class Inputs(NamedTuple):
     offsets: tuple  # offsets of packed sequences
     spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
     blocks: list[torch.Tensor]  # memory that no call may write to
+    pool: pages.Pool | None = None  # the same keys in pages
 
 
 def make(p: Problem, device) -> Inputs:
@@ -176,7 +179,40 @@ def make(p: Problem, device) -> Inputs:
     if p.sinks:
         sinks, block = make_sinks(p.sinks, p, *(heads_first(p, view) for view, _ in placed[:2]))
         blocks.append(block)
-    return Inputs(*(view for view, _ in placed), mask, sinks, offsets, spans, blocks)
+    pool = in_pages(p, placed[1][0], placed[2][0], spans) if p.pages else None
+    if pool:
+        blocks += [pool.k, pool.v]
+    return Inputs(*(view for view, _ in placed), mask, sinks, offsets, spans, blocks, pool)
+
+
+def in_pages(p: Problem, k: torch.Tensor, v: torch.Tensor, spans) -> pages.Pool:
+    """Puts packed keys into pages, in any order; sequences that share their first page get the keys of the first one there,
+    in k and v too.
+    """
+    rows, lengths = p.pages.rows, [keys.stop - keys.start for _, keys in spans]
+    counts = [-(-n // rows) for n in lengths]
+    may_share = p.pages.shared and not (p.odd_offsets or p.k.shared or p.v.shared)
+    r = random.Random(p.seed)
+    order = r.sample(range(sum(counts) + 3), sum(counts) + 3)
+    with torch.device(k.device):
+        of_k, of_v = pages.empty(len(order), rows, p.heads_kv, p.d, p.d_v, p.pages.layout, k.dtype)
+    entries = max([*counts, 1]) + p.pages.spare
+    table = [[r.choice(pages.ANYTHING) for _ in range(entries)] for _ in spans]
+    for i, (_, keys) in enumerate(spans):
+        shares = may_share and i > 0 and min(lengths[0], lengths[i]) >= rows
+        for j in range(counts[i]):
+            at = slice(keys.start + j * rows, min(keys.start + (j + 1) * rows, keys.stop))
+            if shares and j == 0:
+                first = slice(spans[0][1].start, spans[0][1].start + rows)
+                k[at], v[at] = k[first].clone(), v[first].clone()
+                table[i][0] = table[0][0]
+                continue
+            table[i][j] = order.pop()
+            for pool, x in ((of_k, k), (of_v, v)):
+                pool[table[i][j], : at.stop - at.start] = x[at]
+    as_tensor = {"dtype": torch.int32, "device": k.device}
+    table = torch.tensor(table, **as_tensor).view(len(spans), entries)
+    return pages.Pool(of_k, of_v, table, torch.tensor(lengths, **as_tensor))
 
 
 def heads_first(p: Problem, x: torch.Tensor) -> torch.Tensor:
