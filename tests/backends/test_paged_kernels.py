@@ -6,8 +6,10 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, ffpa_varlen
+from ffpa_attn.backends import fused, row_tiles
 from ffpa_attn.launching import native
 from ffpa_attn.operators import forms, ops
+from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.specs.spec import (
     ForwardMmaRows,
     ForwardMmaSplit,
@@ -156,3 +158,20 @@ def test_lengths_beyond_what_is_there_are_cut(d, device, monkeypatch):
 def test_each_family_has_instances_for_pages():
     specs = [spec for spec in aot_specs(env.all_flags()) if getattr(spec, "paged", False)]
     assert {type(spec) for spec in specs} == {*FAMILIES, ForwardMmaRows, ForwardMmaSplit}
+
+
+@pytest.mark.parametrize("d, heads", [(128, (32, 8)), (512, (32, 4)), (576, (128, 1))])
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_few_sequences_of_unknown_lengths_are_cut_into_more_parts(d, heads, batch):
+    """A bound says little of lengths: where all have it, the estimate is at most a tenth longer."""
+    see, longest = Visibility.of(True, "bottom_right", -1, -1), 1 << 15
+    of_packed = Problem(
+        "forward", "cuda", "sm_90", "bf16", batch, *heads, 1, longest, d, min(d, 512), (batch, batch * longest), see, d**-0.5, 0.0, None,
+        False, None, "f32", None, values_in_keys=d == 576,
+    )  # fmt: skip
+    flags = env.run_flags()
+    packed, paged = (fused.plan(of_packed._replace(pages=pages), flags) for pages in (None, (64, longest // 64)))
+    assert paged.parts.count >= 2 * packed.parts.count or (d == 512 and paged.parts == packed.parts)
+    pace = fused._pace(of_packed, packed.spec)
+    both = (row_tiles.microseconds(of_packed, pace, plan.tile_heads, plan.parts) for plan in (packed, paged))
+    assert next(both) * 1.1 > next(both)

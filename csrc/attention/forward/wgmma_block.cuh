@@ -84,7 +84,7 @@ class WgmmaBlock {
 
   // Returns where a row tile's keys lie in pages.
   FFPA_DEVICE PagedPlace pages_of(const SharedRowTile& rows, const MapPlace& place) const {
-    return {params_.paged, arguments_.pages, place, {visible_keys_begin(rows), rows.n_k()}};
+    return {params_.paged, arguments_.pages, place, {visible_keys_begin(rows), visible_keys_end(rows)}};
   }
 
   const Arguments& arguments_;

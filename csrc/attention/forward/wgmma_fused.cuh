@@ -128,7 +128,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
             if constexpr (Config::kPaged) {
               const PagedPlace pages = Base::pages_of(rows, place);
               if (tile < tiles.end) bring_paged_keys(producer, pages, tile * kKeys);
-              if (tile > tiles.first) bring_paged_values(producer, pages, (tile - 1) * kKeys);
+              if (tile > tiles.first) bring_paged_values(producer, pages, (tile - 1) * kKeys, n_k);
             } else {
               if (tile < tiles.end) {
                 bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
@@ -179,14 +179,14 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     }
   }
 
-  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key) const {
+  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key, int end) const {
     constexpr int kBoxes = Config::kValuePartBoxes;
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
       FFPA_NO_UNROLL
       for (int part = 0; part < Config::kValueParts; ++part) {
         producer.template bring_live_rows<kPageStep>(
-            live_box_rows(pages.seen.end - key, true),
+            live_box_rows(end - key, true),
             [&](uint32_t boxes_smem, uint32_t barrier) {
               pages.load_values(boxes_smem, arguments_.v, barrier, part * kBoxes * tile::kBox, kBoxes, key, tile::kBox);
             },

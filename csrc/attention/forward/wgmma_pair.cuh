@@ -161,8 +161,8 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
           const PagedPlace pages = Base::pages_of(rows, place);
           if (tile < tiles.end) bring_paged_keys(producer, pages, first_key(tile, rank_));
           if (tile == tiles.first) continue;
-          bring_paged_values(producer, pages, first_key(tile - 1, rank_));
-          bring_paged_values(producer, pages, first_key(tile - 1, 1 - rank_));
+          bring_paged_values(producer, pages, first_key(tile - 1, rank_), n_k);
+          bring_paged_values(producer, pages, first_key(tile - 1, 1 - rank_), n_k);
         } else {
           if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
           if (tile == tiles.first) continue;
@@ -185,12 +185,12 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     }
   }
 
-  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key) const {
+  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key, int end) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kValueParts; ++part) {
       const int key = first_key + part * Config::kValueRows;
       producer.template bring_live_rows<kPageStep>(
-          live_box_rows(pages.seen.end - key, true),
+          live_box_rows(end - key, end - key < Config::kValueRows),
           [&](uint32_t boxes_smem, uint32_t barrier) {
             pages.load_values(boxes_smem, arguments_.v, barrier, rank_ * kOwnColumns, Config::kValueBoxes, key,
                               Config::kValueRows);

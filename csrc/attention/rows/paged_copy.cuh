@@ -33,7 +33,7 @@ using MmaArguments = std::conditional_t<kPaged, PagedRowTileArguments<kRows>, Ro
 // ---- where K and V of a batch entry lie, in the head that a row tile has ----
 
 // They point to row 0 of page 0 of K and V; the sequence's first key is on row `first_row` of its page, and the row
-// tile sees keys from `seen.begin` on.
+// tile sees the keys of `seen`.
 struct PagedKeysInGmem {
   const uint16_t *k, *v;
   int first_row, sequence;
@@ -51,7 +51,7 @@ FFPA_DEVICE MmaKeys<kPaged> mma_keys(const AttentionParams& params, const RowTil
             row_of(params.v, 0, place.head, 0),
             place.row,
             place.batch,
-            {visible_keys_begin(rows), rows.n_k()}};
+            {visible_keys_begin(rows), visible_keys_end(rows)}};
   } else {
     return keys_in_gmem(params, rows);
   }

@@ -25,7 +25,7 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
     names, or in page b where there is no table. Rows without a place are written nowhere. V that is the first columns of
     K, in one storage, is written as K. What calls of a kind need is the same, and kept in `memo`.
     """
-    if not k.numel() or not k_pages.numel():
+    if not (k.numel() and k_pages.numel() and len(cache_seqlens)):
         return
     if k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride():
         v = v_pages = None

@@ -106,9 +106,20 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
     bytes_of_key = p.batch * p.heads_kv * pace.columns * 2 * parts / items
     of_item = longest * max(pace.of_key, bytes_of_key / (pace.bandwidth / readers)) + pace.ends
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
+    of_items = waves * of_item
+    if p.pages and items < 4 * blocks * parts:
+        of_items = (of_items + _ragged(items // parts, parts, of_item, pace)) / 2
     rows = p.batch * p.heads_q * p.n_q
     merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS if parts > 1 else 0
-    return waves * of_item + merge
+    return of_items + merge
+
+
+def _ragged(tiles: int, parts: int, of_item: float, pace: Pace) -> float:
+    """Estimates the items of few tiles whose sequences have any number of keys up to the longest: they keep all blocks busy
+    but for the last ones, which began when others had nothing left. A server's bound says no more of its lengths.
+    """
+    of_work = tiles * ((of_item - pace.ends) * parts / 2 + pace.ends * (parts + 1) / 2)
+    return max(of_item, of_work / pace.blocks + of_item / 2)
 
 
 def fastest_parts(
@@ -214,8 +225,9 @@ def why_not(p: Problem, name: str, flags: Mapping[str, Any], rows: int = ROWS) -
         return f"the {name} forward knows no {forced}"
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the {name} forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
-    if p.packed and max(p.packed) > MOST_POSITIONS:
-        return f"the {name} forward counts positions in 32 bits, and {max(p.packed)} of all sequences are too many"
+    positions = p.packed[:1] if p.packed and p.pages else p.packed  # keys in pages are counted by sequence
+    if positions and max(positions) > MOST_POSITIONS:
+        return f"the {name} forward counts positions in 32 bits, and {max(positions)} of all sequences are too many"
     if (tiles := count(p, rows)) > MOST_TILES:
         return f"the {name} forward counts row tiles in 32 bits, and {tiles} are too many"
     return None
