@@ -180,7 +180,7 @@ class Caches:
     def bytes_read(self, lengths: list[int]) -> int:
         """Returns the bytes of keys and values that a step reads."""
         seen = sum(min(n, self.c.window) for n in lengths), sum(lengths)
-        of_key = (2 * len(x) * x[0, 0, 0, 0].nbytes for x in self.pools)
+        of_key = (2 * len(x) * x.shape[-2] * x.shape[-1] * x.itemsize for x in self.pools)
         return sum(n * size for n, size in zip(seen, of_key, strict=True))
 
 
@@ -311,6 +311,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, help=f"{getattr(Config, name)}, or {getattr(FULL, name)} if full")
     args = parser.parse_args()
     c = replace(FULL if args.full else Config(), **{n: x for n in names if (x := getattr(args, n)) is not None})
+    for name in names:
+        if getattr(c, name) < 1:
+            parser.error(f"--{name} is {getattr(c, name)}; it must be 1 or more")
+    if c.page % 16:
+        parser.error(f"--page is {c.page}; pages have a multiple of 16 keys")
     on_gpu = args.device == "cuda"
 
     torch.manual_seed(0)
@@ -321,7 +326,9 @@ def main() -> None:
     else:
         torch.set_num_threads(1)  # tensors of the toy size are too small to be shared
     half = 2 if c.ragged else 1
-    lengths = [[int(torch.randint(n // half, n + 1, ())) for n in (c.prompt, c.output)] for _ in range(c.requests)]
+    lengths = [
+        [int(torch.randint(max(n // half, 1), n + 1, ())) for n in (c.prompt, c.output)] for _ in range(c.requests)
+    ]
     requests = [Request(torch.randint(c.vocabulary, (n,)).to(args.device), output) for n, output in lengths]
     server = Server(model, c, args.device)
     server.serve(requests)

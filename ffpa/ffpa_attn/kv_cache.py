@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
-from .checks import arguments, page_checks, words
+from . import env
+from .checks import arguments, memory_checks, page_checks, words
 from .operators import paged
 from .operators.options import options_of
 
@@ -44,7 +47,8 @@ def ffpa_with_kvcache(
     the last keys, new ones included.
 
     k_cache, v_cache  [B_cache, rows, Hkv, D] and [B_cache, rows, Hkv, Dv]; with block_table pools [pages, rows, Hkv, D],
-                      whose pages have a multiple of 16 rows. Any strides with unit stride on the last dim.
+                      whose pages have a multiple of 16 rows. Any strides of a multiple of 8, with unit stride on the last
+                      dim and a start at 16 bytes.
     k, v              new rows [B, N_new, Hkv, D], or packed [T_new, Hkv, D] with cu_seqlens_k_new: row i of sequence b
                       becomes its key cache_seqlens[b] + i. None: the cache is only read.
     cache_seqlens     int32 [B], the keys of each sequence before new ones are written; an int where all have as many.
@@ -57,7 +61,8 @@ def ffpa_with_kvcache(
 
     What the tensors of lengths and pages hold is never read on the host: calls can be captured in CUDA graphs. On a GPU
     a length counts as clamped, a page outside the pool as zeros, and a new row without room is written nowhere;
-    FFPA_CHECK=1 checks them and waits for the GPU. A call that is refused leaves the cache as it was. There are no gradients.
+    FFPA_CHECK=1 checks them and waits for the GPU. A call that is refused leaves the cache as it was, unless torch.compile
+    runs it: there rows are written before what lies in memory is checked. There are no gradients.
     """
     if unknown:
         words.refuse(ffpa_with_kvcache, unknown)
@@ -69,14 +74,18 @@ def ffpa_with_kvcache(
     names = _NAMES
     if cache_batch_idx is not None:
         block_table, names = cache_batch_idx[:, None], _NAMES | {"block_table": "cache_batch_idx"}
+        if k is not None and not torch.compiler.is_compiling() and memory_checks.has_memory(cache_batch_idx):
+            if cache_batch_idx.device.type == "cpu" or env.run_flags()["FFPA_CHECK"]:
+                page_checks.distinct(cache_batch_idx)
     if isinstance(cache_seqlens, torch.Tensor):
         arguments.only_tensors(cache_seqlens=cache_seqlens)
     else:
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        batch, _ = page_checks.sequences(q, cu_seqlens_q)
+        n = int(cache_seqlens) if isinstance(cache_seqlens, Integral) else cache_seqlens
+        cache_seqlens = torch.full((batch,), n, dtype=torch.int32, device=q.device)
     if max_seqlen_k is None:
         max_seqlen_k = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
-    more = k.shape[1] if k is not None and cu_seqlens_k_new is None and k.dim() == 4 else 0
+    more = page_checks.new_rows(k, cu_seqlens_k_new)
     where = paged.Where(
         cu_seqlens_q, cache_seqlens, block_table, q.shape[1] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k,
         cache_leftpad, cu_seqlens_k_new, more,

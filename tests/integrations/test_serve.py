@@ -24,6 +24,24 @@ def test_its_tokens_are_those_without_a_cache():
     assert re.search(r"prefill .* tokens/s", run.stdout) and re.search(r"decoding .* tokens/s", run.stdout)
 
 
+@pytest.mark.parametrize("name", ["layers", "prompt", "output", "requests", "places", "chunk", "page"])
+def test_numbers_that_serve_nothing_are_refused(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["serve.py", f"--{name}", "0"])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert f"--{name} is 0; it must be 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.long(seconds=5)
+def test_least_numbers(monkeypatch, capsys):
+    least = {"device": "cpu", "layers": 1, "prompt": 1, "output": 1, "requests": 1, "places": 1, "chunk": 1, "page": 16}
+    monkeypatch.setattr(sys, "argv", ["serve.py", *(x for name, n in least.items() for x in (f"--{name}", str(n)))])
+    threads = torch.get_num_threads()
+    serve.main()
+    torch.set_num_threads(threads)
+    assert "1 of 1 tokens are the same" in capsys.readouterr().out
+
+
 def serve_two(share: float = 1.0) -> tuple[serve.Server, list[bool]]:
     """Serves two requests and returns for each whether its tokens are right."""
     threads = torch.get_num_threads()

@@ -385,7 +385,7 @@ MUTANTS = [
     *edits_in(
         "backends/row_tiles.py",
         "tests/backends/test_fused.py -k 'what_runs or packed and d64 and not cuda'",
-        ("row tiles: more positions of all sequences than 32 bits count", "if p.packed and max(p.packed) > MOST_POSITIONS:", "if False:"),
+        ("row tiles: more positions of all sequences than 32 bits count", "if positions and max(positions) > MOST_POSITIONS:", "if False:"),
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
         ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > MOST_TILES:", "if tiles := 0:"),
         ("row tiles: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),

@@ -88,10 +88,18 @@ MUTANTS = [
     ),
     *edits_in(
         "integrations/flash_api.py",
+        "tests/checks/test_bad_pages.py tests/operators/test_caches.py tests/integrations/test_flash_api.py",
+        ("flash: queries of a cache as they lie", "    q = memory_checks.made_readable(q)\n", ""),
+        ("flash: our names in errors", "raise page_checks.renamed(error, names) from None", "raise"),
+        ("flash: lengths that nobody gave", 'names["seqused_k"] = cu_seqlens_k.diff(), "cu_seqlens_k"', 'names["?"] = cu_seqlens_k.diff(), "cu_seqlens_k"'),
+        ("flash: a table by the other name", '| {"block_table": of_table}', "| {}"),
+    ),
+    *edits_in(
+        "integrations/flash_api.py",
         "tests/integrations/test_flash_api.py -k sinks",
         ("flash: sinks of FlashAttention 3 ignored", "return learnable_sink if s_aux is None else s_aux", "return learnable_sink"),
         ("flash: sinks of FlashAttention 4 ignored", "return learnable_sink if s_aux is None else s_aux", "return s_aux"),
-        ("flash: dense calls have no sinks", 'layout="BNHD", sinks=_sinks(s_aux, learnable_sink))', 'layout="BNHD")'),
+        ("flash: dense calls have no sinks", '"layout": "BNHD", "sinks": _sinks(s_aux, learnable_sink)}', '"layout": "BNHD"}'),
         ("flash: packed calls have no sinks", "*offsets, sinks=_sinks(s_aux, learnable_sink), **of_pages)", "*offsets, **of_pages)"),
     ),
     *edits_in(

@@ -4,6 +4,7 @@ import pages
 import pytest
 import torch
 from ffpa_attn import ffpa_varlen, ffpa_with_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache
+from ffpa_attn.checks import memory_checks
 from test_kv_cache import where_lengths_are  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -201,6 +202,41 @@ def test_autocast_casts_rows_and_queries(device):
     assert torch.equal(got, ffpa_with_kvcache(q, pool.k, pool.v, k, v, **cache))
 
 
+def test_autocast_leaves_values_in_keys(device):
+    pool = pages.make((17, 30), heads=1, d=128, d_v=96, layout="latent", more=1, device=device)
+    twin, k, q = pool.clone(), t(2, 1, 1, 128, device=device), t(2, 1, 4, 128, seed=3, device=device)
+    cache = {"cache_seqlens": pool.used, "block_table": pool.table}
+    with torch.autocast(device, dtype=BF16):
+        latents = k.float()
+        got = ffpa_with_kvcache(q.float(), pool.k, pool.v, latents, latents[..., :96], **cache)
+    assert torch.equal(got, ffpa_with_kvcache(q, twin.k, twin.v, k, k[..., :96], **cache))
+    assert torch.equal(pool.k.nan_to_num(), twin.k.nan_to_num())
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_keys_and_values_are_pages_of_one_pool(device, ahead):
+    """Values are the layout of keys, whole pages on; tables name each second page, or those of the first half."""
+    one = torch.full((12, 16, 2, 64), torch.nan, dtype=BF16, device=device)
+    k_pages, v_pages = one[:-ahead], one[ahead:]
+    table = torch.tensor([[0, 2], [6, 8]] if ahead == 1 else [[0, 1], [6, 7]], dtype=torch.int32, device=device)
+    q, k, v = (t(2, 20, heads, 64, seed=seed, device=device) for heads, seed in ((4, 0), (2, 1), (2, 2)))
+    got = ffpa_with_kvcache(q, k_pages, v_pages, k, v, cache_seqlens=0, block_table=table, causal=True)
+    for i in range(2):
+        assert torch.equal(k_pages[table[i].long()].flatten(0, 1)[:20], k[i])
+        assert torch.equal(v_pages[table[i].long()].flatten(0, 1)[:20], v[i])
+        pages.assert_attends(q[i], (k[i], v[i]), got[i], causal=True)
+    assert one.isnan().any(-1).sum() == (12 * 16 - 80) * 2
+
+
+def test_new_rows_of_no_sequence_are_written_nowhere(device):
+    pool = pages.make((17, 30), more=1, device=device)
+    before, q = pool.clone(), t(5, 4, 64, device=device)
+    cu, none = i32(0, device=device), pool.table[:0]
+    rows = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3, "cache_seqlens": 3, "block_table": none}
+    out = ffpa_with_kvcache(q, pool.k, pool.v, q[:, :2], q[:, 2:], **rows)
+    assert not out.any() and torch.equal(pool.k.nan_to_num(), before.k.nan_to_num())
+
+
 def test_under_a_profiler(device):
     pool = pages.make((17, 30), more=1, device=device)
     q, k, v = (
@@ -244,6 +280,15 @@ def test_no_map_writes_rows(device):
         torch.vmap(lambda q, k: ffpa_with_kvcache(q, pool.k, pool.v, k, k, **cache))(q, k)
 
 
+def test_a_mapped_call_that_is_refused_writes_nothing(device):
+    pool = pages.make((17, 30), more=1, device=device)
+    before, k = pool.clone(), t(2, 1, 2, 64, device=device)
+    cache = {"cache_seqlens": pool.used, "block_table": pool.table}
+    with pytest.raises(ValueError, match="`q` has 3 heads but `k_cache` has 2"):
+        torch.vmap(lambda q: ffpa_with_kvcache(q, pool.k, pool.v, k, k, **cache))(t(3, 2, 1, 3, 64, device=device))
+    assert torch.equal(pool.k.nan_to_num(), before.k.nan_to_num())
+
+
 # ---- under flash-attn's names ----
 
 
@@ -263,6 +308,19 @@ def test_flash_attn_with_kvcache(device):
     )
     want = ffpa_with_kvcache(q, k, v, cache_seqlens=used, scale=0.2, causal=True, window=(9, -1), return_lse=True)
     assert len(got) == 2 and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("odd", ["columns", "start", "rows"])
+def test_flash_attn_copies_queries_that_cannot_be_read(device, odd):
+    k, v = contiguous((40,) * 2, spare=0, device=device)
+    q = t(2, 3, 4, 64, device=device)
+    made = {
+        "columns": lambda: q.mT.contiguous().mT,
+        "start": lambda: torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape),
+        "rows": lambda: torch.cat([q, q[..., :4]], -1)[..., :64],
+    }[odd]()
+    assert torch.equal(made, q) and not memory_checks.readable(made)
+    assert torch.equal(flash_attn_with_kvcache(made, k, v), flash_attn_with_kvcache(q, k, v))
 
 
 def test_flash_attn_sees_all_of_a_cache_without_lengths(device):

@@ -33,7 +33,6 @@ struct ForwardAppendRowsConfig : Fields {
     LaunchShape shape;
     shape.grid.x = uint32_t(ceil_div(params.all_rows() * warps_of_row(params), int64_t{kWarps}));
     shape.threads = kThreads;
-    shape.starts_early = true;
     return shape;
   }
 };
@@ -72,7 +71,6 @@ FFPA_DEVICE PageRow page_of_new_row(const AppendParams& params, const NewRow& at
 template <class Config>
 FFPA_KERNEL(Config::kThreads, 4)
 void forward_append_rows(FFPA_GRID_CONSTANT const AppendParams params) {
-  ptx::wait_for_earlier_kernels();
   const uint32_t warp = ptx::block_x() * uint32_t{Config::kWarps} + ptx::thread_x() / 32;
   const uint32_t warps_of_row = Config::warps_of_row(params), row_of_all = warp / warps_of_row;
   if (row_of_all >= params.all_rows()) return;

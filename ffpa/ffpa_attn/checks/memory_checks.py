@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -56,14 +57,65 @@ def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
 
 def _memory(x) -> tuple[int, int, bool]:
     """Returns the addresses that x may touch, [first, past the last), and whether it touches all of them."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    span = _span(x.shape, x.stride())
     return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
+
+
+@lru_cache(4096)
+def _span(shape, strides) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def surely_overlap(a, b) -> bool:
     """Says whether memory is shared for sure: not by views that interleave, such as slots of a packed qkv tensor."""
     (a_lo, a_hi, a_full), (b_lo, b_hi, b_full) = _memory(a), _memory(b)
     return a_lo == b_lo or (a_full and b_full and a_lo < b_hi and b_lo < a_hi)
+
+
+def in_range(a, b) -> bool:
+    """Says whether one of the addresses between the first and the last of a is between those of b."""
+    (a_lo, a_hi, _), (b_lo, b_hi, _) = _memory(a), _memory(b)
+    return a_lo < b_hi and b_lo < a_hi
+
+
+def _steps(shape, strides) -> list[tuple[int, int]]:
+    """Returns (stride, size) of all dims of more than one, the longest stride first."""
+    return sorted(((step, n) for step, n in zip(strides, shape, strict=True) if n > 1), reverse=True)
+
+
+def _reach(steps) -> int:
+    return sum(step * (n - 1) for step, n in steps)
+
+
+def has_own_places(x) -> bool:
+    """Says whether it is certain that no two elements of x share memory: each stride passes all that shorter ones reach."""
+    steps = _steps(x.shape, x.stride())
+    return all(step > _reach(steps[i + 1 :]) for i, (step, _) in enumerate(steps))
+
+
+def may_meet(a, b) -> bool:
+    """Says whether two tensors of one type, whose elements have their own places, may share memory. Where their strides are
+    the same the answer is exact.
+    """
+    return _may_meet((b.data_ptr() - a.data_ptr()) // a.element_size(), a.shape, a.stride(), b.shape, b.stride())
+
+
+@lru_cache(4096)
+def _may_meet(ahead: int, *shapes_and_strides) -> bool:
+    shape_a, strides_a, shape_b, strides_b = shapes_and_strides
+    return _meet(ahead, _steps(shape_a, strides_a), _steps(shape_b, strides_b))
+
+
+def _meet(ahead: int, a, b) -> bool:
+    """Says whether elements at `a` and at `b`, which begins so far ahead, may meet, one common stride after the other."""
+    if ahead > _reach(a) or -ahead > _reach(b):
+        return False
+    if not a or not b or a[0][0] != b[0][0]:
+        return True
+    (step, of_a), (_, of_b) = a[0], b[0]
+    least, most = -((_reach(a[1:]) - ahead) // step), (ahead + _reach(b[1:])) // step
+    differences = range(max(least, 1 - of_b), min(most, of_a - 1) + 1)
+    return any(_meet(ahead - step * n, a[1:], b[1:]) for n in differences)
 
 
 def writable(out, **inputs) -> None:

@@ -5,19 +5,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 
 import torch
 
 from . import arguments, memory_checks
 
 PAGE_ROWS = 16  # the rows of a page are a multiple of it, where a sequence may have several pages
+OF_TABLES = "[B, entries], the pages of each sequence"
+_ALLOCATE = "allocate the cache otherwise: a copy of it would take the rows, and be lost"
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """Returns the error with a caller's own names of arguments."""
-    pattern = "|".join(sorted(names, key=len, reverse=True))
-    return type(error)(re.sub(rf"\b({pattern})\b", lambda found: names[found[1]], str(error)))
+    """Returns the error with a caller's own names of arguments. What is an English word, too, is a name where it is quoted,
+    given or has a method called.
+    """
+    words = (x if "_" in x or len(x) == 1 else rf"{x}(?=`|=|\.\w|\[)" for x in sorted(names, key=len, reverse=True))
+    return type(error)(re.sub(rf"\b({'|'.join(words)})\b", lambda found: names[found[1]], str(error)))
 
 
 def no_gradients(**named) -> None:
@@ -55,21 +60,65 @@ def varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max
 
 def paged(q, k, v, cu_seqlens_q, seqused_k, block_table, leftpad_k, cu_seqlens_k_new, more_k) -> None:
     """Checks the tensors of a forward of keys in pages."""
+    queries(q, cu_seqlens_q)
+    _pools(q, k, v)
+    _pages(k, q, *sequences(q, cu_seqlens_q), seqused_k, block_table, leftpad_k, cu_seqlens_k_new, "seqused_k")
+    arguments.max_seqlen("more_k", more_k)
+
+
+def queries(q, cu_seqlens_q) -> None:
     packed = cu_seqlens_q is not None
     of_q = "[T, H, D], the sequences one after the other" if packed else "[B, N, H, D], or [T, H, D] with cu_seqlens_q"
     arguments.has_rank("q", q, 3 if packed else 4, of_q)
-    _pools(q, k, v)
     if packed:
         _offsets("cu_seqlens_q", cu_seqlens_q, q, "q")
-    batch, whose = (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q") if packed else (q.shape[0], "q")
-    _pages(k, q, batch, whose, seqused_k, block_table, leftpad_k, cu_seqlens_k_new, "seqused_k")
-    arguments.max_seqlen("more_k", more_k)
+
+
+def sequences(q, cu_seqlens_q) -> tuple[int, str]:
+    """Returns how many there are, and which argument says so."""
+    return (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
+
+
+def new_rows(k, cu_seqlens_k_new) -> int:
+    """Returns how many each sequence has, where all have as many."""
+    return k.shape[1] if k is not None and cu_seqlens_k_new is None and k.dim() == 4 else 0
+
+
+def changed(q, k_pages, v_pages) -> None:
+    """Checks pages that are written to and then read beside q: no two elements of them share memory, and no copy of them would
+    do.
+    """
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.device != q.device:
+            raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move q, k and v: .to({name}.device)")
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; cast q, k and v, or allocate the cache in their type: a "
+                "copy of it would take the rows, and be lost"
+            )
+        if torch.compiler.is_compiling():
+            continue
+        problem = memory_checks.rows_problem(x)
+        if not problem and x.numel() and not memory_checks.has_own_places(x):
+            problem = "is expanded" if memory_checks.is_expanded(x) else "has rows that overlap or interleave"
+            problem += f" (strides {x.stride()}), and new rows need places of their own"
+        if problem:
+            raise ValueError(f"`{name}` {problem}; {_ALLOCATE}")
+
+
+def beside(out, **pools) -> None:
+    """Checks that a result lies outside of pages: no rows of theirs are free, whatever strides say."""
+    for name, x in pools.items():
+        here = out.device == x.device and memory_checks.has_memory(out) and memory_checks.has_memory(x)
+        if here and out.numel() and x.numel() and memory_checks.in_range(out, x):
+            raise ValueError(f"`out` overlaps the memory of `{name}`, or lies among its rows; pass a buffer of its own")
 
 
 def appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new) -> None:
     """Checks the tensors of rows that are to be written into pages."""
     packed = cu_seqlens_k_new is not None
-    of_k = "[T, H, D], the rows of each sequence one after the other" if packed else "[B, N, H, D]"
+    of_k = "[T, H, D], the rows of each sequence one after the other"
+    of_k = of_k if packed else "[B, N, H, D], or [T, H, D] with cu_seqlens_k_new"
     for name, x in (("k", k), ("v", v)):
         arguments.has_rank(name, x, 3 if packed else 4, of_k)
         pool = k_pages if name == "k" else v_pages
@@ -119,7 +168,7 @@ def _pages(pool, x, batch: int, whose: str, used, table, first, added, of_length
         if lengths is not None:
             _int32(name, lengths, 1, "[B], a number for each sequence", x)
             _contiguous(name, lengths)
-            arguments.agree(name, lengths.shape[0], whose, batch, "{} sequences", f"`{name}` must be [B]")
+            arguments.agree(name, lengths.shape[0], whose, batch, "{} sequences", "they must agree")
     if added is not None:
         _offsets("cu_seqlens_k_new", added, x, "q")
         arguments.agree(
@@ -132,7 +181,7 @@ def _pages(pool, x, batch: int, whose: str, used, table, first, added, of_length
                 "block_table, which says where they are"
             )
         return
-    _int32("block_table", table, 2, "[B, entries], the pages of each sequence", x)
+    _int32("block_table", table, 2, OF_TABLES, x)
     arguments.agree("block_table", table.shape[0], whose, batch, "{} sequences", "a row of it has the pages of each")
     if table.shape[1] > 1 and table.stride(1) != 1:
         raise ValueError(
@@ -172,12 +221,7 @@ def _offsets(name: str, cu, x, whose: str) -> None:
 
 
 def places(k, v, k_pages, v_pages) -> None:
-    """Checks that pages can be written to: no two elements of them share memory, and none is one of the rows."""
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if memory_checks.is_expanded(x):
-            raise ValueError(
-                f"`{name}` is expanded (strides {x.stride()}): several of its elements share memory; append to {name}.clone()"
-            )
+    """Checks that no element of pages is one of the rows that are written to them."""
     for name, x, other, y in (
         ("k", k, "k_pages", k_pages), ("v", v, "v_pages", v_pages), ("k", k, "v_pages", v_pages), ("v", v, "k_pages", k_pages),
     ):  # fmt: skip
@@ -187,18 +231,36 @@ def places(k, v, k_pages, v_pages) -> None:
             )
 
 
-def one_storage(in_pages: bool, in_rows: bool, k_pages, v_pages) -> None:
-    """Checks pages that share memory: their values may be the first columns of their keys, and then those of rows are."""
+def one_storage(in_pages: bool, in_rows: bool, k_pages, v_pages) -> int:
+    """Checks pages that share memory: their values may be the first columns of their keys, and then those of rows are; or both
+    are pages of one pool. Returns how many pages the values are ahead of the keys there, else 0.
+    """
     if in_pages and not in_rows:
         raise ValueError(
             "`v_pages` is a view of `k_pages`, but `v` is none of `k`: both would be written to one place; pass "
             "v=k[..., : v_pages.shape[-1]]"
         )
-    if k_pages.numel() and not in_pages and memory_checks.surely_overlap(k_pages, v_pages):
-        raise ValueError(
-            "`v_pages` overlaps the memory of `k_pages`; pass pools of their own, or the first columns of the keys as values: "
-            "v_pages=k_pages[..., :D_v]"
-        )
+    if in_pages or not k_pages.numel() or not v_pages.numel() or not memory_checks.may_meet(k_pages, v_pages):
+        return 0
+    if len(k_pages) > 1 and k_pages.stride() == v_pages.stride():
+        ahead, rest = divmod((v_pages.data_ptr() - k_pages.data_ptr()) // k_pages.element_size(), k_pages.stride(0))
+        if ahead and not rest:
+            return ahead
+    raise ValueError(
+        "`v_pages` overlaps the memory of `k_pages`, or interleaves with it in no known way; pass pools of their own, or the "
+        "first columns of the keys as values: v_pages=k_pages[..., :D_v]"
+    )
+
+
+def one_use(written: Iterable[int], read: Iterable[int], ahead: int) -> None:
+    """Checks pages that a call writes to and reads, where values are so many pages ahead of keys in one pool."""
+    written, named = set(written), {*written, *read}
+    for n in sorted(named):
+        if ahead and n + ahead in named and not written.isdisjoint((n, n + ahead)):
+            raise ValueError(
+                f"`v_pages` overlaps the memory of `k_pages`: page {n} of values is page {n + ahead} of keys, and the call has "
+                "both; give sequences pages that are not so far apart, or pass pools of their own"
+            )
 
 
 # ---- what tensors hold: reading it waits for a GPU ----
@@ -212,6 +274,16 @@ def _falls(name: str, cu) -> list[int]:
     return lengths
 
 
+def length(name: str, n: int, new: int, room: int, sequence: int) -> None:
+    if n < 0:
+        raise ValueError(f"`{name}` is {n} for sequence {sequence}; a length is 0 or more")
+    if n + new > room:
+        rows = f"{n} keys and {new} new rows" if new > 0 else f"{n} keys"
+        raise ValueError(
+            f"`{name}`: sequence {sequence} has {rows}, and there is room for {room}; give it more pages, or rows of the cache"
+        )
+
+
 def lengths(pages, pool, max_seqlen_k: int, name: str = "seqused_k") -> list[int]:
     """Returns the keys of each sequence, checked."""
     used, room = pages.used.tolist(), pages.entries * pool.shape[1]
@@ -220,13 +292,7 @@ def lengths(pages, pool, max_seqlen_k: int, name: str = "seqused_k") -> list[int
     result = []
     for i, (n, begin, more) in enumerate(zip(used, first, added, strict=True)):
         end = n + more + pages.more
-        if n < 0:
-            raise ValueError(f"`{name}` is {n} for sequence {i}; a length is 0 or more")
-        if end > room:
-            rows = f"{n} keys and {end - n} new rows" if end > n else f"{n} keys"
-            raise ValueError(
-                f"`{name}`: sequence {i} has {rows}, and there is room for {room}; give it more pages, or rows of the cache"
-            )
+        length(name, n, end - n, room, i)
         if not 0 <= begin <= end:
             raise ValueError(f"`leftpad_k` is {begin} for sequence {i}, which has {end} rows; allowed: 0 to {end}")
         if end - begin > max_seqlen_k:
@@ -237,10 +303,10 @@ def lengths(pages, pool, max_seqlen_k: int, name: str = "seqused_k") -> list[int
     return result
 
 
-def table(pages, pool, needed: Sequence[tuple[int, int]]) -> None:
-    """Checks the entries that hold keys which are needed, of each sequence [first, past the last)."""
+def table(pages, pool, needed: Sequence[tuple[int, int]]) -> list[int]:
+    """Checks the entries that hold keys which are needed, of each sequence [first, past the last); returns them."""
     if pages.table is None or not needed:
-        return
+        return [i for i, (first, end) in enumerate(needed) if first < end]
     entry, rows = torch.arange(pages.entries)[None], max(pool.shape[1], 1)
     ends = torch.tensor(
         [(max(least, 0) // rows, -(-end // rows) if end > max(least, 0) else 0) for least, end in needed]
@@ -250,13 +316,24 @@ def table(pages, pool, needed: Sequence[tuple[int, int]]) -> None:
     wrong = (in_use & ((numbers < 0) | (numbers >= pool.shape[0]))).nonzero()
     if len(wrong):
         i, j = wrong[0].tolist()
-        raise ValueError(
-            f"`block_table` holds {numbers[i, j]} in entry {j} of sequence {i}, which has keys there; the pool has pages 0 to "
-            f"{pool.shape[0] - 1}"
-        )
+        entry = f" in entry {j}" if pages.entries > 1 else ""
+        allowed = f"allowed: 0 to {len(pool) - 1}, as `k_pages` has {len(pool)}" if len(pool) else "`k_pages` has none"
+        raise ValueError(f"`block_table` holds {numbers[i, j]} for sequence {i}{entry}, where it has keys; {allowed}")
+    return numbers[in_use].tolist()
 
 
 # ---- ffpa_with_kvcache ----
+
+
+def distinct(cache_batch_idx) -> None:
+    """Checks entries of a cache that new rows are written to."""
+    whose: dict[int, int] = {}
+    for i, n in enumerate(cache_batch_idx.tolist()):
+        if whose.setdefault(n, i) != i:
+            raise ValueError(
+                f"`cache_batch_idx` holds {n} for sequences {whose[n]} and {i}, whose new rows would be written to one place; "
+                "give each its own entry of the cache, or write with one call and read with another"
+            )
 
 
 def one_of_both(name: str, x, other: str, y, why: str) -> None:
@@ -274,6 +351,7 @@ def of_cache(
         k=k, v=v, block_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
     )  # fmt: skip
+    queries(q, cu_seqlens_q)
     arguments.has_rank("k_cache", k_cache, 4, "[B_cache, rows, H, D], or [pages, rows, H, D] with block_table")
     if (k is None) != (v is None):
         given, missing = ("k", "v") if v is None else ("v", "k")
@@ -287,12 +365,17 @@ def of_cache(
         "cache_leftpad", cache_leftpad, "block_table", block_table,
         "sequences in pages begin on the first row of their first page: leave cache_leftpad away",
     )  # fmt: skip
+    if block_table is not None:
+        _int32("block_table", block_table, 2, OF_TABLES, q)
     if not isinstance(cache_seqlens, torch.Tensor):
-        if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
+        if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (Integral, torch.SymInt)):
             raise TypeError(
                 f"`cache_seqlens` is {arguments.described(cache_seqlens)}; pass an int32 tensor [B] with the keys of each "
                 "sequence before new ones are written, or an int where all have as many"
             )
+        if not torch.compiler.is_compiling():
+            room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+            length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("`max_seqlen_q` is None but `cu_seqlens_q` is given; pass the longest length of q as an int")
     if cu_seqlens_q is None and max_seqlen_q is not None:
@@ -300,4 +383,6 @@ def of_cache(
             "`max_seqlen_q` is given without `cu_seqlens_q`; leave it away, or pass q packed, with its offsets"
         )
     if cache_batch_idx is not None:
-        _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the row of the cache of each sequence", q)
+        _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the entry of the cache that each sequence has", q)
+        batch, whose = sequences(q, cu_seqlens_q)
+        arguments.agree("cache_batch_idx", len(cache_batch_idx), whose, batch, "{} sequences", "it must be [B]")

@@ -26,6 +26,9 @@ _ROWS = (
     ("block_table", None, "keys in pages go to ffpa_varlen, with block_table= and seqused_k=, or to ffpa_with_kvcache"),
     ("page_table", "block_table", "pass it as {new}="),
     ("k_cache v_cache cache_seqlens cache_batch_idx cache_leftpad", None, "a cache of keys goes to ffpa_with_kvcache"),
+    ("qv", None, "put it beside q, torch.cat((qv, q), -1), over keys that have V's columns first, of which v is a view, k[..., :D_v]"),
+    ("q_descale k_descale v_descale", None, "8-bit floats go to ffpa_fp8, packed sequences and caches have 16 bits: cast to these"),
+    ("attention_chunk", None, "no rule cuts keys into chunks: pass such a mask to ffpa, or call once for each chunk"),
     ("rotary_cos rotary_sin rotary_interleaved", None, "there is no rotary embedding: apply it to q and k first"),
     ("num_splits", None, "leave it away: how keys are split is chosen"),
     ("s_aux sink sinks learnable_sink attention_sinks", "sinks", "pass it as {new}=, a tensor [Hq] with a logit for each head of q"),
@@ -36,6 +39,17 @@ _ROWS = (
     ("layout", None, "leave it away: there is one layout, which the function's own description names"),
 )  # fmt: skip
 WAYS_OUT = {word: (new, way_out) for words, new, way_out in _ROWS for word in words.split()}
+OF_CACHES = {  # what to do with them where keys are in a cache
+    "cu_seqlens_k": "cache_seqlens= has the number of keys of each sequence, before new ones: with offsets, cu_seqlens_k.diff()",
+    "seqused_k": "pass it as cache_seqlens=, less the new rows",
+    "max_seqlen_k": "ffpa_with_kvcache takes it; here the cache says how long sequences may be",
+    "alibi_slopes": "there is no bias of keys in a cache: gather them, and call flash_attn_func with the slopes",
+    "qv": WAYS_OUT["qv"][1].replace("of which v is a view, k[", "of which v_cache is a view, k_cache["),
+    "q_descale": "caches have 16 bits: cast q to these",
+    "k_descale": "caches have 16 bits: allocate them so",
+    "v_descale": "caches have 16 bits: allocate them so",
+    "attention_chunk": WAYS_OUT["attention_chunk"][1],
+}
 _ELSEWHERE = {"sinks": "s_aux"}  # what functions with other libraries' names call ours
 
 
@@ -49,6 +63,8 @@ def refuse(function: Callable, unknown: Mapping) -> None:
 
 
 def _way_out(function: Callable, word: str, known: list[str]) -> str:
+    if "cache_seqlens" in known and word in OF_CACHES:
+        return OF_CACHES[word]
     new, way_out = WAYS_OUT.get(word, (None, ""))
     new = new if new in known or _ELSEWHERE.get(new) not in known else _ELSEWHERE[new]
     if new is None or new in known:

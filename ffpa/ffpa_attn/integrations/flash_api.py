@@ -7,14 +7,14 @@ PyPI leaves to PyTorch: these are left there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 
 from ..attention import ffpa, ffpa_varlen
-from ..checks import arguments, memory_checks, words
+from ..checks import arguments, memory_checks, page_checks, words
 from ..kv_cache import ffpa_with_kvcache
 from ..specs.problem import HEAD_DIM_STEP
 from . import masks, sdpa_override
@@ -54,7 +54,8 @@ def flash_attn_func(
     arguments.only_tensors(q=q, k=k, v=v)
     bias = None if alibi_slopes is None else _alibi(q, k, alibi_slopes)
     rule = softmax_scale, causal, window_size, softcap, return_attn_probs
-    return _attend(ffpa, q, k, v, *rule, mask=bias, layout="BNHD", sinks=_sinks(s_aux, learnable_sink))
+    given = {"mask": bias, "layout": "BNHD", "sinks": _sinks(s_aux, learnable_sink)}
+    return _attend(ffpa, _names(s_aux), q, k, v, *rule, **given)
 
 
 def flash_attn_varlen_func(
@@ -91,17 +92,21 @@ def flash_attn_varlen_func(
     _not_given("pass one sequence at a time to flash_attn_func", alibi_slopes=alibi_slopes)
     arguments.only_tensors(q=q, k=k, v=v)
     arguments.tensors_or_none(block_table=block_table)
-    of_pages = {}
+    of_pages, names = {}, _names(s_aux)
     if block_table is not None or seqused_k is not None:
         if block_table is not None and seqused_k is None and cu_seqlens_k is not None:
             arguments.only_tensors(cu_seqlens_k=cu_seqlens_k)
-            seqused_k = cu_seqlens_k.diff()
+            arguments.has_rank("cu_seqlens_k", cu_seqlens_k, 1, "[B + 1], offsets of the sequences")
+            seqused_k, names["seqused_k"] = cu_seqlens_k.diff(), "cu_seqlens_k"
         cu_seqlens_k, of_pages = None, {"block_table": block_table, "seqused_k": seqused_k}
-        if isinstance(max_seqlen_k, torch.Tensor) and block_table is not None:
-            max_seqlen_k = k.shape[1] * block_table.shape[-1]
+        if block_table is not None:
+            arguments.has_rank("block_table", block_table, 2, page_checks.OF_TABLES)
+            arguments.has_rank("k", k, 4, "[pages, rows, H, D]")
+            if isinstance(max_seqlen_k, torch.Tensor):
+                max_seqlen_k = k.shape[1] * block_table.shape[1]
     offsets = cu_seqlens_q, cu_seqlens_k, _longest(max_seqlen_q, q), _longest(max_seqlen_k, k)
     rule = softmax_scale, causal, window_size, softcap, return_attn_probs
-    return _attend(ffpa_varlen, q, k, v, *rule, *offsets, sinks=_sinks(s_aux, learnable_sink), **of_pages)
+    return _attend(ffpa_varlen, names, q, k, v, *rule, *offsets, sinks=_sinks(s_aux, learnable_sink), **of_pages)
 
 
 def flash_attn_with_kvcache(
@@ -152,21 +157,26 @@ def flash_attn_with_kvcache(
         "rotary_seqlens": others.pop("rotary_seqlens", None),
     }
     _not_given("apply the rotary embedding to q and k before the call, and leave it away", **of_rotary)
-    _not_given("leave it away", alibi_slopes=alibi_slopes, **others)
+    for name, value in {"alibi_slopes": alibi_slopes, **others}.items():
+        _not_given(words.OF_CACHES[name], **{name: value})
     if block_table is not None and page_table is not None:
         raise ValueError(
             "`block_table` and `page_table` are both given; they are two names of the same thing: pass one"
         )
     arguments.only_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    table = page_table if block_table is None else block_table
-    arguments.tensors_or_none(block_table=table, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    table, of_table = (block_table, "block_table") if page_table is None else (page_table, "page_table")
+    arguments.tensors_or_none(**{of_table: table}, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(
                 "`cache_seqlens` is None but `k` is given; pass the keys that each sequence has before these, int32 [B]"
             )
-        arguments.has_rank("k_cache", k_cache, 4, "[B_cache, rows, H, D], or [pages, rows, H, D] with block_table")
-        cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+        arguments.has_rank("k_cache", k_cache, 4, f"[B_cache, rows, H, D], or [pages, rows, H, D] with {of_table}")
+        if table is not None:
+            arguments.has_rank(of_table, table, 2, page_checks.OF_TABLES)
+        cache_seqlens = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    arguments.has_rank("q", q, 4 if cu_seqlens_q is None else 3, "[B, N, H, D], or [T, H, D] with cu_seqlens_q")
+    q = memory_checks.made_readable(q)
     if cu_seqlens_q is None:
         max_seqlen_q = None
     elif max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
@@ -175,10 +185,12 @@ def flash_attn_with_kvcache(
     cache = {"cache_seqlens": cache_seqlens, "block_table": table, "cache_batch_idx": cache_batch_idx}
     cache |= {"cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     cache |= {"cu_seqlens_k_new": cu_seqlens_k_new, "sinks": _sinks(s_aux, learnable_sink), "k": k, "v": v}
-    return ffpa_with_kvcache(q, k_cache, v_cache, **_rule(q, *rule), **cache)
+    names = _names(s_aux, "return_softmax_lse") | {"block_table": of_table}
+    return _called(ffpa_with_kvcache, names, q, k_cache, v_cache, **_rule(q, *rule), **cache)
 
 
 _OF_SPEED = ("scheduler_metadata", "pack_gqa", "sm_margin")  # keywords of FlashAttention 3
+# These are keywords that mean something else than ours.
 _OF_FLASH_3 = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "rotary_seqlens")
 
 
@@ -186,6 +198,20 @@ def _sinks(s_aux, learnable_sink):
     if s_aux is not None and learnable_sink is not None:
         raise ValueError("`s_aux` and `learnable_sink` are both given; they are two names of the same thing: pass one")
     return learnable_sink if s_aux is None else s_aux
+
+
+def _names(s_aux, lse: str = "return_attn_probs") -> dict[str, str]:
+    """Returns what callers of flash-attn know our arguments as."""
+    sinks = "learnable_sink" if s_aux is None else "s_aux"
+    return {"scale": "softmax_scale", "window": "window_size", "return_lse": lse, "sinks": sinks}
+
+
+def _called(function: Callable, names: Mapping[str, str], *args, **options):
+    """Calls a function of ours; its errors say what callers named their arguments."""
+    try:
+        return function(*args, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise page_checks.renamed(error, names) from None
 
 
 def _alibi(q, k, slopes):
@@ -337,7 +363,8 @@ def ffpa_attn_varlen_func(
     _no_dropout(dropout_p)
     window, softcap = kwargs.pop("window_size", None) or (None, None), kwargs.pop("softcap", None) or 0.0
     kwargs.pop("num_splits", None)
-    _not_given("leave it away", **{name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs})
+    not_here = {name: kwargs.pop(name) for name in _NOT_HERE if name in kwargs}
+    _not_given("call ffpa with a mask for each sequence, or ffpa_varlen where keys are in pages", **not_here)
     _not_given("call ffpa_varlen, which takes sinks=", sink=kwargs.pop("sink", None))
     _backends(ffpa_attn_varlen_func, kwargs)
     arguments.only_tensors(q=q, k=k, v=v)
@@ -349,7 +376,8 @@ def ffpa_attn_varlen_func(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     packed = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     rule = softmax_scale, causal, tuple(-1 if side is None else side for side in window), softcap
-    out = flash_attn_varlen_func(*packed, dropout_p, *rule, return_attn_probs=return_lse)
+    names, options = {"return_attn_probs": "return_lse"}, {"return_attn_probs": return_lse}
+    out = _called(flash_attn_varlen_func, names, *packed, dropout_p, *rule, **options)
     return out[:2] if return_lse else out
 
 
@@ -375,10 +403,12 @@ def _backends(function: Callable, kwargs: dict):
 # ---- all of them ----
 
 
-def _attend(function: Callable, q, k, v, scale, causal, window, softcap, with_lse, *offsets, **options):
+def _attend(
+    function: Callable, names: Mapping[str, str], q, k, v, scale, causal, window, softcap, with_lse, *offsets, **options
+):
     """Calls ffpa or ffpa_varlen with arguments that flash-attn takes, and returns what that does."""
     rule = _rule(q, scale, causal, window, softcap, with_lse)
-    results = function(_padded(q), _padded(k), _padded(v), *offsets, **rule, **options)
+    results = _called(function, names, _padded(q), _padded(k), _padded(v), *offsets, **rule, **options)
     out, lse = results if with_lse else (results, None)
     out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
     return (out, lse, None) if with_lse else out

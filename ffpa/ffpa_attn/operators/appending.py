@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import env
 from ..backends import append
 from ..checks import memory_checks, page_checks
@@ -17,8 +19,10 @@ def check(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new) 
     page_checks.appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new)
 
 
-def be_sure(*args) -> dict:
-    """Raises what appending would, and returns the memo of this kind of call; `args` are the operator's."""
+def be_sure(*args, read: Iterable[int] = ()) -> dict:
+    """Raises what appending would, and returns the memo of this kind of call; `args` are the operator's, and `read` are pages
+    that will then be read, where these are known.
+    """
     k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new = args
     flags = env.run_flags()
     in_pages, in_rows = values_in_keys(k_pages, v_pages), values_in_keys(k, v)
@@ -26,12 +30,14 @@ def be_sure(*args) -> dict:
     memo = _memos.get(key)
     if memo is None:
         check(*args)
-        memory_checks.rows(k_pages=k_pages, v_pages=v_pages)
+        page_checks.changed(k, k_pages, v_pages)
         if len(_memos) >= _MOST_KINDS:
             _memos.clear()
         memo = _memos[key] = {}
     page_checks.places(k, v, k_pages, v_pages)
-    page_checks.one_storage(in_pages, in_rows, k_pages, v_pages)
+    ahead = page_checks.one_storage(in_pages, in_rows, k_pages, v_pages)
+    if ahead and block_table is None:
+        page_checks.one_use(range(len(cache_seqlens)), (), ahead)
     if k.device.type == "cpu" or flags["FFPA_CHECK"]:
         more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
         if added is not None:
@@ -39,7 +45,8 @@ def be_sure(*args) -> dict:
         room = k_pages.shape[1] * (1 if block_table is None else block_table.shape[1])
         pages = Pages(cache_seqlens, block_table, room, None, added, more)
         ends = page_checks.lengths(pages, k_pages, room, "cache_seqlens")
-        page_checks.table(pages, k_pages, list(zip(cache_seqlens.tolist(), ends, strict=True)))
+        written = page_checks.table(pages, k_pages, list(zip(cache_seqlens.tolist(), ends, strict=True)))
+        page_checks.one_use(written, read, ahead)
     return memo
 
 

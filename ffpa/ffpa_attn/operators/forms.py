@@ -128,12 +128,14 @@ class Paged:
         self._pool, self.cu_q, self.max_q, self.max_k = k_pages, cu_q, max_q, max_k
         self.of_keys = used, table, first, added, more
         self.sinks, self.largest, self._rule = sinks, largest, rule or {}
+        self.read: list[int] = []  # pages that hold keys which rows see, once values are checked
 
     @cached_property
     def pages(self) -> Pages:
         used, table, first, added, more = self.of_keys
         pages = Pages(used, table, 0, first, added, more)
-        return pages._replace(longest=min(self.max_k, pages.entries * self._pool.shape[1]))
+        rows = self._pool.shape[1] if self._pool.shape[0] else 0
+        return pages._replace(longest=min(self.max_k, pages.entries * rows))
 
     @property
     def offsets(self) -> tuple | None:
@@ -168,7 +170,7 @@ class Paged:
             lengths = page_checks.lengths(self.pages, k, self.max_k)
             see = visibility(self._rule)
             needed = [needed_keys(see, *both) for both in zip(rows, lengths, strict=True)]
-            page_checks.table(
+            self.read = page_checks.table(
                 self.pages, k, [(least, min(end, n)) for (least, end), n in zip(needed, lengths, strict=True)]
             )
 

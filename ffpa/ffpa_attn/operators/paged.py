@@ -10,6 +10,9 @@ import torch
 from ..checks import arguments, memory_checks, page_checks
 from . import appending, dispatch_keys, forms, ops
 
+_MOST_KINDS = 4096
+_writable: set[tuple] = set()  # kinds of caches that were found fit to be written to
+
 
 class Where(NamedTuple):
     """Where the rows of sequences are, and how many; in another order than operators have it."""
@@ -49,8 +52,10 @@ def _attend(q, k_pages, v_pages, where, sinks, out, options, return_lse, return_
     rest = (*where.arguments(), sinks)
     tensors = [x for x in (k_pages, v_pages, out, *rest) if isinstance(x, torch.Tensor)]
     page_checks.no_gradients(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, out=out)
+    if out is not None and not torch.compiler.is_compiling():
+        page_checks.beside(out, k_pages=k_pages, v_pages=v_pages)
     if new is not None:
-        q, *new = dispatch_keys.as_autocast_would(q, *new, cast=torch.Tensor.to)
+        q, *new = _cast(q, *new)
         _append(q, k_pages, v_pages, out, where, sinks, options, return_max_logits, new)
     run = dispatch_keys.at_once(name, q, *tensors)
     results = run(q, k_pages, v_pages, *(() if out is None else (out,)), *rest, **options)
@@ -60,12 +65,38 @@ def _attend(q, k_pages, v_pages, where, sinks, out, options, return_lse, return_
     return forms.results(out, lse, largest, return_lse)
 
 
+def _cast(q, k, v) -> list[torch.Tensor]:
+    """Returns them as autocast would have them; values that are columns of the keys stay so."""
+    if torch.compiler.is_compiling() or k.dtype != torch.float32 or not forms.values_in_keys(k, v):
+        return dispatch_keys.as_autocast_would(q, k, v, cast=torch.Tensor.to)
+    q, k = dispatch_keys.as_autocast_would(q, k, cast=torch.Tensor.to)
+    return [q, k, k[..., : v.shape[-1]]]
+
+
 def _append(q, k_pages, v_pages, out, where, sinks, options, largest, new) -> None:
     page_checks.no_gradients(k=new[0], v=new[1])
     args = *new, k_pages, v_pages, where.seqused_k, where.block_table, where.cu_seqlens_k_new
     tensors = [x for x in args if x is not None]
-    if not torch.compiler.is_compiling() and all(map(memory_checks.has_memory, (q, *tensors))):
-        form = forms.Paged(k_pages, *where.arguments(), sinks, largest, options)
-        ops.be_sure(form, q, k_pages, v_pages, out, options)
-        appending.be_sure(*args)
+    if torch.compiler.is_compiling():
+        page_checks.changed(q, k_pages, v_pages)
+    else:
+        _be_sure(q, k_pages, v_pages, out, where, sinks, options, largest, args)
     dispatch_keys.at_once("append_to_cache", *tensors)(*args)
+
+
+def _be_sure(q, k_pages, v_pages, out, where, sinks, options, largest, args) -> None:
+    """Raises what appending and the forward would."""
+    form = forms.Paged(k_pages, *where.arguments(), sinks, largest, options)
+    if not all(memory_checks.has_memory(x) for x in (q, *args) if x is not None):
+        page_checks.changed(q, k_pages, v_pages)
+        form.check(q, k_pages, v_pages)
+        appending.check(*args)
+        return
+    kind = q.dtype, q.device, forms.seen(k_pages), forms.seen(v_pages)
+    if kind not in _writable:
+        page_checks.changed(q, k_pages, v_pages)
+        if len(_writable) >= _MOST_KINDS:
+            _writable.clear()
+        _writable.add(kind)
+    ops.be_sure(form, q, k_pages, v_pages, out, options)
+    appending.be_sure(*args, read=form.read)
