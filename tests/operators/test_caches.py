@@ -362,3 +362,29 @@ def test_flash_attn_varlen_func(device, by):
     )
     want = ffpa_varlen(q, pool.k, pool.v, cu, None, 5, 30, block_table=pool.table, seqused_k=pool.used, causal=True)
     assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("d, layout", [(128, "NHD"), (512, "HND"), (576, "latent")])
+def test_a_captured_call_serves_other_tables_and_lengths(d, layout):
+    heads = 1 if layout == "latent" else 2
+    pool = pages.make((100, 37, 250), heads=heads, d=d, d_v=min(d, 512), layout=layout, more=2, device="cuda")
+    q, k = t(3, 2, 4, d, seed=1, device="cuda"), t(3, 2, heads, d, seed=2, device="cuda")
+    v = k[..., : min(d, 512)] if layout == "latent" else t(3, 2, heads, d, seed=3, device="cuda")
+
+    def call(pool):
+        how = {"cache_seqlens": pool.used, "block_table": pool.table, "causal": True, "max_seqlen_k": 256}
+        return ffpa_with_kvcache(q, pool.k, pool.v, k, v, **how)
+
+    call(pool.clone())  # kernels are loaded before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(pool)
+    for _ in range(3):
+        eager = pool.clone()
+        want = call(eager)
+        graph.replay()
+        assert torch.equal(out, want) and torch.equal(pool.k.nan_to_num(), eager.k.nan_to_num())
+        assert torch.equal(pool.v.nan_to_num(), eager.v.nan_to_num())
+        pool.used.copy_(pool.used.roll(1) // 2)
+        pool.table.copy_(pool.table.roll(1, 0))

@@ -107,16 +107,21 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
     of_item = longest * max(pace.of_key, bytes_of_key / (pace.bandwidth / readers)) + pace.ends
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
     of_items = waves * of_item
-    if p.pages and items < 4 * blocks * parts:
+    if _is_ragged(p, pace, tile_heads) and items < 4 * blocks * parts:
         of_items = (of_items + _ragged(items // parts, parts, of_item, pace)) / 2
     rows = p.batch * p.heads_q * p.n_q
     merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS if parts > 1 else 0
     return of_items + merge
 
 
+def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
+    """Says whether a server decodes several sequences: its bound then says no more of lengths than that none is longer."""
+    return p.pages is not None and p.batch > 1 and p.n_q * tile_heads <= pace.rows
+
+
 def _ragged(tiles: int, parts: int, of_item: float, pace: Pace) -> float:
     """Estimates the items of few tiles whose sequences have any number of keys up to the longest: they keep all blocks busy
-    but for the last ones, which began when others had nothing left. A server's bound says no more of its lengths.
+    but for the last ones, which began when others had nothing left.
     """
     of_work = tiles * ((of_item - pace.ends) * parts / 2 + pace.ends * (parts + 1) / 2)
     return max(of_item, of_work / pace.blocks + of_item / 2)
