@@ -30,7 +30,11 @@ from test_mma import check, far_apart
 
 ARCHS = {"hopper": "sm_90a", "mma": "sm_80"}  # backend -> architecture that emulates it
 KERNELS = {"hopper": ForwardWgmmaTwoPhase, "mma": ForwardMmaTwoPhase}
-SHIPPED = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, tuple(KERNELS.values()))]
+SHIPPED = [
+    spec
+    for spec in aot_specs(env.all_flags())
+    if isinstance(spec, tuple(KERNELS.values())) and not getattr(spec, "paged", False)
+]
 COLUMNS = {spec.columns for spec in SHIPPED if isinstance(spec, ForwardWgmmaTwoPhase)}
 F16, BF16 = torch.float16, torch.bfloat16
 

@@ -183,10 +183,10 @@ class RowTilePlan(NamedTuple):
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
-            call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, blocks, workspace_cap, pages)
+            call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, pages, blocks, workspace_cap)
         call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
-    def _call(self, q, k, v, out, mask, offsets, rule, blocks: int, workspace_cap: int, pages) -> Call:
+    def _call(self, q, k, v, out, mask, offsets, rule, pages, blocks: int, workspace_cap: int) -> Call:
         n_q, n_k = attention_call.lengths(q, k, offsets, pages)
         batch = attention_call.entries(q, offsets)
         if not (batch and n_q and n_k):
