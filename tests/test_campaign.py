@@ -504,7 +504,7 @@ def run_sabotaged(tmp_path, check: str, *args: str) -> tuple[int, dict, str]:
     here = Path(__file__).parent
     (tmp_path / "ffpa").symlink_to(here.parent / "ffpa")
     (tmp_path / "tests").mkdir()
-    for name in ("campaign*.py", "compare.py", "oracle.py"):
+    for name in ("campaign*.py", "compare.py", "oracle.py", "pages.py"):
         for path in here.glob(name):
             (tmp_path / "tests" / path.name).write_text(path.read_text())
     checks = tmp_path / "tests" / "campaign_check.py"
