@@ -160,7 +160,7 @@ MUTANTS = [
         ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),
         ("pair: S of the first keys in both blocks", "place, first_key(tile, rank_));", "place, first_key(tile, 0));"),
         ("pair: V of the other keys first", "first_key(tile - 1, rank_), n_k);\n          bring_values(producer, place, first_key(tile - 1, 1 - rank_)", "first_key(tile - 1, 1 - rank_), n_k);\n          bring_values(producer, place, first_key(tile - 1, rank_)"),
-        ("pair: V behind a packed sequence as it is", "live_box_rows(end - key, params_.is_packed())", "~uint64_t{0}"),
+        ("pair: V behind a packed sequence as it is", "live_box_rows(end - key, others_follow)", "(void(others_follow), ~uint64_t{0})"),
         ("pair: the first columns of V in both blocks", "place, rank_ * kOwnColumns + box", "place, box"),
         ("pair: the first columns of O from both blocks", "at.row(), rank_ * kOwnColumns,", "at.row(), 0,"),
         ("pair: keys hidden as if they were the other block's", "kept, first_key(tile, rank_), at.row()", "kept, first_key(tile, 1 - rank_), at.row()"),

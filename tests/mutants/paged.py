@@ -42,7 +42,7 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/wgmma_pair.cuh",
         _TESTS,
-        ("pages: pairs' V behind a sequence as it is", "live_box_rows(end - key, end - key < Config::kValueRows)", "~uint64_t{0}"),
+        ("pages: pairs' V behind a sequence as it is", "live_box_rows(end - key, others_follow)", "(void(others_follow), ~uint64_t{0})"),
         ("pages: the first columns of V in both blocks", "barrier, rank_ * kOwnColumns, Config::kValueBoxes", "barrier, 0, Config::kValueBoxes"),
     ),
     *edits_in(

@@ -152,62 +152,41 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       items.expect(lane_);
       return items.get(lane_);
     };
-    bring_row_tiles(warp, next_item, [&](const SharedRowTile& rows, const MapPlace& place) {
+    bring_row_tiles(warp, next_item, [&](const SharedRowTile& rows, const MapPlace& of_keys) {
       const TileRange tiles = visible_part(rows, kKeys, params_);
       const int n_k = rows.n_k();
-      FFPA_NO_UNROLL
-      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-        if constexpr (Config::kPaged) {
-          const PagedPlace pages = Base::pages_of(rows, place);
-          if (tile < tiles.end) bring_paged_keys(producer, pages, first_key(tile, rank_));
-          if (tile == tiles.first) continue;
-          bring_paged_values(producer, pages, first_key(tile - 1, rank_), n_k);
-          bring_paged_values(producer, pages, first_key(tile - 1, 1 - rank_), n_k);
-        } else {
+      const auto bring = [&](const auto& place) {
+        FFPA_NO_UNROLL
+        for (int tile = tiles.first; tile <= tiles.end; ++tile) {
           if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
           if (tile == tiles.first) continue;
           bring_values(producer, place, first_key(tile - 1, rank_), n_k);
           bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
         }
+      };
+      if constexpr (Config::kPaged) {
+        bring(Base::pages_of(rows, of_keys));
+      } else {
+        bring(of_keys);
       }
     });
   }
 
-  FFPA_DEVICE void bring_paged_keys(Producer& producer, const PagedPlace& pages, int key) const {
+  // A Place is a MapPlace, or a PagedPlace where keys lie in pages.
+  template <class Place>
+  FFPA_DEVICE void bring_keys(Producer& producer, const Place& place, int key) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const int boxes = boxes_of_key_part(part);
       producer.bring(
           [&](uint32_t boxes_smem, uint32_t barrier) {
-            pages.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kKeyBoxes * tile::kBox, boxes, key);
-          },
-          boxes);
-    }
-  }
-
-  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key, int end) const {
-    FFPA_NO_UNROLL
-    for (int part = 0; part < Config::kValueParts; ++part) {
-      const int key = first_key + part * Config::kValueRows;
-      producer.template bring_live_rows<kPageStep>(
-          live_box_rows(end - key, end - key < Config::kValueRows),
-          [&](uint32_t boxes_smem, uint32_t barrier) {
-            pages.load_values(boxes_smem, arguments_.v, barrier, rank_ * kOwnColumns, Config::kValueBoxes, key,
-                              Config::kValueRows);
-          },
-          Config::kValueBoxes, Config::kValueRows);
-    }
-  }
-
-  FFPA_DEVICE void bring_keys(Producer& producer, const MapPlace& place, int key) const {
-    FFPA_NO_UNROLL
-    for (int part = 0; part < Config::kKeyParts; ++part) {
-      const int boxes = boxes_of_key_part(part);
-      producer.bring(
-          [&](uint32_t boxes_smem, uint32_t barrier) {
-            FFPA_NO_UNROLL
-            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-              load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
+            if constexpr (Config::kPaged) {
+              place.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kKeyBoxes * tile::kBox, boxes, key);
+            } else {
+              FFPA_NO_UNROLL
+              for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
+                load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
+              }
             }
           },
           boxes);
@@ -215,15 +194,22 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   }
 
   // Brings V, in the block's own columns; rows from `end` on become zeros.
-  FFPA_DEVICE void bring_values(Producer& producer, const MapPlace& place, int first_key, int end) const {
+  template <class Place>
+  FFPA_DEVICE void bring_values(Producer& producer, const Place& place, int first_key, int end) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kValueParts; ++part) {
       const int key = first_key + part * Config::kValueRows;
-      producer.bring_live_rows(
-          live_box_rows(end - key, params_.is_packed()),
+      const bool others_follow = Config::kPaged ? end - key < Config::kValueRows : params_.is_packed();
+      producer.template bring_live_rows<Config::kPaged ? kPageStep : 0>(
+          live_box_rows(end - key, others_follow),
           [&](uint32_t boxes_smem, uint32_t barrier) {
-            for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += Config::kValueBoxBytes) {
-              load_box(boxes_smem, arguments_.v, barrier, place, rank_ * kOwnColumns + box * tile::kBox, key);
+            if constexpr (Config::kPaged) {
+              place.load_values(boxes_smem, arguments_.v, barrier, rank_ * kOwnColumns, Config::kValueBoxes, key,
+                                Config::kValueRows);
+            } else {
+              for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += Config::kValueBoxBytes) {
+                load_box(boxes_smem, arguments_.v, barrier, place, rank_ * kOwnColumns + box * tile::kBox, key);
+              }
             }
           },
           Config::kValueBoxes, Config::kValueRows);
