@@ -19,7 +19,7 @@ class Pool(NamedTuple):
 
     def to(self, device) -> Pool:
         """Returns it elsewhere, laid out as it is; K and V that are of one storage are of one there."""
-        storage = torch.empty(0, dtype=self.k.dtype).set_(self.k.untyped_storage())
+        storage = torch.empty(0, dtype=self.k.dtype, device=self.k.device).set_(self.k.untyped_storage())
         one = self.k.untyped_storage().data_ptr() == self.v.untyped_storage().data_ptr()
         moved = (
             [storage.to(device, copy=True)] * 2 if one else [_whole(x).to(device, copy=True) for x in (self.k, self.v)]
@@ -45,7 +45,7 @@ class Pool(NamedTuple):
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
 
 
 def empty(pages: int, rows: int, heads: int, d: int, d_v: int, layout: str, dtype=torch.bfloat16):
@@ -74,8 +74,7 @@ def make(
     dtype=torch.bfloat16, device="cpu",
 ) -> Pool:  # fmt: skip
     """Returns a pool of these sequences, in random pages, with `spare` pages that nobody names. `shared` lets sequences
-    have the first page in common; each has room for `more` rows; keys before the last `window` ones are NaN, in pages of
-    any number.
+    have the first page in common; each has room for `more` rows; pages before those of the last `window` keys may be any.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-(n + more) // rows) for n in lengths]
@@ -89,11 +88,11 @@ def make(
         if shared and i and n >= rows and lengths[0] >= rows:
             pages[0] = int(table[0, 0])
         table[i, :count] = torch.tensor(pages, dtype=torch.int32)
-        for j in range(0 if window is None else max(n - window, 0), n):
+        unseen = 0 if window is None else max(n - window, 0) // rows
+        for j in range(unseen * rows, n):
             for x in (k, v)[: 1 if layout == "latent" else 2]:
                 x[pages[j // rows], j % rows] = torch.randn(x.shape[2:], generator=generator).to(dtype)
-        if window is not None:
-            table[i, : max(n - window, 0) // rows] = ANYTHING[i % len(ANYTHING)]
+        table[i, :unseen] = ANYTHING[i % len(ANYTHING)]
     return Pool(k, v, table, torch.tensor(lengths, dtype=torch.int32)).to(device)
 
 

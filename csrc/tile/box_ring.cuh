@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/compiler.h"
 #include "base/math.h"
@@ -63,13 +64,13 @@ struct BoxRing {
   FFPA_DEVICE uint32_t empty(int i) const { return barriers_smem + (kStages + i) * 8; }
   FFPA_DEVICE uint32_t landed(int i) const { return barriers_smem + (2 * kStages + i) * 8; }
 
-  // One thread calls this, before all threads meet.
-  FFPA_DEVICE void init() const {
+  // One thread calls this, before all threads meet. So many warps bring steps.
+  FFPA_DEVICE void init(int producers = 1) const {
     FFPA_NO_UNROLL
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(full(i), 1);
+      ptx::mbarrier_init(full(i), producers);
       ptx::mbarrier_init(empty(i), kClusterBlocks * kReadingGroups * kGroupThreads / 32);
-      ptx::mbarrier_init(landed(i), 1);
+      ptx::mbarrier_init(landed(i), producers);
     }
     ptx::fence_mbarrier_init();
   }
@@ -98,11 +99,21 @@ struct RingPosition {
   }
 };
 
+// What one of several warps brings of a step: so many bytes, whose copies start(boxes_smem, barrier) starts.
+template <class Start>
+struct PartOfStep {
+  uint32_t bytes;
+  Start start;
+};
+template <class Start>
+FFPA_DEVICE PartOfStep<Start> part_of_step(uint32_t bytes, const Start& start) {
+  return {bytes, start};
+}
+
 // The warp that brings steps, all of its lanes together; one of them issues the copies. That lane is elected: the
 // compiler does not know that `lane == 0` is a single lane, and puts a loop around each copy (dQ took 7% longer).
 //
-// Where kWarps warps bring steps, all of them go through the same ones, and a warp brings those for the slots that are
-// its own.
+// Where kWarps warps bring steps, each brings a part of each.
 template <class Ring, int kWarps = 1>
 class BoxProducer {
   static constexpr int kRowsA = Ring::kBoxesA * kBox;
@@ -113,16 +124,11 @@ class BoxProducer {
   // load(boxes_smem, barrier) starts the copies of all boxes of a step, to consecutive addresses (of the boxes of B it
   // copies those that this block brings for the whole cluster). `boxes_b` is the number of boxes of B, where a product
   // needs fewer than a slot has; `rows_b` is the number of their rows, where they are lower than kBox; `rows_a` counts
-  // the rows of all boxes of A, where not all are copied.
+  // the rows of all boxes of A, where not all are copied. Where several warps bring steps, all lanes call load() before
+  // the slot is free, which returns a PartOfStep.
   template <class Load>
   FFPA_DEVICE void bring(const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox, int rows_a = kRowsA) {
-    if (is_of_others()) return;
-    if (ptx::elect_one()) {
-      const uint32_t full = ring_.full(at_.slot);
-      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, bytes_of(boxes_b, rows_b, rows_a));
-      load(ring_.slot(at_.slot), full);
-    }
+    start(load, ring_.full(at_.slot), bytes_of(boxes_b, rows_b, rows_a));
     at_.advance();
   }
 
@@ -132,24 +138,22 @@ class BoxProducer {
   template <int kTogether = 0, class Load>
   FFPA_DEVICE void bring_live_rows(uint64_t live, const Load& load, int boxes_b = Ring::kBoxesB, int rows_b = kBox) {
     if (live == ~uint64_t{0}) return bring(load, boxes_b, rows_b);
-    if (is_of_others()) return;
-    const uint32_t slot = ring_.slot(at_.slot);
-    if (ptx::elect_one()) {
-      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(ring_.landed(at_.slot), bytes_of(boxes_b, rows_b));
-      load(slot, ring_.landed(at_.slot));
-    }
+    start(load, ring_.landed(at_.slot), bytes_of(boxes_b, rows_b));
     ptx::sync_warp();
-    ptx::mbarrier_wait(ring_.landed(at_.slot), landed_parities_ >> at_.slot & 1);
-    landed_parities_ ^= 1 << at_.slot;
-    constexpr int kChunks = kBoxRowBytes / 16;
-    for (int row = lane_ / kChunks; row < rows_b; row += 32 / kChunks) {
-      if (live >> row & 1) continue;
-      FFPA_NO_UNROLL
-      for (int box = 0; box < boxes_b; ++box) {
-        const int of_slot = kTogether == 0 ? box * rows_b + row : row_of_steps<max_of(kTogether, 1)>(row, box, boxes_b);
-        ptx::st_shared_16(slot + Ring::kBoxesA * kBoxBytes + of_slot * kBoxRowBytes + lane_ % kChunks * 16,
-                          {0, 0, 0, 0});
+    if (is_first()) {
+      ptx::mbarrier_wait(ring_.landed(at_.slot), landed_parities_ >> at_.slot & 1);
+      landed_parities_ ^= 1 << at_.slot;
+      constexpr int kChunks = kBoxRowBytes / 16;
+      for (int row = lane_ / kChunks; row < rows_b; row += 32 / kChunks) {
+        if (live >> row & 1) continue;
+        FFPA_NO_UNROLL
+        for (int box = 0; box < boxes_b; ++box) {
+          const int of_slot =
+              kTogether == 0 ? box * rows_b + row : row_of_steps<max_of(kTogether, 1)>(row, box, boxes_b);
+          ptx::st_shared_16(
+              ring_.slot(at_.slot) + (Ring::kBoxesA * kBox + of_slot) * kBoxRowBytes + lane_ % kChunks * 16,
+              {0, 0, 0, 0});
+        }
       }
     }
     end_writes();
@@ -157,24 +161,36 @@ class BoxProducer {
 
   // Brings a step of zeros, for a product over nothing.
   FFPA_DEVICE void bring_zeros() {
-    if (is_of_others()) return;
-    const uint32_t slot = ring_.slot(at_.slot);
     // Only one lane waits: the others may be rounds ahead of it, and a parity tells only neighbouring rounds apart.
     if (lane_ == 0) ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
     ptx::sync_warp();
-    FFPA_NO_UNROLL
-    for (uint32_t offset = lane_ * 16; offset < Ring::kSlotBytes; offset += 32 * 16) {
-      ptx::st_shared_16(slot + offset, {0, 0, 0, 0});
+    if (is_first()) {
+      FFPA_NO_UNROLL
+      for (uint32_t offset = lane_ * 16; offset < Ring::kSlotBytes; offset += 32 * 16) {
+        ptx::st_shared_16(ring_.slot(at_.slot) + offset, {0, 0, 0, 0});
+      }
     }
     end_writes();
   }
 
  private:
-  // Passes a step that another warp brings, and says so.
-  FFPA_DEVICE bool is_of_others() {
-    if (kWarps == 1 || at_.slot % kWarps == warp_) return false;
-    at_.advance();
-    return true;
+  FFPA_DEVICE bool is_first() const { return kWarps == 1 || warp_ == 0; }
+
+  // Starts the copies of a step, `bytes` bytes, or the warp's part of them, as soon as its slot is free.
+  template <class Load>
+  FFPA_DEVICE void start(const Load& load, uint32_t barrier, uint32_t bytes) const {
+    if constexpr (kWarps > 1) {
+      const auto part = load();
+      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(barrier, part.bytes);
+        part.start(ring_.slot(at_.slot), barrier);
+      }
+    } else if (ptx::elect_one()) {
+      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+      load(ring_.slot(at_.slot), barrier);
+    }
   }
 
   // The slot is full: all lanes have written what no copy brings.

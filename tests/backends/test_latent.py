@@ -228,6 +228,9 @@ def test_which_calls_have_values_in_keys(monkeypatch):
     assert values_in_keys(k, k[..., :512]) and not values_in_keys(
         k[..., :384], k[..., :512]
     )  # K, the first columns of V
+    rows = torch.empty(128, 1, 576)
+    in_pages, values = rows.unflatten(0, (2, 64)), rows[..., :512].unflatten(0, (2, 64))
+    assert in_pages.stride() != values.stride() and values_in_keys(in_pages, values)  # of one head, whose stride is any
     q, k = torch.randn(2, 1, 16, 1, 576).bfloat16(), torch.randn(2, 1, 1, 64, 576).bfloat16()
     wrapped = torch.func.vmap(lambda q, k: q * ("latent" in explain(q, k, k[..., :512], arch="sm_90").kernel))(q, k)
     assert not wrapped.any()  # nobody knows where it lies

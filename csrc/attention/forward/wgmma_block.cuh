@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
@@ -39,18 +39,16 @@ class WgmmaBlock {
   FFPA_DEVICE KeptRows kept_rows(int keeper) const {
     return KeptRows(smem_ + offsetof(Smem, kept) + keeper * KeptRows::kBytes);
   }
-  // Each warp that works calls this before the block's first barrier, while a warp that has no work calls init(): it
-  // keeps the row tile that the block begins with.
+  // All warps call this before the block's first barrier: those that work keep the row tile that the block begins with,
+  // and one that seldom does calls init().
   template <class Init>
   FFPA_DEVICE void begin(const Init& init) const {
-    static_assert(kProducers < tile::kGroupWarps, "a warp has no other work");
     const bool multiplies = warp_ >= tile::kGroupWarps;
     if (multiplies || warp_ < kProducers) {
       const int keeper = multiplies ? kProducers + warp_ - tile::kGroupWarps : warp_;
       kept_rows(keeper).keep(arguments_.row_tiles.get(params_, Config::Items::first()), lane_);
-    } else if (warp_ == kProducers && lane_ == 0) {
-      init();
     }
+    if (warp_ == tile::kGroupWarps - 1 && lane_ == 0) init();
   }
 
   // Gives each warp its role: produce(warp) or consume(warpgroup, warp in it).
@@ -68,8 +66,17 @@ class WgmmaBlock {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
   }
 
+  // Returns the keys of the row tile that a warp keeps, as one that brings them takes them.
+  FFPA_DEVICE auto keys_of(const KeptRows& kept) const {
+    if constexpr (Config::kPaged) {
+      return KeysOfPages<kProducers>(params_, arguments_.pages, kept, warp_);
+    } else {
+      return KeysOfTensor(params_, place_of_keys(params_, kept.get()));
+    }
+  }
+
   // Each warp that produces calls this. For each row tile that next() gives, the first of them brings Q, and all call
-  // function(rows, place), which brings the visible keys, from `place` on.
+  // function(rows, keys), which brings the visible keys.
   template <class Next, class Function>
   FFPA_DEVICE void bring_row_tiles(int producer, const Next& next, const Function& function) const {
     const KeptRows kept = kept_rows(producer);
@@ -78,13 +85,9 @@ class WgmmaBlock {
       const SharedRowTile rows = kept.get();
       if (producer == 0) queries().bring_tile(arguments_.q, params_, rows, parity);
       parity ^= 1;
-      function(rows, place_of_keys<Config::kPaged>(params_, rows));
+      auto keys = keys_of(kept);
+      function(rows, keys);
     });
-  }
-
-  // Returns where a row tile's keys lie in pages.
-  FFPA_DEVICE PagedPlace pages_of(const SharedRowTile& rows, const MapPlace& place) const {
-    return {params_.paged, arguments_.pages, place, {visible_keys_begin(rows), visible_keys_end(rows)}};
   }
 
   const Arguments& arguments_;

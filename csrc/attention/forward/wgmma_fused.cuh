@@ -15,7 +15,7 @@
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -105,7 +105,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     Base::begin([&] {
       item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
       queries().init();
-      ring().init();
+      ring().init(Config::kProducers);
     });
     ptx::sync_block();
     Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
@@ -120,77 +120,39 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     bring_row_tiles(
         warp,
         [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&](const SharedRowTile& rows, const MapPlace& place) {
+        [&](const SharedRowTile& rows, auto& keys) {
           const TileRange tiles = visible_part(rows, kKeys, params_);
           const int n_k = rows.n_k();
           FFPA_NO_UNROLL
           for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-            if constexpr (Config::kPaged) {
-              const PagedPlace pages = Base::pages_of(rows, place);
-              if (tile < tiles.end) bring_paged_keys(producer, pages, tile * kKeys);
-              if (tile > tiles.first) bring_paged_values(producer, pages, (tile - 1) * kKeys, n_k);
-            } else {
-              if (tile < tiles.end) {
-                bring_tile<Config::kParts, Config::kPartBoxes>(producer, arguments_.k, place, tile * kKeys,
-                                                               kLargestInt);
-              }
-              if (tile > tiles.first) {
-                bring_tile<Config::kValueParts, Config::kValuePartBoxes>(producer, arguments_.v, place,
-                                                                         (tile - 1) * kKeys, n_k);
-              }
-            }
+            if (tile < tiles.end) bring_keys(producer, keys, tile * kKeys);
+            if (tile > tiles.first) bring_values(producer, keys, (tile - 1) * kKeys, n_k);
           }
         });
   }
 
-  // Brings a tile of K or V; rows from `end` on become zeros.
-  template <int kParts, int kPartBoxes>
-  FFPA_DEVICE void bring_tile(Producer& producer, const ptx::TensorMap& map, const MapPlace& place, int first_key,
-                              int end) const {
-    FFPA_NO_UNROLL
-    for (int step = 0; step < kKeySteps; ++step) {
-      const int key = first_key + step * tile::kBox;
-      FFPA_NO_UNROLL
-      for (int part = 0; part < kParts; ++part) {
-        producer.bring_live_rows(
-            live_box_rows(end - key, params_.is_packed()),
-            [&](uint32_t boxes_smem, uint32_t barrier) {
-              for (int box = 0; box < kPartBoxes; ++box, boxes_smem += tile::kBoxBytes) {
-                load_box(boxes_smem, map, barrier, place, (part * kPartBoxes + box) * tile::kBox, key);
-              }
-            },
-            kPartBoxes);
-      }
-    }
-  }
-
-  FFPA_DEVICE void bring_paged_keys(Producer& producer, const PagedPlace& pages, int first_key) const {
+  template <class Keys>
+  FFPA_DEVICE void bring_keys(Producer& producer, Keys& keys, int first_key) const {
+    constexpr int kBoxes = Config::kPartBoxes;
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
       FFPA_NO_UNROLL
       for (int part = 0; part < Config::kParts; ++part) {
-        producer.bring(
-            [&](uint32_t boxes_smem, uint32_t barrier) {
-              pages.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kPartBoxes * tile::kBox,
-                              Config::kPartBoxes, key);
-            },
-            Config::kPartBoxes);
+        producer.bring(keys.keys(arguments_.k, part * kBoxes * tile::kBox, kBoxes, key), kBoxes);
       }
     }
   }
 
-  FFPA_DEVICE void bring_paged_values(Producer& producer, const PagedPlace& pages, int first_key, int end) const {
+  // Rows from `end` on become zeros.
+  template <class Keys>
+  FFPA_DEVICE void bring_values(Producer& producer, Keys& keys, int first_key, int end) const {
     constexpr int kBoxes = Config::kValuePartBoxes;
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
       FFPA_NO_UNROLL
       for (int part = 0; part < Config::kValueParts; ++part) {
-        producer.template bring_live_rows<kPageStep>(
-            live_box_rows(end - key, true),
-            [&](uint32_t boxes_smem, uint32_t barrier) {
-              pages.load_values(boxes_smem, arguments_.v, barrier, part * kBoxes * tile::kBox, kBoxes, key, tile::kBox);
-            },
-            kBoxes);
+        producer.template bring_live_rows<Keys::kTogether>(
+            keys.live_rows(key, end), keys.values(arguments_.v, part * kBoxes * tile::kBox, kBoxes, key), kBoxes);
       }
     }
   }

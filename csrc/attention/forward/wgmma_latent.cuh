@@ -16,7 +16,7 @@
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -125,8 +125,8 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
       for (int group = 0; group < tile::kConsumerGroups; ++group) {
         ptx::mbarrier_init(message(group), tile::kGroupWarps);
       }
-      ring().init();
-      tails().init();
+      ring().init(Config::kProducers);
+      tails().init(Config::kProducers);
     });
     ptx::sync_block();
     Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
@@ -149,36 +149,21 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
     bring_row_tiles(
         warp,
         [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
-        [&](const SharedRowTile& rows, const MapPlace& place) {
-          const Run keys = visible_part_from_first<Config::kFirstStep>(rows, kKeys, params_);
+        [&](const SharedRowTile& rows, auto& keys) {
+          const Run part = visible_part_from_first<Config::kFirstStep>(rows, kKeys, params_);
+          const int n_k = rows.n_k();
           FFPA_NO_UNROLL
-          for (int key = keys.begin; key < keys.end; key += Config::kTileKeys) {
+          for (int key = part.begin; key < part.end; key += Config::kTileKeys) {
+            const uint64_t live = keys.live_rows(key, n_k);  // keys that do not exist become zeros
             if constexpr (Config::kHasTail) {
-              bring<1>(tail_producer, rows, place, Config::kValueBoxes * tile::kBox, key);
+              tail_producer.bring_live_rows(live, keys.keys(arguments_.k, Config::kValueBoxes * tile::kBox, 1, key), 1);
             }
             FFPA_NO_UNROLL
             for (int group = 0; group < tile::kConsumerGroups; ++group) {
-              bring<Config::kOwnBoxes>(producer, rows, place, group * kOwnColumns, key);
+              producer.bring_live_rows(live, keys.keys(arguments_.k, group * kOwnColumns, Config::kOwnBoxes, key));
             }
           }
         });
-  }
-
-  // Brings 64 keys, in kCount boxes from column `column` on; keys that do not exist become zeros.
-  template <int kCount, class Producer>
-  FFPA_DEVICE void bring(Producer& producer, const SharedRowTile& rows, const MapPlace& place, int column,
-                         int key) const {
-    const uint64_t live = live_box_rows(rows.n_k() - key, Config::kPaged || params_.is_packed());
-    producer.bring_live_rows(live, [&](uint32_t boxes_smem, uint32_t barrier) {
-      if constexpr (Config::kPaged) {
-        Base::pages_of(rows, place).load_keys(boxes_smem, arguments_.k, barrier, column, kCount, key);
-      } else {
-        FFPA_UNROLL
-        for (int i = 0; i < kCount; ++i) {
-          load_box(boxes_smem + i * tile::kBoxBytes, arguments_.k, barrier, place, column + i * tile::kBox, key);
-        }
-      }
-    });
   }
 
   // ---- the warpgroups that multiply ----

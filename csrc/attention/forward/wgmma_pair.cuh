@@ -17,7 +17,7 @@
 
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -122,7 +122,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
         ptx::mbarrier_init(message_full(group), 1);
         ptx::mbarrier_init(message_empty(group), tile::kGroupWarps);
       }
-      ring().init();
+      ring().init(Config::kProducers);
     });
     tile::meet_cluster();
     Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
@@ -152,67 +152,37 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
       items.expect(lane_);
       return items.get(lane_);
     };
-    bring_row_tiles(warp, next_item, [&](const SharedRowTile& rows, const MapPlace& of_keys) {
+    bring_row_tiles(warp, next_item, [&](const SharedRowTile& rows, auto& keys) {
       const TileRange tiles = visible_part(rows, kKeys, params_);
       const int n_k = rows.n_k();
-      const auto bring = [&](const auto& place) {
-        FFPA_NO_UNROLL
-        for (int tile = tiles.first; tile <= tiles.end; ++tile) {
-          if (tile < tiles.end) bring_keys(producer, place, first_key(tile, rank_));
-          if (tile == tiles.first) continue;
-          bring_values(producer, place, first_key(tile - 1, rank_), n_k);
-          bring_values(producer, place, first_key(tile - 1, 1 - rank_), n_k);
-        }
-      };
-      if constexpr (Config::kPaged) {
-        bring(Base::pages_of(rows, of_keys));
-      } else {
-        bring(of_keys);
+      FFPA_NO_UNROLL
+      for (int tile = tiles.first; tile <= tiles.end; ++tile) {
+        if (tile < tiles.end) bring_keys(producer, keys, first_key(tile, rank_));
+        if (tile == tiles.first) continue;
+        bring_values(producer, keys, first_key(tile - 1, rank_), n_k);
+        bring_values(producer, keys, first_key(tile - 1, 1 - rank_), n_k);
       }
     });
   }
 
-  // A Place is a MapPlace, or a PagedPlace where keys lie in pages.
-  template <class Place>
-  FFPA_DEVICE void bring_keys(Producer& producer, const Place& place, int key) const {
+  template <class Keys>
+  FFPA_DEVICE void bring_keys(Producer& producer, Keys& keys, int key) const {
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const int boxes = boxes_of_key_part(part);
-      producer.bring(
-          [&](uint32_t boxes_smem, uint32_t barrier) {
-            if constexpr (Config::kPaged) {
-              place.load_keys(boxes_smem, arguments_.k, barrier, part * Config::kKeyBoxes * tile::kBox, boxes, key);
-            } else {
-              FFPA_NO_UNROLL
-              for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-                load_box(boxes_smem, arguments_.k, barrier, place, (part * Config::kKeyBoxes + box) * tile::kBox, key);
-              }
-            }
-          },
-          boxes);
+      producer.bring(keys.keys(arguments_.k, part * Config::kKeyBoxes * tile::kBox, boxes, key), boxes);
     }
   }
 
   // Brings V, in the block's own columns; rows from `end` on become zeros.
-  template <class Place>
-  FFPA_DEVICE void bring_values(Producer& producer, const Place& place, int first_key, int end) const {
+  template <class Keys>
+  FFPA_DEVICE void bring_values(Producer& producer, Keys& keys, int first_key, int end) const {
+    constexpr int kBoxes = Config::kValueBoxes, kValueRows = Config::kValueRows;
     FFPA_NO_UNROLL
-    for (int part = 0; part < Config::kValueParts; ++part) {
-      const int key = first_key + part * Config::kValueRows;
-      const bool others_follow = Config::kPaged ? end - key < Config::kValueRows : params_.is_packed();
-      producer.template bring_live_rows<Config::kPaged ? kPageStep : 0>(
-          live_box_rows(end - key, others_follow),
-          [&](uint32_t boxes_smem, uint32_t barrier) {
-            if constexpr (Config::kPaged) {
-              place.load_values(boxes_smem, arguments_.v, barrier, rank_ * kOwnColumns, Config::kValueBoxes, key,
-                                Config::kValueRows);
-            } else {
-              for (int box = 0; box < Config::kValueBoxes; ++box, boxes_smem += Config::kValueBoxBytes) {
-                load_box(boxes_smem, arguments_.v, barrier, place, rank_ * kOwnColumns + box * tile::kBox, key);
-              }
-            }
-          },
-          Config::kValueBoxes, Config::kValueRows);
+    for (int key = first_key; key < first_key + Config::kBlockKeys; key += kValueRows) {
+      producer.template bring_live_rows<Keys::kTogether>(
+          keys.live_rows(key, end), keys.template values<kValueRows>(arguments_.v, rank_ * kOwnColumns, kBoxes, key),
+          kBoxes, kValueRows);
     }
   }
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
@@ -18,8 +18,8 @@
 
 namespace ffpa {
 
-// Several warps bring keys of pages: their copies are many and small, and each begins with a look at a table.
-inline constexpr int kPageProducers = 3;
+// Several warps bring keys of pages, as their copies are many and small.
+inline constexpr int kPageProducers = 4;
 template <bool kPaged>
 inline constexpr int kProducersOfKeys = kPaged ? kPageProducers : 1;
 

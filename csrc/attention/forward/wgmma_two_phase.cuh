@@ -20,7 +20,7 @@
 #include "attention/forward/two_phase_tiles.cuh"
 #include "attention/forward/wgmma_block.cuh"
 #include "attention/forward/wgmma_steps.cuh"
-#include "attention/page_boxes.cuh"
+#include "attention/key_boxes.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_queue.cuh"
 #include "attention/rows/row_tile.cuh"
@@ -104,7 +104,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
   FFPA_DEVICE void run() {
     Base::begin([&] {
       item_queue().init(tile::kConsumerWarps + Config::kProducers - 1);
-      ring().init();
+      ring().init(Config::kProducers);
     });
     ptx::sync_block();
     Base::run_roles([&](int producer) { produce(producer); }, [&](int group, int warp) { consume(group, warp); });
@@ -144,64 +144,70 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
           return warp > 0 ? items.get(lane_) : items.take(scratch().taken(), arguments_.row_tiles.count(), lane_);
         },
         [&] {
+          auto keys = Base::keys_of(kept);
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {
-            bring_keys(producer, kept.get(), chunk);
+            bring_keys(producer, keys, kept.get(), chunk);
             ptx::sync_warp();
             ptx::bar_sync(kCompleteBarrier, kCompleteThreads);
             ptx::fence_proxy_async_global();
-            if (chunk.counts(params_)) bring_values(producer, kept.get(), chunk);
+            if (chunk.counts(params_)) bring_values(producer, keys, kept.get().n_k(), chunk);
           });
         });
   }
 
-  FFPA_DEVICE void bring_keys(Producer& producer, const SharedRowTile& rows, const Chunk& chunk) const {
+  // Returns what brings `rows_a` rows of A by load_a, the first warp's work, and B by load_b.
+  template <class LoadA, class LoadB>
+  FFPA_DEVICE auto joined(int rows_a, const LoadA& load_a, const LoadB& load_b) const {
+    constexpr uint32_t kBytesA = Ring::kBoxesA * tile::kBoxBytes;
+    if constexpr (Config::kProducers > 1) {
+      return [&, rows_a] {
+        const auto part = load_b();
+        const bool brings_a = warp_ == 0;
+        return tile::part_of_step(part.bytes + (brings_a ? rows_a * tile::kBoxRowBytes : 0),
+                                  [&load_a, part, brings_a](uint32_t boxes_smem, uint32_t barrier) {
+                                    if (brings_a) load_a(boxes_smem, barrier);
+                                    part.start(boxes_smem + kBytesA, barrier);
+                                  });
+      };
+    } else {
+      return [&](uint32_t boxes_smem, uint32_t barrier) {
+        load_a(boxes_smem, barrier);
+        load_b(boxes_smem + kBytesA, barrier);
+      };
+    }
+  }
+
+  template <class Keys>
+  FFPA_DEVICE void bring_keys(Producer& producer, Keys& keys, const SharedRowTile& rows, const Chunk& chunk) const {
     const QueryTile<kRows> q(params_, rows);
-    const MapPlace k = place_of_keys<Config::kPaged>(params_, rows);
     FFPA_NO_UNROLL
     for (int tile = chunk.first_tile; tile < chunk.end_tile; ++tile) {
       FFPA_NO_UNROLL
       for (int column = 0; column < params_.d_qk; column += tile::kBox) {
-        producer.bring(
-            [&](uint32_t boxes_smem, uint32_t barrier) {
-              q.load(boxes_smem, arguments_.q, barrier, column);
-              boxes_smem += Ring::kBoxesA * tile::kBoxBytes;
-              for (int box = 0; box < Config::kKeyBoxes; ++box, boxes_smem += tile::kBoxBytes) {
-                const int key = tile * kKeys + box * tile::kBox;
-                if constexpr (Config::kPaged) {
-                  Base::pages_of(rows, k).load_keys(boxes_smem, arguments_.k, barrier, column, 1, key);
-                } else {
-                  load_box(boxes_smem, arguments_.k, barrier, k, column, key);
-                }
-              }
-            },
-            Config::kKeyBoxes, tile::kBox, q.rows);
+        const auto load_q = [&](uint32_t boxes_smem, uint32_t barrier) {
+          q.load(boxes_smem, arguments_.q, barrier, column);
+        };
+        producer.bring(joined(q.rows, load_q, keys.template keys<kKeys>(arguments_.k, column, 1, tile * kKeys)),
+                       Config::kKeyBoxes, tile::kBox, q.rows);
       }
     }
   }
 
-  FFPA_DEVICE void bring_values(Producer& producer, const SharedRowTile& rows, const Chunk& chunk) const {
-    const MapPlace v = place_of_keys<Config::kPaged>(params_, rows);
+  template <class Keys>
+  FFPA_DEVICE void bring_values(Producer& producer, Keys& keys, int n_k, const Chunk& chunk) const {
     const int p_row = ptx::block_x() * kRows;
     for_each_columns([&](int column, int boxes) {
       if (chunk.steps() == 0) producer.bring_zeros();
       FFPA_NO_UNROLL
       for (int key = chunk.keys.begin; key < chunk.keys.end; key += tile::kBox) {
-        const auto load = [&](uint32_t boxes_smem, uint32_t barrier) {
+        const auto load_p = [&](uint32_t boxes_smem, uint32_t barrier) {
           for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
             ptx::tma_load_2d<ptx::Evict::kSoon>(boxes_smem, &arguments_.p, barrier, key - chunk.first_key(),
                                                 p_row + box * tile::kBox);
           }
-          if constexpr (Config::kPaged) {
-            Base::pages_of(rows, v).load_keys(boxes_smem, arguments_.v, barrier, column, boxes, key);
-          } else {
-            FFPA_NO_UNROLL
-            for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-              load_box(boxes_smem, arguments_.v, barrier, v, column + box * tile::kBox, key);
-            }
-          }
         };
-        const bool others_follow = Config::kPaged || params_.is_packed();
-        producer.bring_live_rows(live_box_rows(rows.n_k() - key, others_follow), load, boxes);
+        producer.bring_live_rows(keys.live_rows(key, n_k),
+                                 joined(kRows, load_p, keys.keys(arguments_.v, column, boxes, key)), boxes);
       }
     });
   }

@@ -33,28 +33,28 @@ class KeyPages {
   // Says whether a row of V is whole boxes of 64 columns.
   FFPA_HOST_DEVICE bool has_whole_boxes() const { return has_whole_boxes_; }
 
-  // Returns where key `key` of the sequence at `place` (place_of_keys()) lies. No row of a page that is not in the pool
-  // or not in the table may be read.
-  FFPA_DEVICE PageRow find(const PagedKeys& paged, const MapPlace& place, int key) const {
-    const int entry = paged.entries == 1 ? 0 : rows_.quotient(key);
-    const int row = place.row + key - entry * rows_.value;
-    int page = place.batch;
-    if (paged.table != nullptr && entry < paged.entries) {
-      page = int(ptx::ld_global_4(paged.table + place.batch * paged.table_stride + entry));
-    }
-    const bool exists = uint32_t(page) < uint32_t(paged.pages) && entry < paged.entries && row < paged.rows;
-    return {exists ? page : kNoPage, row};
+  // Returns what the table has as the page of key `key` of the sequence at `place` (place_of_keys()), for a row tile
+  // that sees the keys in `seen`. Where it sees none of those that lie together with `key`, their memory may hold
+  // anything, and there is no page; nor is there one behind the table's end.
+  FFPA_DEVICE int look_up(const PagedKeys& paged, const MapPlace& place, const RowRange& seen, int key) const {
+    const int first = key & -together_, entry = entry_of(paged, key);
+    if (first + together_ <= seen.begin || first >= seen.end || entry >= paged.entries) return kNoPage;
+    if (paged.table == nullptr) return place.batch;
+    return int(ptx::ld_global_4(paged.table + place.batch * paged.table_stride + entry));
   }
 
-  // Does so for the first of `count` keys that lie in one page, of which those in `seen` count: if none does, the
-  // memory of these keys may hold anything, and no page is named.
-  FFPA_DEVICE PageRow find_seen(const PagedKeys& paged, const MapPlace& place, const RowRange& seen, int key,
-                                int count) const {
-    if (key + count <= seen.begin || key >= seen.end) return {kNoPage, 0};
-    return find(paged, place, key);
+  // Returns where key `key` lies, whose page is `found`, in a sequence that begins on row `first_row`. Its page may be
+  // none of the pool.
+  FFPA_DEVICE PageRow place_in(const PagedKeys& paged, int found, int first_row, int key) const {
+    const int row = first_row + key - entry_of(paged, key) * rows_.value;
+    return {uint32_t(found) < uint32_t(paged.pages) && row < paged.rows ? found : kNoPage, row};
   }
 
  private:
+  FFPA_DEVICE int entry_of(const PagedKeys& paged, int key) const {
+    return paged.entries == 1 ? 0 : rows_.quotient(key);
+  }
+
   Divisor rows_;
   int together_ = 64;
   bool has_whole_boxes_ = true;

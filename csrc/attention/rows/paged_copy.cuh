@@ -94,8 +94,8 @@ FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout,
   constexpr int kRuns = kRows / kPageStep;
   static_assert(kRows % kPageStep == 0 && kRuns <= 32, "each run has a lane");
   const int lane = thread % 32, first_of_run = key + lane * kPageStep;
-  PageRow at = {kNoPage, 0};
-  if (lane < kRuns) at = key_pages.find_seen(paged, window.place, window.seen, first_of_run, kPageStep);
+  const int of_lane = lane < kRuns ? key_pages.look_up(paged, window.place, window.seen, first_of_run) : kNoPage;
+  const PageRow at = key_pages.place_in(paged, of_lane, window.place.row, first_of_run);
   const uint32_t found = ptx::vote_ballot(at.page != kNoPage);
   const int64_t of_run = at.page == kNoPage ? 0 : at.page * window.page_stride + at.row * window.row_stride;
 

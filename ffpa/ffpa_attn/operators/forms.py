@@ -285,8 +285,13 @@ def values_in_keys(k, v) -> bool:
     """Says whether V is the first columns of K, in one storage; tensors without memory may have one, too."""
     if memory_checks.is_wrapped(k) or memory_checks.is_wrapped(v):
         return False
-    of_k, of_v = ((x.untyped_storage()._cdata, x.storage_offset(), x.stride()) for x in (k, v))
-    return of_k == of_v and v.shape[-1] <= k.shape[-1]
+    of_k, of_v = ((x.untyped_storage()._cdata, x.storage_offset()) for x in (k, v))
+    if of_k != of_v or v.shape[-1] > k.shape[-1] or k.ndim != v.ndim:
+        return False
+    # Nobody steps along a dim of one, whose stride may be anything.
+    return k.stride() == v.stride() or all(
+        n == 1 or step == of_v for n, step, of_v in zip(k.shape, k.stride(), v.stride(), strict=True)
+    )
 
 
 _DTYPES = arguments.DTYPES | arguments.FP8

@@ -225,17 +225,24 @@ class ForwardWgmmaLatent(KernelSpec):
     columns: int
     paged: bool = False
 
+    @property
+    def allowed_spill_bytes(self) -> int:
+        return 16 if self.paged else 0  # spills of warps that bring pages
+
 
 @dataclass(frozen=True)
 class ForwardWgmmaTwoPhase(KernelSpec):
     """In this forward for wide head dims, P goes to scratch; P V makes `columns` of O at a time, or 64 less."""
 
     arch = "sm_90a"
-    allowed_spill_bytes = 40  # spills are between products, not among them
 
     dtype: str
     columns: int
     paged: bool = False
+
+    @property
+    def allowed_spill_bytes(self) -> int:
+        return 144 if self.paged else 40  # spills are between products, not among them, or of warps that bring pages
 
 
 @dataclass(frozen=True)
