@@ -281,15 +281,25 @@ def _now(on_gpu: bool) -> float:
 
 def without_cache(model: Decoder, c: Config, request: Request) -> tuple[int, bool]:
     """Runs all of a request's tokens at once, with no cache. Returns how many of those that were made are the likeliest, and
-    whether all others are as likely but for roundings.
+    whether all others are as likely but for roundings: for what comes of one more rounding of each layer's attention.
     """
     tokens = request.tokens[None]
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]
-    x = model(tokens[:, :-1], positions, lambda layer, *qkv: ffpa(*qkv, **c.rule(layer), layout="BNHD"))
-    logits = model.logits(x[0, len(request.prompt) - 1 :]).float()
+
+    def attend(layer: int, *qkv) -> torch.Tensor:
+        return ffpa(*qkv, **c.rule(layer), layout="BNHD")
+
+    def attend_rounded(layer: int, *qkv) -> torch.Tensor:
+        out = attend(layer, *qkv)
+        return out + out * torch.empty_like(out).uniform_(-1, 1) * torch.finfo(DTYPE).eps
+
+    of_rows = [
+        model(tokens[:, :-1], positions, each)[0, len(request.prompt) - 1 :] for each in (attend, attend_rounded)
+    ]
+    logits, rounded = (model.logits(rows).float() for rows in of_rows)
     made = logits.gather(1, tokens[0, len(request.prompt) :, None])
     best = logits.max(-1, keepdim=True).values
-    slack = 8 * torch.finfo(DTYPE).eps * logits.abs().max()
+    slack = (logits - rounded).abs().max()
     return int((made == best).sum()), bool((made >= best - slack).all())
 
 

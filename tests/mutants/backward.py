@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/tile/box_ring.cuh",
-        ("box ring: a slot is filled while it is read", "      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n      ptx::mbarrier_arrive_expect_tx(full", "      ptx::mbarrier_arrive_expect_tx(full"),
+        ("box ring: a slot is filled while it is read", "      ptx::mbarrier_wait(ring_.empty(at_.slot), at_.parity ^ 1);\n      ptx::mbarrier_arrive_expect_tx(barrier, bytes);", "      ptx::mbarrier_arrive_expect_tx(barrier, bytes);"),
         ("box ring: products before their boxes", "    ptx::mbarrier_wait(ring_.full(at_.slot), at_.parity);\n", ""),
         ("box ring: a slot given back while products read it", "release(slot_before(2));", "release(slot_before(1));"),
         ("box ring: rows that must not count stay", "if (live >> row & 1) continue;", "continue;"),

@@ -38,12 +38,12 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/forward/wgmma_fused.cuh",
         _TESTS,
-        ("pages: V behind a sequence as it is", "keys.live_rows(key, end)", "~uint64_t{0}"),
+        ("pages: V behind a sequence as it is", "keys.live_rows(key, end)", "~uint64_t{end < 0}"),
     ),
     *edits_in(
         "csrc/attention/forward/wgmma_pair.cuh",
         _TESTS,
-        ("pages: pairs' V behind a sequence as it is", "keys.live_rows(key, end)", "~uint64_t{0}"),
+        ("pages: pairs' V behind a sequence as it is", "keys.live_rows(key, end)", "~uint64_t{end < 0}"),
         ("pages: the first columns of V in both blocks", "arguments_.v, rank_ * kOwnColumns", "arguments_.v, 0 * kOwnColumns"),
     ),
     *edits_in(
