@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: build with all cores, conform, the whole suite, random problems (SECONDS_OF_PROBLEMS of them, 300), calls
-# repeated, a short benchmark; results in $1 (build/gpu_check), a short table last. SEED=N draws other problems. SANITIZE=1 adds a
-# compute-sanitizer pass over the kernels; SKIP="conform tests campaign stress bench small" leaves steps out.
+# repeated, short benchmarks; results in $1 (build/gpu_check), a short table last. SEED=N draws other problems. SANITIZE=1 adds a
+# compute-sanitizer pass over the kernels; SKIP="conform tests campaign stress bench small pages" leaves steps out.
 set -u
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"
 setup_nvcc || exit 1
@@ -31,6 +31,7 @@ step campaign "$PY" tests/campaign.py --seconds "${SECONDS_OF_PROBLEMS:-300}" --
 step stress "$PY" tests/campaign_stress.py --json "$out/stress.json"
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 step small env FFPA_BACKEND=triton "$PY" bench/small_heads.py
+step pages "$PY" bench/paged.py --quick
 sanitize() { # sanitize NAME TOOL KEYWORDS TESTS…
   step "$1" compute-sanitizer --tool "$2" --error-exitcode 1 "$PY" -m pytest -q -p no:cacheprovider -k "$3" "${@:4}"
 }
