@@ -290,7 +290,7 @@ def values_in_keys(k, v) -> bool:
         return False
     # Nobody steps along a dim of one, whose stride may be anything.
     return k.stride() == v.stride() or all(
-        n == 1 or step == of_v for n, step, of_v in zip(k.shape, k.stride(), v.stride(), strict=True)
+        n == 1 or step == other for n, step, other in zip(k.shape, k.stride(), v.stride(), strict=True)
     )
 
 
