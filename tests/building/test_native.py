@@ -204,8 +204,10 @@ def test_import_is_quick_and_loads_nothing():
         "import ffpa_attn, ffpa_attn.launching.native; print(time.process_time() - start, torch.cuda.is_initialized());"
         "print(any('_native' in line for line in open('/proc/self/maps')))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert float(out[0]) <= 0.3 and out[1:] == ["False", "False"]
+    command = [sys.executable, "-c", code]
+    outs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in outs) <= 0.3, outs  # another process may have slowed down one of them
+    assert all(out[1:] == ["False", "False"] for out in outs)
 
 
 def test_doctor_never_fails(native, monkeypatch, capsys):
