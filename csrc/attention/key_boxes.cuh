@@ -1,5 +1,5 @@
-// The keys and values that a row tile sees, as the boxes that TMA brings: of a tensor (KeysOfTensor), or of the pages
-// of a pool (KeysOfPages). Both return from keys() and values() what tile::BoxProducer takes as `load`.
+// The keys and values that a row tile sees, as the boxes that TMA brings. KeysOfTensor has those of a tensor,
+// KeysOfPages those in the pages of a pool; keys() and values() of both return what tile::BoxProducer takes as `load`.
 #pragma once
 
 #include <cstdint>
