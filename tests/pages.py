@@ -74,7 +74,8 @@ def make(
     dtype=torch.bfloat16, device="cpu",
 ) -> Pool:  # fmt: skip
     """Returns a pool of these sequences, in random pages, with `spare` pages that nobody names. `shared` lets sequences
-    have the first page in common; each has room for `more` rows; pages before those of the last `window` keys may be any.
+    have the first page in common; each has room for `more` rows; keys before the last `window` ones are NaN, in pages of
+    any number; on a GPU, whose kernels read whole pages, those in a page with one of the last ones are not.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-(n + more) // rows) for n in lengths]
@@ -88,8 +89,9 @@ def make(
         if shared and i and n >= rows and lengths[0] >= rows:
             pages[0] = int(table[0, 0])
         table[i, :count] = torch.tensor(pages, dtype=torch.int32)
-        unseen = 0 if window is None else max(n - window, 0) // rows
-        for j in range(unseen * rows, n):
+        first = 0 if window is None else max(n - window, 0)
+        unseen = first // rows  # pages
+        for j in range(first if torch.device(device).type == "cpu" else unseen * rows, n):
             for x in (k, v)[: 1 if layout == "latent" else 2]:
                 x[pages[j // rows], j % rows] = torch.randn(x.shape[2:], generator=generator).to(dtype)
         table[i, :unseen] = ANYTHING[i % len(ANYTHING)]
