@@ -5,14 +5,18 @@ from .kinds import edits_in
 _TESTS = "tests/backends/test_paged_kernels.py -k 'not cuda'"
 
 MUTANTS = [
+    *edits_in(  # copies by maps read zeros outside of a pool, whoever asks: cp.async's do not
+        "csrc/attention/rows/key_pages.cuh",
+        "tests/backends/test_mma_pages.py -k outside_the_pool",
+        ("pages: numbers beyond the pool", "uint32_t(found) < uint32_t(paged.pages) &&", "found >= 0 &&"),
+        ("pages: numbers before the pool", "uint32_t(found) < uint32_t(paged.pages) &&", "found < paged.pages &&"),
+    ),
     *edits_in(
         "csrc/attention/rows/key_pages.cuh",
         _TESTS,
         ("pages: the first page for all keys", "paged.entries == 1 ? 0 : rows_.quotient(key)", "0 * key"),
         ("pages: rows counted on", "first_row + key - entry_of(paged, key) * rows_.value", "first_row + key"),
         ("pages: the table of the first sequence", "paged.table + place.batch * paged.table_stride + entry", "paged.table + entry"),
-        ("pages: numbers beyond the pool", "uint32_t(found) < uint32_t(paged.pages) &&", "found >= 0 &&"),
-        ("pages: numbers before the pool", "uint32_t(found) < uint32_t(paged.pages) &&", "found < paged.pages &&"),
         ("pages: keys before a window are read", "if (first + together_ <= seen.begin || first >= seen.end ||", "if (first >= seen.end ||"),
         ("pages: keys that begin a window are not read", "first + together_ <= seen.begin", "first < seen.begin"),
         ("pages: 64 keys in one page", "params.paged.rows % together_ != 0", "false"),

@@ -106,6 +106,20 @@ def test_pages_before_a_window_may_be_anything(device, left, rows, where_lengths
         start += n
 
 
+def test_pages_outside_the_pool_count_as_zeros(device, where_lengths_are, monkeypatch):
+    """A CPU refuses such tables, and a GPU does not look."""
+    monkeypatch.setattr(forms.Paged, "check_values", lambda *args: None)
+    pool = pages.make((80, 100), device=device)
+    q, cu = pages.queries((3, 20), device=device)
+    for entry, page in enumerate(pages.ANYTHING):
+        pool.table[1, entry] = page
+    zeros = [torch.cat([x, torch.zeros_like(x[:1])]) for x in (pool.k, pool.v)]
+    table = pool.table.where((pool.table >= 0) & (pool.table < len(pool.k)), len(pool.k))
+    want = attend(pages.Pool(*zeros, table, pool.used), q, cu, causal=True, return_lse=True)
+    got = attend(pool, q, cu, causal=True, return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 def test_rows_of_no_sequence_and_out(device):
     pool = pages.make((20, 33), device=device)
     q, cu = pages.queries((4, 6), device=device)
