@@ -6,7 +6,7 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, ffpa_varlen
-from ffpa_attn.backends import fused, row_tiles
+from ffpa_attn.backends import fused, row_tiles, two_phase
 from ffpa_attn.launching import native
 from ffpa_attn.operators import forms, ops
 from ffpa_attn.specs.problem import Problem, Visibility
@@ -83,6 +83,8 @@ def attend(device: str, pool: pages.Pool, q, offsets, max_q: int, rule, dtype=to
 def test_pages_give_the_bits_of_packed_keys(case, parts, device, monkeypatch):
     d, d_v, layout, rows, of_q, of_k, heads, rule = case
     plan_tiles(monkeypatch, shared=parts > 1, count=parts)
+    if parts == 1:
+        monkeypatch.setattr(two_phase, "_parts", lambda *args: (1.0, row_tiles.Parts()))
     pool = pages.make(of_k, rows, heads[1], d, d_v, layout, shared=True, dtype=torch.float16)
     q, offsets = pages.queries(of_q, heads[0], d, dtype=torch.float16)
     (out, lse), (want, want_lse), plan = attend(device, pool, q, offsets, max(of_q), rule)
