@@ -93,6 +93,17 @@ def test_pages_give_the_bits_of_packed_keys(case, parts, device, monkeypatch):
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+def test_latent_vectors_under_a_window(rows, device, monkeypatch):
+    """In pages their tiles begin elsewhere than packed, so that sums differ in their order."""
+    plan_tiles(monkeypatch, shared=False, count=1)
+    pool = pages.make((300, 421), rows, 1, 576, 512, "latent", dtype=torch.float16)
+    q, offsets = pages.queries((3, 20), 16, 576, dtype=torch.float16)
+    (out, lse), (want, want_lse), plan = attend(device, pool, q, offsets, 20, {"window": (100, 0)})
+    assert isinstance(plan.spec, ForwardWgmmaLatent) and plan.spec.paged
+    assert torch.allclose(out.float(), want.float(), atol=2e-3) and torch.allclose(lse, want_lse, atol=1e-4)
+
+
 @pytest.mark.parametrize("d, layout", [(128, "NHD"), (512, "HND"), (512, "latent"), (640, "NHD")])
 def test_pages_that_are_nowhere_count_as_zeros(d, layout, device, monkeypatch):
     """The emulator faults where a kernel touches what is no tensor's."""
